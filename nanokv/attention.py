@@ -1,0 +1,49 @@
+"""Attention over cached keys and values: the one file that calls scaled_dot_product_attention.
+
+Prefill and decode are two functions because they are two problems. Prefill multiplies T×S scores and is bound by
+arithmetic. Decode reads every cached key and value once for a single query row and is bound by memory bandwidth.
+Softmax(q kᵀ / sqrt(D)) v throughout (Vaswani et al. 2017, arXiv 1706.03762); masks are bool, True = visible.
+"""
+
+import torch
+import torch.nn.functional as F
+
+
+def causal_mask(T: int, S: int, device=None):
+    """(T,S) bool, bottom-right aligned: the T queries are the last T of S positions, query t sees keys ≤ S−T+t.
+
+    SDPA's own `is_causal=True` is top-left aligned: right only when S == T. Costs T·S bytes; None when T is 1,
+    because the newest token sees everything.
+    """
+    if T == 1:
+        return None
+    return torch.ones(T, S, dtype=torch.bool, device=device).tril(S - T)
+
+
+def is_square_causal(mask) -> bool:
+    """Is this the plain causal mask of an empty cache? Then SDPA can skip the upper triangle, half of the work."""
+    return mask is not None and mask.dim() == 2 and mask.shape[0] == mask.shape[1] and bool(
+        torch.equal(mask, causal_mask(*mask.shape, mask.device))
+    )
+
+
+def square_attention(q, k, v):
+    """Prefill from an empty cache: S == T, causal. q (B,H,T,D), k and v (B,Hk,T,D) → (B,H,T,D)."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def prefill_attention(q, k, v, mask=None):
+    """Any chunk of T queries over S ≥ T keys. q (B,H,T,D), k and v (B,Hk,S,D), mask (T,S) or (B,1,T,S) → (B,H,T,D)."""
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def decode_attention(q, k, v, mask=None):
+    """One query row. The G heads that share a KV head become G rows of one query block: K and V are read once.
+
+    q (B,H,1,D), k and v (B,Hk,S,D), mask None or (1,S) or (B,1,1,S) → (B,H,1,D). Repeating K and V G times instead
+    would copy G·S·Hk·D·2 values a layer a token; `enable_gqa` costs four times as much in bf16 on a CPU.
+    """
+    B, H, _, D = q.shape
+    q = q.reshape(B, k.shape[1], -1, D)  # (B,Hk,G,D)
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)  # (B,Hk,G,D)
+    return y.reshape(B, H, 1, D)  # free on a CPU; some GPU kernels return the rows in another order in memory

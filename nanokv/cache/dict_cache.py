@@ -1,0 +1,58 @@
+"""The cache to read first: literally a dict a layer, `{"key": (B,Hk,S,D), "value": (B,Hk,S,D)}`, grown by torch.cat.
+
+Correct and plain, and the reference that every other cache is compared with. Its price: `cat` copies all S old rows
+to append one, so N steps copy O(N²) bytes (Qwen3-0.6B at 4,096 tokens: 470 MB a step).
+"""
+
+import torch
+
+from nanokv.cache.base import LayerCache
+from nanokv.errors import CacheError
+
+
+class DictCache(LayerCache, dict):
+    """Empty before the first append; afterwards holds exactly the tokens seen."""
+
+    @property
+    def length(self) -> int:
+        return self["key"].shape[2] if self else 0
+
+    def append(self, k, v):
+        if self:
+            old = self["key"]
+            if (*old.shape[:2], old.shape[3], old.dtype) != (*k.shape[:2], k.shape[3], k.dtype):  # cat would promote
+                held = f"{tuple(old.shape)} {old.dtype}"
+                raise CacheError(f"cannot append keys {tuple(k.shape)} {k.dtype} to a cache of {held} (B,Hk,S,D)")
+            k = torch.cat((old, k), dim=2)  # (B,Hk,S,D): copies the whole past
+            v = torch.cat((self["value"], v), dim=2)  # (B,Hk,S,D)
+        self["key"], self["value"] = k, v
+        return k, v
+
+    def truncate(self, n: int):
+        if n == 0:
+            self.clear()
+        elif n < self.length:
+            for name in ("key", "value"):
+                self[name] = self[name][:, :, :n].clone()  # (B,Hk,n,D); a view would keep the forgotten rows in memory
+
+    def fork(self):
+        copy = DictCache()
+        copy.update(self)  # tensors may be shared: append makes new ones, nothing is ever written in place
+        return copy
+
+    def reorder(self, index):
+        if self and index.max() >= len(self["key"]):
+            raise CacheError(f"reorder: row {index.max()} of a cache of {len(self['key'])} rows")
+        for name in self:
+            self[name] = self[name][index]  # (B',Hk,S,D)
+
+    def state(self) -> dict:
+        return dict(self)
+
+    def restore(self, state: dict):
+        self.clear()
+        self.update(state)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.values())

@@ -1,0 +1,294 @@
+"""The shape of a model, read from a published config.json.
+
+Field names are Hugging Face's own, so a config.json is all that is needed. What would change the maths and is not
+implemented here (another rope type, sliding layers, another activation, mixture of experts) raises with the
+field's name and value: a model that runs with the wrong formula is worse than one that does not run. A field is
+read, or implemented for ONE value, or known to be harmless; a field that is none of these raises unless it is null.
+Defaults follow transformers' Qwen3Config (theta 10,000, head_dim 128, 32 KV heads); any other absent size is an error.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from nanokv.errors import ConfigError
+
+SIZES = (  # field, largest value that is still plausible (a typo such as 10**12 must not reach the allocator)
+    ("vocab_size", 10_000_000),
+    ("hidden_size", 1_000_000),
+    ("intermediate_size", 4_000_000),
+    ("num_hidden_layers", 10_000),
+    ("num_attention_heads", 10_000),
+    ("num_key_value_heads", 10_000),
+    ("head_dim", 65_536),
+    ("max_position_embeddings", 100_000_000),
+)
+DTYPES = ("float32", "bfloat16", "float16")
+YARN_FIELDS = {"factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"}
+READ = frozenset(name for name, _ in SIZES) | {
+    "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "layer_types", "attention_bias",
+    "tie_word_embeddings", "dtype", "torch_dtype",
+}  # fmt: skip
+ONLY = {  # fields that change the maths, with the one value that this model implements
+    "model_type": "qwen3",
+    "hidden_act": "silu",
+    "use_sliding_window": False,
+    "partial_rotary_factor": 1.0,
+    "qk_norm": True,
+    "use_qk_norm": True,
+    "mlp_bias": False,
+    "use_mrope": False,
+    "is_encoder_decoder": False,
+    "add_cross_attention": False,
+    "num_experts": 0,
+    "pruned_heads": {},
+}
+HARMLESS = frozenset(  # sampling, training, labels and bookkeeping: the logits do not depend on them
+    """
+    architectures transformers_version use_cache sliding_window max_window_layers attn_implementation name_or_path
+    initializer_range attention_dropout gradient_checkpointing neftune_noise_alpha use_bfloat16 torchscript
+    tf_legacy_loss output_attentions output_hidden_states return_dict output_scores return_dict_in_generate
+    chunk_size_feed_forward pretraining_tp is_decoder tie_encoder_decoder unsloth_fixed unsloth_version
+    id2label label2id num_labels problem_type finetuning_task task_specific_params tokenizer_class model_name prefix
+    bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id forced_bos_token_id forced_eos_token_id
+    max_length min_length max_new_tokens do_sample early_stopping num_beams num_beam_groups diversity_penalty
+    temperature top_k top_p min_p typical_p repetition_penalty length_penalty no_repeat_ngram_size bad_words_ids
+    encoder_no_repeat_ngram_size num_return_sequences remove_invalid_values exponential_decay_length_penalty
+    suppress_tokens begin_suppress_tokens
+    """.split()
+)
+
+
+@dataclass(frozen=True)
+class Yarn:
+    """YaRN context extension (Peng et al. 2023, arXiv 2309.00071), as transformers' `rope_type: yarn`."""
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None  # None = 0.1 ln(factor) + 1
+
+
+@dataclass(frozen=True)
+class Config:
+    """H query heads of width D share Hk KV heads; D is a field of its own: for Qwen3-0.6B H·D = 2048, C = 1024."""
+
+    vocab_size: int  # V
+    hidden_size: int  # C
+    intermediate_size: int
+    num_hidden_layers: int  # L
+    num_attention_heads: int  # H
+    num_key_value_heads: int  # Hk
+    head_dim: int  # D
+    max_position_embeddings: int
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10_000.0
+    yarn: Yarn | None = None
+    attention_bias: bool = False
+    tie_word_embeddings: bool = False
+    torch_dtype: str = "float32"
+
+    @classmethod
+    def from_folder(cls, folder) -> "Config":
+        """Read `folder/config.json`, or the file itself when `folder` is a path to a config.json."""
+        path = Path(folder)
+        path = path / "config.json" if path.is_dir() else path
+        try:
+            fields = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{path} is not JSON: {error}") from error
+        return cls.from_dict(fields)
+
+    @classmethod
+    def from_dict(cls, fields: dict) -> "Config":
+        """Check every field that changes the maths; raises ConfigError with the field's name and value."""
+        if not isinstance(fields, dict):
+            raise ConfigError(f"config.json holds a {type(fields).__name__}, not an object")
+        _refuse_unimplemented(fields)
+        fields = {"head_dim": 128, "num_key_value_heads": 32, **fields}  # transformers' defaults for a silent file
+        if fields["num_key_value_heads"] is None:
+            fields["num_key_value_heads"] = fields.get("num_attention_heads")
+        sizes = {name: _size(fields, name, limit) for name, limit in SIZES}
+        if sizes["num_attention_heads"] % sizes["num_key_value_heads"]:
+            raise ConfigError(
+                f"num_attention_heads {sizes['num_attention_heads']} is not a multiple of "
+                f"num_key_value_heads {sizes['num_key_value_heads']}"
+            )
+        if sizes["head_dim"] % 2:
+            raise ConfigError(f"head_dim {sizes['head_dim']} is odd: RoPE rotates pairs of dimensions")
+        theta, yarn = _rope(fields)
+        return cls(
+            **sizes,
+            rms_norm_eps=_positive(fields, "rms_norm_eps", 1e-6, largest=1.0),
+            rope_theta=theta,
+            yarn=yarn,
+            attention_bias=_flag(fields, "attention_bias"),
+            tie_word_embeddings=_flag(fields, "tie_word_embeddings"),
+            torch_dtype=_dtype(fields),
+        )
+
+    @property
+    def query_groups(self) -> int:
+        """G: how many query heads read each KV head."""
+        return self.num_attention_heads // self.num_key_value_heads
+
+    def to_dict(self) -> dict:
+        """The config.json of this model: `from_dict(to_dict())` gives an equal config."""
+        fields = asdict(self)
+        yarn, theta = fields.pop("yarn"), fields.pop("rope_theta")
+        rope = {"rope_type": "default"} if yarn is None else {"rope_type": "yarn"} | yarn
+        rope = {name: value for name, value in rope.items() if value is not None}
+        return {
+            "architectures": ["Qwen3ForCausalLM"],
+            "model_type": "qwen3",
+            "hidden_act": "silu",
+            **fields,
+            "rope_theta": theta,
+            "rope_parameters": rope | {"rope_theta": theta},
+        }
+
+
+@dataclass(frozen=True)
+class GenerationConfig:
+    """The checkpoint's own generation_config.json: which ids end an answer, and how its authors sample."""
+
+    eos_token_ids: tuple[int, ...] = ()
+    temperature: float = 0.0  # 0 = greedy, which is what `do_sample: false` means
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+    @classmethod
+    def from_folder(cls, folder) -> "GenerationConfig":
+        """Read generation_config.json; without one, the eos ids of config.json and greedy decoding."""
+        fields = {}
+        for name in ("config.json", "generation_config.json"):
+            path = Path(folder) / name
+            if path.is_file():
+                try:
+                    fields |= {k: v for k, v in json.loads(path.read_text(encoding="utf-8")).items() if v is not None}
+                except (ValueError, AttributeError, RecursionError) as error:
+                    raise ConfigError(f"{path} is not a JSON object: {error}") from error
+        return cls.from_dict(fields)
+
+    @classmethod
+    def from_dict(cls, fields: dict) -> "GenerationConfig":
+        """Values of generation_config.json; sampling figures count only with `do_sample: true`, as in transformers."""
+        eos = fields.get("eos_token_id", [])
+        eos = eos if isinstance(eos, list) else [eos]
+        if not all(type(i) is int and i >= 0 for i in eos):
+            raise ConfigError(f"eos_token_id {eos!r} is not an id or a list of ids")
+        penalty = _number(fields, "repetition_penalty", 1.0)
+        if not fields.get("do_sample", False):
+            return cls(eos_token_ids=tuple(eos), repetition_penalty=penalty)
+        return cls(
+            eos_token_ids=tuple(eos),
+            temperature=_number(fields, "temperature", 1.0),
+            top_k=_number(fields, "top_k", 50),  # transformers' default when sampling
+            top_p=_number(fields, "top_p", 1.0),
+            min_p=_number(fields, "min_p", 0.0),
+            repetition_penalty=penalty,
+        )
+
+
+def _refuse_unimplemented(fields: dict):
+    for name, only in ONLY.items():
+        value = fields.get(name, only)
+        if value != only and (value is not None or name in ("model_type", "hidden_act")):
+            raise ConfigError(f"{name} {value!r} is not implemented: this model has {name} {only!r} only")
+    layers = fields.get("layer_types") or []
+    layers = layers if isinstance(layers, list) else [layers]
+    if other := sorted({str(kind) for kind in layers} - {"full_attention"}):
+        raise ConfigError(f"layer_types holds {', '.join(other)}: only full_attention is implemented")
+    for name, value in fields.items():
+        known = name in READ or name in ONLY or name in HARMLESS or name.startswith("_")
+        if value is not None and not known:
+            shown = repr(value) if len(repr(value)) <= 80 else repr(value)[:77] + "..."
+            raise ConfigError(
+                f"{name} {shown} is not implemented: it is no field of a Qwen3 config and may change the maths",
+                hint=f"where it does not, remove {name} from config.json",
+            )
+
+
+def _size(fields: dict, name: str, limit: int) -> int:
+    if fields.get(name) is None:
+        raise ConfigError(f"config.json lacks {name}")
+    value = fields[name]
+    if type(value) is not int or not 1 <= value <= limit:
+        raise ConfigError(f"{name} is {value!r}: an integer between 1 and {limit:,} was expected")
+    return value
+
+
+def _positive(fields: dict, name: str, default: float, largest: float = 1e30) -> float:
+    value = fields.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= largest:
+        raise ConfigError(f"{name} is {value!r}: a number above 0 and at most {largest:g} was expected")
+    return float(value)
+
+
+def _number(fields: dict, name: str, default):
+    value = fields.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e30:
+        raise ConfigError(f"{name} is {value!r}: a number was expected")
+    return type(default)(value)
+
+
+def _flag(fields: dict, name: str) -> bool:
+    value = fields.get(name, False)
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} is {value!r}: true or false was expected")
+    return value
+
+
+def _dtype(fields: dict) -> str:
+    name = str(fields.get("dtype") or fields.get("torch_dtype") or "float32").removeprefix("torch.")
+    if name not in DTYPES:
+        raise ConfigError(f"dtype {name!r} is not one of {', '.join(DTYPES)}")
+    return name
+
+
+def _rope(fields: dict) -> tuple[float, Yarn | None]:
+    """theta and the context extension, from v5's `rope_parameters` or from `rope_theta` + `rope_scaling`.
+
+    Both spellings may be present; where they disagree the file contradicts itself, which raises.
+    """
+    spelled = {name: fields[name] for name in ("rope_parameters", "rope_scaling") if fields.get(name) is not None}
+    for name, value in spelled.items():
+        if not isinstance(value, dict):
+            raise ConfigError(f"{name} is {value!r}: an object was expected")
+    new, old = spelled.get("rope_parameters"), spelled.get("rope_scaling")
+    if new and old and new != old:
+        raise ConfigError(f"rope_parameters {new!r} contradicts rope_scaling {old!r}")
+    rope = new or old or {}
+    theta = _positive({**fields, **rope}, "rope_theta", 10_000.0)
+    if (outer := _positive(fields, "rope_theta", theta)) != theta:
+        raise ConfigError(f"rope_theta is {outer!r}, but rope_parameters says {theta!r}")
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("default", "yarn"):
+        raise ConfigError(f"rope_type {kind!r} is not implemented: 'default' and 'yarn' are")
+    known = {"rope_type", "type", "rope_theta"} | (YARN_FIELDS if kind == "yarn" else set())
+    no_effect = {"partial_rotary_factor": 1.0, "truncate": True}.items()  # what transformers assumes anyway
+    for name, value in rope.items():
+        if name not in known and value is not None and (name, value) not in no_effect:
+            raise ConfigError(f"rope_type {kind!r} with {name} {value!r} is not implemented")
+    return theta, _yarn(fields, rope, theta) if kind == "yarn" else None
+
+
+def _yarn(fields: dict, rope: dict, theta: float) -> Yarn:
+    name = "original_max_position_embeddings"
+    rope = {key: value for key, value in rope.items() if value is not None}
+    if "factor" not in rope:
+        raise ConfigError("rope_type 'yarn' lacks factor")
+    if theta <= 1:
+        raise ConfigError(f"rope_type 'yarn' needs a rope_theta above 1, not {theta!r}")
+    return Yarn(
+        factor=_positive(rope, "factor", 1.0),
+        original_max_position_embeddings=_size({name: fields["max_position_embeddings"]} | rope, name, 100_000_000),
+        beta_fast=_positive(rope, "beta_fast", 32.0),
+        beta_slow=_positive(rope, "beta_slow", 1.0),
+        attention_factor=_positive(rope, "attention_factor", 1.0) if "attention_factor" in rope else None,
+    )

@@ -1,0 +1,68 @@
+"""Bytes and FLOPs from the config alone: the arithmetic behind every table and every benchmark row.
+
+Nothing is measured here. `itemsize` is bytes a value: 4 for fp32, 2 for bf16 and fp16.
+"""
+
+from nanokv.config import Config
+
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def attention_parameters(config: Config) -> int:
+    """q, k, v and o projections, their biases and the two head norms of one layer."""
+    C, D = config.hidden_size, config.head_dim
+    H, Hk = config.num_attention_heads, config.num_key_value_heads
+    biases = (H + 2 * Hk) * D + C if config.attention_bias else 0
+    return 2 * C * H * D + 2 * C * Hk * D + 2 * D + biases
+
+
+def layer_parameters(config: Config) -> int:
+    """Attention, the three SwiGLU matrices and the two layer norms."""
+    C = config.hidden_size
+    return attention_parameters(config) + 3 * C * config.intermediate_size + 2 * C
+
+
+def parameters(config: Config) -> int:
+    """All parameters; a tied head counts once. Qwen3-0.6B: 596,049,920."""
+    table = config.vocab_size * config.hidden_size
+    tables = table if config.tie_word_embeddings else 2 * table
+    return tables + config.num_hidden_layers * layer_parameters(config) + config.hidden_size
+
+
+def weight_bytes(config: Config, itemsize: int) -> int:
+    """Bytes of the weights in memory."""
+    return parameters(config) * itemsize
+
+
+def kv_bytes_per_token(config: Config, itemsize: int) -> int:
+    """2 (K and V) × L × Hk × D × itemsize. Qwen3-0.6B in bf16: 114,688."""
+    return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * itemsize
+
+
+def kv_bytes(config: Config, tokens: int, batch_size: int, itemsize: int) -> int:
+    """Bytes that an exact cache holds for so many tokens in each of batch_size rows."""
+    return kv_bytes_per_token(config, itemsize) * tokens * batch_size
+
+
+def decode_bytes(config: Config, context: int, itemsize: int, batch_size: int = 1) -> int:
+    """Bytes read for one decode step: every weight that takes part once, and every cached key and value.
+
+    Of an untied embedding table only one row a token is read, so it does not count.
+    """
+    read = parameters(config) - (0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size)
+    return read * itemsize + kv_bytes(config, context, batch_size, itemsize)
+
+
+def decode_flops(config: Config, context: int) -> int:
+    """2 FLOPs for each weight of every matrix, and 4·H·D for each visible key (scores and mix) in every layer."""
+    C, D, H, L = config.hidden_size, config.head_dim, config.num_attention_heads, config.num_hidden_layers
+    matrices = 2 * C * D * (H + config.num_key_value_heads) + 3 * C * config.intermediate_size
+    return 2 * (L * matrices + config.vocab_size * C) + 4 * L * H * D * context
+
+
+def prefill_flops(config: Config, tokens: int, start_pos: int = 0) -> int:
+    """T rows through every layer, causal attention over what each row sees, one row through the head."""
+    C, D, H, L = config.hidden_size, config.head_dim, config.num_attention_heads, config.num_hidden_layers
+    matrices = 2 * C * D * (H + config.num_key_value_heads) + 3 * C * config.intermediate_size
+    seen = tokens * start_pos + tokens * (tokens + 1) // 2
+    return 2 * L * matrices * tokens + 4 * L * H * D * seen + 2 * config.vocab_size * C

@@ -1,0 +1,49 @@
+"""Typed errors. Each message names the cause and the numbers; `hint` is the one line that fixes it.
+
+All of them are also ValueErrors, so a caller who knows nothing of nanokv can still catch them.
+The command line prints `nanokv: error: message` and `hint: hint`, and leaves with exit code 2.
+"""
+
+
+class NanoKVError(ValueError):
+    """Something the caller can mend: a bad value, a full cache, a broken file."""
+
+    def __init__(self, message: str, hint: str = ""):
+        super().__init__(message)
+        self.hint = hint
+
+
+class ConfigError(NanoKVError):
+    """config.json says something that is malformed or that this code does not implement."""
+
+
+class CacheError(NanoKVError):
+    """A cache was used in a way that would silently give a wrong answer."""
+
+
+class CapacityError(CacheError):
+    """The cache is full; raised before anything is written."""
+
+
+class UnsupportedError(CacheError):
+    """This kind of cache cannot do what was asked of it."""
+
+
+class ContextError(NanoKVError):
+    """Prompt and answer do not fit into the context window."""
+
+
+class GenerationError(NanoKVError):
+    """A sampling or generation argument is out of its range."""
+
+
+class TokenizerError(NanoKVError):
+    """Text or ids that the tokenizer cannot handle."""
+
+
+class TemplateError(NanoKVError):
+    """The chat template is broken, hostile, or refuses these messages."""
+
+
+class SessionError(NanoKVError):
+    """A saved conversation cannot be read, written or continued."""
