@@ -1,0 +1,131 @@
+"""A bundled name, a folder or a hub id → config.json as a dict, and the tensors under our names.
+
+    config, state_dict = weights_loader.load("Qwen/Qwen3-0.6B")
+
+Everything is checked before memory is taken: config, file headers, names, shapes, tokenizer ids. Knows the tensors
+of dense Qwen3 and nothing of nanokv; it does not build a model. torch is imported by `load` only.
+"""
+
+import os
+import warnings
+from pathlib import Path
+
+from . import names
+from .strict import CheckpointError, CheckpointWarning, quote, read_object
+
+__all__ = ["BUNDLED", "CheckpointError", "CheckpointWarning", "load", "resolve"]
+
+BUNDLED = {"tiny": Path(__file__).parent / "checkpoints" / "tiny"}
+LAYOUT = (
+    "a model folder holds config.json, tokenizer.json, tokenizer_config.json and model.safetensors "
+    "(or model.safetensors.index.json with its shards)"
+)
+
+
+def load(source, dtype=None, device="cpu", revision=None):
+    """(name | folder | hub id) → (config dict, {"layers.0.self_attn.q_proj.weight": tensor, ...}).
+
+    dtype None keeps the stored types; on the CPU such tensors are views of the mapped file. lm_head.weight is there
+    only if it differs from the embedding, and config["tie_word_embeddings"] says the same. Raises CheckpointError.
+    """
+    import torch
+
+    from . import shards
+
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise CheckpointError(f"dtype {dtype} is not a floating-point torch.dtype or None")
+    folder, device = resolve(source, revision), torch.device(device)
+    config = read_object(folder / "config.json")
+    try:
+        entries = check(folder, config, shards.read_entries(folder))
+        config["tie_word_embeddings"] = names.HEAD not in entries
+        state = {names.to_nanokv(name): shards.materialize(entry, dtype, device) for name, entry in entries.items()}
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or folder} cannot be read: {error.strerror or error}") from error
+    return config, state
+
+
+def resolve(source, revision=None) -> Path:
+    """The folder that holds the model: the bundled one, a local one, or the hub's cache after a download."""
+    text = str(source)
+    folder = BUNDLED.get(text) or Path(os.path.expanduser(text))
+    if not text or (text not in BUNDLED and not os.path.exists(folder)):  # os.path's never raises, Path's may
+        from . import download
+
+        return download.snapshot(text, revision, known=tuple(BUNDLED))
+    if revision is not None:
+        raise CheckpointError(f"revision {quote(revision)} was given, but {quote(text)} is a local folder")
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is a file, not a model folder" if folder.exists() else
+                              f"the bundled model {quote(text)} is not installed in {folder}", LAYOUT)  # fmt: skip
+    if not (folder / "config.json").is_file():
+        files = sorted(path.name for path in folder.iterdir())
+        found = f"it has {', '.join(files[:8])}{' ...' if len(files) > 8 else ''}" if files else "it is empty"
+        raise CheckpointError(f"folder {folder} has no config.json: {found}", LAYOUT)
+    return folder
+
+
+def check(folder: Path, config: dict, entries: dict) -> dict:
+    """The entries in the config's order, exactly those that it asks for; lm_head only if it is not tied."""
+    shapes = names.expected(config)
+    extra = [name for name in entries if name not in shapes and not names.IGNORED.fullmatch(name)]
+    if extra:
+        entry = entries[extra[0]]
+        raise CheckpointError(
+            f"{entry.path}: {len(extra)} tensors that config.json does not ask for, "
+            f"first {quote(extra[0])} {list(entry.shape)}"
+        )
+    missing = [name for name in shapes if name not in entries and name != names.HEAD]
+    if missing:
+        raise CheckpointError(
+            f"{folder}: {len(missing)} of {len(shapes)} tensors are missing, first {quote(missing[0])} "
+            f"{list(shapes[missing[0]])}"
+        )
+    for name, shape in shapes.items():
+        if name in entries and entries[name].shape != shape:
+            raise CheckpointError(
+                f"{entries[name].path}: tensor {quote(name)} has shape {list(entries[name].shape)}, "
+                f"config.json asks for {list(shape)}"
+            )
+    check_tokenizer(folder / "tokenizer.json", config["vocab_size"])
+    tied = resolve_head(config, entries)
+    return {name: entries[name] for name in shapes if name in entries and not (tied and name == names.HEAD)}
+
+
+def resolve_head(config: dict, entries: dict) -> bool:
+    """Tied? The stored tensors decide, as design and transformers do: only an equal lm_head may be dropped."""
+    from . import shards
+
+    says_tied = names.flag(config, "tie_word_embeddings")
+    head, embedding = entries.get(names.HEAD), entries[names.to_hugging_face(names.EMBEDDING)]
+    if head is None:
+        if not says_tied and "tie_word_embeddings" in config:
+            warnings.warn(f"{embedding.path.parent}: config.json says tie_word_embeddings false, but there is no "
+                          f"{names.HEAD}: the embedding is used as the head", CheckpointWarning, stacklevel=4)
+        return True
+    if shards.equal(head, embedding):
+        return True
+    if says_tied:
+        warnings.warn(f"{head.path}: {names.HEAD} differs from the embedding although config.json says "
+                      "tie_word_embeddings true: both are kept", CheckpointWarning, stacklevel=4)
+    return False
+
+
+def check_tokenizer(path: Path, vocab_size: int):
+    """No id of tokenizer.json may lie beyond the embedding: the lookup would fail in the middle of a chat."""
+    if not path.is_file():
+        return
+    fields = read_object(path)
+    try:
+        vocab = fields["model"]["vocab"]
+        ids = dict(vocab) if isinstance(vocab, dict) else {token[0]: i for i, token in enumerate(vocab)}
+        ids |= {token["content"]: token["id"] for token in fields.get("added_tokens") or ()}
+        last = max(ids, key=ids.__getitem__, default=None)
+        beyond = last is not None and ids[last] >= vocab_size
+    except (KeyError, TypeError, IndexError, AttributeError) as error:
+        raise CheckpointError(f"{path}: model.vocab or added_tokens is missing or malformed ({error!r})") from error
+    if beyond:
+        raise CheckpointError(
+            f"{path}: token {quote(last)} has id {ids[last]:,}, the embedding has {vocab_size:,} rows (vocab_size)",
+            hint="tokenizer and weights are from different models",
+        )

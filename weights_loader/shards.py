@@ -1,0 +1,168 @@
+"""safetensors files → tensors: model.safetensors, or model.safetensors.index.json with its shards.
+
+Every header is checked against the file's size, the index and the config before the first tensor exists; what then
+comes back are views of the mapped file (no copy), or conversions made 16 MiB at a time. The headers are read here
+and not by the safetensors package because errors must name file, tensor and numbers. No pickle, ever.
+Format: https://huggingface.co/docs/safetensors (8 bytes header length, JSON header, raw little-endian values).
+"""
+
+import math
+import mmap
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from .names import INDEX, SINGLE, read_weight_map
+from .strict import CheckpointError, parse_object, quote
+
+DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+LARGEST_HEADER = 100_000_000  # bytes; the same limit as the reference implementation
+CHUNK = 1 << 24  # bytes of the file that a conversion maps at once: all it costs beyond the result
+FORMAT_HINT = "the file is incomplete or damaged: fetch it again"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where one tensor lies: `nbytes` bytes from `start` (absolute) in `path`."""
+
+    path: Path
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    nbytes: int
+
+    def mapped(self, offset: int, nbytes: int) -> torch.Tensor:
+        """Bytes [offset, offset + nbytes) of this tensor → (n,) of its dtype, a private mapping: no copy."""
+        start = self.start + offset
+        skip = start % mmap.ALLOCATIONGRANULARITY  # a mapping begins on a page
+        with open(self.path, "rb") as file:
+            pages = mmap.mmap(file.fileno(), nbytes + skip, access=mmap.ACCESS_COPY, offset=start - skip)
+        raw = torch.frombuffer(pages, dtype=torch.uint8, count=nbytes, offset=skip)  # keeps the mapping alive
+        if start % self.dtype.itemsize:  # legal, but no view may start there
+            raw = raw.clone()
+        return raw.view(self.dtype)
+
+    def chunks(self):
+        """(first element, (n,) values) over the whole tensor; each mapping is gone when the next one is made."""
+        for offset in range(0, self.nbytes, CHUNK):
+            yield offset // self.dtype.itemsize, self.mapped(offset, min(CHUNK, self.nbytes - offset))
+
+
+def weight_files(folder: Path) -> tuple[list[str], dict[str, str] | None]:
+    """(file names, weight map of the index or None), the single file first, as transformers does."""
+    if os.path.lexists(folder / SINGLE):
+        return [SINGLE], None
+    if os.path.lexists(folder / INDEX):
+        weight_map = read_weight_map(folder / INDEX)
+        return sorted(set(weight_map.values())), weight_map
+    pickles = sorted(p.name for p in folder.iterdir() if p.suffix in {".bin", ".pt", ".pth", ".ckpt"})
+    found = f"; {pickles[0]} is a pickle, which can run any program and is never opened" if pickles else ""
+    raise CheckpointError(
+        f"{folder} has neither {SINGLE} nor {INDEX}{found}",
+        hint="save the model as safetensors: model.save_pretrained(folder) in transformers does",
+    )
+
+
+def read_entries(folder: Path) -> dict[str, Entry]:
+    """Every tensor of the checkpoint in the folder by its stored name; headers read and checked, no values."""
+    files, weight_map = weight_files(folder)
+    missing = [file for file in files if not (folder / file).is_file()]
+    if missing:
+        raise CheckpointError(
+            f"{folder}: {len(missing)} of {len(files)} weight files are missing or not regular files: {missing[0]}",
+            hint="the download or copy is incomplete: fetch it again",
+        )
+    entries: dict[str, Entry] = {}
+    for file in files:
+        for name, entry in read_header(folder / file).items():
+            if name in entries:
+                raise CheckpointError(f"tensor {quote(name)} is in {entries[name].path.name} and in {file}")
+            listed = weight_map.get(name) if weight_map else file
+            if listed != file:
+                says = f"puts in {listed}" if listed else "does not list"
+                raise CheckpointError(f"{folder / file} holds {quote(name)}, which {INDEX} {says}")
+            entries[name] = entry
+    absent = [name for name in weight_map or () if name not in entries]
+    if absent:
+        raise CheckpointError(
+            f"{folder / weight_map[absent[0]]} lacks {quote(absent[0])}, which {INDEX} puts there"
+            + (f" (and {len(absent) - 1} more)" if len(absent) > 1 else "")
+        )
+    return entries
+
+
+def read_header(path: Path) -> dict[str, Entry]:
+    """Header of one file, checked: JSON, dtypes, shapes, offsets without hole or overlap, exact file size."""
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(size - 8, LARGEST_HEADER):
+            raise CheckpointError(
+                f"{path}: header of {length:,} bytes does not fit in a file of {size:,} bytes "
+                f"(limit {LARGEST_HEADER:,})", FORMAT_HINT
+            )  # fmt: skip
+        header = parse_object(file.read(length), f"header of {path}")
+    header.pop("__metadata__", None)
+    entries = [_entry(path, name, fields, 8 + length) for name, fields in header.items()]
+    end = 8 + length
+    for entry in sorted(entries, key=lambda entry: (entry.start, entry.nbytes)):
+        if entry.start != end:
+            problem = "overlaps the one before it" if entry.start < end else "leaves a hole before it"
+            raise CheckpointError(f"{path}: tensor {quote(entry.name)} begins at byte {entry.start:,}, "
+                                  f"expected {end:,}: it {problem}", FORMAT_HINT)  # fmt: skip
+        end += entry.nbytes
+    if end != size:
+        last = f", last tensor {quote(max(entries, key=lambda e: e.start).name)}" if entries else ""
+        raise CheckpointError(f"{path}: its header describes {end:,} bytes, the file has {size:,}{last}", FORMAT_HINT)
+    return {entry.name: entry for entry in entries}
+
+
+def _entry(path: Path, name: str, fields, data_start: int) -> Entry:
+    """One header field → Entry; refuses an unknown dtype, a bad shape, offsets that disagree with both."""
+    where = f"{path}: tensor {quote(name)}"
+    if not isinstance(fields, dict) or set(fields) != {"dtype", "shape", "data_offsets"}:
+        raise CheckpointError(f"{where}: expected dtype, shape and data_offsets, found {str(fields)[:80]}")
+    dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise CheckpointError(f"{where} has dtype {quote(dtype)}; known are {', '.join(DTYPES)}",
+                              hint="quantized checkpoints are not supported: take the bf16 original")  # fmt: skip
+    if not _naturals(shape) or len(shape) > 8:
+        raise CheckpointError(f"{where} has shape {str(shape)[:80]}, not a list of sizes")
+    if not _naturals(offsets) or len(offsets) != 2:
+        raise CheckpointError(f"{where} has data_offsets {str(offsets)[:80]}, not [begin, end]")
+    nbytes = math.prod(shape) * DTYPES[dtype].itemsize
+    if offsets[1] - offsets[0] != nbytes:
+        raise CheckpointError(f"{where}: {dtype} {shape} takes {nbytes:,} bytes, its data_offsets {offsets} "
+                              f"span {offsets[1] - offsets[0]:,}", FORMAT_HINT)  # fmt: skip
+    return Entry(path, name, DTYPES[dtype], tuple(shape), data_start + offsets[0], nbytes)
+
+
+def _naturals(value) -> bool:
+    return isinstance(value, list) and all(type(n) is int and n >= 0 for n in value)
+
+
+def materialize(entry: Entry, dtype: torch.dtype | None, device: torch.device) -> torch.Tensor:
+    """The tensor: a view of the file if dtype and device allow it, else converted chunk by chunk."""
+    if dtype in (None, entry.dtype) and device.type == "cpu":
+        return entry.mapped(0, entry.nbytes).view(entry.shape)  # 0 bytes now; pages come in when touched
+    result = torch.empty(entry.shape, dtype=dtype or entry.dtype, device=device)
+    flat = result.view(-1)
+    for first, values in entry.chunks():
+        part = flat[first : first + len(values)].copy_(values)
+        if dtype == torch.float16 and entry.dtype != dtype and not part.isfinite().all():  # fp16 ends at 65,504
+            raise CheckpointError(
+                f"{entry.path}: tensor {quote(entry.name)} has a value that does not fit in float16 "
+                f"(largest stored {values.float().abs().max().item():.6g}, limit 65,504)",
+                hint="load it as bfloat16 or float32",
+            )
+    return result
+
+
+def equal(a: Entry, b: Entry) -> bool:
+    """Same values? Reads both, 16 MiB at a time, and keeps neither."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return all(torch.equal(x, y) for (_, x), (_, y) in zip(a.chunks(), b.chunks(), strict=True))
