@@ -28,7 +28,10 @@ _HOME = {
     "prefill": "nanokv.inference",
     "score": "nanokv.inference",
 }
-_MODULES = ("attention", "cache", "config", "costs", "errors", "generation", "inference", "model", "sample", "session", "tokenizer")
+_MODULES = (
+    "attention", "cache", "config", "costs", "debug", "errors", "generation", "inference", "model", "sample", "session",
+    "tokenizer",
+)  # fmt: skip
 
 __all__ = sorted([*_HOME, "__version__"])
 

@@ -41,7 +41,8 @@ def decode_attention(q, k, v, mask=None):
     """One query row. The G heads that share a KV head become G rows of one query block: K and V are read once.
 
     q (B,H,1,D), k and v (B,Hk,S,D), mask None or (1,S) or (B,1,1,S) → (B,H,1,D). Repeating K and V G times instead
-    would copy G·S·Hk·D·2 values a layer a token; `enable_gqa` costs four times as much in bf16 on a CPU.
+    would copy G·S·Hk·D·2 values a layer a token. `enable_gqa` gives the
+    same to the last bit or two (Qwen3-0.6B, one core, S 4,096: 3.0 ms in fp32 and 1.7 in bf16; grouped 1.3 and 2.6).
     """
     B, H, _, D = q.shape
     q = q.reshape(B, k.shape[1], -1, D)  # (B,Hk,G,D)

@@ -1,0 +1,103 @@
+# nanokv: every command, and when you want it. `make` alone prints this list.
+#
+# The targets install what they need into .venv, once: a stamp file there is newer than pyproject.toml and
+# constraints.txt when nothing is left to do. Only Python >= 3.11 and make have to be on the machine.
+#   make chat ARGS="--model Qwen/Qwen3-0.6B"      more flags for the command behind a target
+#   make test ARGS="-k cache -x"
+#   make setup PYTHON=python3.12                  another interpreter
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+ARGS   ?=
+OUT    ?= runs/tiny
+PIP    := $(BIN)/python -m pip --disable-pip-version-check --no-input
+TORCH   = $(shell sed -n 's/^torch==/&/p' constraints.txt)
+BUILD   = $(shell sed -n 's/^setuptools==/&/p' constraints.txt)
+
+define BENCH
+import json, sys
+r = json.load(sys.stdin)
+t = r["timings"]
+print(r["model"], "prefill", r["prompt_tokens"], "tokens at", round(t["prefill_tok_s"] or 0), "tok/s,",
+      "decode", len(r["ids"]), "tokens at", round(t["decode_tok_s"] or 0), "tok/s,", r["cache"]["bytes"], "bytes of KV")
+endef
+export BENCH
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:                       # two pips in one environment would trip over each other
+.DELETE_ON_ERROR:
+
+.PHONY: help
+help: ## when you forgot the others: this list
+	@echo "usage: make TARGET [ARGS=\"flags of the command\"]"
+	@echo
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+.PHONY: chat
+chat: $(VENV)/.chat ## talk to the bundled model; installs only what the chat needs
+	@$(BIN)/nanokv chat $(ARGS)
+
+.PHONY: test
+test: $(VENV)/.dev ## after every change: all tests but the slow ones, minutes
+	@$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+.PHONY: check
+check: $(VENV)/.dev ## before you hand it on: the slow tests (true sizes, the built wheel, a training run)
+	@$(BIN)/python -m pytest -m slow $(ARGS)
+
+.PHONY: lint
+lint: $(VENV)/.dev ## while you write: style, unused names, import order, seconds
+	@$(BIN)/ruff check $(ARGS)
+
+.PHONY: bench
+bench: $(VENV)/.chat ## how fast is it here: prefill and decode of the bundled model, tokens a second
+	@report=$$(head -c 1500 LICENSE | $(BIN)/nanokv generate - -n 256 -t 0 -q --json $(ARGS)) && \
+	    printf '%s' "$$report" | $(BIN)/python -c "$$BENCH"
+
+.PHONY: train
+train: $(VENV)/.dev ## when you want to make the bundled model yourself: hours on 2 cores, OUT=runs/tiny
+	@$(BIN)/nanokv train --out $(OUT) $(ARGS)
+
+.PHONY: setup
+setup: $(VENV)/.course ## once, before you go offline: everything that chat, tests and notebooks need
+	@echo "ready: $(BIN)/nanokv chat, or make chat"
+
+.PHONY: clean
+clean: ## when something looks stale: removes build output and tool caches; keeps .venv and runs
+	@rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	@find . -path ./$(VENV) -prune -o -path ./.git -prune -o -type d -name __pycache__ -prune -exec rm -rf {} +
+
+.PHONY: distclean
+distclean: clean ## to start over as after git clone: removes .venv as well; still keeps runs
+	@rm -rf $(VENV)
+
+# --- what installs; messages go to stderr and stdin is left alone, so `echo hi | make chat` stays a clean pipe ---------
+# torch goes first and by its exact version: a looser request may fetch gigabytes of another build.
+
+$(VENV)/.torch: constraints.txt
+	@{ $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
+	    { echo "nanokv: error: Python 3.11 or newer is needed, and $(PYTHON) is $$($(PYTHON) -V 2>&1 | tail -n 1)"; \
+	      echo "hint: make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)"; exit 2; }; } >&2
+	@{ $(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || \
+	    { echo "nanokv: error: $(PYTHON) has no venv module"; \
+	      echo "hint: on Debian and Ubuntu: apt install python3-venv"; exit 2; }; } >&2
+	@{ $(BIN)/python -c 'import pip' 2>/dev/null || $(PYTHON) -m venv --clear $(VENV); } >&2 </dev/null
+	@echo "installing $(TORCH) into $(VENV), a few minutes the first time" >&2
+	@$(PIP) install -c constraints.txt "$(BUILD)" "$(TORCH)" >&2 </dev/null
+	@touch $@
+
+$(VENV)/.chat: $(VENV)/.torch pyproject.toml constraints.txt
+	@echo "installing nanokv" >&2
+	@$(PIP) install -q -c constraints.txt --no-build-isolation -e . >&2 </dev/null
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.torch pyproject.toml constraints.txt
+	@echo "installing nanokv and what its tests need" >&2
+	@$(PIP) install -q -c constraints.txt --no-build-isolation -e ".[dev]" >&2 </dev/null
+	@touch $(VENV)/.chat $@
+
+$(VENV)/.course: $(VENV)/.torch pyproject.toml constraints.txt
+	@echo "installing nanokv and what its tests and notebooks need" >&2
+	@$(PIP) install -q -c constraints.txt --no-build-isolation -e ".[dev,course]" >&2 </dev/null
+	@touch $(VENV)/.chat $(VENV)/.dev $@

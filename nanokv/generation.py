@@ -1,0 +1,284 @@
+"""The loop: one prefill, N-1 decodes, N tokens. The last token is never fed, so no forward is wasted.
+
+    for token in nanokv.generate(model, ids): ...        ids only
+    Generation      the same, one Step at a time, with log-probabilities, timings and the reason why it ended
+    TextStream      a Generation as text: whole characters, stop strings, loop guard
+
+At every moment the cache holds exactly (tokens before + ids + generated)[:cache.length], in all layers, also after an
+exception or Ctrl-C: a failed forward leaves layers of different lengths, and they are truncated back before it goes on.
+"""
+
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from time import perf_counter
+
+import torch
+
+from nanokv.cache import make_cache
+from nanokv.errors import ContextError, GenerationError
+from nanokv.inference import decode, prefill
+from nanokv.sample import check_sampling, logprob, sample
+from nanokv.tokenizer import StreamDecoder
+
+
+def never(*_) -> bool:
+    return False
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How a token is drawn. Checked when it is made; the defaults are greedy."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None  # None: drawn for each generation and reported as its .seed
+
+    def __post_init__(self):
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        check_sampling(**{name: value for name, value in values.items() if name != "seed" or value is not None})
+
+    @classmethod
+    def from_checkpoint(cls, generation_config, **overrides) -> "SamplingParams":
+        """The checkpoint's own sampling values; overrides that are None change nothing."""
+        own = {f.name: getattr(generation_config, f.name) for f in fields(cls) if hasattr(generation_config, f.name)}
+        return replace(cls(**own), **{name: value for name, value in overrides.items() if value is not None})
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One generated token and its log-probability under the raw logits."""
+
+    token: int
+    logprob: float
+
+
+@dataclass
+class Timings:
+    """Seconds of model work; what the caller does between two tokens is not in them."""
+
+    prefill_seconds: float = 0.0
+    first_token_seconds: float = 0.0
+    decode_seconds: float = 0.0
+
+
+def generate(model, ids, cache=None, max_new_tokens=64, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0,
+             repetition_penalty=1.0, seed=None, eos_token_ids=None) -> Iterator[int]:  # fmt: skip
+    """Yield up to max_new_tokens ids that continue `ids`, which are the tokens that are not yet in the cache.
+
+    ids: list of ints, (T,) or (1,T). An eos token ends it and is yielded, as in transformers' output. eos_token_ids:
+    None = the checkpoint's, [] = never stop. The arguments are checked at the call, before any work: ContextError if
+    the prompt does not fit, GenerationError for anything else. The penalty sees ids and what is generated.
+    """
+    params = SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty, seed)
+    if cache is None:
+        weight = model.embed_tokens.weight
+        cache = make_cache("dict", model.config, dtype=weight.dtype, device=weight.device)
+    whole = model.config.max_position_embeddings  # no chunks: exactly one prefill
+    generation = Generation(model, ids, cache, params, max_new_tokens, eos_token_ids, chunk=whole)
+    return (step.token for step in generation)
+
+
+def context_limit(model, cache) -> int:
+    """Tokens that model and cache can hold together."""
+    capacity = getattr(cache, "capacity", None)
+    longest = model.config.max_position_embeddings
+    return longest if capacity is None else min(longest, capacity)
+
+
+class Generation:
+    """One answer, token by token: an iterator of Steps that also says, at its end, why it ended.
+
+    `should_stop` is read before each prefill chunk and each decode, so that a Ctrl-C flag is answered within one of
+    them; chunks that were finished stay in the cache. `history` = the ids already in the cache, for the repetition
+    penalty only; without it the penalty sees ids and what is generated. Raises in the constructor, before any work.
+    """
+
+    def __init__(self, model, ids, cache, params=SamplingParams(), max_new_tokens=64, eos_token_ids=None,
+                 history=None, should_stop=never, chunk=256):  # fmt: skip
+        check_sampling(max_new_tokens=max_new_tokens)
+        self.model, self.cache, self.params, self.should_stop = model, cache, params, should_stop
+        self.ids = _prompt(ids, model.config.vocab_size)
+        self.max_new_tokens, self.chunk = max_new_tokens, chunk
+        self.eos_token_ids = _eos_ids(model.generation_config.eos_token_ids if eos_token_ids is None else eos_token_ids)
+        self.prompt_tokens, self.cached_tokens = len(self.ids), cache.length
+        self.context = context_limit(model, cache)
+        if type(chunk) is not int or chunk < 1:
+            raise GenerationError(f"chunk is {chunk!r}: it must be an integer ≥ 1")
+        if history is not None and len(history) != cache.length:
+            raise GenerationError(f"history has {len(history)} tokens, but the cache holds {cache.length}")
+        if cache.length + len(self.ids) > self.context:
+            raise ContextError(
+                f"needs {cache.length + len(self.ids):,} of {self.context:,} tokens "
+                f"({cache.length:,} in the cache + {len(self.ids):,} new)",
+                "shorten the prompt or start with an empty cache",
+            )
+        self.seed = secrets.randbits(32) if params.seed is None else params.seed
+        self._values = {name: value for name, value in vars(params).items() if name != "seed"}
+        self._generator = torch.Generator(model.embed_tokens.weight.device).manual_seed(self.seed)
+        self._history = list(history or ()) if params.repetition_penalty != 1 else []
+        self.tokens, self.logprobs, self.timings, self.finish_reason = [], [], Timings(), None
+        self._steps = self._run()
+
+    def __iter__(self):
+        return self
+
+    def __next__(self) -> Step:
+        return next(self._steps)
+
+    def finish(self, reason: str):
+        """End it here; tokens that were produced stay."""
+        self.finish_reason = reason
+        self._steps.close()
+
+    def _run(self):
+        began = perf_counter()
+        logits = self._prefill()
+        self.timings.prefill_seconds = perf_counter() - began
+        while logits is not None:
+            step = self._pick(logits)
+            if len(self.tokens) == 1:
+                self.timings.first_token_seconds = perf_counter() - began
+            else:
+                self.timings.decode_seconds += perf_counter() - began
+            self.finish_reason = self._reason_to_end()
+            yield step
+            if self.finish_reason is None and self.should_stop():
+                self.finish_reason = "interrupted"
+            if self.finish_reason is not None:
+                return
+            began = perf_counter()
+            token = torch.tensor([[step.token]], device=self._generator.device)  # (1,1)
+            logits = self._forward(decode, token, back_to=self.cache.length)
+
+    def _prefill(self):
+        """Logits after the last prompt token, (1,V), chunk by chunk; None when interrupted."""
+        logits = None
+        for start in range(0, len(self.ids), self.chunk):
+            if self.should_stop():
+                self.finish_reason = "interrupted"
+                return None
+            part = torch.tensor([self.ids[start : start + self.chunk]], device=self._generator.device)  # (1,t)
+            logits = self._forward(prefill, part, back_to=self.cached_tokens)
+        return logits
+
+    def _forward(self, path, tokens, back_to):
+        try:
+            return path(self.model, tokens, self.cache, start_pos=self.cache.length)
+        except BaseException:  # KeyboardInterrupt too: some layers have the new tokens, others do not
+            self.cache.truncate(back_to)
+            raise
+
+    def _pick(self, logits):
+        values, previous = self._values, None
+        if values["repetition_penalty"] != 1:
+            previous = torch.tensor([self._history + self.ids + self.tokens], device=logits.device)  # (1,N)
+        token = sample(logits, **values, previous=previous, generator=self._generator)  # (1,)
+        step = Step(int(token), float(logprob(logits, token)))
+        self.tokens.append(step.token)
+        self.logprobs.append(step.logprob)
+        return step
+
+    def _reason_to_end(self):
+        if self.tokens[-1] in self.eos_token_ids:
+            return "stop"
+        if len(self.tokens) == self.max_new_tokens:
+            return "length"
+        return "context" if self.cache.length == self.context else None
+
+
+class TextStream:
+    """A Generation as text: iterate over non-empty chunks to print. Control tokens and the eos token have no text.
+
+    Text that may become a stop string is held back, so nothing of one is ever shown. `is_loop(token)` is asked for
+    every token: LoopGuard() in a chat. After the end `.text` is all that was shown.
+    """
+
+    def __init__(self, generation: Generation, tokenizer, stop=(), is_loop=never):
+        stop = (stop,) if isinstance(stop, str) else tuple(stop)
+        if not all(isinstance(text, str) and text for text in stop):
+            raise GenerationError(f"stop strings must be non-empty texts, got {list(stop)!r}")
+        self.generation, self.stop, self.is_loop, self.text = generation, stop, is_loop, ""
+        self._decoder = StreamDecoder(tokenizer, skip=tokenizer.control_ids | set(generation.eos_token_ids))
+        self._held = ""
+        self._chunks = self._run()
+
+    @property
+    def finish_reason(self):
+        return self.generation.finish_reason
+
+    def __iter__(self):
+        return self
+
+    def __next__(self) -> str:
+        return next(self._chunks)
+
+    def _run(self):
+        for step in self.generation:
+            yield from self._show(self._decoder.put(step.token))
+            if self.generation.finish_reason is None and self.is_loop(step.token):
+                self.generation.finish("loop")
+        if self.finish_reason != "stop_string":
+            yield from self._show(self._decoder.flush())
+            if self.finish_reason != "stop_string":
+                yield from self._deliver(self._held)
+
+    def _show(self, text):
+        self._held += text
+        found = [(at + len(stop), at) for stop in self.stop if (at := self._held.find(stop)) >= 0]
+        if found:  # the first one to be complete, so that the cut does not depend on how tokens split the text
+            self.generation.finish("stop_string")
+            yield from self._deliver(self._held[: min(found)[1]])
+            return
+        keep = max((_overlap(self._held, stop) for stop in self.stop), default=0)
+        shown = self._held[: len(self._held) - keep]
+        self._held = self._held[len(shown) :]
+        yield from self._deliver(shown)
+
+    def _deliver(self, text):
+        if text:
+            self.text += text
+            yield text
+
+
+class LoopGuard:
+    """True once the same run of at most `period` tokens came `times` times in a row. 16 comparisons a token."""
+
+    def __init__(self, period=16, times=20):
+        self.times, self._recent = times, []
+        self._same = [0] * (period + 1)  # _same[p]: how many tokens in a row equal the one p places before
+
+    def __call__(self, token: int) -> bool:
+        self._recent.append(token)
+        del self._recent[: -len(self._same)]
+        for p in range(1, len(self._same)):
+            repeats = len(self._recent) > p and self._recent[-1 - p] == token
+            self._same[p] = self._same[p] + 1 if repeats else 0
+        return any(count >= p * (self.times - 1) for p, count in enumerate(self._same) if p)
+
+
+def _overlap(text, stop):
+    """Length of the longest end of text that is a beginning of stop."""
+    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+def _prompt(ids, vocab_size):
+    if isinstance(ids, torch.Tensor):
+        if ids.dim() not in (1, 2) or (ids.dim() == 2 and ids.shape[0] != 1) or ids.is_floating_point():
+            raise GenerationError(f"ids must be a list of ints, (T,) or (1,T), got {tuple(ids.shape)} {ids.dtype}")
+        ids = ids.flatten().tolist()
+    ids = list(ids)
+    if not ids:
+        raise GenerationError("the prompt is empty: the model needs at least one token to continue")
+    for position, id in enumerate(ids):
+        if type(id) is not int or not 0 <= id < vocab_size:
+            raise GenerationError(f"id {id!r} at position {position} is outside the vocabulary 0 … {vocab_size - 1}")
+    return ids
+
+
+def _eos_ids(ids):
+    ids = (ids,) if isinstance(ids, int) else tuple(int(id) for id in ids)
+    return ids

@@ -1,0 +1,117 @@
+"""From logits to a token: pure functions over (B,V), no state and no global random numbers.
+
+Each equals transformers' processor of the same name on the same fp32 logits (5.23: generation/logits_process.py), ties
+included, and `sample` applies them in transformers' order: repetition penalty, temperature, top-k, top-p, min-p. With a
+generator seeded by s it draws what transformers draws after set_seed(s). Temperature 0 is argmax.
+"""
+
+import math
+
+import torch
+
+from nanokv.errors import GenerationError
+
+RANGES = {  # name: (type, lowest allowed, highest allowed, in words)
+    "temperature": (float, 0.0, 1e6, "a number ≥ 0 (0 = always the likeliest token)"),
+    "top_k": (int, 0, 2**63 - 1, "an integer ≥ 0 (0 = off)"),
+    "top_p": (float, 0.0, 1.0, "a number from 0 to 1 (1 = off)"),
+    "min_p": (float, 0.0, 1.0, "a number from 0 to 1 (0 = off)"),
+    "repetition_penalty": (float, 1e-6, 1e6, "a number > 0 (1 = off)"),
+    "seed": (int, 0, 2**64 - 1, "an integer from 0 to 2^64 - 1"),
+    "max_new_tokens": (int, 1, 2**63 - 1, "an integer ≥ 1"),
+}
+
+
+def check_sampling(**values):
+    """Raises GenerationError that names the first value out of its range, and the range."""
+    for name, value in values.items():
+        kind, low, high, words = RANGES[name]
+        allowed = (int,) if kind is int else (int, float)
+        if isinstance(value, bool) or not isinstance(value, allowed) or not low <= value <= high:  # NaN fails too
+            raise GenerationError(f"{name} is {value!r}: it must be {words}")
+
+
+def temperature(logits, t: float):
+    """Divide by t > 0: below 1 sharper, above 1 flatter."""
+    check_sampling(temperature=t)
+    if t == 0:
+        raise GenerationError("temperature 0 is argmax and has no scaled logits: use sample()")
+    return logits / t
+
+
+def top_k(logits, k: int):
+    """Keep the k highest; equals of the k-th stay too. 0 = keep all."""
+    check_sampling(top_k=k)
+    if k == 0:
+        return logits
+    smallest = logits.topk(min(k, logits.shape[-1])).values[..., -1, None]  # (B,1)
+    return logits.masked_fill(logits < smallest, -torch.inf)
+
+
+def top_p(logits, p: float):
+    """Keep the likeliest tokens whose probabilities reach p together (Holtzman et al. 2020, arXiv 1904.09751)."""
+    check_sampling(top_p=p)
+    ordered, index = logits.sort(descending=False)  # (B,V) ascending: the tail to drop comes first
+    drop = ordered.softmax(-1).cumsum(-1) <= 1 - p
+    drop[..., -1] = False  # the likeliest always stays
+    return logits.masked_fill(drop.scatter(1, index, drop), -torch.inf)
+
+
+def min_p(logits, p: float):
+    """Keep tokens at least p times as likely as the likeliest (Nguyen et al. 2024, arXiv 2407.01082)."""
+    check_sampling(min_p=p)
+    probability = logits.softmax(-1)
+    drop = probability < p * probability.amax(-1, keepdim=True)
+    return logits.masked_fill(drop, -torch.inf)
+
+
+def repetition_penalty(logits, ids, penalty: float):
+    """Make tokens that occur in ids (B,N) less likely, once each however often they occur (CTRL, arXiv 1909.05858)."""
+    check_sampling(repetition_penalty=penalty)
+    seen = logits.gather(1, ids)  # (B,N)
+    seen = torch.where(seen < 0, seen * penalty, seen / penalty)
+    return logits.scatter(1, ids, seen)  # a token that occurs twice is written twice with the same value
+
+
+def sample(logits, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0,
+           previous=None, generator=None):  # fmt: skip
+    """One token a row: logits (B,V) of any float type → (B,) int64. `previous` (B,N) feeds the repetition penalty.
+
+    Raises GenerationError for values out of range and for logits that are NaN or leave no token to choose.
+    """
+    check_sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    check_sampling(repetition_penalty=repetition_penalty)
+    logits = logits.float()  # fp32 as the reference does: bf16 has 3 digits, and sums of V of them have none
+    if repetition_penalty != 1 and previous is not None and previous.numel():
+        logits = _steps["repetition_penalty"](logits, previous, repetition_penalty)
+    if temperature == 0:
+        token = logits.argmax(-1)  # (B,)
+        _refuse_unusable(logits.gather(-1, token[:, None]))  # argmax returns the place of a NaN, if there is one
+        return token
+    _refuse_unusable(logits.amax(-1))
+    logits = _steps["temperature"](logits, temperature)
+    for name, value, off in (("top_k", top_k, 0), ("top_p", top_p, 1), ("min_p", min_p, 0)):
+        if value != off:
+            logits = _steps[name](logits, value)
+    probability = logits.softmax(-1)
+    if not math.isfinite(probability.sum()):
+        raise GenerationError(f"temperature {temperature} is too small: the scaled logits leave fp32's range")
+    return torch.multinomial(probability, 1, generator=generator)[:, 0]  # (B,)
+
+
+_steps = {step.__name__: step for step in (temperature, top_k, top_p, min_p, repetition_penalty)}
+
+
+def logprob(logits, token):
+    """Log-probability of token (B,) under the raw logits (B,V), fp32: before temperature and every filter. → (B,)"""
+    logits = logits.float()
+    return logits.gather(-1, token[:, None])[:, 0] - logits.logsumexp(-1)
+
+
+def _refuse_unusable(highest):
+    if not highest.isfinite().all():
+        value = highest[~highest.isfinite()].flatten()[0].item()
+        raise GenerationError(
+            f"the model's logits cannot be sampled: the highest is {value}",
+            "the weights or the cache hold NaN or infinity; fp32 (--dtype float32) rules out overflow",
+        )

@@ -1,0 +1,205 @@
+"""Text ↔ token ids, as transformers does it: tokenizer.json through the `tokenizers` library, the checkpoint's own chat
+template through nanokv.template, and a decoder for streams that never shows half a character.
+
+Byte-level BPE only (Qwen, GPT-2 and their kin): there every token is a run of bytes, so a text can be decoded token by
+token. Not here: training a tokenizer (nanokv.training).
+"""
+
+import codecs
+import json
+from pathlib import Path
+
+import tokenizers
+
+from nanokv.errors import TemplateError, TokenizerError
+from nanokv.template import ChatTemplate
+
+
+def _byte_alphabet():
+    """Printable stand-in → byte: GPT-2's map, in which every byte has a visible character (Radford et al. 2019)."""
+    own = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    moved = {256 + i: byte for i, byte in enumerate(b for b in range(256) if b not in own)}
+    return {chr(code): byte for code, byte in ({b: b for b in own} | moved).items()}
+
+
+_BYTE_OF = _byte_alphabet()
+
+
+class Tokenizer:
+    """Ids are 0 … vocab_size-1; `special_tokens` are the added tokens, which text can contain literally."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, names=None, chat_template: str | None = None, rows: int = 0):
+        backend.no_truncation()
+        backend.no_padding()
+        self.backend = backend
+        added = backend.get_added_tokens_decoder()
+        self.special_tokens = {token.content: id for id, token in sorted(added.items())}
+        self.control_ids = frozenset(id for id, token in added.items() if token.special)
+        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.rows = max(rows, self.vocab_size)  # the embedding may be padded: Qwen3-0.6B has 151,936 rows, 151,669 ids
+        self.names = dict(names or {})  # {"eos_token": "<|im_end|>", …}, what the template sees
+        self.chat_template = chat_template
+        self._compiled = None
+        self._added_ids = frozenset(added)
+
+    @classmethod
+    def from_folder(cls, path) -> "Tokenizer":
+        """Reads tokenizer.json, tokenizer_config.json and chat_template.jinja; TokenizerError names what is wrong."""
+        folder = Path(path)
+        if not (folder / "tokenizer.json").is_file():
+            raise TokenizerError(f"{folder} has no tokenizer.json", "the folder of a checkpoint holds one")
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        except Exception as error:  # the library raises plain Exception
+            raise TokenizerError(f"{folder / 'tokenizer.json'} cannot be read: {error}") from error
+        decoder = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8")).get("decoder") or {}
+        if decoder.get("type") != "ByteLevel":
+            kind = decoder.get("type")
+            raise TokenizerError(f"{folder / 'tokenizer.json'}: decoder {kind!r}, only ByteLevel is implemented")
+        config = _json_object(folder / "tokenizer_config.json")
+        rows = _json_object(folder / "config.json").get("vocab_size", 0)
+        return cls(backend, _token_names(config), _chat_template(folder, config), rows if type(rows) is int else 0)
+
+    @property
+    def eos_token(self):
+        return self.names.get("eos_token")
+
+    @property
+    def pad_token(self):
+        return self.names.get("pad_token")
+
+    @property
+    def bos_token(self):
+        return self.names.get("bos_token")
+
+    @property
+    def eos_token_id(self):
+        return None if self.eos_token is None else self.backend.token_to_id(self.eos_token)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text`, nothing added. A control token typed in the text becomes that token, as in transformers:
+        look at `special_tokens_in` first when the text is a stranger's.
+        """
+        if not isinstance(text, str):
+            raise TokenizerError(f"only text can be encoded, got {type(text).__name__}")
+        try:
+            return self.backend.encode(text, add_special_tokens=False).ids
+        except (TypeError, UnicodeError) as error:
+            raise TokenizerError(f"text cannot be encoded: {_bad_character(text) or error}") from error
+
+    def special_tokens_in(self, text: str) -> list[str]:
+        """The control tokens that `encode` would make of pieces of this text, each once, in order of appearance."""
+        if not any(token in text for token in self.special_tokens):  # the usual case costs no tokenization
+            return []
+        found = dict.fromkeys(id for id in self.encode(text) if id in self._added_ids)
+        return [self.backend.id_to_token(id) for id in found]
+
+    def decode(self, ids) -> str:
+        """Text of ids, control tokens included; bytes that are no character become U+FFFD."""
+        return b"".join(self._bytes_of(ids)).decode("utf-8", "replace")
+
+    def text_of(self, ids) -> str:
+        """Text of ids for a reader: control tokens left out (transformers' skip_special_tokens=True)."""
+        shown = [id for id in ids if id not in self.control_ids]
+        return self.decode(shown)
+
+    def pieces(self, ids) -> list[str]:
+        r"""One string a token, for tables; bytes that are no whole character are written \xe2."""
+        return [piece.decode("utf-8", "backslashreplace") for piece in self._bytes_of(ids)]
+
+    def token_bytes(self, id: int) -> bytes:
+        """The bytes that one token stands for; b"" for a padding row of the embedding."""
+        return self._bytes_of([id])[0]
+
+    def _bytes_of(self, ids):
+        pieces = []
+        for position, id in enumerate(ids):
+            if hasattr(id, "item"):
+                id = id.item()
+            if type(id) is not int:
+                raise TokenizerError(f"id {id!r} at position {position} is a {type(id).__name__}, not an int")
+            if not 0 <= id < self.rows:
+                raise TokenizerError(f"id {id} at position {position} is outside the vocabulary 0 … {self.rows - 1}")
+            token = self.backend.id_to_token(id) or ""
+            try:
+                pieces.append(bytes([_BYTE_OF[character] for character in token]))
+            except KeyError:  # an added token with characters of its own: stands for itself
+                pieces.append(token.encode())
+        return pieces
+
+    def render(self, messages, tools=None, add_generation_prompt=True, **template_kwargs) -> str:
+        """Messages → prompt text by the checkpoint's own template, e.g. enable_thinking=False; TemplateError."""
+        if self.chat_template is None:
+            raise TemplateError("this tokenizer has no chat template: it belongs to a base model",
+                                "encode plain text instead, or use a chat checkpoint")  # fmt: skip
+        if self._compiled is None:
+            self._compiled = ChatTemplate(self.chat_template, self.names)
+        return self._compiled.render(messages, tools, add_generation_prompt, **template_kwargs)
+
+
+class StreamDecoder:
+    """Token by token, whole characters only: the chunks of `put` and the last `flush` join to the whole decode.
+
+    A UTF-8 sequence is at most 4 bytes, so at most 3 are held back; O(1) per token, no history is decoded again.
+    Ids in `skip` have no text. Unlike tokenizers' DecodeStream, a character cut by the end is not lost: it is U+FFFD.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip=frozenset()):
+        self.tokenizer, self.skip = tokenizer, skip
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def put(self, id: int) -> str:
+        piece = self.tokenizer.token_bytes(id)
+        return "" if id in self.skip else self._decoder.decode(piece)
+
+    def flush(self) -> str:
+        """What was still held back, once, as U+FFFD; the decoder is then ready for another text."""
+        tail = self._decoder.decode(b"", final=True)
+        self._decoder.reset()
+        return tail
+
+
+def _bad_character(text):
+    for position, character in enumerate(text):
+        if "\ud800" <= character <= "\udfff":
+            byte = ord(character) - 0xDC00  # how Python passes on an argument byte that is not UTF-8
+            from_byte = 0x80 <= byte <= 0xFF
+            what = f"byte 0x{byte:02x} is not UTF-8" if from_byte else f"U+{ord(character):04X} is half a character"
+            return f"position {position}: {what}"
+    return ""
+
+
+def _json_object(path):
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except (ValueError, OSError, RecursionError) as error:
+        raise TokenizerError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise TokenizerError(f"{path} holds a {type(fields).__name__}, not an object")
+    return fields
+
+
+def _token_names(config):
+    """{"eos_token": "<|im_end|>", …}: a name that is null is left out, so the template sees it as undefined."""
+    names = {}
+    for name in ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"):
+        token = config.get(name)
+        token = token.get("content") if isinstance(token, dict) else token
+        if isinstance(token, str):
+            names[name] = token
+    return names
+
+
+def _chat_template(folder, config):
+    """chat_template.jinja wins over tokenizer_config.json; of several named templates the one called default."""
+    if (folder / "chat_template.jinja").is_file():
+        try:
+            return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        except (UnicodeError, OSError) as error:
+            raise TokenizerError(f"{folder / 'chat_template.jinja'} cannot be read: {error}") from error
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        template = next((entry.get("template") for entry in template if entry.get("name") == "default"), None)
+    if template is not None and not isinstance(template, str):
+        raise TokenizerError(f"chat_template in {folder} is a {type(template).__name__}, not text")
+    return template
