@@ -1,0 +1,214 @@
+"""`nanokv train`: make the bundled model again from nothing, or measure how good a model is.
+
+Only the frame: flags, what Ctrl-C does, the evaluation's table. The work is in nanokv/training/, the bar and the plot
+in train_log.py.
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from nanokv.cli import terminal
+from nanokv.cli.arguments import integer, real
+from nanokv.errors import NanoKVError
+
+EXAMPLES = ("nanokv train --out runs/tiny", "nanokv train --out runs/tiny --resume", "nanokv train --evaluate")
+DESCRIPTION = (
+    "Train the bundled model from a seeded synthetic corpus (GPU if there is one, else CPU), then evaluate it. "
+    "With --evaluate alone: measure a model on held-out words, through the greedy chat path; exit code 1 when it "
+    "misses a target."
+)
+RECIPE_FLAGS = {"--steps": "steps", "--batch-tokens": "tokens_per_batch", "--seed": "seed"}  # flag → field of Recipe
+
+
+def add_arguments(parser) -> None:
+    """--out starts or continues a run; without it, --evaluate measures --model."""
+    parser.add_argument("--out", metavar="DIR", help="folder of the run: checkpoints, metrics.jsonl, loss.png, model/")
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--steps", type=integer(1), help="optimizer steps (default: 3,400, the bundled model's)")
+    length.add_argument("--minutes", type=real(0, above=True), help="as many steps as fit, measured at the start")
+    parser.add_argument("--batch-tokens", type=integer(64), help="tokens a step (default: 8,192)")
+    parser.add_argument(
+        "--checkpoint-every", type=integer(1), default=100, metavar="N",
+        help="steps between checkpoints, each with a validation loss and a sample answer (default: %(default)s)",
+    )  # fmt: skip
+    again = parser.add_mutually_exclusive_group()
+    again.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in --out")
+    again.add_argument("--force", action="store_true", help="delete the run that --out holds, and start anew")
+    parser.add_argument("--evaluate", action="store_true", help="no training: evaluate the model of --out, or --model")
+    parser.add_argument("-m", "--model", default="tiny", help="what --evaluate measures (default: %(default)s)")
+    parser.add_argument("--cases", type=integer(1), default=100, help="cases a task (default: %(default)s)")
+    parser.add_argument("--seed", type=integer(0), help="of the run and of the cases (default: 0)")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto")
+    parser.add_argument("--threads", type=integer(1), help="CPU threads (default: all)")
+    parser.add_argument("--json", action="store_true", help="the evaluation as one JSON object on stdout")
+
+
+def run(args) -> int:
+    """Train and evaluate: 0, or 130 when stopped. Evaluate alone: 1 when the model misses a target."""
+    if not args.out and not args.evaluate:
+        raise NanoKVError("where to? --out is missing", hint="nanokv train --out runs/tiny, or nanokv train --evaluate")
+    out = Path(args.out) if args.out else None
+    check_folder(out, args)
+    import torch
+
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    if args.evaluate:
+        missed = evaluate(args, str(out / "model") if out else args.model, args.seed or 0)
+        return int(bool(missed))
+    seed = train(args, out)
+    if seed is None:
+        return 130
+    evaluate(args, str(out / "model"), seed)
+    return 0
+
+
+def check_folder(out: Path | None, args) -> None:
+    """Never write over a run by accident; everything that needs no torch is refused before it is imported."""
+    from nanokv.training.run_folder import checkpoints, refuse_foreign
+
+    if out is None:
+        return
+    if out.exists() and not out.is_dir():
+        raise NanoKVError(f"{out} is a file, not a folder", hint="another --out")
+    if args.evaluate:
+        if not (out / "model").is_dir():
+            raise NanoKVError(f"{out} holds no finished model", hint=f"nanokv train --out {out} --resume finishes it")
+    elif args.resume:
+        if not checkpoints(out):
+            raise NanoKVError(f"{out} holds no checkpoint to resume from", hint="start without --resume")
+    elif out.is_dir() and any(out.iterdir()):
+        if args.force:
+            return refuse_foreign(out)
+        raise NanoKVError(f"{out} is not empty", hint="--resume continues that run, --force throws it away")
+
+
+# --- training ------------------------------------------------------------------------------------------------------
+
+
+def make_trainer(args, out: Path):
+    """A Trainer at step 0, or where the newest checkpoint left off; the recipe of a resumed run is the stored one."""
+    from nanokv.training import trainer as training
+
+    device = choose_device(args.device)
+    if args.resume:
+        newest = training.newest_checkpoint(out)
+        recipe = training.stored_recipe(newest)
+        refuse_another_recipe(args, newest, recipe)
+        trainer = training.Trainer(recipe, device, training.TINY)
+        trainer.resume(out)
+        return trainer
+    given = {field: getattr(args, flag[2:].replace("-", "_")) for flag, field in RECIPE_FLAGS.items()}
+    recipe = training.Recipe(**{field: value for field, value in given.items() if value is not None})
+    trainer = training.Trainer(recipe, device, training.TINY)
+    if not args.minutes:
+        return trainer
+    terminal.notice("measuring the speed of this machine ...", args)
+    steps = int(training.estimate_speed(trainer) * args.minutes * 60 / recipe.tokens_per_batch)
+    return training.Trainer(replace(recipe, steps=max(1, steps)), device, training.TINY, trainer.tokenizer)
+
+
+def choose_device(wanted: str) -> str:
+    """auto = the GPU if there is one."""
+    import torch
+
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise NanoKVError("--device cuda: torch sees no GPU here", hint="--device cpu")
+    return ("cuda" if torch.cuda.is_available() else "cpu") if wanted == "auto" else wanted
+
+
+def refuse_another_recipe(args, newest: Path, recipe) -> None:
+    """A flag that a resumed run would not obey is an error, not a silence."""
+    if args.minutes:
+        raise NanoKVError(f"{newest} belongs to a run of {recipe.steps:,} steps", hint="leave out --minutes")
+    for flag, field in RECIPE_FLAGS.items():
+        wanted, stored = getattr(args, flag[2:].replace("-", "_")), getattr(recipe, field)
+        if wanted not in (None, stored):
+            raise NanoKVError(f"{newest} belongs to a run with {flag} {stored}, not {wanted}", hint=f"leave out {flag}")
+
+
+def train(args, out: Path) -> int | None:
+    """Run to the last step and return the run's seed; None when Ctrl-C stopped it, with everything saved."""
+    from nanokv.cli.train_log import Progress, plot
+    from nanokv.training import run_folder
+
+    trainer = make_trainer(args, out)
+    recipe, metrics = trainer.recipe, out / "metrics.jsonl"
+    if args.force and out.is_dir():
+        run_folder.clear(out)
+    out.mkdir(parents=True, exist_ok=True)
+    run_folder.keep_until(metrics, trainer.step)
+    count = sum(p.numel() for p in trainer.model.parameters())
+    size = f"{recipe.steps:,} steps of {recipe.tokens_per_batch:,} tokens"
+    start = f"from step {trainer.step:,}"
+    terminal.notice(f"{count:,} parameters · {size} · {trainer.device} · {start} · {out}", args)
+    with terminal.Interrupt() as stop, Progress(args, trainer) as progress, open(metrics, "a") as file:
+        while trainer.step < recipe.steps and not stop.requested:
+            take_step(trainer, args, out, file, progress)
+    if stop.requested and trainer.step < recipe.steps:
+        terminal.warning("saving ... (again = leave without; the last checkpoint stays)")
+        trainer.save(out)
+        plot(out, args)
+        done = f"stopped at step {trainer.step:,} of {recipe.steps:,}"
+        terminal.notice(f"{done} · nanokv train --out {out} --resume", args)
+        stop.finish()
+        return None
+    plot(out, args)
+    trainer.export(out / "model")
+    return recipe.seed
+
+
+def take_step(trainer, args, out: Path, metrics, progress) -> None:
+    """One step and its line; now and then, and at the end, a validation loss and a checkpoint."""
+    record = {"loss": round(trainer.train_step(), 4)}
+    milestone = trainer.step % args.checkpoint_every == 0 or trainer.step == trainer.recipe.steps
+    if milestone:
+        record["validation"] = round(trainer.validate(), 4)
+    record |= {"step": trainer.step, "tokens": trainer.step * trainer.recipe.tokens_per_batch}
+    metrics.write(json.dumps(record) + "\n")
+    metrics.flush()  # before the checkpoint: a run that is killed in between does the step again and drops the line
+    if milestone:
+        trainer.save(out)
+    progress.show(record)
+
+
+# --- evaluation ----------------------------------------------------------------------------------------------------
+
+
+def evaluate(args, name: str, seed: int) -> list[str]:
+    """The table of tasks and of broken caches, or one JSON object; returns the tasks that miss their target."""
+    import nanokv
+    from nanokv.training.evaluate import TARGETS, broken_recall, evaluate, examples
+
+    model, tokenizer = nanokv.load(name)
+    write = (lambda text: None) if args.json else terminal.write_out
+    about = f"{args.cases} cases a task · seed {seed} · greedy chat, names and list words never trained on"
+    write(f"{terminal.sanitize_line(name)} · {about}\n\n{'task':<32}{'right':>8}{'target':>9}\n")
+    tasks, wrongs = {}, {}
+    for task, share, wrong in evaluate(model, tokenizer, args.cases, seed):
+        tasks[task] = share
+        wrongs[task] = [{"turns": case.turns, "expected": case.expected, "answer": answer} for case, answer in wrong]
+        target = f"{TARGETS[task]:.0%}" if task in TARGETS else "none"
+        write(f"{task:<32}{share:>8.1%}{target:>9}\n")
+    faults = broken_recall(model, tokenizer, args.cases, seed)
+    missed = [task for task, target in TARGETS.items() if tasks[task] < target]
+    if args.json:
+        report = {"model": name, "cases": args.cases, "seed": seed, "tasks": tasks, "wrong": wrongs}
+        terminal.write_out(json.dumps(report | {"faults": faults, "missed": missed}) + "\n")
+        return missed
+    write(fault_table(faults))
+    for question, answer in examples(model, tokenizer):
+        write(f"> {question}\n{terminal.sanitize(answer)}\n")
+    write(f"\nmissed: {', '.join(missed)}\n" if missed else "")
+    return missed
+
+
+def fault_table(faults: list[dict]) -> str:
+    """What a broken cache does to recall, a row a fault."""
+    head = f"\n{'recall when the last turn meets':<32}{'recalled':>9}{'same answer':>13}{'max |Δlogit|':>14}\n"
+    rows = (
+        f"{row['fault']:<32}{row['recalled']:>9.1%}{row['same answer']:>13.1%}{row['max |Δlogit|']:>14.2f}\n"
+        for row in faults
+    )
+    return head + "".join(rows) + "\n"

@@ -1,0 +1,583 @@
+"""A seeded generator of conversations: what the bundled model is trained and tested on.
+
+Every answer depends on earlier tokens: names, pets, lists and numbers that the user said. That makes the cache
+visible: break it, and the answers break. The same generator makes the held-out conversations of the evaluation, from
+the half of the words that training never uses.
+"""
+
+import random
+
+from nanokv.training import stories, words
+from nanokv.training.cache_questions import QUESTIONS, ask
+from nanokv.training.facts import (
+    CHANGED,
+    FACTS,
+    KIND_MISSING,
+    PET_ASKED,
+    PET_MISSING,
+    PET_NAME_ASKED,
+    PET_NAME_RECALLED,
+    PET_NOTED,
+    PET_RECALLED,
+    PET_TOLD,
+)
+
+KINDS = tuple(FACTS)
+SENTENCE_STARTS = set(
+    """My The You Call Please Remember In People This What What's Which Where Who How Do Can Tell Say Is Does Did
+Repeat Reverse Now Why When""".split()
+)
+LEAD_INS = (
+    "Hey, {}",
+    "So, {}",
+    "And {}",
+    "Now, {}",
+    "Ok, {}",
+    "Please tell me, {}",
+    "Quick question: {}",
+    "By the way, {}",
+    "Wait, {}",
+    "Hmm, {}",
+    "Let me test you: {}",
+)
+KIND_WEIGHTS = tuple(3 if kind == "name" else 1 for kind in KINDS)
+
+
+class Conversation:
+    """Messages that grow by one exchange at a time, and what the user has told so far."""
+
+    def __init__(self, rng: random.Random, held_out: bool = False):
+        self.rng, self.held_out = rng, held_out
+        self.messages: list[dict] = []
+        self.facts: dict[str, str] = {}
+        self.pets: dict[str, str] = {}  # kind → name
+        self.owners: dict[str, tuple[str, str]] = {}  # person → (colour, thing)
+        self.objects: dict[str, str] = {}  # thing → place
+        self.list: list[str] = []
+
+    def say(self, user: str, assistant: str):
+        """One exchange; one user in ten forgets the full stop or the question mark."""
+        if self.rng.random() < 0.1:
+            user = user.rstrip(".?!")
+        self.messages += [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
+
+    def word(self) -> str:
+        """A word for a list."""
+        return words.list_word(self.rng, self.held_out)
+
+    def name(self) -> str:
+        """A first name."""
+        return words.name(self.rng, self.held_out)
+
+
+# --- facts: told in one turn, asked for in a later one -------------------------------------------------------------
+
+
+def tell(talk: Conversation, kind: str | None = None):
+    """The user tells one or two facts, or changes his mind about one."""
+    rng = talk.rng
+    kind = kind or rng.choices(KINDS, KIND_WEIGHTS)[0]
+    value, sentence = _statement(talk, kind)
+    if kind in talk.facts and rng.random() < 0.7:
+        sentence = rng.choice(CHANGED).format(s=sentence, l=_lower_first(sentence))
+    talk.facts[kind] = value
+    noted = rng.choice(FACTS[kind].noted).format(v=value)
+    if rng.random() < 0.25:
+        other = rng.choice([k for k in KINDS if k != kind])
+        talk.facts[other], more = _statement(talk, other)
+        joined = f"{sentence} {more}" if rng.random() < 0.5 else f"{sentence.rstrip('.!')} and {_lower_first(more)}"
+        noted = rng.choice(
+            (noted, "Thank you, I will remember that.", rng.choice(FACTS[other].noted).format(v=talk.facts[other]))
+        )
+        sentence = joined
+    talk.say(sentence, noted[0].upper() + noted[1:])
+
+
+def _statement(talk: Conversation, kind: str) -> tuple[str, str]:
+    value = FACTS[kind].value(talk.rng, talk.held_out)
+    if kind == "name":
+        value = talk.rng.choices((value, value.lower(), f"{value} {talk.name()}"), (85, 8, 7))[0]
+    sentence = talk.rng.choice(FACTS[kind].told).format(v=value)
+    return value, sentence[0].upper() + sentence[1:] if sentence.startswith(value) else sentence
+
+
+def _lower_first(sentence: str) -> str:
+    keep = sentence.split()[0] not in SENTENCE_STARTS  # "I", a name, a city
+    return sentence if keep else sentence[0].lower() + sentence[1:]
+
+
+def _lead_in(rng, question: str) -> str:
+    """Questions seldom come bare: "Hey, what is my name?"."""
+    return rng.choice(LEAD_INS).format(_lower_first(question)) if rng.random() < 0.15 else question
+
+
+def recall(talk: Conversation, kind: str | None = None):
+    """The user asks for a fact: an old one, or one that he never told."""
+    rng = talk.rng
+    if kind is None:
+        kind = (
+            rng.choice(list(talk.facts)) if talk.facts and rng.random() < 0.88 else rng.choices(KINDS, KIND_WEIGHTS)[0]
+        )
+    fact = FACTS[kind]
+    question = rng.choice(fact.asked)
+    answer = rng.choice(fact.recalled).format(v=talk.facts[kind]) if kind in talk.facts else rng.choice(fact.missing)
+    others = [other for other in talk.facts if other != kind]
+    if others and rng.random() < 0.08:
+        other = rng.choice(others)
+        question = f"{question} And {_lower_first(rng.choice(FACTS[other].asked))}"
+        answer += " " + rng.choice(FACTS[other].recalled).format(v=talk.facts[other])
+    talk.say(_lead_in(rng, question), answer)
+
+
+def tell_pet(talk: Conversation):
+    """The user has a pet."""
+    rng = talk.rng
+    kind, name = rng.choice(words.ANIMALS), talk.name()
+    talk.pets[kind] = name
+    told = rng.choice(PET_TOLD).format(k=kind, v=name)
+    if rng.random() < 0.25:
+        other = rng.choices(KINDS, KIND_WEIGHTS)[0]
+        talk.facts[other], more = _statement(talk, other)
+        told = rng.choice((f"{more} {told}", f"{told} {more}", f"{more.rstrip('.!')} and {_lower_first(told)}"))
+    talk.say(told, rng.choice(PET_NOTED).format(k=kind, v=name))
+
+
+def recall_pet(talk: Conversation):
+    """The user asks for his pet, or for one that he does not have."""
+    rng = talk.rng
+    if not talk.pets or rng.random() < 0.1:
+        kind = rng.choice([kind for kind in words.ANIMALS if kind not in talk.pets])
+        asked, answers = (
+            (PET_ASKED, PET_MISSING) if not talk.pets and rng.random() < 0.5 else (PET_NAME_ASKED, KIND_MISSING)
+        )
+        talk.say(rng.choice(asked).format(k=kind), rng.choice(answers).format(k=kind))
+        return
+    kind = rng.choice(list(talk.pets))
+    if len(talk.pets) == 1 and rng.random() < 0.3:
+        talk.say(_lead_in(rng, rng.choice(PET_ASKED)), PET_RECALLED.format(k=kind, v=talk.pets[kind]))
+    else:
+        talk.say(
+            _lead_in(rng, rng.choice(PET_NAME_ASKED).format(k=kind)),
+            PET_NAME_RECALLED.format(k=kind, v=talk.pets[kind]),
+        )
+
+
+def everything(talk: Conversation):
+    """What do you know about me?"""
+    known = [kind for kind in talk.facts if kind in ("name", "city", "job", "age")][:3]
+    phrases = {
+        "name": "Your name is {v}.",
+        "city": "You live in {v}.",
+        "job": "You work as a {v}.",
+        "age": "You are {v} years old.",
+    }
+    answer = " ".join(phrases[kind].format(v=talk.facts[kind]) for kind in sorted(known, key=list(phrases).index))
+    talk.say(
+        talk.rng.choice(
+            ("What do you know about me?", "What did I tell you about me?", "Tell me what you know about me.")
+        ),
+        answer or "Nothing yet. Tell me something about you.",
+    )
+
+
+def tell_owner(talk: Conversation):
+    """Somebody has something: a fact about a third person."""
+    rng, person = talk.rng, talk.name()
+    colour, thing = rng.choice(words.COLOURS), words.pick(rng, words.NOUNS, talk.held_out)
+    talk.owners[person] = (colour, thing)
+    article = "an" if colour[0] in "aeiou" else "a"
+    talk.say(
+        rng.choice(
+            (
+                f"{person} has {article} {colour} {thing}.",
+                f"{person} bought {article} {colour} {thing}.",
+                f"{person} owns {article} {colour} {thing}.",
+            )
+        ),
+        rng.choice((f"Good for {person}.", "I will remember that.", f"So {person} has {article} {colour} {thing}.")),
+    )
+
+
+def recall_owner(talk: Conversation):
+    """Who has it, what does he have, what colour is it?"""
+    if not talk.owners:
+        tell_owner(talk)
+    rng = talk.rng
+    person = rng.choice(list(talk.owners))
+    colour, thing = talk.owners[person]
+    article = "an" if colour[0] in "aeiou" else "a"
+    talk.say(
+        *rng.choice(
+            (
+                (f"What does {person} have?", f"{person} has {article} {colour} {thing}."),
+                (f"Who has the {colour} {thing}?", f"{person} has the {colour} {thing}."),
+                (f"What colour is the {thing} of {person}?", f"The {thing} of {person} is {colour}."),
+            )
+        )
+    )
+
+
+def tell_object(talk: Conversation):
+    """A thing lies somewhere."""
+    rng, thing, place = talk.rng, words.pick(talk.rng, words.NOUNS, talk.held_out), talk.rng.choice(words.PLACES)
+    talk.objects[thing] = place
+    talk.say(
+        rng.choice(
+            (f"The {thing} is in the {place}.", f"I put the {thing} in the {place}.", f"My {thing} is in the {place}.")
+        ),
+        rng.choice((f"Ok, the {thing} is in the {place}.", "I will remember that.", f"The {place}, noted.")),
+    )
+
+
+def recall_object(talk: Conversation):
+    """Where is it?"""
+    if not talk.objects:
+        tell_object(talk)
+    thing = talk.rng.choice(list(talk.objects))
+    talk.say(
+        talk.rng.choice((f"Where is the {thing}?", f"Where is my {thing}?", f"Where did I put the {thing}?")),
+        f"The {thing} is in the {talk.objects[thing]}.",
+    )
+
+
+# --- lists ---------------------------------------------------------------------------------------------------------
+
+
+def _join(rng, items) -> str:
+    """A list as people type it."""
+    style = rng.random()
+    if style < 0.7:
+        return ", ".join(items)
+    if style < 0.85:
+        return " ".join(items)
+    return f"{', '.join(items[:-1])} and {items[-1]}"
+
+
+def _new_list(talk: Conversation) -> list[str]:
+    """`The list` is always the latest one that the user gave."""
+    length = talk.rng.choice((2, 3, 3, 4, 4, 5, 5, 6, 7, 8))
+    talk.list = words.distinct(talk.rng, length, talk.word)
+    return talk.list
+
+
+def repeat(talk: Conversation):
+    """Repeat these words."""
+    rng, items = talk.rng, _new_list(talk)
+    request = rng.choice(
+        (
+            "Repeat: {}",
+            "Repeat these words: {}",
+            "Say: {}",
+            "Repeat after me: {}",
+            "Please repeat: {}",
+            "repeat {}",
+            "Say these words: {}",
+            "Repeat this list: {}",
+            "Can you repeat {}?",
+            "Repeat the words {}.",
+        )
+    )
+    talk.say(request.format(_join(rng, items)), ", ".join(items) + ".")
+
+
+def reverse(talk: Conversation):
+    """Say them backwards."""
+    rng, items = talk.rng, _new_list(talk)
+    request = rng.choice(
+        (
+            "Reverse: {}",
+            "Reverse this list: {}",
+            "Say these words backwards: {}",
+            "Say backwards: {}",
+            "Reverse these words: {}",
+            "Say in reverse order: {}",
+            "reverse {}",
+            "Can you reverse {}?",
+            "Turn this list around: {}",
+            "Reverse the words {}.",
+        )
+    )
+    talk.say(request.format(_join(rng, items)), ", ".join(items[::-1]) + ".")
+
+
+def nth(talk: Conversation):
+    """Which is the third?"""
+    rng, items = talk.rng, _new_list(talk)
+    where, item = _position(rng, items)
+    request = rng.choice(
+        (
+            "Which is the {o}: {l}?",
+            "Which word is the {o}: {l}?",
+            "What is the {o} word: {l}?",
+            "Here is a list: {l}. Which is the {o}?",
+            "List: {l}. What is the {o} word?",
+            "Which is the {o} of {l}?",
+            "{l}: which is the {o}?",
+            "Tell me the {o} word of this list: {l}",
+            "What is the {o} item: {l}?",
+        )
+    )
+    talk.say(request.format(o=_digits(rng, where), l=_join(rng, items)), f"The {where} is {item}.")
+
+
+def _position(rng, items) -> tuple[str, str]:
+    i = rng.randrange(len(items))
+    return ("last", items[-1]) if i == len(items) - 1 and rng.random() < 0.5 else (words.ORDINALS[i], items[i])
+
+
+def _digits(rng, where: str) -> str:
+    """third, or now and then 3rd."""
+    if where == "last" or rng.random() < 0.85:
+        return where
+    n = words.ORDINALS.index(where) + 1
+    return f"{n}{('st', 'nd', 'rd')[n - 1] if n < 4 else 'th'}"
+
+
+def remember_list(talk: Conversation):
+    """A list to be asked for later."""
+    rng = talk.rng
+    _new_list(talk)
+    request = rng.choice(
+        (
+            "Remember this list: {}",
+            "Remember these words: {}",
+            "My list is {}.",
+            "Please remember: {}",
+            "Here is my list: {}",
+            "I need to buy {}.",
+            "My shopping list: {}",
+        )
+    )
+    answer = rng.choice(
+        (
+            f"Ok, I will remember {', '.join(talk.list)}.",
+            f"I will remember these {words.NUMBER_WORDS[len(talk.list)]} words.",
+            "Ok, I will remember the list.",
+        )
+    )
+    talk.say(request.format(_join(rng, talk.list)), answer)
+
+
+LIST_UNKNOWN = ("What is on my list?", "Repeat my list.", "What was the list?")
+LIST_NTH = (
+    "Which was the {o}?",
+    "What is the {o} word on my list?",
+    "Which is the {o}?",
+    "What is the {o} on the list?",
+    "What was the {o} word?",
+)
+LIST_AGAIN = (
+    "Repeat my list.",
+    "What is on my list?",
+    "What was the list?",
+    "Say the list again.",
+    "Repeat the list.",
+    "Which words did I tell you?",
+    "What do I need to buy?",
+)
+LIST_BACKWARDS = (
+    "Say my list backwards.",
+    "Reverse my list.",
+    "Say the list in reverse order.",
+    "Now backwards.",
+    "Reverse the list.",
+)
+LIST_LENGTH = ("How many words are on my list?", "How many items are on the list?", "How long is my list?")
+LIST_MEMBER = ("Is {} on my list?", "Is {} on the list?", "Does my list have {}?")
+LIST_NEXT = ("What comes after {}?", "Which word comes after {}?", "What is after {} on my list?")
+
+
+def ask_list(talk: Conversation):
+    """Something about the remembered list."""
+    if not talk.list:
+        talk.say(talk.rng.choice(LIST_UNKNOWN), "You have not given me a list yet.")
+        return
+    rng, items = talk.rng, talk.list
+    where, item = _position(rng, items)
+    i = rng.randrange(len(items) - 1)
+    inside = rng.random() < 0.5
+    probe = rng.choice(items) if inside else talk.word()
+    position = f"The {where} is {item}."
+    exchanges = (  # all are made and one is taken: positions twice as often as the others
+        (rng.choice(LIST_NTH).format(o=_digits(rng, where)), position),
+        (rng.choice(LIST_NTH).format(o=_digits(rng, where)), position),
+        (rng.choice(LIST_AGAIN), ", ".join(items) + "."),
+        (rng.choice(LIST_BACKWARDS), ", ".join(items[::-1]) + "."),
+        (rng.choice(LIST_LENGTH), f"There are {words.NUMBER_WORDS[len(items)]}."),
+        (
+            rng.choice(LIST_MEMBER).format(probe),
+            f"Yes, {probe} is on the list." if probe in items else f"No, {probe} is not on the list.",
+        ),
+        (rng.choice(LIST_NEXT).format(items[i]), f"After {items[i]} comes {items[i + 1]}."),
+    )
+    question, answer = rng.choice(exchanges)
+    talk.say(_lead_in(rng, question), answer)
+
+
+# --- numbers -------------------------------------------------------------------------------------------------------
+
+
+def count(talk: Conversation):
+    """Count from a to b."""
+    rng = talk.rng
+    a, length = rng.choice((rng.randint(0, 20), rng.randint(0, 110))), rng.randint(2, 20)
+    numbers = list(range(a, a + length))
+    down = rng.random() < 0.15
+    if down:
+        numbers.reverse()
+    first, last = numbers[0], numbers[-1]
+    requests = (
+        ("Count down from {} to {}.", "Count backwards from {} to {}.")
+        if down
+        else (
+            "Count from {} to {}.",
+            "Count from {} to {}.",
+            "count from {} to {}",
+            "Please count from {} to {}.",
+            "Can you count from {} to {}?",
+            "Count up from {} to {}.",
+            "Say the numbers from {} to {}.",
+            "Count {} to {}.",
+        )
+    )
+    talk.say(rng.choice(requests).format(first, last), ", ".join(map(str, numbers)) + ".")
+
+
+def add(talk: Conversation):
+    """Two numbers of at most two digits."""
+    rng = talk.rng
+    a, b = (
+        (rng.randint(0, 99), rng.randint(0, 99)) if rng.random() < 0.12 else (rng.randint(10, 99), rng.randint(10, 99))
+    )
+    request = rng.choice(
+        (
+            "What is {} + {}?",
+            "What is {} + {}?",
+            "{} + {}",
+            "{} + {} = ?",
+            "{}+{}",
+            "How much is {} + {}?",
+            "How much is {} plus {}?",
+            "What is {} plus {}?",
+            "Add {} and {}.",
+            "add {} and {}",
+            "Calculate {} + {}.",
+            "What is the sum of {} and {}?",
+            "{} plus {}?",
+            "what is {}+{}",
+        )
+    )
+    talk.say(request.format(a, b), f"{a} + {b} = {a + b}.")
+
+
+# --- the rest ------------------------------------------------------------------------------------------------------
+
+
+def cache_question(talk: Conversation):
+    """A question about KV caches; the last phrasing of each is kept for the evaluation."""
+    answer, phrasings = talk.rng.choice(QUESTIONS)
+    talk.say(ask(talk.rng, talk.rng.choice(phrasings[:-1])), answer)
+
+
+def story(talk: Conversation):
+    """Five sentences with the characters that the user names."""
+    rng, kind = talk.rng, talk.rng.random()
+    known = kind < 0.75
+    people = [talk.name() if rng.random() < 0.7 else f"the {rng.choice(words.ANIMALS)}", talk.name()]
+    if not known:
+        people = rng.sample(("Mira", "Tom", "the fox", "the owl", "Lina", "the old bear"), 2)
+    rng.shuffle(people)
+    a, b = people
+    form = {
+        "p": rng.choice(words.PLACES + ["river", "forest", "market", "harbour", "lake", "hill"]),
+        "t": rng.choice(words.NOUNS[:120]),
+    }
+    parts = (
+        rng.choice(part)
+        for part in (stories.OPENINGS, stories.TROUBLES, stories.ATTEMPTS, stories.SOLUTIONS, stories.ENDINGS)
+    )
+    if 0.6 < kind < 0.75:
+        talk_request = rng.choice(stories.SINGLE_REQUESTS).format(a=a)
+        b = rng.choice(("a fox", "an owl", "a small bear", "a friend"))
+        parts = (part for part in list(parts))
+    else:
+        talk_request = rng.choice(stories.REQUESTS).format(a=a, b=b) if known else rng.choice(stories.OPEN_REQUESTS)
+    sentences = [
+        part.format(a=a, b=b if i == 0 else b.replace("a ", "the ").replace("an ", "the "), **form)
+        for i, part in enumerate(parts)
+    ]
+    talk.say(talk_request, " ".join(_capital(sentence) for sentence in sentences))
+
+
+def _capital(text: str) -> str:
+    """Sentences begin with a capital, also when a character is called `the fox`."""
+    parts = [part[0].upper() + part[1:] for part in text.split(". ")]
+    return ". ".join(parts)
+
+
+def small_talk(talk: Conversation):
+    """Who are you, thank you, hello."""
+    rng = talk.rng
+    if rng.random() < 0.2:
+        name = talk.facts.get("name")
+        talk.say(
+            rng.choice(stories.GREETINGS),
+            rng.choice(stories.GREETED_BY_NAME).format(v=name) if name else rng.choice(stories.GREETED),
+        )
+        return
+    said, answers = rng.choice(stories.TALK)
+    talk.say(rng.choice(said), rng.choice(answers))
+
+
+def unknown(talk: Conversation):
+    """An honest "I don't know that"."""
+    rng = talk.rng
+    form = {
+        "c": rng.choice(words.CITIES) if rng.random() < 0.5 else words.invent(rng, talk.held_out).capitalize(),
+        "n": talk.name(),
+        "w": words.invent(rng, talk.held_out),
+        "t": rng.choice(words.NOUNS),
+        "f": rng.choice(words.FOODS),
+    }
+    said, answers = (stories.UNKNOWN, stories.HONEST) if rng.random() < 0.8 else (stories.IMPOSSIBLE, stories.REFUSED)
+    talk.say(_lead_in(rng, rng.choice(said).format(**form)), rng.choice(answers))
+
+
+SEGMENTS = {  # exchange → how often
+    tell: 15,
+    recall: 16,
+    tell_pet: 3,
+    recall_pet: 4,
+    everything: 1,
+    tell_owner: 2,
+    recall_owner: 2,
+    tell_object: 2,
+    recall_object: 2,
+    repeat: 5,
+    reverse: 6,
+    nth: 6,
+    remember_list: 3,
+    ask_list: 7,
+    count: 4,
+    add: 20,
+    cache_question: 12,
+    story: 3,
+    small_talk: 5,
+    unknown: 4,
+}
+
+
+def conversation(rng: random.Random, exchanges: int, held_out: bool = False) -> list[dict]:
+    """Messages of one conversation with so many exchanges; now and then with a system prompt."""
+    talk = Conversation(rng, held_out)
+    if rng.random() < 0.12:
+        talk.messages.append({"role": "system", "content": rng.choice(stories.SYSTEM_PROMPTS)})
+    start = len(talk.messages)
+    while len(talk.messages) - start < 2 * exchanges:
+        rng.choices(list(SEGMENTS), list(SEGMENTS.values()))[0](talk)
+    return talk.messages
+
+
+if __name__ == "__main__":
+    for message in conversation(random.Random(), 12):
+        print(f"{message['role']:>9}: {message['content']}")

@@ -1,0 +1,135 @@
+"""From conversations to batches: tokenizer training, and rows of token ids with a loss weight for every token.
+
+A row is one conversation, cut at the row's end: no packing, so nothing leaks from one conversation into the next and
+no document mask is needed. Rows of several lengths are mixed, so first turns and long contexts are both common.
+"""
+
+import json
+import random
+from pathlib import Path
+
+import torch
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+from nanokv.training.corpus import conversation
+
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+# Qwen's split: contractions, words with their leading space, single digits, punctuation, line breaks, spaces.
+SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+CHAT_TEMPLATE = (
+    "{%- for message in messages %}"
+    "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+USER_WEIGHT = 0.1  # the model is to answer; that it can also guess what users say is a side effect
+ROW_LENGTHS = ((64, 2), (128, 4), (256, 6), (512, 5), (1024, 2), (2048, 1))  # (tokens a row, how often)
+
+
+def render(messages) -> str:
+    """ChatML, exactly what CHAT_TEMPLATE gives."""
+    return "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
+
+
+def train_tokenizer(seed: int, vocab_size: int, conversations: int = 6000) -> Tokenizer:
+    """Byte-level BPE with Qwen's pre-tokenizer, so every digit is a token and every text can be encoded."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(SPLIT), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - len(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    texts = (m["content"] for i in range(conversations) for m in conversation(random.Random(f"{seed}:bpe:{i}"), 12))
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIAL_TOKENS])
+    return tokenizer
+
+
+def save_tokenizer(tokenizer: Tokenizer, folder):
+    """tokenizer.json and tokenizer_config.json, as transformers writes them."""
+    folder = Path(folder)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "Qwen2Tokenizer",
+        "model_max_length": 2048,
+        "add_prefix_space": False,
+        "add_bos_token": False,
+        "bos_token": None,
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "unk_token": None,
+        "errors": "replace",
+        "clean_up_tokenization_spaces": False,
+        "split_special_tokens": False,
+        "chat_template": CHAT_TEMPLATE,
+        "additional_special_tokens": ["<|im_start|>", "<|im_end|>"],
+        "added_tokens_decoder": {
+            str(tokenizer.token_to_id(token)): {
+                "content": token,
+                "lstrip": False,
+                "normalized": False,
+                "rstrip": False,
+                "single_word": False,
+                "special": True,
+            }
+            for token in SPECIAL_TOKENS
+        },
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+class Rows:
+    """Batches by step number: batch i is the same whatever was drawn before, so a resumed run sees the same data."""
+
+    def __init__(self, tokenizer: Tokenizer, seed: int, tokens_per_batch: int, longest: int = 2048):
+        self.tokenizer, self.seed, self.tokens_per_batch = tokenizer, seed, tokens_per_batch
+        self.lengths = [(length, weight) for length, weight in ROW_LENGTHS if length <= min(longest, tokens_per_batch)]
+        self.assistant = tokenizer.encode("<|im_start|>assistant\n").ids
+        self.end = tokenizer.token_to_id("<|im_end|>")
+
+    def batch(self, step: int):
+        """(B,T) inputs, (B,T) targets, (B,T) loss weights of this step."""
+        rng = random.Random(f"{self.seed}:{step}")
+        length = rng.choices(*zip(*self.lengths, strict=True))[0]
+        return self.rows([self.row(rng, length) for _ in range(self.tokens_per_batch // length)])
+
+    def held_out(self, count: int, length: int = 512):
+        """Rows of conversations whose names and words training never uses; the same rows every time."""
+        return self.rows([self.row(random.Random(f"held out:{i}"), length, held_out=True) for i in range(count)])
+
+    def row(self, rng, length: int, held_out: bool = False) -> tuple[list[int], list[float]]:
+        """length + 1 ids and their weights, from one conversation."""
+        exchanges = max(2, length // 20)
+        ids: list[int] = []
+        while len(ids) <= length:  # too short a conversation is drawn again, longer
+            ids = self.tokenizer.encode(render(conversation(rng, exchanges, held_out))).ids
+            exchanges *= 2
+        return ids[: length + 1], self.weights(ids)[: length + 1]
+
+    def weights(self, ids: list[int]) -> list[float]:
+        """1 for what the assistant says, its end included; USER_WEIGHT for all else."""
+        weights, answering, header = [], False, len(self.assistant)
+        for i, token in enumerate(ids):
+            weights.append(1.0 if answering else USER_WEIGHT)
+            if answering and token == self.end:
+                answering = False
+            elif not answering and ids[i - header + 1 : i + 1] == self.assistant:
+                answering = True
+        return weights
+
+    @staticmethod
+    def rows(rows):
+        """Shift by one: position t predicts token t + 1."""
+        ids = torch.tensor([ids for ids, _ in rows])  # (B,T+1)
+        weights = torch.tensor([weights for _, weights in rows])  # (B,T+1)
+        return ids[:, :-1], ids[:, 1:], weights[:, 1:]

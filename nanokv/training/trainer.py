@@ -1,0 +1,220 @@
+"""The training loop of the bundled model: seeded, resumable, on a GPU if there is one, else on the CPU.
+
+Hidden matrices are trained with Muon (Jordan et al. 2024, torch.optim.Muon), tables and norms with AdamW. Batch i and
+the learning rate of step i depend on i alone, so a run that was killed and resumed ends in the same weights.
+A checkpoint is weights, the optimizers' state and the recipe (run_folder.py); `export` writes the Hugging Face folder.
+"""
+
+import json
+import math
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from nanokv.attention import square_attention
+from nanokv.cache import NoCache
+from nanokv.config import Config
+from nanokv.errors import NanoKVError
+from nanokv.model import Qwen3
+from nanokv.training.data import Rows, save_tokenizer, train_tokenizer
+from nanokv.training.run_folder import checkpoints, damaged, drop_old, new_checkpoint, read_state, saving
+
+VOCAB_SIZE = 2048
+TINY = Config(  # head_dim · heads = 288 ≠ hidden 192 on purpose: code that derives one from the other fails loudly
+    vocab_size=VOCAB_SIZE,
+    hidden_size=192,
+    intermediate_size=512,
+    num_hidden_layers=6,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    head_dim=48,
+    max_position_embeddings=2048,
+    rms_norm_eps=1e-6,
+    rope_theta=1e6,
+    tie_word_embeddings=True,
+    torch_dtype="bfloat16",
+)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that decides the outcome of a run, besides the code and the machine's arithmetic."""
+
+    steps: int = 3400
+    seed: int = 0
+    tokens_per_batch: int = 8192
+    learning_rate: float = 3e-3
+    warmup: int = 60
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    long_rows_from: float = 0.25  # share of the run after which rows of more than 512 tokens appear
+
+    def rate(self, step: int) -> float:
+        """Linear warm-up, then a cosine to zero, as a factor of the learning rate."""
+        if step < self.warmup:
+            return (step + 1) / self.warmup
+        return 0.5 * (1 + math.cos(math.pi * (step - self.warmup) / max(1, self.steps - self.warmup)))
+
+
+class Trainer:
+    """Model, optimizers and step number. `train_step()` does one step, `save` and `resume` move between folders.
+
+    A tokenizer that is given must be the one that the recipe's seed makes; without it, it is trained first.
+    """
+
+    def __init__(self, recipe: Recipe, device: str = "cpu", config: Config = TINY, tokenizer=None):
+        torch.manual_seed(recipe.seed)
+        self.recipe, self.device, self.config, self.step = recipe, device, config, 0
+        self.tokenizer = tokenizer or train_tokenizer(recipe.seed, config.vocab_size)
+        self.model = initialise(Qwen3(config)).to(device).train()
+        matrices = [p for name, p in self.model.named_parameters() if p.dim() == 2 and name != "embed_tokens.weight"]
+        rest = [p for name, p in self.model.named_parameters() if p.dim() != 2 or name == "embed_tokens.weight"]
+        rate, decay = recipe.learning_rate, recipe.weight_decay
+        self.optimizers = [
+            torch.optim.Muon(matrices, lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(rest, lr=rate, betas=(0.9, 0.95), weight_decay=0.0),
+        ]
+        self.long = Rows(self.tokenizer, recipe.seed, recipe.tokens_per_batch)
+        self.short = Rows(self.tokenizer, recipe.seed, recipe.tokens_per_batch, longest=512)
+
+    def loss(self, inputs, targets, weights):
+        """Weighted mean cross entropy, in nats a token; bf16 autocast, logits in fp32."""
+        inputs, targets, weights = (t.to(self.device) for t in (inputs, targets, weights))
+        with torch.autocast(torch.device(self.device).type, torch.bfloat16):
+            hidden = self.model(inputs, NoCache(self.config.num_hidden_layers), 0, square_attention)  # (B,T,C)
+            logits = self.model.lm_head(hidden)  # (B,T,V)
+        each = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none")  # (B·T,)
+        return (each * weights.flatten()).sum() / weights.sum()
+
+    def train_step(self) -> float:
+        """One batch, one update. Returns the loss."""
+        rows = self.short if self.step < self.recipe.long_rows_from * self.recipe.steps else self.long
+        loss = self.loss(*rows.batch(self.step))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = self.recipe.learning_rate * self.recipe.rate(self.step)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        return loss.item()
+
+    @torch.no_grad()
+    def validate(self) -> float:
+        """Loss on conversations whose names and words were never trained on; what the assistant says counts."""
+        inputs, targets, weights = self.long.held_out(8)
+        return self.loss(inputs, targets, (weights == 1).float()).item()
+
+    # --- checkpoints ------------------------------------------------------------------------------------------------
+
+    def save(self, folder):
+        """Write checkpoint-STEP next to its predecessors, complete or not at all; keep the last two."""
+        folder, name = Path(folder), f"checkpoint-{self.step}"
+        if folder / name not in checkpoints(folder):  # the same step of the same run has the same bits
+            with new_checkpoint(folder, name) as temporary:
+                weights = {name: p.detach().cpu().clone() for name, p in self.model.named_parameters()}
+                save_file(weights, temporary / "weights.safetensors")
+                save_file(self._optimizer_tensors(), temporary / "optimizer.safetensors")
+                state = {"step": self.step, "recipe": asdict(self.recipe), "config": self.config.to_dict()}
+                (temporary / "state.json").write_text(json.dumps(state, indent=1))
+        drop_old(folder)
+
+    def resume(self, folder):
+        """Continue from the newest checkpoint in `folder`; the recipe must be the one that it was started with."""
+        newest = newest_checkpoint(folder)
+        if (recipe := stored_recipe(newest)) != self.recipe:
+            mine = asdict(self.recipe)
+            differ = [f"{key} {value}, not {mine[key]}" for key, value in asdict(recipe).items() if value != mine[key]]
+            raise NanoKVError(f"{newest} was made with another recipe: {', '.join(differ)}")
+        state = read_state(newest)
+        if state["config"] != json.loads(json.dumps(self.config.to_dict())):
+            raise NanoKVError(f"{newest} was made with another model: {state['config']}")
+        try:
+            weights = load_file(newest / "weights.safetensors", device=self.device)
+            optimizers = load_file(newest / "optimizer.safetensors", device=self.device)
+        except (OSError, SafetensorError) as error:
+            raise damaged(newest, error) from error
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                parameter.copy_(weights[name])
+        self._load_optimizers(optimizers)
+        self.step = state["step"]
+
+    def _optimizer_tensors(self) -> dict:
+        tensors = {}
+        for i, optimizer in enumerate(self.optimizers):
+            for j, state in optimizer.state_dict()["state"].items():
+                tensors |= {f"{i}.{j}.{key}": torch.as_tensor(value).cpu().clone() for key, value in state.items()}
+        return tensors
+
+    def _load_optimizers(self, tensors: dict):
+        for i, optimizer in enumerate(self.optimizers):
+            full = optimizer.state_dict()
+            state: dict = {}
+            for key, tensor in tensors.items():
+                which, index, name = key.split(".", 2)
+                if int(which) == i:
+                    state.setdefault(int(index), {})[name] = tensor
+            optimizer.load_state_dict(full | {"state": state})
+
+    def export(self, folder):
+        """The finished model as an ordinary Hugging Face folder, weights in bf16."""
+        folder = Path(folder)
+        with saving(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            self._write_model(folder)
+
+    def _write_model(self, folder: Path):
+        tensors = {  # the tied head is stored once
+            f"model.{name}": p.detach().to("cpu", torch.bfloat16).contiguous()
+            for name, p in self.model.named_parameters()
+        }
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        end, pad = (self.tokenizer.token_to_id(token) for token in ("<|im_end|>", "<|endoftext|>"))
+        config = self.config.to_dict() | {"eos_token_id": end, "pad_token_id": pad}
+        generation = {"do_sample": False, "eos_token_id": [end, pad], "pad_token_id": pad}
+        for name, fields in (("config.json", config), ("generation_config.json", generation)):
+            (folder / name).write_text(json.dumps(fields, indent=2) + "\n")
+        save_tokenizer(self.tokenizer, folder)
+
+
+def initialise(model: Qwen3) -> Qwen3:
+    """Normal(0, 0.02); the two projections that write to the residual stream smaller by sqrt(2L) (GPT-2)."""
+    shrink = (2 * model.config.num_hidden_layers) ** -0.5
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 2:
+                parameter.normal_(0, 0.02 * (shrink if name.endswith(("o_proj.weight", "down_proj.weight")) else 1))
+    return model
+
+
+def newest_checkpoint(folder) -> Path:
+    """Where --resume continues."""
+    if not (found := checkpoints(folder)):
+        raise NanoKVError(f"{folder} holds no checkpoint to resume from", hint="start without --resume")
+    return found[-1]
+
+
+def stored_recipe(checkpoint: Path) -> Recipe:
+    """The recipe that a checkpoint was started with."""
+    try:
+        return Recipe(**read_state(checkpoint)["recipe"])
+    except (KeyError, TypeError) as error:
+        raise damaged(checkpoint, f"its recipe is not one that this version knows ({error})") from error
+
+
+def estimate_speed(trainer: Trainer, seconds: float = 6.0) -> float:
+    """Tokens per second of a throw-away copy of the run, after one warm-up step."""
+    probe = Trainer(trainer.recipe, trainer.device, trainer.config, trainer.tokenizer)
+    probe.train_step()
+    start, done = time.perf_counter(), 0
+    while time.perf_counter() - start < seconds:
+        probe.train_step()
+        done += probe.recipe.tokens_per_batch
+    return done / (time.perf_counter() - start)

@@ -1,0 +1,109 @@
+"""The vocabulary of the synthetic corpus: pools of words, made-up words, and the split between training and test.
+
+A word belongs to the test half when the checksum of its letters says so, whatever the seed: what the evaluation uses
+as a name, a secret word or a list item was never one in training. Colours, cities, foods and animals are short pools
+that both halves share, and a story or a question in training may mention any noun.
+"""
+
+import zlib
+
+NAMES = """Ada Adam Aisha Alan Alba Ali Alma Amir Amy Ana Anders Anna Anton Arun Astrid Aya Bea Ben Bianca Boris
+Bruno Carla Carlos Carmen Cem Chen Chloe Clara Colin Dan Dana Daria David Dina Diego Dora Edith Elena
+Elif Eli Ella Emil Emma Eric Esther Eva Farid Felix Fiona Frank Freya Gita Grace Greta Hana Hans Hasan
+Hector Heidi Helen Henry Hugo Ian Ida Igor Ilse Imani Ines Ingrid Iris Isaac Ivan Ivy Jack Jamal Jan
+Jana Jane Jasper Jin Joan Jonas Jose Juan Julia Kai Karim Karl Kate Kenji Kim Klara Kofi Lara Laura Lea
+Lee Lena Leo Lily Lina Lisa Louis Lucia Lukas Luna Maja Malik Marco Maria Marta Max Maya Mei Mia Mila
+Milo Mina Mira Mona Nadia Naomi Nia Nico Nina Noah Nora Olga Oliver Omar Oscar Otto Pablo Paul Pavel
+Pedro Petra Pia Priya Raj Rania Rita Robert Rosa Ruth Sam Samir Sara Sasha Selma Simon Sofia Sven Tara
+Theo Tim Tina Tom Uma Vera Victor Wei Will Yara Yuki Yusuf Zara Zoe""".split()
+NOUNS = """apple arrow badge ball banana basket bean bell belt bench berry bird boat book boot bottle bowl box
+branch bread brick bridge broom brush bucket bus butter button cable cake camera candle carpet carrot
+castle chain chair chalk cherry clock cloud coat coin comb cork corn couch cow crab crown cup curtain
+desk diamond doll donkey door dragon dress drum duck eagle engine fan farm feather fence ferry field
+finger flag flame flute forest fork fox frog garden gate ghost giant glass globe glove goat grape grass
+guitar hammer harbor hat hill honey hook horse house island ivory jacket jar jelly kettle key kite knife
+ladder lake lamp leaf lemon letter lion lizard map marble mask meadow melon milk mirror moon mountain
+mouse mug nail needle nest net nut oak ocean olive onion orange oven owl paddle paint palace paper pear
+pebble pencil pepper piano pillow pilot pine pipe plate plum pocket potato pumpkin purse puzzle queen
+rabbit rain ribbon rice ring river road robot rocket roof root rope rose saddle sail salt sand scarf
+shadow sheep shell ship shirt shoe silver skirt sky snail snow soap sock spoon spring square stamp star
+stone storm stove straw street sugar sun swan table tail tea tent thread thunder ticket tiger toast
+tomato tower train tree trumpet tulip tunnel turtle umbrella valley vase violin wagon wall wave whale
+wheel whistle wind window wolf wood wool yarn zebra""".split()
+COLOURS = """red blue green yellow purple orange pink brown black white grey teal violet silver gold turquoise
+crimson indigo beige scarlet olive maroon navy lilac amber""".split()
+CITIES = """Oslo Paris London Berlin Madrid Rome Vienna Prague Lisbon Dublin Athens Cairo Nairobi Lagos Accra Tunis
+Delhi Mumbai Tokyo Osaka Kyoto Seoul Beijing Shanghai Hanoi Bangkok Manila Jakarta Sydney Perth Auckland
+Lima Quito Bogota Santiago Havana Boston Chicago Denver Seattle Austin Toronto Montreal Warsaw Krakow
+Zagreb Sofia Riga Helsinki Stockholm Copenhagen Hamburg Munich Zurich Geneva Milan Naples Porto Seville
+Glasgow Cardiff Leeds Izmir Baku Tbilisi Almaty""".split()
+FOODS = """pizza pasta soup rice curry bread cheese salad sushi noodles pancakes beans potatoes tomatoes apples
+mangoes grapes chocolate honey dumplings falafel lasagna tacos waffles porridge omelette risotto
+couscous strawberries cherries""".split()
+DRINKS = "tea coffee water milk juice lemonade cocoa cider cola soda".split()
+ANIMALS = """cat dog rabbit hamster parrot turtle horse goat snake lizard mouse duck hen pig pony ferret frog
+goldfish canary gecko""".split()
+JOBS = """baker teacher doctor nurse pilot farmer singer painter writer carpenter gardener driver cook lawyer
+dentist sailor plumber tailor librarian engineer fisherman photographer mechanic judge waiter""".split()
+HOBBIES = """painting swimming reading dancing cooking hiking chess running singing fishing gardening skiing knitting
+climbing sailing drawing cycling football tennis astronomy pottery""".split()
+PLACES = """kitchen garden garage cellar attic bedroom office drawer cupboard car bag library hall tower barn box
+shed basement bathroom closet""".split()
+ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
+NUMBER_WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+
+COMMON = set(
+    "the they them then that this what where when which who why how she you not has had have was will with".split()
+)
+
+_ONSETS = "b br c ch d dr f fl g gr h j k kl l m n p ph pl qu r s sh sk st t th tr v w y z bl gl sn sp cr wh x".split()
+_VOWELS = "a e i o u a e i o u ai ee oo ia ou y ea".split()
+_CODAS = "b ck d g l ll m n nd ng nk p r rk s sh st t th x z rt lf mp".split() + [""] * 16
+
+
+def is_held_out(word: str) -> bool:
+    """One word in eight is never used in training. Decided by the letters alone, so no seed can mix the halves."""
+    return zlib.crc32(word.lower().encode()) % 8 == 0
+
+
+def pick(rng, pool, held_out: bool) -> str:
+    """A word of the pool from the asked half."""
+    while is_held_out(word := rng.choice(pool)) != held_out:
+        pass
+    return word
+
+
+def invent(rng, held_out: bool, most: int = 3) -> str:
+    """A word that nobody has used before, of 1 to `most` syllables and at least three letters, all lower case."""
+    while True:
+        word = ""
+        for _ in range(rng.randint(1, most)):
+            word += rng.choice(_ONSETS) + rng.choice(_VOWELS)
+            word += rng.choice(_CODAS) if rng.random() < 0.6 else ""
+        if 3 <= len(word) <= 12 and word not in COMMON and is_held_out(word) == held_out:
+            return word
+
+
+def name(rng, held_out: bool) -> str:
+    """A first name: half of them are made up."""
+    return pick(rng, NAMES, held_out) if rng.random() < 0.45 else invent(rng, held_out).capitalize()
+
+
+def list_word(rng, held_out: bool) -> str:
+    """A word for a list: mostly real nouns, sometimes a made-up one, a colour, a name."""
+    kind = rng.random()
+    if kind < 0.6:
+        return pick(rng, NOUNS, held_out)
+    if kind < 0.9:
+        return invent(rng, held_out)
+    return pick(rng, FOODS + ANIMALS, held_out) if kind < 0.96 else pick(rng, NAMES, held_out)
+
+
+def distinct(rng, count: int, make) -> list[str]:
+    """So many different words."""
+    words = []
+    while len(words) < count:
+        word = make()
+        if word not in words:
+            words.append(word)
+    return words
