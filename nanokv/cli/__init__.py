@@ -1,0 +1,173 @@
+"""The command line's frame: finds the command, parses its flags, and turns whatever happens into an exit code.
+
+A command is one module with `add_arguments(parser)` and `run(args) -> int`, imported only when it is asked for.
+Exit codes: 0 done, 1 our bug, 2 user or environment, 130 Ctrl-C, 141 closed pipe, 143 SIGTERM. Errors are at most two
+lines on stderr. Nothing in here imports torch, so `--help` answers at once.
+"""
+
+import errno
+import importlib
+import sys
+import warnings
+from itertools import pairwise
+
+from nanokv.cli import terminal
+from nanokv.cli.arguments import EXIT_CODES, Parser, add_common_arguments, environment, nearest
+from nanokv.cli.text import check_argument
+from nanokv.errors import NanoKVError
+
+COMMANDS = {  # name → (module, what it does)
+    "chat": ("nanokv.cli.chat", "talk with a model and see its cache"),
+    "generate": ("nanokv.cli.generate", "continue a prompt, a file or stdin"),
+    "bench": ("nanokv.cli.bench", "prefill and decode speed here, beside the memory bandwidth"),
+    "train": ("nanokv.cli.train", "train the bundled model from nothing"),
+    "verify": ("nanokv.cli.verify", "compare a checkpoint with transformers, layer by layer"),
+    "env": ("nanokv.cli.env", "show the settings that apply and where they come from"),
+}
+EXAMPLES = ("nanokv chat", 'nanokv generate "Once upon a time" -n 64', "nanokv chat -m Qwen/Qwen3-0.6B")
+REPORT = "this is a bug in nanokv, please report it"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command and return the exit code. Without argv it is the program: it owns streams and signals too."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    if argv is None:
+        terminal.prepare_streams()
+        terminal.install_signals()
+        warnings.showwarning = lambda message, *where, **more: terminal.warning(message)
+    try:
+        code = dispatch(words)
+    except BaseException as error:  # also KeyboardInterrupt and SystemExit: every way out has its exit code
+        code = report(error, words)
+    return finish(code)
+
+
+def dispatch(words: list[str]) -> int:
+    """Find the command, build only its parser, run it."""
+    for i, word in enumerate(words):
+        check_argument(word, f"argument {i + 1}")
+    if words[:1] == ["help"]:
+        words = [*words[1:2], "--help"]
+    if not words or words[0] in ("-h", "--help"):
+        terminal.write_out(overview())
+        return 0
+    if words[0] == "--version":
+        terminal.write_out(version())
+        return 0
+    name, rest = words[0], words[1:]
+    if name not in COMMANDS:
+        raise unknown_command(name)
+    module = importlib.import_module(COMMANDS[name][0])
+    return module.run(make_parser(name, module).parse(rest)) or 0
+
+
+def make_parser(name: str, module) -> Parser:
+    """The command's parser: its own flags, the general ones, examples first and exit codes last."""
+    about = getattr(module, "DESCRIPTION", COMMANDS[name][1])
+    parser = Parser(prog=f"nanokv {name}", description=about, epilog=EXIT_CODES)
+    parser.examples = getattr(module, "EXAMPLES", ())
+    module.add_arguments(parser)
+    group = add_common_arguments(parser)
+    group.add_argument("--version", action="version", version=version().strip(), help="print the version")
+    return parser
+
+
+def overview() -> str:
+    """`nanokv --help`."""
+    commands = "\n".join(f"  {name:<10}{about}" for name, (_, about) in COMMANDS.items())
+    examples = "\n".join(f"  {line}" for line in EXAMPLES)
+    return (
+        f"examples:\n{examples}\n\ncommands:\n{commands}\n\n"
+        f"nanokv COMMAND --help lists a command's flags. nanokv --version prints the version.\n\n{EXIT_CODES}\n"
+    )
+
+
+def version() -> str:
+    """One line."""
+    from nanokv import __version__
+
+    return f"nanokv {__version__}\n"
+
+
+def unknown_command(name: str) -> NanoKVError:
+    """The error for a first word that is no command."""
+    if name.startswith("-"):
+        return NanoKVError(f"{name} before a command", f"flags follow the command: nanokv chat {name}")
+    close = nearest(name, COMMANDS)
+    hint = f"did you mean nanokv {close}?" if close else f"commands: {', '.join(COMMANDS)}"
+    return NanoKVError(f"no command {name!r}", hint)
+
+
+# --- ways out -----------------------------------------------------------------------------------------------------
+
+
+def report(error: BaseException, words: list[str]) -> int:
+    """Print what the user needs to know (two lines at most, a traceback with --debug) and choose the exit code."""
+    debug = "--debug" in words or environment("NANOKV_DEBUG") not in (None, "0")
+    colors = [*pairwise(words), *(tuple(word.split("=", 1)) for word in words)]
+    when = next((word for word in ("always", "never") if ("--color", word) in colors), "auto")
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else int(bool(error.code))
+    if isinstance(error, BrokenPipeError):
+        return 141
+    if isinstance(error, KeyboardInterrupt):
+        terminal.write_err("\n" if terminal.is_tty(sys.stderr) else "")
+        return 130
+    if debug:
+        import traceback
+
+        terminal.write_err(terminal.sanitize("".join(traceback.format_exception(error))))
+    known = describe(error)
+    if known is None:
+        hint = REPORT if debug else f"{REPORT} with the output of the same command and --debug"
+        known = f"{type(error).__name__}: {error}", hint
+        show_error(*known, when=when)
+        return 1
+    show_error(*known, when=when)
+    return 2
+
+
+def describe(error: BaseException) -> tuple[str, str] | None:
+    """(message, hint) of an error that the user or the machine caused; None if it is our bug."""
+    checkpoint_error = getattr(sys.modules.get("weights_loader"), "CheckpointError", ())
+    if isinstance(error, NanoKVError) or isinstance(error, checkpoint_error):
+        return str(error), getattr(error, "hint", "")
+    if isinstance(error, MemoryError) or _is_torch_memory(error):
+        return "out of memory", "a smaller --context, --dtype bfloat16, or -m tiny"
+    if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith(("nanokv", "weights_loader")):
+        return f"the package {error.name} is not installed", f"pip install {error.name}"
+    if isinstance(error, OSError):
+        reason = error.strerror or str(error) or type(error).__name__
+        place = f"{error.filename}: " if error.filename is not None else ""
+        hint = "free some space on that disk" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+        return f"{place}{reason}", hint
+    return None
+
+
+def _is_torch_memory(error: BaseException) -> bool:
+    text = str(error)
+    return isinstance(error, RuntimeError) and ("can't allocate memory" in text or "out of memory" in text)
+
+
+def show_error(message: str, hint: str = "", when: str = "auto") -> None:
+    """`nanokv: error: …` and `hint: …`, one line each, control characters visible."""
+    style = terminal.Style(sys.stderr, when)
+    lines = f"nanokv: {style.red('error:')} {terminal.sanitize_line(message)}\n"
+    terminal.write_err(lines + (f"{style.dim('hint:')} {terminal.sanitize_line(hint)}\n" if hint else ""))
+
+
+def finish(code: int) -> int:
+    """Flush stdout while an error can still be reported; after a failure Python's own flush must find nothing to do."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except (OSError, ValueError) as error:
+        terminal.silence_stdout()
+        if isinstance(error, BrokenPipeError):
+            return code or 141
+        if code == 0:
+            show_error(f"cannot write to stdout: {getattr(error, 'strerror', None) or error}")
+        return code or 2
+    if code == 141:
+        terminal.silence_stdout()
+    return code

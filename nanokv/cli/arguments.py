@@ -1,0 +1,268 @@
+"""The flags that commands share, and a parser whose errors are one line with the nearest correct name.
+
+Values are checked here, before torch is imported, so that a typo answers at once. A sampling flag that is not given
+stays None: only then can the checkpoint's generation_config apply. Order: flag > environment > checkpoint > built-in.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import sys
+from dataclasses import asdict, dataclass
+
+from nanokv.cli.terminal import write_out
+from nanokv.errors import NanoKVError
+
+EXIT_CODES = """exit codes:
+  0 done · 1 our bug · 2 flag, model, file, network, memory · 130 Ctrl-C · 141 reader closed the pipe · 143 SIGTERM"""
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+# --- the parser ---------------------------------------------------------------------------------------------------
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with three repairs: no abbreviations, one-line errors, and `did you mean`."""
+
+    def __init__(self, **options):
+        color = {"color": False} if sys.version_info >= (3, 14) else {}  # 3.14 colours help without asking our --color
+        super().__init__(allow_abbrev=False, add_help=False, formatter_class=Formatter, **color, **options)
+        self.examples: tuple[str, ...] = ()
+
+    def format_help(self) -> str:
+        lines = "".join(f"  {line}\n" for line in self.examples)
+        return (f"examples:\n{lines}\n" if lines else "") + super().format_help()
+
+    def _print_message(self, message: str, file=None):
+        write_out(message)  # argparse's own swallows a full disk
+
+    def error(self, message: str):
+        found = re.fullmatch(r"argument (?P<flag>[^:]+): (?P<rest>.*)", message, re.DOTALL)
+        if found:
+            message = f"{found['flag']}: {found['rest']}"
+        raise NanoKVError(message, f"{self.prog} --help")
+
+    def flags(self) -> list[str]:
+        """Every long flag of this command."""
+        return [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
+
+    def parse(self, argv: list[str]) -> argparse.Namespace:
+        """parse_args, but a flag that nobody knows gets the nearest one instead of the usage lines."""
+        args, extra = self.parse_known_args(argv)
+        if not extra:
+            return args
+        flag = next((word for word in extra if word.startswith("-") and word != "-"), None)
+        if flag is None:
+            hint = 'put the text in quotes: "Once upon a time"' if "prompt" in args else f"{self.prog} --help"
+            raise NanoKVError(f"unexpected argument {extra[0]!r}", hint)
+        name = flag.split("=", 1)[0]
+        close = nearest(name, self.flags()) or nearest("--" + name.lstrip("-"), self.flags())
+        raise NanoKVError(f"no flag {name}", f"did you mean {close}?" if close else f"{self.prog} --help")
+
+
+class Formatter(argparse.RawDescriptionHelpFormatter):
+    """Flags in one column; the description is printed as written, because it holds the examples."""
+
+    def __init__(self, prog: str):
+        super().__init__(prog, max_help_position=30, width=min(shutil.get_terminal_size((100, 24)).columns, 120))
+
+
+def nearest(word: str, names) -> str | None:
+    """The name that was probably meant, or None."""
+    import difflib
+
+    close = difflib.get_close_matches(word, list(names), n=1, cutoff=0.6)
+    return close[0] if close else None
+
+
+def environment(name: str) -> str | None:
+    """A variable's value; empty counts as not set."""
+    return os.environ.get(name) or None
+
+
+# --- checked values -----------------------------------------------------------------------------------------------
+
+
+def integer(low: int, high: int | None = None):
+    """An argparse type: a whole number from low to high."""
+    return _number(int, "a whole number", low, high, above=False)
+
+
+def real(low: float, high: float | None = None, above: bool = False):
+    """An argparse type: a finite number from low to high (above: strictly more than low)."""
+    return _number(float, "a number", low, high, above)
+
+
+def _number(kind, noun: str, low, high, above: bool):
+    floor = f"above {low:,}" if above else f"of at least {low:,}"
+    span = f"{noun} {floor}" if high is None else f"{noun} {'above' if above else 'from'} {low:,} to {high:,}"
+
+    def convert(text: str):
+        try:
+            value = kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {span}") from None
+        inside = (value > low if above else value >= low) and (value <= high if high is not None else value < 1e18)
+        if not inside:  # also nan, for which every comparison is false
+            raise argparse.ArgumentTypeError(f"{text} is not {span}")
+        return value
+
+    return convert
+
+
+SETTINGS = {  # flag name without dashes → (type, help); /set in the chat uses the same checks
+    "temperature": (real(0, 10), "0 = greedy: always the most probable token"),
+    "top_k": (integer(0, 10_000_000), "sample from the K most probable tokens; 0 = all"),
+    "top_p": (real(0, 1, above=True), "sample from the fewest tokens whose probabilities reach P; 1 = all"),
+    "min_p": (real(0, 1), "drop tokens below P × the best probability; 0 = none"),
+    "repetition_penalty": (real(0, 100, above=True), "divide the logits of tokens seen before; 1 = off"),
+    "max_new_tokens": (integer(1, 100_000_000), "stop after this many tokens"),
+    "seed": (integer(0, 2**63 - 1), "makes a sampled run repeatable; drawn and printed when not given"),
+}
+
+
+def parse_setting(name: str, text: str):
+    """The value of one setting typed as text (`/set top_p 0.9`); NanoKVError names the range or the nearest name."""
+    key = name.strip().lstrip("-").replace("-", "_")
+    if key not in SETTINGS:
+        close = nearest(key, SETTINGS)
+        hint = f"did you mean {close}?" if close else f"one of {', '.join(SETTINGS)}"
+        raise NanoKVError(f"no setting {name!r}", hint)
+    try:
+        return SETTINGS[key][0](text.strip())
+    except argparse.ArgumentTypeError as error:
+        raise NanoKVError(f"{key}: {error}") from None
+
+
+def cache_name(text: str) -> tuple[str, dict]:
+    """`NAME[:option=value…]` → (name, options). Which names and options exist is asked of the cache package later."""
+    name, *rest = text.split(":")
+    options = {}
+    for part in rest:
+        key, equals, value = part.partition("=")
+        if not key.isidentifier() or not equals or not value:
+            raise argparse.ArgumentTypeError(f"{text!r} is not NAME or NAME:option=value")
+        options[key] = _literal(value)
+    if not name:
+        raise argparse.ArgumentTypeError("the name of a cache is missing")
+    return name, options
+
+
+def _literal(text: str):
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return {"true": True, "false": False, "none": None}.get(text.lower(), text)
+
+
+# --- shared flags -------------------------------------------------------------------------------------------------
+
+
+def add_model_arguments(parser) -> None:
+    """Which model, how it is held, which cache."""
+    group = parser.add_argument_group("model")
+    group.add_argument(
+        "-m", "--model", metavar="NAME", default=environment("NANOKV_MODEL") or "tiny",
+        help="tiny (bundled), a folder, or a hub name: Qwen/Qwen3-0.6B (default: $NANOKV_MODEL, else tiny)",
+    )  # fmt: skip
+    group.add_argument("--revision", metavar="REV", help="branch, tag or commit of a hub model")
+    group.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        default="auto",
+        metavar="TYPE",
+        type=lambda name: ALIASES.get(name, name),
+        help="float32, bfloat16 or float16 (default: the checkpoint's own)",
+    )
+    group.add_argument(
+        "--device", metavar="NAME", default="auto", help="cpu, cuda, cuda:1 (default: cuda if there is one)"
+    )
+    group.add_argument(
+        "--threads", metavar="N", type=integer(1, 4096), help="CPU threads (default: $NANOKV_THREADS, else all)"
+    )
+    group.add_argument(
+        "--cache",
+        metavar="KIND",
+        type=cache_name,
+        default=("dict", {}),
+        help="NAME or NAME:option=value (default: dict)",
+    )
+    group.add_argument(
+        "--context",
+        metavar="N",
+        type=integer(2, 100_000_000),
+        help="at most N tokens in the cache (default: the model's limit)",
+    )
+    group.add_argument("--offline", action="store_true", help="never ask the network")
+
+
+def add_sampling_arguments(parser) -> None:
+    """How the next token is chosen and when the answer ends; None = not given."""
+    group = parser.add_argument_group("sampling (default: the checkpoint's generation_config)")
+    short = {"temperature": ["-t"], "max_new_tokens": ["-n"]}
+    for name, (kind, text) in SETTINGS.items():
+        flags = [*short.get(name, []), "--" + name.replace("_", "-")]
+        group.add_argument(*flags, metavar="N" if name != "temperature" else "T", type=kind, help=text)
+    group.add_argument(
+        "--stop", metavar="STR", action="append", default=[], type=_stop, help="end the answer before STR (repeatable)"
+    )
+
+
+def _stop(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("an empty string would stop at once")
+    return text
+
+
+def add_system_argument(parser) -> None:
+    """-s/--system, for commands that apply the chat template."""
+    parser.add_argument("-s", "--system", metavar="TEXT", help="system prompt")
+
+
+def add_common_arguments(parser):
+    """What main adds to every command; returns the group."""
+    group = parser.add_argument_group("general")
+    group.add_argument("-q", "--quiet", action="store_true", help="no banner and no status on stderr")
+    group.add_argument(
+        "--debug", action="store_true", default=environment("NANOKV_DEBUG") not in (None, "0"), help="tracebacks"
+    )
+    group.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="default: auto")
+    group.add_argument("-h", "--help", action="help", help="this text")
+    return group
+
+
+# --- precedence ---------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Sampling:
+    """The values that apply, after precedence."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+
+    def options(self) -> dict:
+        """As keyword arguments."""
+        return asdict(self)
+
+
+def resolve_sampling(args, generation_config) -> Sampling:
+    """flag > checkpoint > built-in."""
+    values = {}
+    for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"):
+        given = getattr(args, name, None)
+        values[name] = getattr(generation_config, name) if given is None else given
+    return Sampling(**values, seed=getattr(args, "seed", None))
+
+
+def new_seed() -> int:
+    """31 random bits: short enough to type again."""
+    return int.from_bytes(os.urandom(4)) >> 1

@@ -1,0 +1,83 @@
+"""`nanokv chat`: flags, and the choice between the two ways to hold a conversation.
+
+A person at both ends gets the prompt (chat_repl.py); anything else is a script of a conversation, one line a turn
+(chat_pipe.py). This file is imported before arguments are parsed: no torch, no prompt_toolkit.
+"""
+
+from nanokv.cli.arguments import add_model_arguments, add_sampling_arguments, add_system_argument
+from nanokv.cli.terminal import is_interactive, sanitize_line, write_out
+
+EXAMPLES = (
+    "nanokv chat",
+    "nanokv chat -m Qwen/Qwen3-0.6B --thinking fold",
+    "printf 'Hi\\nWho are you?\\n' | nanokv chat",
+)
+DESCRIPTION = (
+    "Talk with a model; its KV cache lives across turns and is shown after every answer. Piped stdin: one line is one\n"
+    "turn, one line is one answer. A whole document as one prompt is the job of `nanokv generate`."
+)
+
+
+def add_arguments(parser):
+    """Flags of chat beyond the general ones."""
+    add_model_arguments(parser)
+    add_sampling_arguments(parser)
+    add_system_argument(parser)
+    group = parser.add_argument_group("chat")
+    group.add_argument("--resume", metavar="ID", nargs="?", const="", help="go on with the last session, or with ID")
+    group.add_argument("--list", action="store_true", help="saved sessions, newest first")
+    group.add_argument("--no-save", action="store_true", help="keep this conversation off the disk")
+    group.add_argument("--overflow", choices=("stop", "drop"), default="stop",
+                       help="context full: refuse with numbers (default), or drop the oldest turns")
+    group.add_argument("--thinking", choices=("show", "fold", "off"), default="show",
+                       help="show: dim, on stderr (default); fold: one line; off: ask the model not to think")
+    group.add_argument("--stats", choices=("on", "off"), default="on", help="the line after each answer (default on)")
+    group.add_argument("--markdown", action="store_true", help="format finished blocks of an answer")
+    group.add_argument("--jsonl", "--json", action="store_true", help="one JSON object a turn, lossless")
+    group.add_argument("--allow-special", action="store_true", help="typed control tokens become control tokens")
+    group.add_argument("--no-loop-guard", action="store_true", help="do not stop an answer that repeats itself")
+
+
+def run(args) -> int:
+    """Exit code of the command."""
+    if args.list:
+        return list_sessions()
+    if is_interactive() and not args.jsonl:
+        from nanokv.cli.chat_repl import run as talk
+    else:
+        from nanokv.cli.chat_pipe import run as talk
+    return talk(args)
+
+
+def list_sessions() -> int:
+    """Table of saved sessions on stdout."""
+    import time
+
+    from nanokv.cli.transcript import listing, state_folder
+
+    for name, modified, turns, model, words in listing(state_folder() / "sessions"):
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(modified))
+        write_out(f"{name}  {when}  {turns:>3} turns  {sanitize_line(model)}  {sanitize_line(words[:50])}\n")
+    return 0
+
+
+def make_session(args, loaded, saved=None):
+    """A Session as the flags say; `saved` is the header of a resumed one. Order: flag > saved > checkpoint."""
+    from nanokv.cli.arguments import new_seed, resolve_sampling
+    from nanokv.cli.text import refuse_special
+    from nanokv.session import Session
+
+    params = resolve_sampling(args, loaded.model.generation_config).options()
+    params |= {"max_new_tokens": args.max_new_tokens, "stop": args.stop}
+    for name, value in ((saved or {}).get("settings") or {}).items():
+        if name in params and getattr(args, name, None) in (None, []):
+            params[name] = value
+    params["seed"] = new_seed() if params["seed"] is None else params["seed"]
+    system = args.system if args.system is not None else (saved or {}).get("system")
+    if system:
+        refuse_special(system, loaded.tokenizer, args.allow_special)
+    thinking = {"enable_thinking": False} if args.thinking == "off" else {}
+    return Session(
+        loaded.model, loaded.tokenizer, cache=loaded.make_cache(), params=params, system=system, context=loaded.context,
+        template_kwargs=thinking, overflow=args.overflow, loop_guard="off" if args.no_loop_guard else "on",
+    )

@@ -1,0 +1,219 @@
+"""The slash commands of `nanokv chat`: one small function each, found by name in COMMANDS.
+
+A command gets the chat and the rest of its line. It may return an iterator factory `make(should_stop)` (an answer to
+stream) or leave text for the next input line in `chat.draft`. What a person can get wrong raises NanoKVError.
+"""
+
+import base64
+import os
+import shlex
+import subprocess
+import tempfile
+from pathlib import Path
+
+from nanokv.cli import chat_files, inspector
+from nanokv.cli.arguments import SETTINGS, nearest, parse_setting
+from nanokv.cli.terminal import bytes_text, is_tty, sanitize, sanitize_line, write_err
+from nanokv.cli.text import read_prompt_bytes
+from nanokv.errors import NanoKVError, SessionError
+
+CHOICES = {
+    "overflow": ("stop", "drop"), "thinking": ("show", "fold", "off"),
+    "loop_guard": ("on", "off"), "markdown": ("on", "off"),
+}
+
+
+def parse(text):
+    """(name, rest) of a command, or None when the text is a message: a path, `//text`, or no slash at all."""
+    if text.strip() in ("exit", "quit"):
+        return "/exit", ""
+    first, _, rest = text.strip().partition(" ")
+    if not first.startswith("/") or first == "/" or "/" in first[1:] or "\n" in first:
+        return None
+    return first, rest.strip()
+
+
+def run(chat, name, rest):
+    """Carry out one command; an unknown one gets the nearest name and is never sent to the model."""
+    if name not in COMMANDS:
+        close = nearest(name, COMMANDS)
+        raise NanoKVError(f"no command {name}", f"did you mean {close}?" if close else "/help lists them")
+    return COMMANDS[name][0](chat, rest)
+
+
+def show_help(chat, rest):
+    seen = {}
+    for name, (function, text) in COMMANDS.items():
+        seen.setdefault(function, [text]).append(name)
+    rows = [(" ".join(names[:1]) + "".join(f" (={n})" for n in names[1:]), text) for text, *names in seen.values()]
+    width = max(len(left) for left, _ in rows)
+    keys = "Enter send · Alt-Enter, Ctrl-J newline · \"\"\" block · Ctrl-R search · Ctrl-X Ctrl-E editor · Ctrl-D leave"
+    chat.view.say("\n".join([f"{left:<{width}}  {text}" for left, text in rows] + [keys]))
+
+
+def clear(chat, rest):
+    chat.session.clear()
+    chat.view.say("history and cache are empty" + (" (the system prompt stays)" if chat.session.system else ""))
+
+
+def system(chat, rest):
+    if not rest:
+        chat.view.say(f"system: {sanitize(chat.session.system or 'none')}")
+        return
+    if chat.control_token_refused(rest):
+        return
+    chat.session.set_system("" if rest in ('""', "''") else rest)
+    chat.view.say(f"system prompt {'set' if chat.session.system else 'removed'}; the cache starts again from there")
+
+
+def think(chat, rest):
+    chat.session.template_kwargs["enable_thinking"] = True
+    chat.view.thinking = "show" if chat.view.thinking == "off" else chat.view.thinking
+    chat.view.say("thinking on")
+
+
+def no_think(chat, rest):
+    chat.session.template_kwargs["enable_thinking"] = False
+    chat.view.say("thinking off")
+
+
+def set_value(chat, rest):
+    """Numbers go to the session's parameters, words to whoever owns them."""
+    name, _, value = rest.partition(" ")
+    name = name.replace("-", "_")
+    if not rest:
+        chat.view.say(" · ".join(f"{key} {chat.session.params.get(key)}" for key in SETTINGS))
+    elif name in CHOICES:
+        if value.strip() not in CHOICES[name]:
+            raise NanoKVError(f"{name} {value.strip()!r} is not {' or '.join(CHOICES[name])}")
+        setattr(chat.session if name in ("overflow", "loop_guard") else chat.view, name, value.strip())
+        if name == "thinking":
+            chat.session.template_kwargs["enable_thinking"] = value.strip() != "off"
+        chat.view.say(f"{name} {value.strip()}")
+    else:
+        if not value.strip() and name in SETTINGS:
+            raise NanoKVError(f"/set {name} needs a value", f"now {chat.session.params.get(name)}")
+        chat.session.params[name] = parse_setting(name, value) if value.strip() else parse_setting(name, "0")
+        chat.view.say(f"{name} {chat.session.params[name]}")
+
+
+def stats(chat, rest):
+    if rest not in ("", "on", "off"):
+        raise NanoKVError(f"/stats {sanitize_line(rest)!r} is not on or off")
+    chat.view.stats = rest or ("off" if chat.view.stats == "on" else "on")
+    chat.view.say(f"status line {chat.view.stats}")
+
+
+def show_cache(chat, rest):
+    chat.write(inspector.draw(chat.session, chat.view.err, chat.width()))
+
+
+def show_tokens(chat, rest):
+    chat.write(inspector.tokens_text(chat.session))
+
+
+def save(chat, rest):
+    name, kv = _split_flag(rest)
+    if not name:
+        raise SessionError("/save needs a file name", "/save notes.jsonl, or /save notes.jsonl --kv")
+    chat.view.say(chat_files.save(chat, name, kv))
+
+
+def load(chat, rest):
+    if not rest:
+        raise SessionError("/load needs a file name", "/load notes.jsonl")
+    chat.view.say(chat_files.load(chat, _split_flag(rest)[0]))
+
+
+def _split_flag(rest):
+    try:
+        words = shlex.split(rest)
+    except ValueError as error:
+        raise SessionError(f"{sanitize_line(rest)}: {error}") from None
+    return " ".join(word for word in words if word != "--kv"), "--kv" in words
+
+
+def undo(chat, rest):
+    chat.session.undo()
+    chat.view.say(f"forgot the last turn; {len(chat.session.messages) // 2} left")
+
+
+def retry(chat, rest):
+    return chat.session.retry
+
+
+def resume(chat, rest):
+    return chat.session.resume
+
+
+def drop(chat, rest):
+    if not rest.isdecimal():
+        raise SessionError(f"/drop needs a number of turns, not {sanitize_line(rest)!r}", "/drop 3")
+    before = chat.session.cache.length
+    chat.session.drop(int(rest))
+    chat.view.say(f"dropped {rest} of the oldest turns; {before - chat.session.cache.length:,} tokens left the cache")
+
+
+def read(chat, rest):
+    path = Path(rest).expanduser()
+    try:
+        chat.draft = read_prompt_bytes(path.read_bytes(), sanitize_line(str(path)))
+    except OSError as error:
+        raise NanoKVError(f"cannot read {sanitize_line(str(path))}: {error.strerror or error}") from error
+
+
+def edit(chat, rest):
+    """$VISUAL or $EDITOR on a temporary file; what is saved there becomes the input line."""
+    editor = os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi"
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "message.md"
+        path.write_text(rest, encoding="utf-8")
+        try:
+            code = subprocess.call([*shlex.split(editor), str(path)])
+        except OSError as error:
+            raise NanoKVError(f"cannot start the editor {editor!r}: {error.strerror}", "set EDITOR") from error
+        if code:
+            raise NanoKVError(f"the editor {editor!r} ended with exit code {code}: message unchanged")
+        chat.draft = read_prompt_bytes(path.read_bytes(), "the edited message").rstrip("\n")
+
+
+def copy(chat, rest):
+    """The last answer to the clipboard, by OSC 52: works over ssh, needs no helper program."""
+    if not chat.session.messages:
+        raise SessionError("nothing to copy: no answer yet")
+    import sys
+
+    text = chat.session.messages[-1]["content"]
+    if not is_tty(sys.stderr) or os.environ.get("TERM") == "dumb":
+        raise NanoKVError("this terminal has no clipboard for programs")
+    data = text.encode("utf-8", "replace")
+    if len(data) > 74_000:
+        raise NanoKVError(f"{bytes_text(len(data))} is more than terminals take (74 kB)", "/save FILE")
+    write_err(f"\x1b]52;c;{base64.b64encode(data).decode()}\x07")
+    chat.view.say(f"sent {len(text):,} characters to the terminal's clipboard")
+
+
+def leave(chat, rest):
+    raise EOFError
+
+
+COMMANDS = {
+    "/help": (show_help, "this list"),
+    "/clear": (clear, "forget the conversation, empty the cache"), "/reset": (clear, ""),
+    "/system": (system, "TEXT: set the system prompt (\"\" removes it); alone: show it"),
+    "/think": (think, "ask the model to think"), "/nothink": (no_think, "ask it not to"),
+    "/set": (set_value, "NAME VALUE: temperature, top_k, seed, max_new_tokens, overflow ...; alone: show them"),
+    "/stats": (stats, "status line on or off"),
+    "/cache": (show_cache, "draw the KV cache: a row a layer, roles, bytes, formula"),
+    "/tokens": (show_tokens, "ids and pieces of the last prompt"),
+    "/save": (save, "FILE [--kv]: the conversation, with its cache if asked"),
+    "/load": (load, "FILE: a saved conversation, with its cache if it fits"),
+    "/undo": (undo, "forget the last turn"),
+    "/retry": (retry, "answer the last message again"), "/regen": (retry, ""),
+    "/continue": (resume, "go on with the last answer"),
+    "/drop": (drop, "N: forget the oldest N turns"),
+    "/read": (read, "FILE: put a file into the input line"),
+    "/edit": (edit, "write the message in $EDITOR"),
+    "/copy": (copy, "last answer to the clipboard"),
+    "/exit": (leave, "leave (also exit, quit, Ctrl-D)"), "/bye": (leave, ""), "/quit": (leave, ""),
+}  # fmt: skip

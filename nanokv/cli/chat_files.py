@@ -1,0 +1,69 @@
+"""/save and /load: a conversation as a file, with its KV cache beside it where that was asked for.
+
+The text always loads. The cache only when it was made by these very weights in this dtype and holds the tokens that
+the file says; otherwise it is refused with both fingerprints, and the next turn prefills everything.
+"""
+
+from pathlib import Path
+
+from nanokv.cli import transcript
+from nanokv.cli.terminal import bytes_text, sanitize_line
+from nanokv.errors import CacheError, SessionError
+from nanokv.fingerprint import fingerprint
+
+
+def save(chat, name, with_cache) -> str:
+    """Write FILE (and FILE.kv); returns what to tell the user. The old files stay intact on any error."""
+    session, path = chat.session, Path(name).expanduser()
+    mark = fingerprint(session.model)
+    extra = {"kv": path.name + ".kv"} if with_cache else {}
+    history = {"history": session.messages, "system": session.system, "settings": session.params}
+    size = transcript.write_whole(path, [transcript.header(chat.loaded.name, mark, **extra), history])
+    text = f"saved {transcript.turns_text(session.messages)} to {sanitize_line(str(path))} ({bytes_text(size)})"
+    if not with_cache:
+        return text
+    from safetensors import SafetensorError
+
+    kv = path.with_name(path.name + ".kv")
+    try:
+        session.cache.save(kv, tokens=session.cached_ids, model_fingerprint=mark)
+    except (OSError, SafetensorError) as error:
+        need = bytes_text(session.cache.nbytes)
+        raise SessionError(f"{text}; its cache not saved: {error} (needs {need})") from error
+    size = bytes_text(kv.stat().st_size)
+    return f"{text}, cache of {session.cache.length:,} tokens to {sanitize_line(kv.name)} ({size})"
+
+
+def load(chat, name) -> str:
+    """Take over a saved conversation; returns what to tell the user. A file that is broken changes nothing."""
+    path = Path(name).expanduser()
+    head, messages, _, notices = transcript.read(path)
+    session = chat.session
+    before = session.messages, session.system
+    try:
+        session.system = head.get("system")
+        session.replace(messages)
+    except Exception:
+        session.messages, session.system = before
+        raise
+    session.params |= {k: v for k, v in (head.get("settings") or {}).items() if k in session.params}
+    parts = [*notices, f"loaded {transcript.turns_text(messages)}"]
+    if head.get("kv"):
+        parts.append(_load_cache(session, path.with_name(Path(head["kv"]).name), head.get("fingerprint", "?")))
+    return " · ".join(parts)
+
+
+def _load_cache(session, path, saved):
+    mine = fingerprint(session.model)
+    if saved != mine:
+        return f"cache refused: it was saved by model {sanitize_line(str(saved))}, this is {mine}"
+    try:
+        cache = type(session.cache).load(path, session.model.config, model_fingerprint=mine)
+        dtypes = {t.dtype for t in cache[0].state().values() if t.is_floating_point()}
+        mine = next(session.model.parameters()).dtype
+        if cache.name == "dict" and dtypes - {mine}:
+            return f"cache refused: it holds {dtypes.pop()}, the model computes in {mine}"
+        session.adopt_cache(cache, cache.tokens)
+    except (CacheError, SessionError, OSError) as error:
+        return f"cache refused: {sanitize_line(str(error))}"
+    return f"cache of {cache.length:,} tokens ({bytes_text(cache.nbytes)})"

@@ -1,0 +1,101 @@
+"""`nanokv chat` without a person: every line of stdin is one turn, every answer is one line of stdout.
+
+Newlines inside an answer are written as the two characters \\n; `--jsonl` is the lossless form. No banner, no status,
+nothing is saved. Lines are answered as they come, so another program can hold a conversation through two pipes.
+"""
+
+import json
+import sys
+
+from nanokv.cli.chat import make_session
+from nanokv.cli.loading import load_model
+from nanokv.cli.terminal import Interrupt, Sanitizer, Style, warning, write_err, write_out
+from nanokv.cli.text import read_prompt_bytes, refuse_special
+from nanokv.prefix import ThinkSplitter, split_thinking
+
+
+def run(args) -> int:
+    """One turn a line until stdin ends; the context error of a turn ends it with exit code 2."""
+    if sys.stdin is None:
+        return 0
+    head, messages = _resumed(args)
+    session = make_session(args, load_model(args), head)
+    session.replace(messages)
+    for number, raw in enumerate(iter(sys.stdin.buffer.readline, b""), 1):
+        text = read_prompt_bytes(raw.rstrip(b"\r\n"), f"line {number} of stdin")
+        if not text.strip():
+            continue
+        refuse_special(text, session.tokenizer, args.allow_special)
+        with Interrupt() as stop:
+            (_json_turn if args.jsonl else _text_turn)(session, text, stop, args)
+        stop.finish()
+        if stop.requested:
+            raise KeyboardInterrupt
+        _say_why_it_stopped(session, number, args)
+    return 0
+
+
+def _resumed(args):
+    if args.resume is None:
+        return None, []
+    from nanokv.cli.transcript import find, read, state_folder
+
+    head, messages, _, notices = read(find(state_folder() / "sessions", args.resume))
+    for text in notices:
+        warning(text)
+    return head, messages
+
+
+def _text_turn(session, text, stop, args):
+    """Streams the answer; a reader that goes away raises BrokenPipeError, which stops generation."""
+    clean, think, splitter = Sanitizer(), Sanitizer(), None
+    style = Style(sys.stderr, args.color)
+    pieces = session.stream(text, stop)
+    try:
+        for piece in pieces:
+            splitter = splitter or ThinkSplitter(session.thinking_opened)
+            _write(splitter.put(piece), clean, think, style, args)
+        _write(splitter.flush() if splitter else [], clean, think, style, args)
+    finally:
+        pieces.close()
+    write_out(one_line(clean.flush()) + "\n")
+
+
+def _write(pieces, clean, think, style, args):
+    for kind, text in pieces:
+        if kind == "answer":
+            write_out(one_line(clean.put(text)))
+        elif args.thinking == "show" and not args.quiet:
+            write_err(style.dim(think.put(text)))
+
+
+def one_line(text) -> str:
+    """Newlines as backslash n, and the line separators that some readers split at as visible escapes."""
+    return text.replace("\n", "\\n").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+
+
+def _json_turn(session, text, stop, args):
+    for _ in session.stream(text, stop):
+        pass
+    write_out(json.dumps(record(session), ensure_ascii=False) + "\n")
+
+
+def record(session) -> dict:
+    """What --jsonl prints for the last turn; text is raw, JSON escapes what is dangerous."""
+    turn = session.last
+    thinking, answer = split_thinking(turn.text, session.thinking_opened)
+    return {
+        "turn": len(session.messages) // 2, "answer": answer, "finish_reason": turn.finish_reason, "tokens": turn.out,
+        "reused": turn.reused, "new": turn.new, "ids": turn.ids, "seed": turn.seed,
+        "timings": {"ttft_s": turn.ttft, "prefill_s": turn.prefill_s, "decode_tok_s": turn.tok_s},
+        "cache": {"kind": session.cache.name, "tokens": turn.cached, "bytes": turn.kv_bytes},
+    } | ({"thinking": thinking} if thinking else {})
+
+
+def _say_why_it_stopped(session, number, args):
+    """A limit that nobody set must not cut an answer in silence."""
+    turn, reasons = session.last, {"context": "the context is full", "loop": "it repeated itself (--no-loop-guard)"}
+    if session.params.get("max_new_tokens") is None:
+        reasons["length"] = f"{turn.out:,} tokens (--max-new-tokens)"
+    if turn.finish_reason in reasons and not args.quiet:
+        warning(f"line {number}: answer stopped: {reasons[turn.finish_reason]}")

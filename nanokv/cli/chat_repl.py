@@ -1,0 +1,186 @@
+"""The conversation with a person: read a line, carry out a command or stream an answer, save the turn, again.
+
+Ctrl-C during an answer is a flag that is read between tokens and prefill chunks; the half answer stays in the history
+and on the disk. Errors of one turn are told and the chat goes on, the message waiting in the input line.
+"""
+
+import shutil
+import sys
+
+from nanokv.cli import chat_commands, transcript
+from nanokv.cli.chat import make_session
+from nanokv.cli.chat_view import Progress, View
+from nanokv.cli.loading import load_model
+from nanokv.cli.terminal import Interrupt, sanitize_line, write_err
+from nanokv.cli.text import find_special
+from nanokv.errors import NanoKVError
+
+
+def run(args) -> int:
+    """Load, talk, leave in good order."""
+    view = View(args)
+    folder = transcript.state_folder() / "sessions"
+    path = head = None
+    messages = []
+    if args.resume is not None:
+        path = transcript.find(folder, args.resume)
+        head, messages, _, notices = transcript.read(path, repair=True)
+        for text in notices:
+            view.say(sanitize_line(text))
+
+    def announce(plan):
+        if not args.quiet:
+            write_err(view.err.dim(f"{plan.banner()} · /help") + "\n")
+
+    loaded = load_model(args, announce)
+    chat = Chat(args, view, loaded, make_session(args, loaded, head))
+    if path:
+        chat.take_up(path, head, messages)
+    elif not args.no_save:
+        chat.start_file(folder)
+    return chat.talk()
+
+
+class Chat:
+    """Everything that the loop and the commands share."""
+
+    def __init__(self, args, view, loaded, session):
+        from nanokv.cli.chat_input import Input
+        from nanokv.fingerprint import fingerprint
+
+        self.args, self.view, self.loaded, self.session = args, view, loaded, session
+        self.draft, self.recorded, self.file = "", [], None
+        self.mark = fingerprint(session.model)
+        self.input = Input(
+            chat_commands.COMMANDS, lambda text: len(session.tokenizer.encode(text)), self.toolbar,
+            transcript.state_folder() / "history", view.say, view.out.enabled,
+        )
+
+    # --- the loop -------------------------------------------------------------------------------------------------
+
+    def talk(self) -> int:
+        """Exit code: 0 by Ctrl-D or /exit, 130 by Ctrl-C twice; SIGTERM and hang-up leave by Terminated."""
+        from nanokv.cli.chat_input import Leave
+
+        try:
+            while True:
+                try:
+                    draft, self.draft = self.draft, ""
+                    text = self.input.read(draft)
+                    self.turn(text)
+                except NanoKVError as error:
+                    self.view.problem(error)
+                except KeyboardInterrupt:                # outside the prompt: an editor, a command; never the chat
+                    self.draft = self.draft or self.input.lost
+                    self.view.say("interrupted")
+        except EOFError:
+            return 0
+        except Leave:
+            return 130
+        finally:
+            self.leave()
+
+    def turn(self, text):
+        """One line of input: a command, a message, or nothing."""
+        if not text.strip():
+            return
+        command = chat_commands.parse(text)
+        if command:
+            make = chat_commands.run(self, *command)
+            if make:
+                self.answer(make)
+            self.save()
+        elif self.control_token_refused(text):
+            self.draft = text
+        else:
+            self.draft = text                            # stays in the input line unless an answer begins
+            self.answer(lambda stop: self.session.stream(text, stop))
+            self.save()
+
+    def answer(self, make):
+        """Stream one answer; signals only set a flag meanwhile."""
+        with Interrupt() as stop:
+            progress = Progress(stop, self.session, self.view)
+            try:
+                self.view.answer(self.session, make(progress), progress)
+            finally:
+                progress.clear()
+        if self.session.last.out:
+            self.draft = ""
+        if stop.terminated:
+            self.save()
+        stop.finish()
+
+    def control_token_refused(self, text) -> bool:
+        """Ask before a typed <|im_end|> becomes the control token; No keeps the message in the input line."""
+        token = None if self.args.allow_special else find_special(text, self.session.tokenizer)
+        if token is None:
+            return False
+        write_err(f"message contains {sanitize_line(token)}, a control token. Send it as one? y/N ")
+        try:
+            return not sys.stdin.readline().strip().lower().startswith("y")
+        except KeyboardInterrupt:
+            write_err("\n")
+            return True
+
+    def toolbar(self) -> str:
+        """context ▕▏      ▏ 1 %"""
+        share = self.session.cache.length / self.session.context
+        eighths = round(share * 64) or (share > 0)
+        bar = "█" * (eighths // 8) + ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉")[eighths % 8]
+        return f"context ▕{bar:<8}▏ {share:.0%}".replace("%", " %")
+
+    def write(self, text):
+        """Text of /cache and /tokens: not an answer, so not on stdout."""
+        write_err(text + "\n")
+
+    def width(self) -> int:
+        return shutil.get_terminal_size().columns
+
+    # --- on the disk ----------------------------------------------------------------------------------------------
+
+    def start_file(self, folder):
+        """A new session file; nothing is created before the first turn."""
+        head = transcript.header(self.loaded.name, self.mark)
+        self.file = transcript.Transcript(folder / f"{transcript.new_id()}.jsonl", head)
+
+    def take_up(self, path, head, messages):
+        """Go on with a saved session: its text, its settings, not its cache (one prefill brings that back)."""
+        self.session.replace(messages)
+        self.recorded = list(messages)
+        if not self.args.no_save:
+            self.file = transcript.Transcript.reopen(path)
+        text = f"resumed {path.stem} · {transcript.turns_text(messages)}"
+        if head.get("fingerprint") != self.mark:
+            text += f" · saved with model {sanitize_line(str(head.get('model')))}, other weights than these"
+        self.view.say(text)
+
+    def save(self):
+        """Append what changed since the last save: one turn, or the whole history after an edit of it."""
+        messages = self.session.messages
+        if self.file is None or messages == self.recorded:
+            return
+        common = {"settings": self.session.params, "system": self.session.system}
+        if messages[:-2] == self.recorded:
+            turn = self.session.last
+            line = {
+                "user": messages[-2]["content"], "answer": messages[-1]["content"], "finish_reason": turn.finish_reason,
+                "tokens": turn.out, "new": turn.new, "reused": turn.reused, "seed": turn.seed,
+            }
+        else:
+            line = {"history": messages}
+        self.recorded = list(messages)
+        try:
+            self.file.append(line | common)
+        except NanoKVError as error:
+            self.view.problem(error)
+
+    def leave(self):
+        """Last attempt for lines that a full disk held back, and how to come back."""
+        if self.file and self.file.pending and self.recorded:
+            try:
+                self.file.flush()
+            except NanoKVError as error:
+                self.view.problem(error)
+        if self.file and self.file.saved:
+            self.view.say("session saved · nanokv chat --resume")

@@ -1,0 +1,180 @@
+"""What an answer looks like: text on stdout as it comes, thinking dim on stderr, one dim status line after it.
+
+Answers are written without hard wraps or redraws, so the terminal reflows them and copies right. Every character
+goes through the sanitizer. A prefill that takes longer than a second shows its progress, on stderr.
+"""
+
+import os
+import sys
+import time
+
+from nanokv.cli.terminal import Sanitizer, Style, bytes_text, is_tty, sanitize_line, seconds_text, write_err, write_out
+from nanokv.prefix import ThinkSplitter
+
+
+def status(turn, context) -> str:
+    """`  14 new + 0 reused → 8 out · first token 21 ms · 310 tok/s · cache 21/2,048 · 96.8 kB`"""
+    parts = [f"{turn.new:,} new + {turn.reused:,} reused → {turn.out:,} out"]
+    parts += [f"first token {seconds_text(turn.ttft)}"] if turn.out else []
+    parts += [f"{turn.tok_s:,.0f} tok/s"] if turn.tok_s else []
+    return "  " + " · ".join([*parts, f"cache {turn.cached:,}/{context:,}", bytes_text(turn.kv_bytes)])
+
+
+def ending(turn, session) -> str:
+    """Why the answer ended, where that was not the model's own wish; "" otherwise."""
+    if not turn.out:
+        return "[stopped before the first token; what was read stays in the cache]"
+    text = {
+        "length": f"[stopped at {turn.out:,} tokens · /continue]",
+        "context": f"[context full {turn.cached:,}/{session.context:,} · /drop N then /continue]",
+        "interrupted": "[interrupted · /continue or /retry]",
+        "loop": "[stopped: the same tokens 20 times in a row · /continue]",
+    }.get(turn.finish_reason, "")
+    if turn.text.endswith("\ufffd"):
+        text += " [the last character was cut, shown as \ufffd]"
+    return text.strip()
+
+
+class View:
+    """Prints for the person at the prompt. `thinking`, `stats` and `markdown` may change during the chat."""
+
+    def __init__(self, args):
+        self.out, self.err = Style(sys.stdout, args.color), Style(sys.stderr, args.color)
+        self.quiet, self.thinking, self.stats = args.quiet, args.thinking, args.stats
+        self.markdown = "on" if args.markdown else "off"
+
+    def say(self, text):
+        """One or more dim lines on stderr: status, hints, replies of commands."""
+        write_err("".join(self.err.dim(line) + "\n" for line in text.split("\n")))
+
+    def problem(self, error):
+        """An error that the chat survives."""
+        write_err(self.err.red("error: ") + sanitize_line(str(error)) + "\n")
+        if getattr(error, "hint", ""):
+            self.say(f"hint: {sanitize_line(error.hint)}")
+
+    def answer(self, session, pieces, progress):
+        """Stream one answer; returns when it ended or was interrupted. The generator is always closed."""
+        writer = Writer(self)
+        try:
+            for piece in pieces:
+                progress.clear()
+                writer.begin(session.thinking_opened)
+                writer.write(writer.splitter.put(piece))
+            progress.clear()
+            writer.finish()
+        finally:
+            pieces.close()
+        self._after(session)
+
+    def _after(self, session):
+        turn = session.last
+        turns, tokens = turn.dropped
+        if turns:
+            self.say(f"  dropped {turns:,} turn{'s' * (turns > 1)} (−{tokens:,}); prefilled {turn.new:,} again")
+        if note := ending(turn, session):
+            self.say(f"  {note}")
+        if self.stats == "on" and not self.quiet:
+            self.say(status(turn, session.context))
+
+
+class Writer:
+    """One answer on its way to the two streams."""
+
+    def __init__(self, view):
+        self.view, self.splitter, self.last, self.line = view, None, "", ""
+        self.clean, self.dim = Sanitizer(), Sanitizer()
+        self.since, self.block = 0.0, ""
+
+    def begin(self, opened):
+        if self.splitter is None:
+            self.splitter, self.since = ThinkSplitter(opened), time.monotonic()
+
+    def write(self, pieces):
+        for kind, text in pieces:
+            if self.last == "think" and kind == "answer":
+                self._end_of_thought()
+            self.last = kind
+            if kind == "think":
+                if self.view.thinking == "show":
+                    write_err(self.view.err.dim(self.dim.put(text)))
+            else:
+                self._show(self.clean.put(text))
+
+    def finish(self):
+        if self.splitter:
+            self.write(self.splitter.flush())
+        if self.last == "think":
+            self._end_of_thought()
+        self._show(self.clean.flush())
+        if self.block:
+            self._render()
+        if self.line and not self.line.endswith("\n"):
+            write_out("\n")
+
+    def _end_of_thought(self):
+        write_err(self.view.err.dim(self.dim.flush()))
+        if self.view.thinking == "show":
+            write_err("\n")
+        elif self.view.thinking == "fold":
+            self.view.say(f"  thought for {seconds_text(time.monotonic() - self.since)}")
+
+    def _show(self, text):
+        if not text:
+            return
+        if self.view.markdown == "on":
+            self.block += text
+            while (cut := block_end(self.block)) > 0:
+                self.block, rest = self.block[:cut], self.block[cut:]
+                self._render()
+                self.block = rest
+            return
+        self.line = text
+        write_out(text)
+
+    def _render(self):
+        """One finished block, appended: nothing on the screen is ever drawn again."""
+        from rich.console import Console
+        from rich.markdown import Markdown
+
+        text, self.block = self.block.strip("\n"), ""
+        if text:
+            color = None if self.view.out.enabled else True
+            Console(file=sys.stdout, no_color=color, force_terminal=self.view.out.enabled).print(Markdown(text))
+            sys.stdout.flush()
+
+
+def block_end(text) -> int:
+    """Where the first finished Markdown block ends: after an empty line outside a fence; 0 = not yet."""
+    position, fenced = 0, False
+    for line in text.splitlines(keepends=True):
+        position += len(line)
+        if line.lstrip().startswith("```"):
+            fenced = not fenced
+        if not line.strip() and line.endswith("\n") and not fenced:
+            return position
+    return 0
+
+
+class Progress:
+    """Callable that stands between generation and the interrupt: asks for a stop, and shows a long prefill."""
+
+    def __init__(self, stop, session, view):
+        self.stop, self.session, self.view = stop, session, view
+        self.next, self.width, self.done = time.monotonic() + 1.0, 0, False
+        self.moves = is_tty(sys.stderr) and os.environ.get("TERM") != "dumb"
+
+    def __call__(self) -> bool:
+        now = time.monotonic()
+        if now >= self.next and not self.done and not self.view.quiet:
+            self.next = now + (0.1 if self.moves else 10.0)
+            text = f"  prefill {self.session.cache.length:,}/{len(self.session.prompt_ids):,}"
+            write_err(("\r" + self.view.err.dim(text)) if self.moves else text + "\n")
+            self.width = len(text) if self.moves else 0
+        return self.stop()
+
+    def clear(self):
+        """Take the progress line away before the first word."""
+        if self.width:
+            write_err("\r" + " " * self.width + "\r")
+        self.width, self.done = 0, True

@@ -1,0 +1,153 @@
+"""`nanokv env`: which settings apply, and where each one comes from. The first thing to paste into a bug report.
+
+Reads only; downloads nothing, loads no model. Tokens and passwords are never printed, only that they are set.
+"""
+
+import importlib.metadata
+import os
+import platform
+import re
+import sys
+from pathlib import Path
+
+from nanokv import __version__
+from nanokv.cli import terminal
+from nanokv.cli.arguments import add_model_arguments, environment
+from nanokv.cli.loading import available_memory, display_name, thread_count
+
+EXAMPLES = ("nanokv env", "nanokv env --json", "NANOKV_THREADS=1 nanokv env")
+DESCRIPTION = "Print versions, paths and settings, each with its origin."
+PACKAGES = (
+    "torch",
+    "numpy",
+    "tokenizers",
+    "safetensors",
+    "huggingface_hub",
+    "jinja2",
+    "rich",
+    "prompt_toolkit",
+    "transformers",
+)
+VARIABLES = (
+    "NANOKV_MODEL", "NANOKV_THREADS", "NANOKV_NO_HISTORY", "NANOKV_DEBUG", "NO_COLOR", "FORCE_COLOR", "TERM", "COLUMNS",
+    "VISUAL", "EDITOR", "XDG_STATE_HOME", "HF_HOME", "HF_HUB_CACHE", "HF_TOKEN", "HF_ENDPOINT", "HF_HUB_OFFLINE",
+    "HF_HUB_DISABLE_PROGRESS_BARS", "OMP_NUM_THREADS",
+)  # fmt: skip
+SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD")
+
+
+def add_arguments(parser) -> None:
+    """The model flags, to see what they would select; --json."""
+    parser.add_argument("--json", action="store_true", help="one JSON object: {section: {name: [value, origin]}}")
+    add_model_arguments(parser)
+
+
+def run(args) -> int:
+    """Print the table."""
+    sections = {
+        "versions": versions(), "settings": settings(args), "paths": paths(),
+        "environment": {name: (shown(name), "") for name in VARIABLES},
+    }  # fmt: skip
+    if args.json:
+        from nanokv.cli.generate import to_json
+
+        terminal.write_out(to_json(sections) + "\n")
+        return 0
+    style = terminal.Style(sys.stdout, args.color)
+    for title, rows in sections.items():
+        terminal.write_out(style.bold(title) + "\n")
+        for name, (value, origin) in rows.items():
+            line = f"  {name:<29} {terminal.sanitize_line(value)}"
+            terminal.write_out(line + (style.dim(f"   ({origin})") if origin else "") + "\n")
+    return 0
+
+
+def versions() -> dict:
+    """Installed versions, from the packages' metadata: nothing is imported for it."""
+    rows = {
+        "nanokv": (__version__, ""),
+        "python": (platform.python_version(), sys.executable),
+        "system": (f"{platform.system()} {platform.release()} {platform.machine()}", ""),
+    }
+    for name in PACKAGES:
+        try:
+            rows[name] = (importlib.metadata.version(name), "")
+        except importlib.metadata.PackageNotFoundError:
+            rows[name] = ("not installed", "optional: nanokv verify" if name == "transformers" else "required")
+    return rows
+
+
+def settings(args) -> dict:
+    """Value and origin of what the flags, the environment and the defaults decide."""
+    given = {"flag"} if args.model != (environment("NANOKV_MODEL") or "tiny") else set()
+    origin = "flag" if given else "NANOKV_MODEL" if environment("NANOKV_MODEL") else "built-in"
+    threads = "flag" if args.threads else next(
+        (name for name in ("NANOKV_THREADS", "OMP_NUM_THREADS") if environment(name)), "cores this process may use"
+    )  # fmt: skip
+    free = available_memory("cpu")
+    device, device_origin = device_in_use(args.device)
+    return {
+        "model": (display_name(args.model), origin),
+        "dtype": (
+            args.dtype,
+            "flag" if args.dtype != "auto" else "the checkpoint's own; on a CPU float32 for tiny and float16",
+        ),
+        "device": (device, device_origin),
+        "threads": (str(args.threads or thread_count()), threads),
+        "cache": (args.cache[0], "flag" if args.cache != ("dict", {}) else "built-in"),
+        "sampling": (
+            "temperature, top_k, top_p, min_p, repetition_penalty",
+            "flag > the checkpoint's generation_config > greedy",
+        ),
+        "free memory": ("unknown" if free is None else terminal.bytes_text(free), "smallest of RAM, container, ulimit"),
+        "colour on stdout": (
+            str(terminal.use_color(sys.stdout, args.color)).lower(),
+            "--color, NO_COLOR, FORCE_COLOR, TERM, tty",
+        ),
+        "history": ("off", "NANOKV_NO_HISTORY") if environment("NANOKV_NO_HISTORY") else ("on", "built-in"),
+        "network": ("offline", "flag or HF_HUB_OFFLINE") if args.offline or hub_offline() else ("allowed", "built-in"),
+    }
+
+
+def device_in_use(wanted: str) -> tuple[str, str]:
+    """The device that `auto` means here; a torch that cannot be imported is reported, not raised."""
+    if wanted != "auto":
+        return wanted, "flag"
+    try:
+        import torch
+    except Exception as error:  # a broken install raises anything: this command is for finding that out
+        return "none", f"torch cannot be imported: {terminal.sanitize_line(error)}"
+    return ("cuda", torch.cuda.get_device_name(0)) if torch.cuda.is_available() else ("cpu", "torch sees no GPU")
+
+
+def hub_offline() -> bool:
+    """As huggingface_hub reads it."""
+    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+
+
+def paths() -> dict:
+    """Folders that are read or written."""
+    home = environment("HF_HOME") or str(Path(environment("XDG_CACHE_HOME") or Path.home() / ".cache") / "huggingface")
+    hub = environment("HF_HUB_CACHE")
+    state = environment("XDG_STATE_HOME") or environment("LOCALAPPDATA") or str(Path.home() / ".local" / "state")
+    return {
+        "package": (str(Path(__file__).resolve().parents[1]), ""),
+        "downloads": (
+            hub or str(Path(home) / "hub"),
+            "HF_HUB_CACHE" if hub else "HF_HOME" if environment("HF_HOME") else "built-in",
+        ),
+        "sessions": (
+            str(Path(state) / "nanokv" / "sessions"),
+            "XDG_STATE_HOME" if environment("XDG_STATE_HOME") else "built-in",
+        ),
+    }
+
+
+def shown(name: str) -> str:
+    """A variable's value for print: secrets only as set or not, and no password inside an address."""
+    value = os.environ.get(name)
+    if value is None:
+        return "not set"
+    if SECRET.search(name):
+        return "set (not shown)"
+    return re.sub(r"//[^/@]*@", "//***@", value)

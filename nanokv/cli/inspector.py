@@ -1,0 +1,65 @@
+"""The drawing behind /cache: what the cache holds, a row a layer, and the arithmetic that gives its bytes.
+
+Every cell stands for the same number of tokens and carries the letter of the role that most of them have: s(ystem),
+u(ser), a(ssistant); colour repeats the letter, it never stands alone. The total is the measured `nbytes`, not the
+formula's value; the two are printed side by side so that a difference shows. /tokens prints ids and pieces.
+"""
+
+from collections import Counter
+
+from nanokv.cli.terminal import bytes_text, sanitize_line
+
+COLOURS = {"s": "magenta", "u": "cyan", "a": "green"}
+
+
+def cells(roles, width):
+    """(letters, tokens per cell): at most `width` cells; the last one may hold fewer tokens."""
+    per = max(1, -(-len(roles) // max(width, 1)))
+    groups = [[letter for letter, _ in roles[i:i + per]] for i in range(0, len(roles), per)]
+    return "".join(Counter(group).most_common(1)[0][0] for group in groups), per
+
+
+def draw(session, style, width=80) -> str:
+    """Text of /cache for a Session; lines are at most `width` cells wide."""
+    config, cache = session.model.config, session.cache
+    roles, length = session.roles(), cache.length
+    if not length:
+        return "cache empty: 0 tokens, 0 B"
+    label = len(f"layer {len(cache) - 1:>2} ")
+    letters, per = cells(roles[:length], max(width - label - 12, 10))
+    painted = "".join(getattr(style, COLOURS[letter])(letter) for letter in letters)
+    counts = Counter(letter for letter, _ in roles[:length])
+    lines = [f"{length:,} of {session.context:,} tokens · 1 cell = {per:,} token{'s' * (per > 1)} · "
+             + " · ".join(f"{letter} {name} {counts[letter]:,}" for letter, name in
+                          (("s", "system"), ("u", "user"), ("a", "assistant")) if counts[letter])]
+    for i, layer in enumerate(cache):
+        lines.append(f"layer {i:>2} ".ljust(label) + painted + "  " + bytes_text(layer.nbytes))
+    return "\n".join(lines + [formula(config, cache, length)] + ([session.why] if session.why else []))
+
+
+def formula(config, cache, length) -> str:
+    """`2 × L × Hk × D × bytes × tokens`, with this model's numbers, and the measured total."""
+    L, Hk, D = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
+    element = element_size(cache)
+    computed = 2 * L * Hk * D * element * length
+    total = f"= {computed:,} B · measured {cache.nbytes:,} B"
+    if cache.nbytes != computed:
+        total += f" ({cache.name} cache: {cache.nbytes / computed:.2f} × the formula)"
+    return f"2 (K, V) × {L} layers × {Hk} KV heads × {D} × {element} B × {length:,} tokens {total}"
+
+
+def element_size(cache) -> int:
+    """Bytes of one stored number, from the tensors of the first layer where it shows them, else 4."""
+    tensors = cache[0].state().values() if hasattr(cache[0], "state") else ()
+    return next((t.element_size() for t in tensors if t.is_floating_point()), 4)
+
+
+def tokens_text(session, limit=400) -> str:
+    """Ids and pieces of the last prompt, sanitised, the oldest left out when there are more than `limit`."""
+    ids = session.prompt_ids
+    if not ids:
+        return "no prompt yet"
+    shown = ids[-limit:]
+    left = f"… {len(ids) - len(shown):,} earlier tokens\n" if len(shown) < len(ids) else ""
+    pieces = (f"{i}:{sanitize_line(p)}" for i, p in zip(shown, session.tokenizer.pieces(shown), strict=True))
+    return f"{left}{' '.join(pieces)}\n{len(ids):,} tokens"

@@ -1,0 +1,263 @@
+"""From the model flags to a loaded model: plan first (no torch), say it, refuse what cannot fit, then load.
+
+The plan needs only config.json and arithmetic, so the banner is on the screen before torch is imported, and a model
+that does not fit is refused before a byte of it is allocated. Nothing here computes; `nanokv.loading.load` does it.
+"""
+
+import math
+import os
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nanokv import __version__
+from nanokv.cli.arguments import environment, integer
+from nanokv.cli.terminal import bytes_text, sanitize_line
+from nanokv.config import Config
+from nanokv.costs import ITEMSIZE, kv_bytes_per_token, parameters
+from nanokv.errors import ContextError, NanoKVError
+
+SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
+@dataclass
+class Plan:
+    """What will be loaded and how; known before torch is."""
+
+    name: str
+    folder: Path
+    config: Config
+    dtype_name: str  # a key of SHORT
+    threads: int
+    device: str
+    context: int
+    cache_name: str
+    cache_options: dict
+
+    def banner(self) -> str:
+        """nanokv 0.1.0 · tiny (3.1 M, fp32, 2 threads) · cache dict · context 2,048"""
+        where = f"{self.threads} thread{'s' * (self.threads > 1)}" if self.device == "cpu" else self.device
+        inside = f"{count_text(parameters(self.config))}, {SHORT[self.dtype_name]}, {where}"
+        return f"nanokv {__version__} · {self.name} ({inside}) · cache {self.cache_name} · context {self.context:,}"
+
+
+@dataclass
+class Loaded(Plan):
+    """A plan that was carried out."""
+
+    model: Any
+    tokenizer: Any
+    dtype: Any  # torch.dtype
+    load_s: float
+
+    @property
+    def prefill_chunk(self) -> int:
+        """Tokens per prefill chunk, so that Ctrl-C is answered soon: 8 GFLOP are at most about 0.2 s of a CPU.
+
+        A power of two between 16 (below it a chunk costs the reading of all weights and little else) and 512.
+        """
+        if self.device != "cpu":
+            return 2048
+        wanted = 8e9 / (2 * parameters(self.config))  # 2 FLOPs a weight and token
+        return 2 ** min(9, max(4, round(math.log2(wanted))))
+
+    def make_cache(self):
+        """An empty cache of the kind that --cache asked for, with room for the whole context."""
+        return _make_cache(self, self.dtype)
+
+
+def load_model(args, announce=None) -> Loaded:
+    """Carry out the model flags. `announce(plan)` is called before torch is imported wherever that is possible."""
+    start = time.perf_counter()
+    plan = plan_model(args)
+    early = args.device == "cpu" or (args.device == "auto" and not _gpu_possible())
+    if announce and early:
+        announce(plan)
+    import torch  # the first of about 2 seconds
+
+    plan.device = _device(args.device)
+    plan.dtype_name = choose_dtype(args, plan.config, plan.device)
+    if announce and not early:
+        announce(plan)
+    dtype = getattr(torch, plan.dtype_name)
+    _make_cache(plan, dtype)  # a wrong --cache is told before the weights are read; a dict cache is empty, 0 bytes
+    check_memory(plan, available_memory(plan.device))
+    torch.set_num_threads(plan.threads)
+    from nanokv.loading import load
+
+    model, tokenizer = load(plan.folder, dtype=dtype, device=plan.device)
+    return Loaded(**vars(plan), model=model, tokenizer=tokenizer, dtype=dtype, load_s=time.perf_counter() - start)
+
+
+def plan_model(args) -> Plan:
+    """Everything that flags, environment and config.json decide."""
+    if args.offline:
+        os.environ["HF_HUB_OFFLINE"] = "1"  # read by huggingface_hub when it is imported
+    if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", args.device):
+        raise NanoKVError(f"--device {args.device!r} is not auto, cpu, cuda, cuda:N or mps", "--device auto")
+    threads = args.threads or thread_count()
+    import weights_loader
+
+    folder = Path(weights_loader.resolve(args.model, revision=args.revision))
+    config = Config.from_folder(folder)
+    name, options = args.cache
+    plan = Plan(
+        display_name(args.model), folder, config, choose_dtype(args, config, "cpu"), threads, "cpu",
+        choose_context(args.context, config), name, options,
+    )  # fmt: skip
+    return plan
+
+
+def display_name(source: str) -> str:
+    """A folder's last part, or the name as given; never a control character."""
+    return sanitize_line(Path(source).resolve().name if Path(source).is_dir() else source)
+
+
+def choose_context(wanted: int | None, config: Config) -> int:
+    """--context, at most what the model was made for."""
+    limit = config.max_position_embeddings
+    if wanted is not None and wanted > limit:
+        raise ContextError(
+            f"--context {wanted:,} is more than the model's {limit:,} positions", f"--context {limit}, or less"
+        )
+    return wanted or limit
+
+
+def choose_dtype(args, config: Config, device: str) -> str:
+    """auto = the checkpoint's own; on a CPU float32 for float16 (no fast fp16 GEMM there) and for the bundled model."""
+    if args.dtype != "auto":
+        return args.dtype
+    if device == "cpu" and (args.model == "tiny" or config.torch_dtype == "float16"):
+        return "float32"
+    return config.torch_dtype
+
+
+def thread_count() -> int:
+    """NANOKV_THREADS, else OMP_NUM_THREADS, else the cores that this process may use."""
+    text = environment("NANOKV_THREADS")
+    if text is not None:
+        try:
+            return integer(1, 4096)(text)
+        except Exception as error:
+            raise NanoKVError(f"NANOKV_THREADS: {error}", "unset NANOKV_THREADS") from None
+    text = environment("OMP_NUM_THREADS") or ""
+    if text.isdigit() and int(text) > 0:
+        return int(text)
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def count_text(count: int) -> str:
+    """3.1 M, 596 M, 1.7 B."""
+    value, unit = (count / 1e9, "B") if count >= 999.5e6 else (count / 1e6, "M")
+    return f"{value:.1f} {unit}" if value < 99.95 else f"{value:.0f} {unit}"
+
+
+# --- devices and memory -------------------------------------------------------------------------------------------
+
+
+def _gpu_possible() -> bool:
+    return os.path.exists("/dev/nvidia0") or os.path.exists("/dev/kfd") or os.name == "nt"
+
+
+def _device(wanted: str) -> str:
+    import torch
+
+    if wanted == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    kind, _, index = wanted.partition(":")
+    count = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}[kind]
+    if int(index or 0) >= count:
+        raise NanoKVError(f"--device {wanted}: there are {count} {kind} devices here", "--device cpu")
+    return wanted
+
+
+def _make_cache(plan: Plan, dtype):
+    from nanokv.cache import make_cache
+
+    return make_cache(
+        plan.cache_name, plan.config, batch_size=1, capacity=plan.context, dtype=dtype, device=plan.device,
+        **plan.cache_options,
+    )  # fmt: skip
+
+
+def available_memory(device: str) -> int | None:
+    """Bytes that can still be taken: the smallest of free RAM, container limit and ulimit -v. None = unknown."""
+    if device.startswith("cuda"):
+        import torch
+
+        return torch.cuda.mem_get_info(device)[0]
+    known = [number for number in (_free_ram(), _free_cgroup(), _free_address_space()) if number is not None]
+    return max(0, min(known)) if known else None
+
+
+def _free_ram() -> int | None:
+    return _proc_kb("/proc/meminfo", "MemAvailable")
+
+
+def _proc_kb(path: str, field: str) -> int | None:
+    try:
+        found = re.search(rf"^{field}:\s+(\d+) kB", Path(path).read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return int(found[1]) * 1024 if found else None
+
+
+def _free_cgroup() -> int | None:
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        try:
+            return int(Path(limit).read_text()) - int(Path(used).read_text()) + _cgroup_cache(Path(limit).parent)
+        except (OSError, ValueError):  # absent, or "max"
+            continue
+    return None
+
+
+def _cgroup_cache(folder: Path) -> int:
+    """Page cache counts as used there, but is given back on demand."""
+    text = (folder / "memory.stat").read_text()
+    found = re.search(r"^(?:total_)?inactive_file (\d+)", text, re.MULTILINE)
+    return int(found[1]) if found else 0
+
+
+def _free_address_space() -> int | None:
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    soft = resource.getrlimit(resource.RLIMIT_AS)[0]
+    used = _proc_kb("/proc/self/status", "VmSize")
+    return None if soft == resource.RLIM_INFINITY or used is None else soft - used
+
+
+def check_memory(plan: Plan, available: int | None) -> None:
+    """Refuse before allocation: weights + keys and values of a full context must fit into what is free."""
+    if available is None:
+        return
+    itemsize = ITEMSIZE[plan.dtype_name]
+    weights = parameters(plan.config) * itemsize
+    cached = kv_bytes_per_token(plan.config, itemsize) * plan.context
+    if weights + cached <= available:
+        return
+    raise NanoKVError(
+        f"{plan.name} needs {bytes_text(weights)} for weights + {bytes_text(cached)} for the cache of {plan.context:,} "
+        f"tokens in {SHORT[plan.dtype_name]}; {bytes_text(available)} are free",
+        memory_hint(plan, available),
+    )
+
+
+def memory_hint(plan: Plan, available: int) -> str:
+    """The nearest flags that fit: the same dtype with a smaller context, or two bytes a value."""
+    fits = []
+    for dtype in dict.fromkeys((plan.dtype_name, "bfloat16")):
+        room = available - parameters(plan.config) * ITEMSIZE[dtype]
+        context = min(plan.context, room // kv_bytes_per_token(plan.config, ITEMSIZE[dtype]))
+        context = context // 64 * 64 if 64 <= context < plan.context else context
+        flags = [] if dtype == plan.dtype_name else [f"--dtype {dtype}"]
+        flags += [f"--context {context}"] if context < plan.context else []
+        if context >= 2 and ITEMSIZE[dtype] <= ITEMSIZE[plan.dtype_name]:
+            fits.append(" ".join(flags))
+    return " or ".join(dict.fromkeys(fits)) or "no context fits; -m tiny does"

@@ -1,0 +1,266 @@
+"""A conversation whose KV cache lives across turns: the chat, the training evaluation and notebooks all use this.
+
+    session = nanokv.Session(model, tokenizer)
+    session.ask("My name is Zorbla.")              # blocking, greedy unless `params` says otherwise
+    for piece in session.stream("What is my name?"): print(piece, end="")
+    session.last                                   # new and reused tokens, time to first token, bytes, ...
+
+Every turn renders the whole conversation, keeps the longest common prefix of the cached ids and the new ids
+(`cache.truncate(n)`), and prefills the rest from start_pos n. No printing, no files: those live in nanokv/cli.
+"""
+
+import codecs
+from dataclasses import dataclass, field
+
+from nanokv.cache import make_cache
+from nanokv.errors import ContextError, SessionError, UnsupportedError
+from nanokv.generation import Generation, LoopGuard, SamplingParams, TextStream, context_limit
+from nanokv.prefix import common_prefix, split_thinking, token_roles, why_broken
+
+DEFAULT_NEW_TOKENS = 1024
+
+
+@dataclass
+class Turn:
+    """What one answer cost. `out` counts sampled tokens with the eos; the last one is never fed to the model."""
+
+    new: int                                             # prompt tokens that were prefilled
+    reused: int                                          # prompt tokens that were in the cache already
+    out: int = 0
+    ttft: float = 0.0                                    # seconds from the call to the first token
+    tok_s: float = 0.0                                   # decode speed without the first token; 0 = too few to say
+    finish_reason: str = ""                              # stop length context interrupted stop_string loop error
+    kv_bytes: int = 0                                    # measured, of the whole cache
+    cached: int = 0                                      # tokens in the cache afterwards
+    text: str = ""                                       # this answer as the model wrote it, <think> included
+    why: str = ""                                        # where and why the prefix broke, "" = it did not
+    seed: int | None = None
+    dropped: tuple = (0, 0)                              # turns and tokens that overflow="drop" removed
+    prefill_s: float = 0.0
+    ids: list = field(default_factory=list)              # the sampled tokens
+
+
+class Session:
+    """Messages (always alternating user, assistant) and the one cache that holds them.
+
+    `params`: temperature, top_k, top_p, min_p, repetition_penalty, seed, max_new_tokens, stop (strings).
+    `overflow`: "stop" raises ContextError before any work; "drop" forgets the oldest whole turns, the system stays.
+    """
+
+    def __init__(self, model, tokenizer, cache=None, params=None, system=None, context=None, template_kwargs=None,
+                 overflow="stop", loop_guard="off"):
+        self.model, self.tokenizer = model, tokenizer
+        self.cache = make_cache("dict", model.config) if cache is None else cache
+        limit = context_limit(model, self.cache)
+        self.context = min(context or limit, limit)
+        self.params, self.template_kwargs = dict(params or {}), dict(template_kwargs or {})
+        self.system, self.overflow, self.loop_guard = system, overflow, loop_guard
+        self.messages, self.cached_ids, self.prompt_ids = [], [], []
+        self.last, self.why, self.answers, self.thinking_opened = None, "", 0, False
+        self._labelled, self._reply_ids, self._edited, self._room = [], None, False, 0
+        self.cache.truncate(0)
+
+    # --- asking ---------------------------------------------------------------------------------------------------
+
+    def ask(self, text) -> str:
+        """The whole answer to one message, thinking left out."""
+        reply = "".join(self.stream(text))
+        return split_thinking(reply, self.thinking_opened)[1]
+
+    def stream(self, text, should_stop=lambda: False):
+        """Iterator over the answer's text; whole characters only. `should_stop()` is read between tokens and chunks."""
+        return self._answer([*self.messages, {"role": "user", "content": text}], [], should_stop)
+
+    def retry(self, should_stop=lambda: False):
+        """Answer the last message again: same prompt, another seed."""
+        if not self.messages:
+            raise SessionError("nothing to retry: no message yet")
+        return self._answer(self.messages[:-1], [], should_stop)
+
+    def resume(self, should_stop=lambda: False):
+        """Go on with the last answer, which is not closed: not one token of it is computed again."""
+        if not self.messages:
+            raise SessionError("nothing to continue: no answer yet")
+        return self._answer(self.messages[:-1], self._open_reply(), should_stop)
+
+    def _open_reply(self):
+        """Ids of the last answer without eos and without a character that was cut in the middle."""
+        content = self.messages[-1]["content"]
+        ids = self.tokenizer.encode(content) if self._reply_ids is None else list(self._reply_ids)
+        held = incomplete_bytes(b"".join(map(self.tokenizer.token_bytes, ids)))
+        while ids and held > 0:
+            held -= len(self.tokenizer.token_bytes(ids.pop()))
+        return ids
+
+    def _answer(self, messages, reply, should_stop):
+        messages, ids, dropped = self._fit(messages, reply)
+        self._edited |= bool(dropped[0])                 # a prefix that we cut ourselves needs no explanation
+        n = self._keep_prefix(ids)
+        self.prompt_ids, self._labelled = ids, messages
+        generation = self._generation(ids, n, should_stop)
+        turn = Turn(new=len(ids) - n, reused=n, why=self.why, seed=generation.seed, dropped=dropped)
+        guard = {"is_loop": LoopGuard()} if self.loop_guard == "on" else {}
+        stream = TextStream(generation, self.tokenizer, tuple(self.params.get("stop") or ()), **guard)
+        before = self.tokenizer.text_of(reply)
+        self.thinking_opened = self._opened(ids, before)
+        try:
+            yield from stream
+        except GeneratorExit:                            # the reader went away: as if it had been interrupted
+            if generation.finish_reason is None:
+                generation.finish("interrupted")
+            raise
+        finally:
+            self._record(turn, generation, stream, messages, reply, before)
+
+    def _generation(self, ids, n, should_stop):
+        """Checked before any work; the rest of the prompt is prefilled when its first token is asked for."""
+        import torch
+
+        sampling = {k: v for k, v in self.params.items() if k not in ("max_new_tokens", "stop") and v is not None}
+        if sampling.get("seed") is not None:
+            sampling["seed"] += self.answers             # every answer draws anew, the conversation stays repeatable
+        room = self.context - len(ids) + 1               # the last token needs no place: it is never fed
+        self._room = room
+        return Generation(
+            self.model, torch.tensor([ids[n:]]), self.cache, SamplingParams(**sampling),
+            max_new_tokens=min(self.params.get("max_new_tokens") or DEFAULT_NEW_TOKENS, room),
+            history=self.cached_ids, should_stop=should_stop, chunk=prefill_chunk(self.model),
+        )
+
+    def _record(self, turn, generation, stream, messages, reply, before):
+        """Whatever happened, messages, cached ids and cache agree afterwards. No answer at all = nothing was said."""
+        tokens, timings = list(generation.tokens), generation.timings
+        self.cached_ids = (self.prompt_ids + tokens)[:self.cache.length]
+        turn.finish_reason = generation.finish_reason or "error"
+        if turn.finish_reason == "length" and len(tokens) >= self._room:
+            turn.finish_reason = "context"
+        turn.out, turn.ids, turn.text = len(tokens), tokens, stream.text
+        turn.ttft, turn.prefill_s = timings.first_token_seconds or 0.0, timings.prefill_seconds or 0.0
+        if len(tokens) > 1 and timings.decode_seconds:
+            turn.tok_s = (len(tokens) - 1) / timings.decode_seconds
+        turn.kv_bytes, turn.cached, self.last = self.cache.nbytes, self.cache.length, turn
+        if not tokens:
+            return
+        self.answers += 1
+        message = {"role": "assistant", "content": before + stream.text}
+        if turn.finish_reason in ("interrupted", "error"):
+            message["interrupted"] = True
+        self.messages = [*messages, message]
+        ended = tokens[-1] in generation.eos_token_ids
+        self._reply_ids = None if turn.finish_reason == "stop_string" else reply + (tokens[:-1] if ended else tokens)
+
+    # --- prompt and prefix ----------------------------------------------------------------------------------------
+
+    def prompt(self, messages, add_generation_prompt=True):
+        """Ids of these messages under the model's own template, system prompt first."""
+        if not messages and not self.system:
+            return []
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        plain = system + [{"role": m["role"], "content": m["content"]} for m in messages]
+        text = self.tokenizer.render(plain, add_generation_prompt=add_generation_prompt, **self.template_kwargs)
+        return self.tokenizer.encode(text)
+
+    def _fit(self, messages, reply):
+        """(messages, ids, (turns, tokens) dropped) that fit the context, or ContextError with the numbers."""
+        ids = first = self.prompt(messages) + reply
+        kept, dropped = messages, 0
+        while self.overflow == "drop" and len(ids) > self.context - self._reserve() and len(kept) > 2:
+            kept, dropped = kept[2:], dropped + 1
+            ids = self.prompt(kept) + reply
+        if len(ids) > self.context:
+            history = len(self.prompt(messages[:-1], add_generation_prompt=False))
+            raise ContextError(
+                f"needs {len(first):,} of {self.context:,} tokens (history {history:,} + "
+                f"message {len(first) - history:,})", hint="/drop 3, /clear, --context N or --overflow drop")
+        return kept, ids, (dropped, len(first) - len(ids))
+
+    def _reserve(self):
+        """Room for an answer that dropping makes: an eighth of the context, or less if less is asked for."""
+        return min(self.params.get("max_new_tokens") or DEFAULT_NEW_TOKENS, self.context // 8)
+
+    def _keep_prefix(self, ids):
+        """Truncate to the longest common prefix, at most len(ids) − 1: one token must be fed to get logits."""
+        n = min(common_prefix(self.cached_ids, ids), len(ids) - 1)
+        broken = n < min(len(self.cached_ids), len(ids) - 1) and not self._edited
+        self.why = why_broken(self.tokenizer, self.cached_ids, ids, self.roles(), n) if broken else ""
+        self._edited = False
+        return self._truncate(n)
+
+    def _truncate(self, n):
+        if n < self.cache.length:
+            try:
+                self.cache.truncate(n)
+            except UnsupportedError as error:            # a sliding cache cannot go back past its window
+                self.why = f"{error}: prefilled from the start"
+                self.cache.truncate(0)
+                n = 0
+        self.cached_ids = self.cached_ids[:n]
+        return n
+
+    def roles(self):
+        """One (letter, turn) per cached token: s(ystem), u(ser), a(ssistant)."""
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        roles = token_roles(self.tokenizer, self.prompt_ids, system + self._labelled)
+        answer = ("a", roles[-1][1] if roles else 1)
+        return (roles + [answer] * len(self.cached_ids))[:len(self.cached_ids)]
+
+    def _opened(self, ids, before) -> bool:
+        """Whether the next token stands inside <think>: the prompt ended in it, or the half answer did not close it."""
+        prompt_ends = self.tokenizer.decode(ids[-8:]).rstrip().endswith("<think>")
+        if not before:
+            return prompt_ends
+        return before.lstrip().startswith("<think>") and "</think>" not in before
+
+    # --- editing history ------------------------------------------------------------------------------------------
+
+    def undo(self) -> str:
+        """Forget the last message and its answer; returns the message."""
+        if not self.messages:
+            raise SessionError("nothing to undo: no message yet")
+        text = self.messages[-2]["content"]
+        self.replace(self.messages[:-2])
+        return text
+
+    def drop(self, turns):
+        """Forget the oldest turns; what comes after them has to be prefilled again."""
+        have = len(self.messages) // 2
+        if not 1 <= turns <= have:
+            raise SessionError(f"cannot drop {turns} of {have} turns")
+        self.replace(self.messages[2 * turns:])
+
+    def clear(self):
+        """Forget all messages and empty the cache; the system prompt stays."""
+        self.replace([])
+
+    def set_system(self, text):
+        """Another system prompt: it stands first, so nothing of the cache survives."""
+        self.system = text or None
+        self.replace(self.messages)
+
+    def replace(self, messages):
+        """Another history; the cache keeps what is common with it."""
+        roles = [m["role"] for m in messages]
+        if roles != ["user", "assistant"] * (len(roles) // 2):
+            raise SessionError(f"a conversation alternates user and assistant, this one has {', '.join(roles[:6])}")
+        self.messages, self._reply_ids, self._edited = list(messages), None, True
+        self._truncate(common_prefix(self.cached_ids, self.prompt(messages, add_generation_prompt=False)))
+
+    def adopt_cache(self, cache, ids):
+        """Take over a loaded cache that holds exactly these ids."""
+        if cache.length != len(ids):
+            raise SessionError(f"the saved cache holds {cache.length:,} tokens, its list of ids {len(ids):,}")
+        self.cache, self.cached_ids, self._edited = cache, list(ids), True
+        self.prompt_ids, self._labelled = list(ids), self.messages
+
+
+def incomplete_bytes(data: bytes) -> int:
+    """Bytes at the end that begin a UTF-8 character and do not finish it: 0 to 3."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    decoder.decode(data)
+    return len(decoder.getstate()[0])
+
+
+def prefill_chunk(model) -> int:
+    """Prompt tokens per forward: about 0.1 s at 50 GFLOP/s (2 FLOPs a weight and token), so that Ctrl-C is heard."""
+    weights = sum(p.numel() for p in model.parameters())
+    return int(min(max(0.1 * 50e9 / (2 * weights), 16), 256))
