@@ -1,0 +1,106 @@
+"""Is this checkpoint computed rightly? Compares our model with transformers', with another checkpoint, with published
+figures and with itself, and names the first layer and operation that differ.
+
+    report = nanokv.verify.verify("tiny", Path(folder))
+    report.equal, report.checks, report.first
+
+The command line is nanokv/cli/verify.py. transformers is imported only by oracle.py, and only if it is installed.
+"""
+
+import gc
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from nanokv.config import Config
+from nanokv.debug import Step
+from nanokv.loading import load
+from nanokv.verify import checks as make
+from nanokv.verify import evidence, figures, oracle
+from nanokv.verify.checks import Check
+
+NOT_INSTALLED = "transformers is not installed: pip install transformers==5.23.0"
+ALONE = "--alone was given"
+NEEDS_REFERENCE = (
+    "config", "rope", "hidden states", "keys and values", "keys and values, in steps", "logits",
+    "greedy tokens", "tokenizer encode", "tokenizer decode", "chat template",
+)  # fmt: skip
+
+
+@dataclass
+class Report:
+    """What was found; `steps` is empty when there was no reference to compare with."""
+
+    name: str
+    reference: str | None
+    dtype: str
+    checks: list[Check] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    hints: dict = field(default_factory=dict)  # config fields that differ: {name: (ours, reference's)}
+
+    @property
+    def equal(self) -> bool:
+        """No check failed (a skipped one did not fail)."""
+        return all(check.status != "differs" for check in self.checks)
+
+    @property
+    def first(self) -> Step | None:
+        """The first operation beyond tolerance, in the order of the forward pass."""
+        return next((step for step in self.steps if not step.ok), None)
+
+    @property
+    def first_unequal(self) -> Step | None:
+        """The first operation that is not bit-equal: rounding, or where a slowly growing error begins."""
+        return next((step for step in self.steps if step.difference != 0), None)
+
+
+def verify(source: str, folder: Path, against: Path | None = None, against_name: str | None = None,
+           dtype=torch.float32, alone: bool = False, say=lambda text: None) -> Report:  # fmt: skip
+    """Run every check that is possible here, on the CPU. `source` is the name that was asked for, `folder` its files.
+
+    `against` is another checkpoint's folder, read by nanokv; without it the reference is transformers. `say` gets a
+    sentence before each long step. Raises what loading raises.
+    """
+    limits = [Config.from_folder(path) for path in (folder, against) if path is not None]
+    report = Report(str(source), None, str(dtype).removeprefix("torch."))
+    say(f"loading {source}")
+    model, tokenizer = load(folder, dtype=dtype)
+    questions = evidence.ask(
+        tokenizer, min(c.vocab_size for c in limits), min(c.max_position_embeddings for c in limits)
+    )
+    report.checks.append(files_check(model))
+    ours = evidence.answers_of_ours(str(source), model, tokenizer, questions)
+    report.checks.append(make.check_cached_logits(ours))
+    report.checks.append(make.check_cached("cached = uncached, keys and values", ours, ours.records, "likewise"))
+    report.checks += figures.published_checks(str(source), folder, model, tokenizer)
+    del model
+    gc.collect()  # one model at a time
+    name = against_name or str(against)
+    theirs = reference_answers(against, name, folder, questions, dtype, alone, say)
+    if theirs is None:
+        why = ALONE if alone else NOT_INSTALLED
+        report.checks += [Check(name, "skipped", why) for name in NEEDS_REFERENCE]
+        return report
+    report.reference = theirs.name
+    report.steps = make.layer_steps(ours, theirs)
+    report.checks += make.compare_evidence(ours, theirs, questions, report.steps)
+    report.hints = make.config_differences(ours, theirs) if against else {}
+    return report
+
+
+def reference_answers(against, name, folder, questions, dtype, alone, say):
+    """Evidence of the other checkpoint or of transformers; None if there is neither."""
+    if against is not None:
+        say(f"loading {name}")
+        return evidence.load_and_answer(name, against, questions, dtype)
+    if alone or oracle.version() is None:
+        return None
+    say(f"asking transformers {oracle.version()}")
+    return oracle.answers(folder, questions, dtype)
+
+
+def files_check(model) -> Check:
+    """Reached only if every name, shape and dtype of the files was as config.json says: loading refuses the rest."""
+    parameters = list(model.parameters())
+    return make.verdict("files", True, f"{len(parameters)} tensors, {sum(p.numel() for p in parameters):,} parameters")
