@@ -1,0 +1,107 @@
+"""A person at a terminal, for tests: `nanokv chat` in a real pseudo-terminal, its screen kept by pyte.
+
+`see(text)` waits until the screen shows the text, with a deadline and no sleeps; `raw` is every byte that came.
+Cursor position requests are answered as a terminal does, so prompt_toolkit draws its toolbar.
+"""
+
+import os
+import re
+import signal
+import sys
+import termios
+import time
+
+import pexpect
+import pyte
+
+
+class Terminal:
+    """One running program and its screen."""
+
+    def __init__(self, argv, env=None, columns=110, lines=40, preexec=None):
+        drop = ("NANOKV_", "NO_COLOR", "FORCE_COLOR", "PROMPT_", "COLUMNS", "VISUAL")
+        base = {k: v for k, v in os.environ.items() if not k.startswith(drop)}
+        base |= {"TERM": "xterm-256color", "OMP_NUM_THREADS": "1", "LANG": "C.UTF-8", "PYTHONUNBUFFERED": "1"}
+        self.child = pexpect.spawn(
+            argv[0], list(argv[1:]), env=base | (env or {}), dimensions=(lines, columns), timeout=60, preexec_fn=preexec
+        )
+        self.child.delaybeforesend = None
+        self.screen = pyte.Screen(columns, lines)
+        self.screen.write_process_input = lambda data: self.child.send(data)
+        self.stream, self.raw = pyte.ByteStream(self.screen), b""
+
+    def pump(self, seconds=0.05):
+        """Take what has come; False at the end of the program."""
+        try:
+            data = self.child.read_nonblocking(1 << 16, seconds)
+        except pexpect.TIMEOUT:
+            return True
+        except pexpect.EOF:
+            return False
+        self.raw += data
+        self.stream.feed(data.replace("\u200d".encode(), b""))  # pyte drops the rest of a chunk at a joiner
+        return True
+
+    @property
+    def text(self):
+        return "\n".join(line.rstrip() for line in self.screen.display).rstrip("\n")
+
+    def see(self, wanted, deadline=60.0, unseen=None):
+        """Wait until the screen matches the regular expression (and no longer matches `unseen`); seconds waited."""
+        began = time.monotonic()
+        alive = True
+        while not self.shows(wanted) or (unseen and self.shows(unseen)):
+            if not alive or time.monotonic() - began > deadline:
+                state = "running" if alive else "ended"
+                raise AssertionError(f"not on the screen of the {state} program: {wanted}\n{self.text}")
+            alive = self.pump()
+        return time.monotonic() - began
+
+    def shows(self, wanted):
+        return re.search(wanted, self.text, re.MULTILINE) is not None
+
+    def raw_mode(self, deadline=60.0):
+        """Wait until the program reads keys itself; before that the terminal would turn Enter into Ctrl-J."""
+        end = time.monotonic() + deadline
+        while termios.tcgetattr(self.child.child_fd)[3] & termios.ICANON:
+            assert self.pump() and time.monotonic() < end, f"no prompt:\n{self.text}"
+
+    def send(self, text):
+        self.child.send(text)
+
+    def ask(self, message, wanted=r"^> *$", deadline=60.0):
+        """Type a line on an empty screen, wait for what it should show, then for the next prompt below it."""
+        self.clear()
+        self.send(message + "\r")
+        self.see(wanted, deadline)
+        self.see(r"(?s)\A>.*^>", deadline)
+
+    def clear(self):
+        """Empty the screen with Ctrl-L, so that what is seen next is new."""
+        self.send("\x0c")
+        self.see(r"\A> *$", deadline=20)
+
+    def paste(self, text):
+        self.send("\x1b[200~" + text + "\x1b[201~")
+
+    def signal(self, number):
+        os.kill(self.child.pid, number)
+
+    def leave(self, keys="", deadline=30.0):
+        """Send keys, wait for the end; the exit code (128 + n for a death by signal n)."""
+        if keys:
+            self.send(keys)
+        began = time.monotonic()
+        while self.pump() and time.monotonic() - began < deadline:
+            pass
+        self.child.close(force=False)
+        return self.child.exitstatus if self.child.exitstatus is not None else 128 + self.child.signalstatus
+
+    def stop(self):
+        if self.child.isalive():
+            self.child.kill(signal.SIGKILL)
+        self.child.close(force=True)
+
+
+def chat_argv(model, *flags):
+    return [sys.executable, "-m", "nanokv", "chat", "-m", str(model), "-t", "0", *flags]

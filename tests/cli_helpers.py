@@ -1,0 +1,38 @@
+"""Running the real command in a subprocess, as a user's shell would: bytes in, bytes out, an exit code."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import nanokv
+
+HOME = str(Path(nanokv.__file__).resolve().parents[1])  # the very package that this test process imported
+
+
+def command(*argv) -> list:
+    """The command line of `nanokv` with this interpreter; arguments are text, bytes or paths."""
+    return [sys.executable, "-m", "nanokv", *(a if isinstance(a, bytes) else str(a) for a in argv)]
+
+
+def environment(extra: dict | None = None) -> dict:
+    """The test's environment without the variables that change what the command does; one thread."""
+    drop = ("NANOKV_", "HF_", "FORCE_COLOR", "NO_COLOR", "COLUMNS", "PYTHONIOENCODING", "PYTHONUNBUFFERED")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(drop)}
+    return kept | {"OMP_NUM_THREADS": "1", "TERM": "xterm", "PYTHONPATH": HOME} | (extra or {})
+
+
+def run_cli(*argv, stdin: bytes | None = b"", env: dict | None = None, timeout: float = 120, **popen):
+    """Run to the end → CompletedProcess with bytes. stdin None = the null device."""
+    where = {"stdin": subprocess.DEVNULL} if stdin is None else {"input": stdin}
+    if "stdout" not in popen:
+        popen["stdout"] = subprocess.PIPE
+    return subprocess.run(
+        command(*argv), env=environment(env), stderr=subprocess.PIPE, timeout=timeout, check=False, **where, **popen
+    )
+
+
+def spawn_cli(*argv, env: dict | None = None, **popen) -> subprocess.Popen:
+    """Start it and let it run; stdin is the null device, stdout and stderr are pipes."""
+    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | popen
+    return subprocess.Popen(command(*argv), env=environment(env), **streams)

@@ -1,0 +1,115 @@
+"""Tiny random Qwen3 models of transformers, and ours with the same weights: the two sides of every parity test.
+
+The norm weights are random (all ones would hide a norm that is skipped or swapped), the init range is 0.12 (with 0.02
+a random model's logits are nearly equal), and head_dim differs from hidden / heads. transformers is the reference
+here and nowhere at run time.
+"""
+
+import torch
+from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
+
+from nanokv.config import Config
+from nanokv.loading import build
+
+TOLERANCE = 1e-5  # fp32, logits of size 4: measured 3e-7 … 4e-6
+SHAPES = {  # name → what it differs in; G = query heads per KV head
+    "G1-untied": {"num_key_value_heads": 4, "tie_word_embeddings": False},
+    "G2-tied": {"num_key_value_heads": 2},
+    "G4-bias": {"num_key_value_heads": 1, "attention_bias": True},
+    "G2-untied-bias": {"num_key_value_heads": 2, "tie_word_embeddings": False, "attention_bias": True},
+    "G3-yarn": {
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 256,
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64,
+        },
+    },
+}  # fmt: skip
+
+
+def tiny_config(**changes) -> Qwen3Config:
+    """A transformers config: V 151, C 64, H 4, Hk 2, D 32 (H·D = 128 ≠ C), 3 layers."""
+    fields = {
+        "vocab_size": 151, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512,
+        "tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        "initializer_range": 0.12, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0,
+    } | changes  # fmt: skip
+    return Qwen3Config(**fields)
+
+
+def randomise_(model, seed: int):
+    """Norm weights in 0.5 … 1.5 and random biases, in place."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, weight in model.named_parameters():
+        if "norm" in name:
+            weight.data.uniform_(0.5, 1.5, generator=generator)
+        elif name.endswith("bias"):
+            weight.data.normal_(0, 0.3, generator=generator)
+
+
+def tiny_reference(seed: int = 0, **changes) -> Qwen3ForCausalLM:
+    """A random transformers model in eval mode, sdpa attention; does not touch the global random state."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(tiny_config(**changes))
+    randomise_(model, seed)
+    model.generation_config.eos_token_id = None  # fixed-length answers
+    return model.requires_grad_(False).eval()
+
+
+def copy_of(reference):
+    """Our model on the very tensors of a transformers model, by name; every name must match."""
+    state = {name.removeprefix("model."): tensor for name, tensor in reference.state_dict().items()}
+    if reference.config.tie_word_embeddings:
+        state.pop("lm_head.weight", None)
+    return build(Config.from_dict(reference.config.to_dict()), state)
+
+
+def pair(seed: int = 0, **changes):
+    """(reference, ours) with the same weights."""
+    reference = tiny_reference(seed, **changes)
+    return reference, copy_of(reference)
+
+
+def pair_from_disk(folder, seed: int = 0, dtype=torch.bfloat16, **changes):
+    """(reference, ours) in a half-width dtype, the reference read from disk.
+
+    `reference.to(bfloat16)` would cast the rotary frequencies too (cos wrong by 0.05 at position 300);
+    `from_pretrained(dtype=…)` keeps them in fp32, which is what a user of transformers gets.
+    """
+    tiny_reference(seed, **changes).save_pretrained(folder)
+    reference = Qwen3ForCausalLM.from_pretrained(folder, dtype=dtype).requires_grad_(False).eval()
+    assert reference.model.rotary_emb.inv_freq.dtype == torch.float32
+    reference.generation_config.eos_token_id = None
+    return reference, copy_of(reference)
+
+
+def random_ids(seed: int, batch: int, tokens: int, vocabulary: int = 151):
+    """(batch, tokens) int64."""
+    return torch.randint(0, vocabulary, (batch, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def reference_logits(reference, ids):
+    """(B,T,V) of the reference without a cache."""
+    with torch.inference_mode():
+        return reference(ids, use_cache=False).logits
+
+
+def new_reference_cache(reference) -> DynamicCache:
+    """An empty DynamicCache; pass it as `past_key_values`."""
+    return DynamicCache(config=reference.config)
+
+
+def reference_step(reference, ids, cache):
+    """Append ids to the reference's cache; (B,V) logits of the last position."""
+    with torch.inference_mode():
+        return reference(ids, past_key_values=cache, use_cache=True).logits[:, -1]
+
+
+def gap(ours, theirs) -> float:
+    """Largest absolute difference; refuses to compare different shapes by broadcasting."""
+    assert ours.shape == theirs.shape, (tuple(ours.shape), tuple(theirs.shape))
+    return (ours.double() - theirs.double()).abs().max().item()

@@ -1,0 +1,247 @@
+"""The shape of the source tree, read with `ast`: who may import whom, and the few rules that keep files readable.
+
+Nothing is imported here, so a broken module cannot hide a broken rule. Each rule is a function from source text to a
+list of complaints; the last tests feed every rule a bad example, so that a rule which never complains is noticed.
+"""
+
+import ast
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = sorted(p for package in ("nanokv", "weights_loader") for p in (ROOT / package).rglob("*.py"))
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
+LONGEST_FUNCTION = 50  # lines; one screen is 40
+LONGEST_MODEL = 160
+
+# Strictly downward: a module may import its own package and any row below its own.
+LAYERS = [
+    {"nanokv.__main__"},
+    {"nanokv.cli"},
+    {"nanokv.verify", "nanokv.training", "nanokv.bench"},
+    {"nanokv.session", "nanokv.loading"},
+    {"nanokv.generation", "nanokv.debug"},
+    {"nanokv.inference", "nanokv.prefix"},
+    {"nanokv.model", "nanokv.cache", "nanokv.costs"},
+    {"nanokv.config", "nanokv.attention", "nanokv.sample", "nanokv.tokenizer", "nanokv.fingerprint"},
+    {"nanokv.template"},
+    {"nanokv.sandbox"},
+    {"nanokv.errors", "weights_loader"},
+]
+PROGRAMS = {"nanokv.cli", "nanokv.training"}  # may use the package by its public names, `import nanokv`
+# Narrower than the layers: all that these may import of the project, as (module, name) or a whole module.
+ONLY = {
+    "nanokv.model": {"nanokv.config"},
+    "nanokv.attention": set(),
+    "nanokv.errors": set(),
+    "nanokv.inference": {"nanokv.attention", ("nanokv.cache.base", "NoCache"), ("nanokv.cache", "NoCache")},
+    "nanokv.cache": {("nanokv.attention", "causal_mask"), "nanokv.errors", "nanokv.cache"},
+    "weights_loader": {"weights_loader"},
+}
+
+
+def module_name(path: Path) -> str:
+    parts = list(path.relative_to(ROOT).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def unit(module: str) -> str:
+    """nanokv.cache.base → nanokv.cache; the thing that has a place in LAYERS."""
+    parts = module.split(".")
+    return parts[0] if parts[0] != "nanokv" else ".".join(parts[:2])
+
+
+def imports(source: str, module: str = "") -> set[tuple[str, str]]:
+    """Every import, also those inside functions, as (module, name); `import a.b` gives ("a.b", "")."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {(alias.name, "") for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                base = ".".join([*module.split(".")[: -node.level], *filter(None, [base])])
+            names = [a.name for a in node.names if base != "nanokv" or not a.name.startswith("__")]  # not __version__
+            found |= {(f"nanokv.{name}", "") if base == "nanokv" else (base, name) for name in names}
+    return found
+
+
+def ours(found: set[tuple[str, str]]) -> set[tuple[str, str]]:
+    return {(m, n) for m, n in found if m.split(".")[0] in ("nanokv", "weights_loader")}
+
+
+def upward_imports(module: str, source: str) -> list[str]:
+    """Imports that climb, go sideways, or leave the narrower list of ONLY."""
+    place = {name: row for row, names in enumerate(LAYERS) for name in names}
+    here, bad = unit(module), []
+    if here == "nanokv":  # the package itself imports by name, on first use
+        return [f"{module} imports {m}: nanokv/__init__.py stays lazy" for m, _ in ours(imports(source, module))]
+    if here not in place:
+        return [f"{module}: {here} has no place in LAYERS of {Path(__file__).name}, give it one"]
+    for target, name in sorted(ours(imports(source, module))):
+        there = unit(target)
+        if target == "nanokv" and here in PROGRAMS:
+            continue
+        allowed = ONLY.get(here)
+        if allowed is not None and not any(a in (target, there, (target, name)) for a in allowed):
+            bad.append(f"{module} imports {name or 'all'} of {target}; allowed: {sorted(map(str, allowed))}")
+        elif there != here and place.get(there, -1) <= place[here]:
+            bad.append(f"{module} imports {target}, which is not below it")
+    return bad
+
+
+def mentions(source: str, name: str) -> list[int]:
+    """Lines that use a name as an identifier, attribute or import (comments and docstrings are free)."""
+    lines = []
+    for node in ast.walk(ast.parse(source)):
+        words = {
+            ast.Name: lambda n: [n.id],
+            ast.Attribute: lambda n: [n.attr],
+            ast.ImportFrom: lambda n: [n.module or "", *(a.name for a in n.names)],
+            ast.Import: lambda n: [a.name for a in n.names],
+        }.get(type(node), lambda n: [])(node)
+        if any(name in word.split(".") for word in words):
+            lines.append(node.lineno)
+    return lines
+
+
+def long_functions(source: str, limit: int = LONGEST_FUNCTION) -> list[str]:
+    functions = (n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
+    sizes = ((f.name, f.end_lineno - f.lineno + 1, f.lineno) for f in functions)
+    return [f"line {line}: {name} has {size} lines, limit {limit}" for name, size, line in sizes if size > limit]
+
+
+def cache_kind_questions(source: str) -> list[str]:
+    """isinstance(x, SomethingCache): the fork that the contract exists to prevent."""
+    return [
+        f"line {node.lineno}: {ast.unparse(node)}"
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "isinstance" and len(node.args) == 2
+        and re.search(r"Cache\b", ast.unparse(node.args[1]))
+    ]  # fmt: skip
+
+
+def unsafe_loading(source: str) -> list[str]:
+    """Anything that can run code from a weight file."""
+    words = ("pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve")
+    lines = [f"line {line}: {word}" for word in words for line in mentions(source, word)]
+    for node in ast.walk(ast.parse(source)):
+        call = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+        if call in ("torch.load", "torch.save", "eval", "exec") or call.endswith(("numpy.load", "np.load")):
+            lines.append(f"line {node.lineno}: {call}")
+    return lines
+
+
+def concrete_caches() -> set[str]:
+    """Names that would tie a file to one cache variant: all classes of nanokv/cache but the contract itself."""
+    names = {"CACHES", "make_cache"}
+    for path in (ROOT / "nanokv" / "cache").glob("*.py"):
+        names |= {n.name for n in ast.parse(path.read_text()).body if isinstance(n, ast.ClassDef)}
+    return names - {"NoCache"}
+
+
+def each(paths):
+    return pytest.mark.parametrize("path", paths, ids=[str(p.relative_to(ROOT)) for p in paths])
+
+
+@each(SOURCES)
+def test_imports_point_downward(path):
+    """cli → generation → inference → attention; model → config; caches → causal_mask; weights_loader → nothing."""
+    assert upward_imports(module_name(path), path.read_text()) == []
+
+
+def test_model_imports_torch_and_config_only():
+    """A cache or a kernel in model.py is how copies of the model begin."""
+    outside = {m.split(".")[0] for m, _ in imports((ROOT / "nanokv/model.py").read_text(), "nanokv.model")}
+    assert outside - set(sys.stdlib_module_names) == {"torch", "nanokv"}
+
+
+def test_model_fits_in_160_lines():
+    assert len((ROOT / "nanokv/model.py").read_text().splitlines()) <= LONGEST_MODEL
+
+
+def test_only_attention_calls_sdpa():
+    users = {p.name for p in SOURCES if mentions(p.read_text(), "scaled_dot_product_attention")}
+    assert users == {"attention.py"}
+
+
+@pytest.mark.parametrize("name", ["model", "attention", "inference"])
+def test_model_and_paths_know_no_cache_variant(name):
+    """The two paths are functions of any cache; only the null object may be named (by score)."""
+    source = (ROOT / f"nanokv/{name}.py").read_text()
+    found = {cache: mentions(source, cache) for cache in concrete_caches()}
+    assert {cache: lines for cache, lines in found.items() if lines} == {}
+    assert cache_kind_questions(source) == []
+
+
+@each(SOURCES)
+def test_nobody_asks_what_kind_of_cache_it_is(path):
+    assert cache_kind_questions(path.read_text()) == []
+
+
+@each(SOURCES)
+def test_no_pickle(path):
+    """Weights are safetensors; optimiser states too. A pickle runs the code of whoever wrote it."""
+    assert unsafe_loading(path.read_text()) == []
+
+
+@each(SOURCES + TESTS)
+def test_every_file_says_what_it_is(path):
+    docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
+    assert len(docstring) >= 40, "no module docstring that says what the file is"
+
+
+@each(SOURCES)
+def test_a_function_fits_on_a_screen(path):
+    assert long_functions(path.read_text()) == []
+
+
+def test_lines_fit_in_120_columns():
+    files = {path.relative_to(ROOT): path.read_text().splitlines() for path in SOURCES + TESTS}
+    assert [f"{path}:{n}" for path, lines in files.items() for n, line in enumerate(lines, 1) if len(line) > 120] == []
+
+
+def test_text_files_end_cleanly():
+    """One newline at the end, no trailing blanks, no carriage returns: diffs stay about content."""
+    files = [*SOURCES, *TESTS, *ROOT.glob("*.md"), *ROOT.glob("*.toml"), *ROOT.glob("*.txt"), ROOT / "Makefile"]
+    files += [ROOT / ".ci" / "run", ROOT / ".gitignore"]
+    bad = []
+    for path in files:
+        text = path.read_bytes().decode("utf-8")
+        if text and (not text.endswith("\n") or text.endswith("\n\n") or re.search(r"[ \t]+$|\r", text, re.MULTILINE)):
+            bad.append(str(path.relative_to(ROOT)))
+    assert bad == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("nanokv.model", "from nanokv.cache import KVCache"),
+        ("nanokv.model", "def f():\n    import nanokv.attention"),
+        ("nanokv.cache.paged", "from nanokv.attention import decode_attention"),
+        ("nanokv.cache.paged", "from ..attention import prefill_attention"),
+        ("nanokv.inference", "from nanokv.cache import DictCache"),
+        ("nanokv.inference", "from nanokv import generation"),
+        ("nanokv.generation", "from nanokv.session import Session"),
+        ("nanokv.session", "from nanokv.cli import text"),
+        ("weights_loader.shards", "from nanokv.errors import NanoKVError"),
+        ("nanokv.generation", "import nanokv"),
+        ("nanokv.newcomer", "import json"),
+        ("nanokv", "from nanokv.model import Qwen3"),
+    ],
+)
+def test_the_import_rule_can_fail(module, source):
+    assert len(upward_imports(module, source)) == 1
+
+
+def test_the_other_rules_can_fail():
+    assert mentions("import F\nF.scaled_dot_product_attention(q)", "scaled_dot_product_attention") == [2]
+    assert mentions("from a import make_cache", "make_cache") == [1]
+    assert cache_kind_questions("if isinstance(c, (NoCache, x.PagedCache)): pass") != []
+    assert unsafe_loading("import torch\nw = torch.load('w.bin')") == ["line 2: torch.load"]
+    assert unsafe_loading("from pickle import loads") == ["line 1: pickle"]
+    assert long_functions("def f():\n" + "    x = 1\n" * 50) == ["line 1: f has 51 lines, limit 50"]
+    assert {"KVCache", "DictCache", "make_cache"} <= concrete_caches()

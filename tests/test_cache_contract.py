@@ -1,0 +1,643 @@
+"""What every cache must do, run over every name in CACHES: a new cache is held to all of this by its entry there.
+
+The reference is the model without a cache (`score`) and, in the random sequences at the end, plain Python lists of
+tensors. What one kind of cache cannot do stands in CANNOT and must then raise UnsupportedError; how its bytes count
+stands in BYTES; nothing else may differ between caches that keep exact values.
+"""
+
+import copy
+import hashlib
+import json
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from safetensors.torch import save_file
+
+from nanokv import cache as cache_module
+from nanokv import costs
+from nanokv.cache import CACHES, DictCache, KVCache, LayerCache, NoCache, make_cache
+from nanokv.config import Config
+from nanokv.errors import CacheError, UnsupportedError
+from nanokv.inference import decode, prefill, score
+from oracle import SHAPES, TOLERANCE, gap, pair, pair_from_disk, random_ids
+
+CAPACITY = 64
+CANNOT = {}  # cache name → operations that it refuses: truncate, fork, reorder, save
+BYTES = {"dict": lambda config, tokens, batch, itemsize: costs.kv_bytes(config, tokens, batch, itemsize)}
+
+
+@pytest.fixture(params=sorted(CACHES))
+def name(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def model():
+    """G = 2, untied, random biases."""
+    return pair(**SHAPES["G2-untied-bias"])[1]
+
+
+@pytest.fixture(scope="module")
+def bf16_model(tmp_path_factory):
+    return pair_from_disk(tmp_path_factory.mktemp("bf16"), **SHAPES["G2-tied"])[1]
+
+
+@pytest.fixture
+def new(name, model):
+    """new(batch_size) → an empty cache of this kind."""
+    return lambda batch=1: make_cache(name, model.config, batch_size=batch, capacity=CAPACITY)
+
+
+def needs(name, *operations):
+    for operation in operations:
+        if operation in CANNOT.get(name, ()):
+            pytest.skip(f"{name} caches cannot {operation}; that they refuse it is tested separately")
+
+
+def contents(cache):
+    """Every stored tensor of every layer, as values that can be compared later (clones)."""
+    return [{key: tensor.clone() for key, tensor in layer.state().items()} for layer in cache]
+
+
+def same(a, b):
+    return len(a) == len(b) and all(
+        x.keys() == y.keys() and all(torch.equal(x[key], y[key]) for key in x) for x, y in zip(a, b, strict=True)
+    )
+
+
+def feed(model, ids, cache, *chunks):
+    """Prefill in chunks (decode for chunks of one); logits after the last token."""
+    for chunk in ids.split(list(chunks) if chunks else ids.shape[1], dim=1):
+        step = decode if chunk.shape[1] == 1 else prefill
+        logits = step(model, chunk, cache, start_pos=cache.length)
+    return logits
+
+
+# --- the same answers on every path ---------------------------------------------------------------------------------
+
+
+def test_a_new_cache_is_empty(new, model):
+    cache = new()
+    assert isinstance(cache, KVCache)
+    assert len(cache) == model.config.num_hidden_layers
+    assert cache.length == 0
+    assert all(isinstance(layer, LayerCache) and layer.length == 0 for layer in cache)
+    assert len({id(layer) for layer in cache}) == len(cache)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_prefill_equals_score(new, model, batch):
+    ids = random_ids(0, batch, 21)
+    cache = new(batch)
+    assert gap(prefill(model, ids, cache, start_pos=0), score(model, ids)[:, -1]) <= TOLERANCE
+    assert cache.length == 21
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_decode_equals_score_at_every_position(new, model, batch):
+    ids = random_ids(1, batch, 24)
+    expected, cache = score(model, ids), new(batch)
+    for i in range(24):  # from the first token on: decode works on an empty cache too
+        assert gap(decode(model, ids[:, i : i + 1], cache, start_pos=i), expected[:, i]) <= TOLERANCE, i
+        assert cache.length == i + 1
+
+
+@pytest.mark.parametrize("chunks", [(1, 20), (20, 1), (7, 7, 7), (2, 3, 5, 11), (1,) * 21, (10, 1, 10)], ids=str)
+def test_chunks_equal_the_whole(new, model, chunks):
+    ids = random_ids(2, 2, 21)
+    assert gap(feed(model, ids, new(2), *chunks), score(model, ids)[:, -1]) <= TOLERANCE
+
+
+def test_bf16(name, bf16_model):
+    """bf16 in, bf16 kept: half the bytes; logits within three times what chunking changes in transformers itself."""
+    ids, config = random_ids(3, 2, 30), bf16_model.config
+    cache = make_cache(name, config, batch_size=2, capacity=CAPACITY, dtype=torch.bfloat16)
+    logits = feed(bf16_model, ids, cache, 20, 1, 9)
+    assert logits.dtype == torch.bfloat16
+    assert gap(logits, score(bf16_model, ids)[:, -1]) <= 0.1
+    assert cache.nbytes == BYTES[name](config, 30, 2, 2)
+
+
+@pytest.mark.parametrize(("batch", "tokens"), [(1, 1), (1, 17), (3, 40)])
+def test_bytes_equal_the_formula_to_the_byte(new, name, model, batch, tokens):
+    cache = new(batch)
+    feed(model, random_ids(4, batch, tokens), cache)
+    assert cache.nbytes == BYTES[name](model.config, tokens, batch, 4) == sum(layer.nbytes for layer in cache)
+
+
+def test_the_mask_is_pure_and_bottom_right(new, model):
+    cache = new()
+    feed(model, random_ids(5, 1, 5), cache)
+    before = contents(cache)
+    mask = cache.mask(3)
+    assert mask.tolist() == [[True] * 6 + [False] * 2, [True] * 7 + [False], [True] * 8]
+    assert cache.mask(1) is None
+    assert cache.length == 5
+    assert same(contents(cache), before)
+
+
+# --- start_pos ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrong", [0, 4, 6, 10, -1])
+def test_a_wrong_start_pos_raises_with_both_numbers_and_writes_nothing(new, model, wrong):
+    cache = new()
+    feed(model, random_ids(6, 1, 5), cache)
+    before = contents(cache)
+    for step, T in ((prefill, 3), (decode, 1)):
+        with pytest.raises(ValueError, match=f"start_pos is {wrong}, but the cache holds 5 tokens"):
+            step(model, random_ids(7, 1, T), cache, start_pos=wrong)
+    assert cache.length == 5
+    assert same(contents(cache), before)
+
+
+def test_an_id_outside_the_vocabulary_raises_before_anything_is_written(new, model):
+    cache = new()
+    feed(model, random_ids(8, 1, 5), cache)
+    for bad in (151, -1):
+        with pytest.raises((IndexError, ValueError)):
+            prefill(model, torch.tensor([[1, bad]]), cache, start_pos=5)
+    assert cache.length == 5
+
+
+# --- truncate -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keep", [0, 1, 6, 11])
+def test_truncate_equals_never_happened(new, name, model, keep):
+    """Same bytes and, after that, bit-equal logits: a rejected draft leaves no trace."""
+    needs(name, "truncate")
+    ids, rest = random_ids(9, 2, 12), random_ids(10, 2, 4)
+    cache, clean = new(2), new(2)
+    feed(model, ids, cache, *[keep, 12 - keep] if keep else [12])
+    cache.truncate(keep)
+    if keep:
+        feed(model, ids[:, :keep], clean)
+    assert cache.length == keep
+    assert same(contents(cache), contents(clean))
+    assert cache.nbytes == clean.nbytes
+    assert torch.equal(feed(model, rest, cache), feed(model, rest, clean))
+    assert same(contents(cache), contents(clean))
+
+
+def test_truncate_is_absolute_and_idempotent(new, name, model):
+    needs(name, "truncate")
+    cache = new()
+    feed(model, random_ids(11, 1, 12), cache)
+    for n, left in ((7, 7), (7, 7), (9, 7), (1000, 7), (3, 3), (0, 0), (0, 0), (5, 0)):
+        cache.truncate(n)
+        assert cache.length == left, f"truncate({n})"
+
+
+@pytest.mark.parametrize("n", [-1, 1.0, "1", None, True])
+def test_truncate_refuses_what_is_no_number_of_tokens(new, name, model, n):
+    needs(name, "truncate")
+    cache = new()
+    feed(model, random_ids(12, 1, 4), cache)
+    with pytest.raises(CacheError, match="truncate"):
+        cache.truncate(n)
+    assert cache.length == 4
+
+
+def test_truncated_rows_give_their_memory_back(model):
+    """The dict cache copies what it keeps: a view would hold the forgotten rows as long as the cache lives."""
+    cache = make_cache("dict", model.config)
+    feed(model, random_ids(13, 1, 40), cache)
+    cache.truncate(10)
+    for tensor in cache[0].values():
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
+# --- a forward pass that fails half-way -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("part", ["self_attn.q_proj", "self_attn.o_proj", "mlp"])
+@pytest.mark.parametrize("layer", [0, 1, 2])
+def test_a_failed_forward_is_noticed_and_truncate_mends_it(new, name, model, layer, part, monkeypatch):
+    """Layers before the failure hold new tokens, later ones do not: unmended, positions would silently shift."""
+    needs(name, "truncate")
+    prompt, more = random_ids(14, 2, 9), random_ids(15, 2, 5)
+    cache, clean = new(2), new(2)
+    feed(model, prompt, cache)
+    feed(model, prompt, clean)
+
+    def fail(*args, **kwargs):
+        raise MemoryError("injected")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model.layers[layer].get_submodule(part), "forward", fail)
+        with pytest.raises(MemoryError, match="injected"):
+            prefill(model, more, cache, start_pos=9)
+    if (layer, part) == (0, "self_attn.q_proj"):  # failed before the first append
+        assert cache.length == 9
+    elif (layer, part) in ((2, "self_attn.o_proj"), (2, "mlp")):  # every layer had appended
+        assert cache.length == 14
+    else:
+        with pytest.raises(CacheError, match="layers hold between 9 and 14 tokens") as caught:
+            _ = cache.length
+        assert "truncate" in caught.value.hint
+        with pytest.raises(CacheError, match="between 9 and 14"):
+            prefill(model, more, cache, start_pos=9)
+    cache.truncate(9)
+    assert cache.length == 9
+    assert same(contents(cache), contents(clean))
+    assert torch.equal(prefill(model, more, cache, start_pos=9), prefill(model, more, clean, start_pos=9))
+
+
+# --- fork and reorder -----------------------------------------------------------------------------------------------
+
+
+def test_fork_and_parent_do_not_touch_each_other(new, name, model):
+    needs(name, "fork")
+    cache = new(2)
+    feed(model, random_ids(16, 2, 8), cache)
+    fork, before = cache.fork(), contents(cache)
+    assert type(fork) is type(cache)
+    assert (fork.length, fork.name, fork.config) == (8, name, model.config)
+    feed(model, random_ids(17, 2, 3), fork)
+    if "reorder" not in CANNOT.get(name, ()):
+        fork.reorder([1, 0])
+    if "truncate" not in CANNOT.get(name, ()):
+        fork.truncate(2)
+    assert same(contents(cache), before)
+    frozen = contents(fork)
+    feed(model, random_ids(18, 2, 4), cache)
+    if "truncate" not in CANNOT.get(name, ()):
+        cache.truncate(1)
+    assert same(contents(fork), frozen)
+
+
+def test_fork_continues_with_the_same_logits(new, name, model):
+    needs(name, "fork")
+    cache, more = new(), random_ids(20, 1, 3)
+    feed(model, random_ids(19, 1, 8), cache)
+    assert torch.equal(feed(model, more, cache.fork()), feed(model, more, cache))
+
+
+def test_reorder_makes_rows_equal(new, name, model):
+    needs(name, "reorder")
+    ids = random_ids(21, 2, 9)
+    cache, alone = new(2), new(1)
+    feed(model, ids, cache)
+    cache.reorder([1, 1])
+    next_ids = random_ids(22, 1, 1)
+    logits = decode(model, next_ids.expand(2, 1), cache, start_pos=9)
+    assert torch.equal(logits[0], logits[1])
+    feed(model, ids[1:], alone)
+    assert gap(logits[:1], decode(model, next_ids, alone, start_pos=9)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("index", [
+    [2, 0, 1], (1, 1, 1), torch.tensor([0, 0, 2]), torch.tensor([2, 1, 0]).int(),
+], ids=["list", "tuple", "tensor", "int32"])  # fmt: skip
+def test_reorder_takes_rows_from_where_the_index_says(new, name, model, index):
+    needs(name, "reorder")
+    cache, ids, more = new(3), random_ids(23, 3, 7), random_ids(24, 3, 4)
+    feed(model, ids, cache)
+    cache.reorder(index)
+    ids = ids[torch.as_tensor(index).long()]
+    assert gap(feed(model, more, cache), score(model, torch.cat((ids, more), 1))[:, -1]) <= TOLERANCE
+
+
+@pytest.mark.parametrize("index", [[0, 0, 1, 1], [1]], ids=["grow", "shrink"])
+def test_the_batch_may_grow_and_shrink(new, name, model, index):
+    needs(name, "reorder")
+    cache, ids, more = new(2), random_ids(25, 2, 7), random_ids(26, len(index), 2)
+    feed(model, ids, cache)
+    cache.reorder(index)
+    assert gap(feed(model, more, cache), score(model, torch.cat((ids[index], more), 1))[:, -1]) <= TOLERANCE
+    assert cache.nbytes == BYTES[name](model.config, 9, len(index), 4)
+
+
+@pytest.mark.parametrize("index", [[2], [-1], [], [[0]], [0.5], [True, False], 1], ids=str)
+def test_reorder_refuses_rows_that_do_not_exist(new, name, model, index):
+    needs(name, "reorder")
+    cache = new(2)
+    feed(model, random_ids(27, 2, 3), cache)
+    before = contents(cache)
+    with pytest.raises(CacheError, match="reorder"):
+        cache.reorder(index)
+    assert same(contents(cache), before)
+
+
+def test_operations_on_an_empty_cache(new, name, model, tmp_path):
+    cache = new()
+    if "truncate" not in CANNOT.get(name, ()):
+        cache.truncate(0)
+        cache.truncate(5)
+    if "reorder" not in CANNOT.get(name, ()):
+        cache.reorder([0])
+    if "fork" not in CANNOT.get(name, ()):
+        cache = cache.fork()
+    if "save" not in CANNOT.get(name, ()):
+        cache.save(tmp_path / "empty")
+        cache = KVCache.load(tmp_path / "empty", model.config)
+    assert cache.length == 0
+    ids = random_ids(28, 1, 6)
+    assert gap(feed(model, ids, cache), score(model, ids)[:, -1]) <= TOLERANCE
+
+
+@pytest.mark.parametrize("operation", ["truncate", "fork", "reorder", "save"])
+def test_what_a_cache_cannot_do_is_refused_by_type(new, name, model, tmp_path, operation):
+    """A kind that does not implement an operation gets this from the base class, which names the class."""
+    args = {"truncate": (0,), "fork": (), "reorder": ([0],), "save": (tmp_path / "x",)}[operation]
+    with pytest.raises(UnsupportedError, match="LayerCache cannot"):
+        getattr(KVCache([LayerCache()], model.config), operation)(*args)
+    if operation in CANNOT.get(name, ()):
+        cache = new()
+        feed(model, random_ids(29, 1, 4), cache)
+        with pytest.raises(UnsupportedError):
+            getattr(cache, operation)(*args)
+        assert cache.length == 4
+
+
+# --- save and load --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def saved(new, name, model, tmp_path):
+    """(path, the cache that was saved): 2 rows of 6 tokens, with ids and a fingerprint."""
+    needs(name, "save")
+    cache, path = new(2), tmp_path / "cache.safetensors"
+    feed(model, random_ids(30, 2, 6), cache)
+    cache.save(path, tokens=[5, 6, 7, 8, 9, 10], model_fingerprint="0123456789abcdef")
+    return path, cache
+
+
+def test_load_continues_with_bit_equal_logits(saved, name, model):
+    path, cache = saved
+    loaded = KVCache.load(path, model.config, model_fingerprint="0123456789abcdef")
+    assert (loaded.name, loaded.length, loaded.tokens) == (name, 6, [5, 6, 7, 8, 9, 10])
+    assert loaded.nbytes == cache.nbytes
+    assert same(contents(loaded), contents(cache))
+    more = random_ids(31, 2, 5)
+    assert torch.equal(feed(model, more, loaded), feed(model, more, cache))
+
+
+def test_bf16_survives_the_file(name, bf16_model, tmp_path):
+    needs(name, "save")
+    cache = make_cache(name, bf16_model.config, capacity=CAPACITY, dtype=torch.bfloat16)
+    feed(bf16_model, random_ids(32, 1, 6), cache)
+    cache.save(tmp_path / "c")
+    loaded, more = KVCache.load(tmp_path / "c", bf16_model.config), random_ids(33, 1, 3)
+    assert torch.equal(feed(bf16_model, more, loaded), feed(bf16_model, more, cache))
+
+
+def test_every_single_changed_byte_is_noticed(saved, model):
+    """Loading must refuse, or (a blank that became another blank in the header's padding) give the very same cache."""
+    path, cache = saved
+    data, expected = path.read_bytes(), contents(cache)
+    header = 8 + int.from_bytes(data[:8], "little")
+    refused = 0
+    for i in [*range(header), *range(header, len(data), 61), len(data) - 1]:
+        path.write_bytes(data[:i] + bytes([data[i] ^ 1]) + data[i + 1 :])
+        try:
+            loaded = KVCache.load(path, model.config)
+        except CacheError:
+            refused += 1
+        else:
+            assert i < header, f"byte {i} of the tensors was changed and nobody noticed"
+            assert same(contents(loaded), expected)
+            assert loaded.tokens == [5, 6, 7, 8, 9, 10]
+    assert refused > header * 0.95
+
+
+def test_a_truncated_file_is_refused(saved, model):
+    path, _ = saved
+    data = path.read_bytes()
+    for n in (0, 1, 7, 8, 9, 100, len(data) // 2, len(data) - 1):
+        path.write_bytes(data[:n])
+        with pytest.raises(CacheError, match=r"cache\.safetensors"):
+            KVCache.load(path, model.config)
+
+
+def test_files_that_are_no_cache_are_refused(model, tmp_path):
+    with pytest.raises(CacheError, match="not a readable cache file"):
+        KVCache.load(tmp_path / "missing", model.config)
+    with pytest.raises(CacheError, match="not a readable cache file"):
+        KVCache.load(tmp_path, model.config)
+    (tmp_path / "text").write_text("hello")
+    with pytest.raises(CacheError, match="not a readable cache file"):
+        KVCache.load(tmp_path / "text", model.config)
+    save_file({"weight": torch.zeros(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(CacheError, match="not a saved KV cache"):
+        KVCache.load(tmp_path / "model.safetensors", model.config)
+
+
+@pytest.mark.parametrize(("field", "value"), [("rope_theta", 5.0), ("num_hidden_layers", 4), ("rms_norm_eps", 1e-5)])
+def test_another_config_is_refused_by_field(saved, model, field, value):
+    """Same shapes, other theta: the keys would fit and be wrong."""
+    fields = model.config.to_dict()
+    if field == "rope_theta":
+        fields["rope_parameters"] = {"rope_type": "default", "rope_theta": value}
+    other = Config.from_dict(fields | {field: value})
+    with pytest.raises(CacheError, match=f"belongs to another model: .*{field}.* differ"):
+        KVCache.load(saved[0], other)
+
+
+def test_other_weights_are_refused(saved, model):
+    path, _ = saved
+    with pytest.raises(CacheError, match="other weights: 0123456789ab, not fedcba987654"):
+        KVCache.load(path, model.config, model_fingerprint="fedcba9876543210")
+    assert KVCache.load(path, model.config).length == 6  # the caller who does not say which weights takes the risk
+
+
+def test_save_replaces_a_file_only_when_it_is_whole(saved, model, monkeypatch):
+    path, cache = saved
+    before = hashlib.sha256(path.read_bytes()).hexdigest()
+
+    def full_disk(tensors, target, metadata):
+        target.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("nanokv.cache.base.save_file", full_disk)
+        with pytest.raises(OSError, match="No space left"):
+            cache.save(path)
+    assert hashlib.sha256(path.read_bytes()).hexdigest() == before
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
+    feed(model, random_ids(34, 2, 1), cache)
+    cache.save(path)
+    assert KVCache.load(path, model.config).length == 7
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
+
+
+def test_a_cache_with_unequal_layers_is_not_saved(new, name, model, tmp_path):
+    needs(name, "save")
+    cache = new()
+    feed(model, random_ids(35, 1, 4), cache)
+    shape = (1, model.config.num_key_value_heads, 1, model.config.head_dim)
+    cache[0].append(torch.zeros(shape), torch.zeros(shape))
+    with pytest.raises(CacheError, match="between 4 and 5"):
+        cache.save(tmp_path / "c")
+    assert not list(tmp_path.iterdir())
+
+
+# --- make_cache, NoCache, and what the dict cache refuses -----------------------------------------------------------
+
+
+def test_an_unknown_cache_or_option_is_named_with_the_known_ones(name, model):
+    with pytest.raises(CacheError, match=r"no cache is called 'dcit': there are .*dict") as caught:
+        make_cache("dcit", model.config)
+    assert caught.value.hint == "did you mean 'dict'?"
+    with pytest.raises(CacheError, match=f"cache '{name}' has no option colour, flavour: it knows"):
+        make_cache(name, model.config, flavour=1, colour=2)
+
+
+def test_caches_are_exported_by_the_package():
+    import nanokv
+
+    assert nanokv.CACHES is cache_module.CACHES
+    assert nanokv.make_cache is make_cache
+    assert nanokv.NoCache is NoCache
+
+
+def test_no_cache_keeps_nothing(model):
+    cache, ids = NoCache(3), random_ids(36, 2, 5)
+    first = prefill(model, ids, cache, start_pos=0)
+    assert (cache.length, cache.nbytes, len(cache)) == (0, 0, 3)
+    cache.truncate(0)
+    cache.truncate(7)
+    cache.reorder([1, 0])
+    assert torch.equal(prefill(model, ids, cache.fork(), start_pos=0), first)
+    with pytest.raises(ValueError, match="start_pos is 5, but the cache holds 0"):
+        prefill(model, ids, cache, start_pos=5)
+
+
+def test_dict_cache_is_literally_a_dict(model):
+    cache = make_cache("dict", model.config)
+    assert [dict(layer) for layer in cache] == [{}, {}, {}]
+    feed(model, random_ids(37, 1, 5), cache)
+    assert all(isinstance(layer, DictCache | dict) for layer in cache)
+    assert list(cache[0]) == ["key", "value"]
+    assert cache[0]["key"].shape == cache[0]["value"].shape == (1, 2, 5, 32)
+
+
+def test_another_batch_or_dtype_is_refused_before_anything_is_written(new, name, model, bf16_model):
+    """cat would promote bf16 to fp32 without a word, and a broadcast batch would be a wrong answer."""
+    cache = new(2)
+    feed(model, random_ids(38, 2, 4), cache)
+    before = contents(cache)
+    with pytest.raises(CacheError, match=r"cannot append keys \(1, 2, 3, 32\)"):
+        prefill(model, random_ids(39, 1, 3), cache, start_pos=4)
+    half = copy.deepcopy(model).to(torch.bfloat16)
+    with pytest.raises(CacheError, match=r"bfloat16 to a cache of .*float32"):
+        prefill(half, random_ids(40, 2, 3), cache, start_pos=4)
+    assert same(contents(cache), before)
+    assert cache.length == 4
+
+
+# --- random sequences of everything, against plain lists ------------------------------------------------------------
+
+SMALL = Config.from_dict({
+    "vocab_size": 11, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 4, "max_position_embeddings": CAPACITY,
+})  # fmt: skip
+B = 2
+
+
+class AnySequence(RuleBasedStateMachine):
+    """A cache and, beside it, for each layer a list of (k, v) pairs, one a token. They must never differ.
+
+    Forked parents are kept with their own lists and compared after every step as well.
+    """
+
+    kind = "dict"
+
+    @initialize(seed=st.integers(0, 10**6))
+    def start(self, seed):
+        self.generator = torch.Generator().manual_seed(seed)
+        self.cache = make_cache(self.kind, SMALL, batch_size=B, capacity=CAPACITY)
+        self.lists = [[] for _ in self.cache]
+        self.parents = []
+        self.steps = 0
+
+    def can(self, operation):
+        return operation not in CANNOT.get(self.kind, ())
+
+    @precondition(lambda self: len(self.lists[0]) <= CAPACITY - 9)
+    @rule(T=st.integers(1, 9))
+    def append(self, T):
+        mask = self.cache.mask(T)
+        S = len(self.lists[0]) + T
+        assert (mask is None) == (T == 1)
+        assert mask is None or mask.shape == (T, S)
+        for layer, kept in zip(self.cache, self.lists, strict=True):
+            k, v = (torch.randn(B, 2, T, 4, generator=self.generator) for _ in range(2))
+            kept += zip(k.unbind(2), v.unbind(2), strict=True)
+            keys, values = layer.append(k.clone(), v.clone())
+            assert torch.equal(keys, torch.stack([pair[0] for pair in kept], 2))
+            assert torch.equal(values, torch.stack([pair[1] for pair in kept], 2))
+
+    @precondition(lambda self: self.can("truncate"))
+    @rule(n=st.integers(0, CAPACITY))
+    def truncate(self, n):
+        self.cache.truncate(n)
+        for kept in self.lists:
+            del kept[n:]
+
+    @precondition(lambda self: self.can("fork") and len(self.parents) < 3)
+    @rule(keep_parent=st.booleans())
+    def fork(self, keep_parent):
+        fork, lists = self.cache.fork(), [list(kept) for kept in self.lists]
+        if keep_parent:  # go on with the parent instead, and watch the child
+            fork, self.cache = self.cache, fork
+        self.parents.append((self.cache, self.lists))
+        self.cache, self.lists = fork, lists
+
+    @precondition(lambda self: self.can("reorder"))
+    @rule(index=st.lists(st.integers(0, B - 1), min_size=B, max_size=B))
+    def reorder(self, index):
+        self.cache.reorder(index)
+        for kept in self.lists:
+            kept[:] = [(k[index], v[index]) for k, v in kept]
+
+    @precondition(lambda self: self.can("save"))
+    @rule()
+    def save_and_load(self):
+        path = self.folder / "cache"
+        self.cache.save(path, tokens=range(len(self.lists[0])))
+        self.cache = KVCache.load(path, SMALL)
+        assert self.cache.tokens == list(range(len(self.lists[0])))
+
+    @invariant()
+    def lengths_and_bytes_agree(self):
+        for cache, lists in [(self.cache, self.lists), *self.parents]:
+            S = len(lists[0])
+            assert cache.length == S
+            assert cache.nbytes == BYTES[self.kind](SMALL, S, B, 4)
+
+    def teardown(self):
+        """At the end every cache, the forked ones too, still returns exactly its own tokens."""
+        zero = torch.zeros(B, 2, 1, 4)
+        for cache, lists in [(self.cache, self.lists), *self.parents] if hasattr(self, "cache") else []:
+            for layer, kept in zip(cache, lists, strict=True):
+                keys, values = layer.append(zero, zero)
+                assert torch.equal(keys, torch.stack([pair[0] for pair in kept] + [zero[:, :, 0]], 2))
+                assert torch.equal(values, torch.stack([pair[1] for pair in kept] + [zero[:, :, 0]], 2))
+
+
+def test_any_sequence_of_operations(name, tmp_path):
+    machine = type("AnySequenceOf" + name, (AnySequence,), {"kind": name, "folder": tmp_path})
+    checks = list(HealthCheck)
+    many = settings(max_examples=60, stateful_step_count=25, deadline=None, suppress_health_check=checks, database=None)
+    run_state_machine_as_test(machine, settings=many)
+
+
+def test_metadata_of_a_saved_cache_is_plain_json(saved):
+    """Readable without this program: format, kind, length, config, ids."""
+    data = saved[0].read_bytes()
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
+    assert (header["format"], header["length"], header["model"]) == ("nanokv-cache-1", "6", "0123456789abcdef")
+    assert json.loads(header["tokens"]) == [5, 6, 7, 8, 9, 10]
+    assert json.loads(header["config"])["model_type"] == "qwen3"

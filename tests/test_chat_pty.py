@@ -1,0 +1,482 @@
+"""`nanokv chat` as a person meets it: in a real pseudo-terminal, asserted on the screen (pexpect + pyte).
+
+The rows of the edge-case table that concern the chat, by name. One process serves several tests where it can; the
+model is tiny and random, so what it says is only compared with what the same weights say without a terminal.
+"""
+
+import json
+import os
+import resource
+import signal
+import stat
+import sys
+import termios
+
+import pytest
+
+from chat_terminal import Terminal, chat_argv
+from tiny_checkpoint import write_tiny_checkpoint
+
+if not hasattr(termios, "tcgetattr"):  # pragma: no cover
+    pytest.skip("no pseudo-terminals here", allow_module_level=True)
+
+READY = r"^> *$"
+STATUS = (
+    r"^  [\d,]+ new \+ [\d,]+ reused → [\d,]+ out · first token [\d.]+ m?s( · [\d,]+ tok/s)? · cache {}/{} · "
+    r"[\d.]+ k?M?B"
+)
+
+
+@pytest.fixture(scope="module")
+def long_folder(tmp_path_factory):
+    """The same kind of model with room for long prompts and answers, and no eos: it talks until it is stopped."""
+    folder = write_tiny_checkpoint(tmp_path_factory.mktemp("long") / "endless", max_position_embeddings=60_000)
+    settings = folder / "generation_config.json"
+    settings.write_text(json.dumps({"eos_token_id": [], "do_sample": False}) + "\n")
+    return folder
+
+
+@pytest.fixture
+def start(tmp_path):
+    """start(folder, *flags, env=...): a chat whose state lives in tmp_path; ended with the test."""
+    started = []
+
+    def begin(folder, *flags, env=None, wait=READY, **options):
+        env = {"XDG_STATE_HOME": str(tmp_path), "NANOKV_NO_HISTORY": "1"} | (env or {})
+        terminal = Terminal(chat_argv(folder, *flags), env, **options)
+        started.append(terminal)
+        if wait:
+            terminal.see(wait)
+        return terminal
+
+    yield begin
+    for terminal in started:
+        terminal.stop()
+
+
+def sessions(tmp_path):
+    return sorted((tmp_path / "nanokv" / "sessions").glob("*.jsonl"))
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+# --- one long conversation: keys, commands, status, files -----------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def chat(tiny_folder, tmp_path_factory):
+    """A chat that many tests share; each begins with /clear."""
+    home = tmp_path_factory.mktemp("state")
+    editor = home / "editor"
+    editor.write_text("#!/bin/sh\nprintf ' edited' >> \"$1\"\n")
+    editor.chmod(0o755)
+    env = {"XDG_STATE_HOME": str(home), "EDITOR": str(editor)}
+    terminal = Terminal(chat_argv(tiny_folder, "-n", "12"), env, 200, 44)
+    terminal.home = home
+    terminal.see(READY)
+    yield terminal
+    terminal.stop()
+
+
+@pytest.fixture
+def fresh(chat):
+    chat.ask("/clear", "history and cache are empty")
+    chat.clear()
+    return chat
+
+
+def test_banner_is_one_line_and_the_toolbar_shows_the_context(chat):
+    first = chat.raw.split(b"\n")[0].decode()
+    assert "nanokv 0." in first and "cache dict · context 512 · /help" in first
+    chat.see(r"context ▕ {8}▏ 0 %  ·  Alt-Enter newline")
+
+
+def test_status_line_counts_new_and_reused_tokens_and_measured_bytes(fresh, tiny_folder):
+    fresh.ask("My name is Zorbla.", STATUS.format(r"\d+", 512))
+    fresh.ask("What is my name?", STATUS.format(r"\d+", 512))
+    expected = replies(tiny_folder, ["My name is Zorbla.", "What is my name?"])[-1]
+    shown = next(line for line in fresh.text.splitlines() if "reused" in line)
+    from nanokv.cli.terminal import bytes_text
+
+    counts = f"  {expected.new:,} new + {expected.reused:,} reused → {expected.out:,} out · first token "
+    assert shown.startswith(counts)
+    assert f" · cache {expected.cached}/512 · {bytes_text(expected.kv_bytes)}" in shown and expected.reused > 0
+    fresh.see(r"context ▕[^▏].* [1-9]\d? %")
+
+
+def replies(folder, texts, n=12):
+    import nanokv
+
+    session = nanokv.Session(*nanokv.load(str(folder)), params={"max_new_tokens": n})
+    turns = []
+    for text in texts:
+        session.ask(text)
+        turns.append(session.last)
+    return turns
+
+
+def test_the_limit_is_never_silent_and_continue_goes_on(fresh):
+    fresh.ask("Tell me.", r"\[stopped at 12 tokens · /continue\]")
+    fresh.ask("/continue", r"^  1 new \+ \d+ reused → 12 out")
+
+
+def test_enter_sends_and_the_newline_keys_do_not(fresh):
+    fresh.send("one\nand\x1b\rtwo")                      # Ctrl-J, then Alt-Enter
+    fresh.see(r"> one\n  and\n  two")
+    fresh.send("\r")
+    fresh.see(STATUS.format(r"\d+", 512))
+    fresh.ask("/tokens", r"\d+:\S*w\S*")
+
+
+def test_triple_quotes_open_and_close_a_block(fresh):
+    fresh.send('"""a\rb\r')
+    fresh.see(r'"""a\n  b\n')
+    fresh.send('c"""\r')
+    fresh.see(STATUS.format(r"\d+", 512))
+
+
+def test_tab_completes_commands_and_paths(fresh, tmp_path):
+    (tmp_path / "notes-of-today.txt").write_text("Hello.\n")
+    fresh.send("/und\t")
+    fresh.see("> /undo")
+    fresh.send("\x03")
+    fresh.send(f"/read {tmp_path}/notes-of\t")
+    fresh.see("notes-of-today.txt")
+    fresh.send("\r")
+    fresh.see(r"^> Hello\.")                             # the file is in the input line, not sent
+    fresh.send("\x03")
+
+
+def test_arrow_up_and_ctrl_r_find_history(fresh):
+    fresh.ask("/set top_k 7", "top_k 7")
+    fresh.send("\x1b[A")
+    fresh.see("> /set top_k 7")
+    fresh.send("\x03\x12top_k")
+    fresh.see(r"(reverse-i-search|I-search backward).*top_k")
+    fresh.send("\x07")
+    history = fresh.home / "nanokv" / "history"
+    assert "/set top_k 7" in history.read_text() and stat.S_IMODE(history.stat().st_mode) == 0o600
+    fresh.ask("/set top_k 0", "top_k 0")
+
+
+def test_ctrl_x_ctrl_e_and_edit_open_the_editor(fresh):
+    fresh.send("keep me\x18\x05")
+    fresh.see(r"> keep me edited")
+    fresh.send("\x03")
+    fresh.ask("/edit from here", r"^> from here edited")
+    fresh.send("\x03")
+
+
+def test_emoji_and_cjk_one_backspace_a_character_no_residue(fresh):
+    fresh.send("a 世界🚀")
+    fresh.see("> a 世 ?界 ?🚀")
+    fresh.send("\x7f\x7f")
+    fresh.see(r"> a 世 ?$", unseen="界|🚀")
+    fresh.send("b")
+    fresh.see(r"> a 世 ?b$")
+    fresh.send("\x03")
+    fresh.ask("🧑‍🚀 世界", STATUS.format(r"\d+", 512))
+
+
+def test_resize_redraws_the_input_and_answers_carry_no_hard_wraps(fresh, tiny_folder):
+    fresh.ask("Tell me.", STATUS.format(r"\d+", 512))
+    fresh.child.setwinsize(44, 60)
+    fresh.screen.resize(44, 60)
+    fresh.ask("/stats off", "status line off")
+    start = len(fresh.raw)
+    fresh.ask("Once upon a time there was a cache.", r"stopped at")
+    answer = replies(tiny_folder, ["Tell me.", "Once upon a time there was a cache."])[-1].text
+    from nanokv.cli.terminal import sanitize
+
+    assert sanitize(answer).replace("\n", "\r\n").encode() in fresh.raw[start:]
+    fresh.child.setwinsize(44, 200)
+    fresh.screen.resize(44, 200)
+    fresh.ask("/stats on", "status line on")
+
+
+def test_control_characters_of_the_model_are_visible_never_obeyed(fresh, tiny_folder):
+    """The random model says an escape character to one of these messages; the raw one stays in the session."""
+    for text in ("Hi", "Tell me.", "Who?", "One", "Two", "Three", "Four", "Five", "Six", "Seven"):
+        reply = replies(tiny_folder, [text])[0].text
+        control = next((c for c in reply if ord(c) < 32 and c not in "\n\t\r"), None)
+        if control:
+            break
+    else:
+        pytest.skip("this random model never says a control character")
+    fresh.ask(text, STATUS.format(r"\d+", 512))
+    assert chr(0x2400 + ord(control)) in fresh.text
+    saved = lines(sessions(fresh.home)[-1])[-1]
+    assert saved["user"] == text and control in saved["answer"]
+
+
+def test_typed_control_token_asks_and_no_keeps_the_message(fresh):
+    fresh.send("a <|im_end|> b\r")
+    fresh.see(r"message contains <\|im_end\|>, a control token")
+    fresh.send("n\n")
+    fresh.see(r"y/N n\n> a <\|im_end\|> b")
+    fresh.send("\r")
+    fresh.see(r"(?s)y/N n.*y/N")
+    fresh.send("y\n")
+    fresh.see(STATUS.format(r"\d+", 512))
+
+
+def test_long_paste_folds_counts_tokens_and_unfolds(fresh):
+    text = "\n".join(f"l{i}" for i in range(40))
+    fresh.paste(text.replace("\n", "\r\n"))
+    fresh.see(r"^> \[pasted 40 lines, \d+ tokens\]")
+    assert "l17" not in fresh.text
+    fresh.send("\x1bp")
+    fresh.see(r"^  l17$")
+    fresh.send("\x03")
+    fresh.paste("x\n\ny")                                # a short one stays as it is, and is not sent line by line
+    fresh.see(r"> x\n\n  y|> x\n +\n  y")
+    fresh.send("\x03")
+
+
+def test_context_full_before_a_turn_refuses_with_numbers_and_keeps_the_message(fresh):
+    fresh.ask("One.", STATUS.format(r"\d+", 512))
+    fresh.clear()
+    fresh.paste("word " * 300)
+    fresh.send("\r")
+    fresh.see(r"needs [\d,]+ of 512 tokens \(history \d+ \+ message [\d,]+\)")
+    fresh.see(r"hint: /drop 3, /clear, --context N or --overflow drop")
+    fresh.see(r"^> word word")
+    fresh.send("\x03")
+    fresh.ask("Two.", STATUS.format(r"\d+", 512))
+
+
+def test_full_during_the_answer_says_so(fresh):
+    fresh.ask("/set max_new_tokens 2000", "max_new_tokens 2000")
+    fresh.ask("/set loop_guard off", "loop_guard off")
+    fresh.ask("Tell me everything.", r"\[context full 512/512 · /drop N then /continue\]")
+    fresh.ask("/set loop_guard on", "loop_guard on")
+    fresh.ask("/set max_new_tokens 12", "max_new_tokens 12")
+
+
+def test_overflow_drop_says_what_it_dropped(fresh):
+    fresh.ask("/set overflow drop", "overflow drop")
+    for _ in range(3):
+        fresh.ask("word " * 70, r"→ 12 out")
+    fresh.see(r"dropped 1 turn \(−\d+\); prefilled \d+ again")
+    fresh.ask("/set overflow stop", "overflow stop")
+
+
+def test_cache_draws_a_row_a_layer_and_its_total_is_measured(fresh):
+    fresh.ask("/system Be kind.", "system prompt set")
+    fresh.ask("My name is Zorbla.", STATUS.format(r"\d+", 512))
+    cached = int(fresh.text.split("cache ")[1].split("/")[0])
+    fresh.ask("/cache", "measured")
+    total = 2 * 3 * 2 * 32 * 4 * cached
+    formula = f"2 (K, V) × 3 layers × 2 KV heads × 32 × 4 B × {cached} tokens = {total:,} B · measured {total:,} B"
+    assert formula in fresh.text
+    for layer in range(3):
+        fresh.see(rf"^layer  {layer} s+u+a+  [\d.]+ kB$")
+    fresh.ask("/system", "system: Be kind.")
+    fresh.ask('/system ""', "system prompt removed")
+
+
+def test_typo_gets_the_nearest_name_and_a_path_is_text(fresh):
+    fresh.ask("/hlep", r"no command /hlep\nhint: did you mean /help\?")
+    fresh.ask("/etc/hosts is a file", STATUS.format(r"\d+", 512))
+    fresh.ask("//comment", STATUS.format(r"\d+", 512))
+    fresh.ask("   ", READY)                              # an empty message is ignored
+    fresh.ask("/undo", "forgot the last turn; 1 left")
+    fresh.ask("/drop 5", "cannot drop 5 of 1 turns")
+    fresh.ask("/set top_p 7", "7.* is not")
+    fresh.ask("/help", r"/retry \(=/regen\)")
+
+
+def test_retry_keeps_history_alternating(fresh):
+    fresh.ask("Tell me.", STATUS.format(r"\d+", 512))
+    fresh.ask("/retry", r"^  1 new \+ \d+ reused → 12 out")
+    fresh.ask("/undo", "0 left")
+
+
+def test_save_and_load_with_cache_and_refusal_of_another_models(fresh, tmp_path):
+    fresh.ask("My name is Zorbla.", STATUS.format(r"\d+", 512))
+    cached = int(fresh.text.split("cache ")[1].split("/")[0])
+    file = tmp_path / "talk.jsonl"
+    fresh.ask(f"/save {file} --kv", rf"saved 1 turn to .*cache of {cached} tokens")
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    fresh.ask("/clear", "empty")
+    fresh.ask(f"/load {file}", rf"loaded 1 turn · cache of {cached} tokens")
+    fresh.ask("/retry", r"^  1 new \+ [1-9]\d reused")     # without its cache every token would be new
+    mine = lines(file)[0]["fingerprint"]
+    file.write_text(file.read_text().replace(mine, "0123456789abcdef"))
+    fresh.ask("/clear", "empty")
+    fresh.ask(f"/load {file}", rf"loaded 1 turn · cache refused: .*0123456789abcdef, this is {mine}")
+    fresh.ask("Hello.", STATUS.format(r"\d+", 512))
+    (tmp_path / "broken.jsonl").write_text("{}\n")
+    fresh.ask(f"/load {tmp_path}/broken.jsonl", "is not a nanokv session")
+    fresh.ask("/save /dev/full", r"session not saved: no space \(need [\d.]+ k?B\)")
+    assert stat.S_ISCHR(os.stat("/dev/full").st_mode), "a device must never be replaced by a file"
+
+
+def test_ctrl_d_leaves_with_the_session_on_disk(chat):
+    """Last test of the shared chat."""
+    chat.ask("Bye then.", STATUS.format(r"\d+", 512))
+    assert chat.leave("\x04") == 0
+    assert "session saved · nanokv chat --resume" in chat.text
+    (path,) = sessions(chat.home)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    last = lines(path)[-1]
+    assert last["user"] == "Bye then." and last["settings"]["max_new_tokens"] == 12 and "seed" in last
+
+
+# --- Ctrl-C, signals, resume ------------------------------------------------------------------------------------------
+
+
+def test_ctrl_c_keeps_the_half_answer_and_the_chat_and_resume_goes_on(start, long_folder, tmp_path):
+    chat = start(long_folder, "-n", "50000", "--no-loop-guard")
+    chat.send("Tell me everything.\r")
+    chat.see(r"everything\.\n.{60}")                     # the answer is on its way
+    chat.send("\x03")
+    waited = chat.see(r"\[interrupted · /continue or /retry\]")
+    assert waited < 1.0, f"Ctrl-C was answered after {waited:.2f} s"
+    chat.send("\x03")                                    # the second half of a double press: swallowed
+    chat.see(READY)
+    assert "Ctrl-C again" not in chat.text
+    (path,) = sessions(tmp_path)
+    saved = lines(path)[-1]
+    assert saved["finish_reason"] == "interrupted" and len(saved["answer"]) > 20
+
+    chat.clear()
+    chat.send("some text")
+    chat.see("> some text")
+    pause(chat, 0.5)
+    chat.send("\x03")                                    # clears the text
+    chat.see(READY, unseen="some text")
+    chat.send("\x03")
+    chat.see("Ctrl-C again or Ctrl-D to leave")
+    assert chat.leave("\x03") == 130
+    assert "session saved" in chat.text
+
+    with open(path, "a") as file:
+        file.write('{"user": "torn')                     # the machine died while it wrote
+    again = start(long_folder, "--resume", "-n", "8")
+    again.see(r"the last line was torn, 14 bytes dropped")
+    again.see(rf"resumed {path.stem} · 1 turn")
+    again.see(READY)
+    again.ask("/continue", r"→ 8 out")
+    assert again.leave("\x04") == 0
+    assert path.read_text().count("torn") == 0 and "history" in lines(path)[-1]
+    assert len(lines(path)[-1]["history"][1]["content"]) > len(saved["answer"].rstrip("\ufffd"))
+
+
+def pause(chat, seconds):
+    """Let half a second go by, because the program measures it: reads the screen meanwhile."""
+    import time
+
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        chat.pump(0.05)
+
+
+def test_ctrl_c_during_a_long_prefill_answers_and_takes_the_message_back(start, long_folder):
+    chat = start(long_folder, "-n", "8")
+    chat.paste("\n".join("word " * 12 for _ in range(900)))
+    chat.see(r"\[pasted 900 lines, [\d,]+ tokens\]")
+    chat.send("\r")
+    chat.see(r"prefill [\d,]+/[\d,]+")                   # shown after a second
+    chat.send("\x03")
+    waited = chat.see(r"stopped before the first token")
+    assert waited < 2.0, f"Ctrl-C was answered after {waited:.2f} s"
+    chat.see(r"^> \[pasted 900 lines")
+    assert not [line for line in chat.text.splitlines() if line.startswith("  word")], "a paste is never echoed twice"
+
+
+def test_sigterm_during_an_answer_saves_it_and_restores_the_terminal(start, long_folder, tmp_path):
+    chat = start(long_folder, "-n", "50000", "--no-loop-guard", wait=None)
+    before = termios.tcgetattr(chat.child.child_fd)
+    chat.see(READY)
+    chat.send("Tell me everything.\r")
+    chat.see(r"everything\.\n.{60}")
+    chat.signal(signal.SIGTERM)
+    while chat.pump():
+        pass
+    assert termios.tcgetattr(chat.child.child_fd)[:4] == before[:4]
+    assert chat.leave() == 143
+    assert lines(sessions(tmp_path)[0])[-1]["finish_reason"] == "interrupted"
+
+
+def test_hang_up_at_the_prompt_and_ctrl_z_with_fg(start, tiny_folder, tmp_path):
+    """Under a shell with job control: Ctrl-Z stops, fg draws the prompt again, SIGHUP leaves with 143."""
+    shell = Terminal(["bash", "--norc", "--noprofile", "-i"], {"XDG_STATE_HOME": str(tmp_path), "PS1": "shell$ "})
+    try:
+        shell.see(r"shell\$")
+        shell.send(" ".join(chat_argv(tiny_folder, "-n", "4")) + "\r")
+        shell.see(READY)
+        shell.ask("One.", r"→ 4 out")
+        shell.send("half a line")
+        shell.see("> half a line")
+        shell.send("\x1a")
+        shell.see("Stopped")
+        shell.send("clear; fg; echo code=$?\r")
+        shell.see("> half a line", unseen="Stopped")
+        pid = int(next(p for p in children(shell.child.pid)))
+        os.kill(pid, signal.SIGHUP)
+        shell.see(r"code=143")
+    finally:
+        shell.stop()
+    assert lines(sessions(tmp_path)[0])[-1]["user"] == "One."
+
+
+def children(pid):
+    with open(f"/proc/{pid}/task/{pid}/children") as file:
+        return file.read().split()
+
+
+def test_ctrl_c_while_loading_leaves_with_130(start, tiny_folder):
+    chat = start(tiny_folder, wait=r"nanokv 0\.")        # the banner comes before torch is imported
+    chat.send("\x03")
+    assert chat.leave() == 130
+    assert "Traceback" not in chat.text
+
+
+# --- plain terminals, loops, full disks -------------------------------------------------------------------------------
+
+
+def test_dumb_terminal_gets_no_escape_at_all(start, tiny_folder):
+    chat = start(tiny_folder, "-n", "8", env={"TERM": "dumb", "NO_COLOR": "1"}, wait=r"^> ?")
+    chat.raw_mode()
+    chat.send("My name is Zorbla.\r")
+    chat.see(r"→ 8 out")
+    chat.raw_mode()
+    chat.send("/cache\r")
+    chat.see(r"^layer  2 u+a+ ")
+    chat.raw_mode()
+    assert chat.leave("\x04") == 0
+    assert b"\x1b" not in chat.raw
+
+
+def test_no_color_has_no_colour_and_the_letters_carry_the_meaning(start, tiny_folder):
+    import re
+
+    chat = start(tiny_folder, "-n", "8", env={"NO_COLOR": "1"})
+    chat.ask("My name is Zorbla.", r"→ 8 out")
+    chat.ask("/cache", r"^layer  2 u+a+ ")
+    assert not re.findall(rb"\x1b\[(?:\d+;)*(?:2|3\d|4\d|9\d|10\d|38;[\d;]+|48;[\d;]+)m", chat.raw)
+
+
+def test_a_repetition_loop_is_stopped_with_a_notice(start, long_folder):
+    """The endless random model falls into a loop by itself; --no-loop-guard is what the tests above need."""
+    chat = start(long_folder, "-n", "20000")
+    chat.send("Tell me everything.\r")
+    chat.see(r"\[stopped: the same tokens 20 times in a row · /continue\]", deadline=90)
+
+
+def limit_file_size():
+    resource.setrlimit(resource.RLIMIT_FSIZE, (900, 900))
+
+
+def test_full_disk_costs_no_old_turn_and_the_chat_goes_on(start, tiny_folder, tmp_path):
+    chat = start(tiny_folder, "-n", "8", preexec=limit_file_size, env={"PYTHONDONTWRITEBYTECODE": "1"})
+    chat.ask("One.", r"→ 8 out")
+    (path,) = sessions(tmp_path)
+    assert len(lines(path)) == 2
+    chat.ask("A longer message. " * 20, r"session not saved: no space \(need [\d.]+ k?B\)")
+    assert len(lines(path)) == 2, "every line on the disk is whole"
+    chat.ask("Three.", r"session not saved: no space")
+    assert len(lines(path)) == 2 and sys.platform

@@ -1,0 +1,653 @@
+"""The real command: flags, streams, exit codes, `generate` and `env`.
+
+What needs no operating system runs in this process through main(argv), which shares one torch import; pipes, signals
+and full disks run as subprocesses.
+"""
+
+import io
+import json
+import os
+import pty
+import re
+import resource
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from cli_helpers import command, environment, run_cli, spawn_cli
+from nanokv.cli import COMMANDS, arguments, generate, main, make_parser
+from nanokv.cli.text import read_prompt_bytes
+from nanokv.errors import NanoKVError
+
+PROMPT = "My name is Zorbla."
+
+
+class FakeStdin(io.TextIOWrapper):
+    """Piped bytes, or a terminal when `tty`."""
+
+    def __init__(self, data: bytes = b"", tty: bool = False):
+        super().__init__(io.BytesIO(data), encoding="utf-8")
+        self.tty = tty
+
+    def isatty(self):
+        return self.tty
+
+
+@pytest.fixture
+def cli(monkeypatch, capsys):
+    """cli(*argv, stdin=b"…") → (exit code, stdout, stderr) of main in this process."""
+    for name in ("NANOKV_MODEL", "NANOKV_THREADS", "NANOKV_DEBUG", "FORCE_COLOR", "NO_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+    def call(*argv, stdin=b"", tty=False):
+        monkeypatch.setattr("sys.stdin", FakeStdin(stdin, tty))
+        code = main([str(a) for a in argv])
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return call
+
+
+@pytest.fixture
+def edited(tiny_folder, tmp_path):
+    """edited("config.json", field=value) → a copy of the tiny checkpoint with those fields changed."""
+
+    def edit(name, **fields):
+        folder = tmp_path / "edited"
+        shutil.copytree(tiny_folder, folder, dirs_exist_ok=True)
+        (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | fields))
+        return folder
+
+    return edit
+
+
+def errors_in(err: str) -> tuple[str, str]:
+    """(message, hint) of a failure: exactly the one or two lines that the specification allows."""
+    lines = err.splitlines()
+    assert 1 <= len(lines) <= 2 and lines[0].startswith("nanokv: error: "), err
+    assert len(lines) == 1 or lines[1].startswith("hint: "), err
+    return lines[0].removeprefix("nanokv: error: "), lines[-1].removeprefix("hint: ") if len(lines) == 2 else ""
+
+
+# --- help, flags, commands: no model ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["", *COMMANDS])
+def test_help_begins_with_examples_and_ends_with_exit_codes(cli, name):
+    code, out, err = cli(*filter(None, [name]), "--help")
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[0] == "examples:" and all("nanokv" in line for line in lines[1:4])
+    assert lines[-2] == "exit codes:" and all(number in lines[-1] for number in ("130", "141", "143"))
+
+
+def test_help_is_fast_and_imports_no_torch():
+    """torch costs two seconds; nobody waits that long for --help."""
+    code = "import sys; from nanokv.cli import main; main(sys.argv[1:]); print(*sys.modules, file=sys.stderr)"
+    heavy = {"torch", "numpy", "rich", "prompt_toolkit", "transformers", "huggingface_hub", "tokenizers", "safetensors"}
+    for words in (["--help"], *([name, "--help"] for name in COMMANDS)):
+        done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, env=environment(), check=True)
+        assert not heavy & set(done.stderr.decode().split()), words
+    times = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        run_cli("generate", "--help")
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    assert min(times) < 0.3  # CPU seconds: what a user waits for when nothing else runs
+
+
+def test_version(cli):
+    assert cli("--version") == cli("generate", "--version")
+    assert re.fullmatch(r"nanokv \d+\.\d+\.\d+\n", cli("--version")[1])
+
+
+@pytest.mark.parametrize(
+    ("argv", "message", "hint"),
+    [
+        (["chta"], "no command 'chta'", "nanokv chat"),
+        (["zzzz"], "no command 'zzzz'", "generate"),
+        (["-q"], "-q before a command", "nanokv chat -q"),
+        (["generate", "x", "--temprature", "1"], "no flag --temprature", "--temperature"),
+        (["generate", "x", "--max-new-token=3"], "no flag --max-new-token", "--max-new-tokens"),
+        (["generate", "x", "--temp", "1"], "no flag --temp", ""),  # argparse would take it for --temperature
+        (["generate", "Once", "upon"], "unexpected argument 'upon'", "quotes"),
+        (["generate", "x", "-t", "-1"], "--temperature: -1 is not a number from 0 to 10", ""),
+        (["generate", "x", "-t", "warm"], "'warm' is not a number", ""),
+        (["generate", "x", "--top-p", "0"], "--top-p: 0 is not a number above 0 to 1", ""),
+        (["generate", "x", "--top-p", "nan"], "--top-p: nan", ""),
+        (["generate", "x", "--top-k", "1.5"], "--top-k: '1.5' is not a whole number", ""),
+        (["generate", "x", "--repetition-penalty", "inf"], "--repetition-penalty: inf", ""),
+        (["generate", "x", "-n", "0"], "--max-new-tokens: 0 is not a whole number from 1", ""),
+        (["generate", "x", "--seed", "-3"], "--seed: -3", ""),
+        (["generate", "x", "--threads", "0"], "--threads: 0", ""),
+        (["generate", "x", "--context", "1"], "--context: 1", ""),
+        (["generate", "x", "--stop", ""], "--stop", ""),
+        (["generate", "x", "--cache", "dict:size"], "--cache", ""),
+        (["generate", "x", "--device", "tpu"], "--device 'tpu'", "auto"),
+        (["generate", "x", "--color", "red"], "--color", ""),
+        (["generate", "x", "-p", "y"], "given twice", ""),
+        (["generate", "a\udcffb"], "byte 0xff at position 1", "--file"),
+        (["generate", "x", "-m", "a\x1b[2Jb"], "[2Jb", ""),
+    ],
+)
+def test_bad_command_lines_answer_in_two_lines_with_exit_2(cli, argv, message, hint):
+    code, out, err = cli(*argv)
+    shown, advice = errors_in(err)
+    assert (code, out) == (2, "") and message in shown and hint in advice
+    assert "\x1b" not in err
+
+
+def test_a_model_that_is_nowhere_is_named(tmp_path):
+    """As a subprocess: --offline is read by huggingface_hub once, when it is imported."""
+    done = run_cli("generate", "x", "-m", "qwen3-06b", "--offline", env={"HF_HOME": str(tmp_path)})
+    message, hint = errors_in(done.stderr.decode())
+    assert done.returncode == 2 and done.stdout == b"" and "qwen3-06b" in message and "Qwen/Qwen3-0.6B" in hint
+
+
+def test_environment_is_checked_like_flags(cli, monkeypatch, tiny_folder):
+    monkeypatch.setenv("NANOKV_THREADS", "many")
+    code, _, err = cli("generate", "x", "-m", tiny_folder)
+    assert code == 2 and "NANOKV_THREADS: 'many' is not a whole number from 1 to 4,096" in err
+
+
+def test_settings_of_the_chat_use_the_same_checks():
+    assert arguments.parse_setting("top-p", "0.5") == 0.5
+    with pytest.raises(NanoKVError, match=r"1\.5 is not a number above 0 to 1"):
+        arguments.parse_setting("top_p", "1.5")
+    with pytest.raises(NanoKVError) as unknown:
+        arguments.parse_setting("temprature", "1")
+    assert unknown.value.hint == "did you mean temperature?"
+
+
+@pytest.mark.parametrize("flag", [["--color", "always"], ["--color=always"]])
+def test_color_flag_applies_to_errors_too(cli, flag):
+    """Also to a command line that cannot be parsed, and a prompt that says "always" is not that flag."""
+    assert "\x1b[31merror:\x1b[0m" in cli("generate", "x", "--bad", *flag)[2]
+    assert "\x1b" not in cli("generate", "always", "--bad")[2]
+
+
+def test_our_own_bugs_exit_1_and_ask_for_a_report(cli, monkeypatch):
+    monkeypatch.setattr("nanokv.cli.env.versions", lambda: 1 / 0)
+    code, _, err = cli("env")
+    assert code == 1 and errors_in(err)[0] == "ZeroDivisionError: division by zero" and "please report" in err
+    code, _, err = cli("env", "--debug")
+    assert code == 1 and "Traceback" in err and "1 / 0" in err
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "text"),
+    [
+        (MemoryError(), 2, "out of memory"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"), 2, "out of memory"),
+        (FileNotFoundError(2, "No such file or directory", "a\x1bb"), 2, "a␛b: No such file or directory"),
+        (PermissionError(13, "Permission denied", "/x"), 2, "/x: Permission denied"),
+        (ConnectionRefusedError(111, "Connection refused"), 2, "Connection refused"),
+        (OSError(28, "No space left on device"), 2, "No space left on device"),
+        (NanoKVError("two\nlines", "and\ta hint"), 2, "two␊lines"),
+        (KeyboardInterrupt(), 130, ""),
+        (BrokenPipeError(), 141, ""),
+    ],
+)
+def test_every_kind_of_failure_has_its_exit_code(cli, monkeypatch, error, code, text):
+    def fail():
+        raise error
+
+    monkeypatch.setattr("nanokv.cli.env.versions", fail)
+    monkeypatch.setattr("nanokv.cli.terminal.silence_stdout", lambda: None)  # it would close pytest's own stdout
+    got, _, err = cli("env")
+    assert got == code and text in err and "Traceback" not in err
+    assert len(err.splitlines()) <= 2
+
+
+# --- prompts ------------------------------------------------------------------------------------------------------
+
+
+def test_prompt_bytes():
+    """BOM dropped, CRLF → LF, NUL kept, and a bad byte is named with its place instead of becoming U+FFFD."""
+    assert read_prompt_bytes(b"\xef\xbb\xbfa\r\nb\x00\rc", "stdin") == "a\nb\x00\rc"
+    with pytest.raises(NanoKVError, match=r"notes\.txt is not UTF-8: byte 0xff at position 3"):
+        read_prompt_bytes(b"abc\xff", "notes.txt")
+    with pytest.raises(NanoKVError) as utf16:
+        read_prompt_bytes("hi".encode("utf-16"), "notes.txt")
+    assert "UTF-16" in utf16.value.hint
+
+
+@pytest.mark.parametrize("argv", [[], ["-"]])
+def test_a_terminal_without_prompt_is_an_error_with_an_example(cli, argv):
+    """It must not sit there waiting for input that nobody knows about."""
+    code, out, err = cli("generate", *argv, tty=True)
+    message, hint = errors_in(err)
+    assert (code, out, message) == (2, "", "no prompt") and 'nanokv generate "Once upon a time"' in hint
+
+
+@pytest.mark.parametrize(
+    ("argv", "stdin"), [([""], b""), (["-"], b""), (["-"], b"\xef\xbb\xbf"), (["--chat", " "], b"\n"), ([], b"")]
+)
+def test_empty_prompts_are_refused(cli, argv, stdin):
+    code, _, err = cli("generate", *argv, stdin=stdin)
+    assert code == 2 and errors_in(err)[0] == "the prompt is empty"
+
+
+def test_unreadable_prompts(cli, tmp_path):
+    code, _, err = cli("generate", "--file", tmp_path / "none.txt")
+    assert code == 2 and "none.txt: No such file or directory" in errors_in(err)[0]
+    assert "stdin is not UTF-8: byte 0xfe at position 2" in cli("generate", "-", stdin=b"ab\xfe")[2]
+
+
+def test_a_silent_pipe_is_mentioned(monkeypatch):
+    """A script that inherits an open pipe would seem to hang; the notice says what is waited for."""
+    reader, writer = os.pipe()
+
+    def heard(text, args):
+        os.write(writer, b"late\n")
+        os.close(writer)
+        notices.append(text)
+
+    notices = []
+    monkeypatch.setattr("sys.stdin", os.fdopen(reader))
+    monkeypatch.setattr(generate, "PATIENCE_S", 0.01)
+    monkeypatch.setattr("nanokv.cli.terminal.notice", heard)
+    args = make_parser("generate", generate).parse(["early"])
+    assert generate.read_prompt(args) == "early\n\nlate"
+    assert len(notices) == 1 and "waiting for stdin" in notices[0]
+
+
+def ids_of(cli, *argv, stdin=b""):
+    code, out, err = cli("generate", "--json", "-q", "-n", "6", *argv, stdin=stdin)
+    assert code == 0, err
+    return json.loads(out)
+
+
+def test_every_way_to_give_a_prompt_gives_the_same_prompt(cli, tiny_folder, tmp_path):
+    """Argument, -p, --file, stdin and argument + stdin; CRLF, BOM and the last newline change nothing."""
+    file = tmp_path / "prompt.txt"
+    file.write_bytes(b"\xef\xbb\xbfOne.\r\n\r\nTwo.\r\n")
+    m = ["-m", tiny_folder]
+    answers = [
+        ids_of(cli, "One.\n\nTwo.", *m),
+        ids_of(cli, "-p", "One.\n\nTwo.", *m),
+        ids_of(cli, "--file", file, *m),
+        ids_of(cli, "-", *m, stdin=b"One.\n\nTwo.\n"),
+        ids_of(cli, *m, stdin=b"One.\n\nTwo."),
+        ids_of(cli, "One.", *m, stdin=b"Two.\n"),
+        ids_of(cli, "-p", "One.", "-", *m, stdin=b"Two.\n"),
+    ]
+    assert all(a["ids"] == answers[0]["ids"] and a["prompt_tokens"] == answers[0]["prompt_tokens"] for a in answers)
+
+
+def test_typed_control_tokens_are_refused_unless_allowed(cli, tiny_folder):
+    """A pasted <|im_end|> would end the user's turn and let the text speak as somebody else."""
+    m = ["-m", tiny_folder]
+    text = "a<|im_end|>b"
+    for argv, stdin in ((["-"], text.encode()), (["--chat", text], b""), (["--chat", "hi", "--system", text], b"")):
+        code, out, err = cli("generate", *argv, *m, stdin=stdin)
+        message, hint = errors_in(err)
+        assert (code, out, message) == (2, "", "message contains <|im_end|>, a control token")
+        assert "--allow-special" in hint
+    assert ids_of(cli, "--allow-special", text, *m)["prompt_tokens"] == 3
+
+
+# --- answers ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def oracle(tiny_folder):
+    """transformers' greedy continuation: oracle(text, n) → new ids."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
+
+    def continuation(text, n):
+        ids = tokenizer(text, return_tensors="pt", add_special_tokens=False)
+        out = model.generate(**ids, do_sample=False, max_new_tokens=n)
+        return out[0, ids["input_ids"].shape[1] :].tolist(), tokenizer
+
+    return continuation
+
+
+def test_text_mode_prints_the_answer_of_transformers_and_nothing_else(tiny_folder, oracle):
+    """The real process: stdout is the answer plus one newline, byte for byte; the status is on stderr."""
+    done = run_cli("generate", PROMPT, "-m", tiny_folder, "-n", "24", stdin=None)
+    ids, tokenizer = oracle(PROMPT, 24)
+    text = tokenizer.decode(ids, skip_special_tokens=True)
+    from nanokv.cli.terminal import sanitize
+
+    expected = sanitize(text)
+    assert done.returncode == 0
+    assert done.stdout == (expected if expected.endswith("\n") else expected + "\n").encode()
+    assert re.search(r"\d+ new \+ 0 reused → 24 out · first token .* · cache \d+/512 · [\d.]+ kB", done.stderr.decode())
+    assert b"\x1b" not in done.stderr  # a pipe gets no colour
+
+
+def test_json_object(cli, tiny_folder, oracle):
+    got = ids_of(cli, PROMPT, "-m", tiny_folder, "--seed", "7")
+    keys = "model prompt_tokens cached_tokens ids text logprobs finish_reason timings cache seed"
+    assert list(got) == keys.split()
+    assert list(got["timings"]) == ["load_s", "ttft_s", "prefill_tok_s", "decode_tok_s"]
+    assert all(value > 0 for value in got["timings"].values())
+    ids, tokenizer = oracle(PROMPT, 6)
+    assert got["ids"] == ids and len(got["logprobs"]) == 6 and all(x < 0 for x in got["logprobs"])
+    assert got["finish_reason"] == "length" and got["seed"] == 7 and got["cached_tokens"] == 0
+    assert got["text"] == tokenizer.decode(ids, skip_special_tokens=True)
+    used = got["prompt_tokens"] + 5  # the last token is never fed
+    assert got["cache"] == {"kind": "dict", "bytes": used * 2 * 3 * 2 * 32 * 4}
+
+
+def test_a_drawn_seed_is_printed_and_repeats_the_run(cli, tiny_folder):
+    argv = [PROMPT, "-m", tiny_folder, "-t", "1.5", "-n", "12"]
+    code, first, err = cli("generate", *argv)
+    seed = re.search(r"seed (\d+)", err)[1]
+    assert code == 0 and cli("generate", *argv, "--seed", seed, "-q") == (0, first, "")
+    assert cli("generate", *argv, "--seed", int(seed) + 1, "-q")[1] != first
+
+
+def test_chat_applies_the_template_with_system_and_thinking(cli, tiny_folder, oracle):
+    rendered = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    got = ids_of(cli, "--chat", "hi", "--system", "Be brief.", "-m", tiny_folder)
+    assert got["ids"] == oracle(rendered, 6)[0]
+    got = ids_of(cli, "--chat", "hi", "-s", "Be brief.", "--thinking", "off", "-m", tiny_folder)
+    assert got["ids"] == oracle(rendered + "<think>\n\n</think>\n\n", 6)[0]
+    code, _, err = cli("generate", "hi", "-s", "Be brief.", "-m", tiny_folder)
+    assert code == 2 and "--chat" in errors_in(err)[1]
+
+
+def test_stop_string_ends_the_answer_before_it(cli, tiny_folder):
+    whole = ids_of(cli, PROMPT, "-m", tiny_folder, "-n", "40")["text"]
+    cut = next(i for i in range(3, len(whole) - 2) if whole.find(whole[i : i + 2]) == i)
+    got = ids_of(cli, PROMPT, "-m", tiny_folder, "-n", "40", "--stop", "never", "--stop", whole[cut : cut + 2])
+    assert got["finish_reason"] == "stop" and got["text"] == whole[:cut]
+
+
+def test_eos_ends_the_answer(cli, edited, oracle):
+    third = oracle(PROMPT, 3)[0][2]
+    got = ids_of(cli, PROMPT, "-m", edited("generation_config.json", eos_token_id=[0, third]))
+    assert got["finish_reason"] == "stop" and got["ids"][-1] == third and len(got["ids"]) <= 3
+
+
+def test_context_limits(cli, tiny_folder):
+    """A full context ends the answer and says so; a prompt that does not fit is refused before any work."""
+    got = ids_of(cli, PROMPT, "-m", tiny_folder, "--context", "16", "-n", "300")
+    used = got["prompt_tokens"] + len(got["ids"]) - 1
+    assert (got["finish_reason"], used) == ("context", 16)
+    code, out, err = cli("generate", "name " * 30, "-m", tiny_folder, "--context", "16")
+    message, hint = errors_in(err)
+    assert (code, out) == (2, "") and re.fullmatch(r"the prompt has \d+ tokens, the context 16", message)
+    assert "--context 512" in hint
+    code, _, err = cli("generate", "x", "-m", tiny_folder, "--context", "513")
+    assert code == 2 and "--context 513 is more than the model's 512" in err
+
+
+def test_unknown_caches_are_told_with_the_list(cli, tiny_folder):
+    code, _, err = cli("generate", "x", "-m", tiny_folder, "--cache", "dcit")
+    message, hint = errors_in(err)
+    assert code == 2 and "dcit" in message and "dict" in message and "dict" in hint
+    code, _, err = cli("generate", "x", "-m", tiny_folder, "--cache", "dict:size=3")
+    assert code == 2 and "size" in errors_in(err)[0]
+
+
+def test_too_little_memory_is_refused_with_three_numbers_and_a_context_that_fits(cli, edited):
+    folder = edited("config.json", max_position_embeddings=90_000_000)
+    code, out, err = cli("generate", "x", "-m", folder)
+    message, hint = errors_in(err)
+    assert (code, out) == (2, "")
+    pattern = r"needs ([\d.]+ kB) for weights \+ ([\d.]+ GB) for the cache .*; ([\d.]+ GB) are free"
+    numbers = re.search(pattern, message)
+    assert numbers and numbers[2] == "138 GB"  # 90,000,000 × 2 × 3 layers × 2 KV heads × 32 × 4 B
+    fitting = re.match(r"--context (\d+)", hint)[1]
+    assert "--dtype bfloat16 --context" in hint
+    assert 0 < int(fitting) * 1536 < float(numbers[3].split()[0]) * 1.01e9
+    assert ids_of(cli, "x", "-m", folder, "--context", str(int(fitting) // 2))["ids"]
+
+
+@pytest.mark.parametrize(
+    ("stored", "flag", "itemsize"), [("float16", "auto", 4), ("bfloat16", "auto", 2), ("float32", "bfloat16", 2)]
+)
+def test_dtype_auto(cli, tiny_folder, tmp_path, stored, flag, itemsize):
+    """float16 runs as float32 on a CPU (it has no fast fp16 GEMM); bfloat16 stays; seen in the cache's bytes."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    folder = shutil.copytree(tiny_folder, tmp_path / stored)
+    weights = {k: t.to(getattr(torch, stored)) for k, t in load_file(folder / "model.safetensors").items()}
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text()) | {"dtype": stored}
+    (folder / "config.json").write_text(json.dumps(config))
+    got = ids_of(cli, PROMPT, "-m", folder, "--dtype", flag, "--device", "cpu")
+    assert got["cache"]["bytes"] == (got["prompt_tokens"] + 5) * 2 * 3 * 2 * 32 * itemsize
+
+
+def test_control_characters_of_the_model_are_visible_in_text_and_escaped_in_json(cli, tiny_folder, tmp_path):
+    """The checkpoint's vocabulary is changed so that the model's first token is ESC and its second is DEL."""
+    first, second = ids_of(cli, PROMPT, "-m", tiny_folder)["ids"][:2]
+    assert first != second
+    folder = shutil.copytree(tiny_folder, tmp_path / "escape")
+    fields = json.loads((folder / "tokenizer.json").read_text())
+    vocab = fields["model"]["vocab"]
+    for id, name in ((first, "ě"), (second, "ġ")):  # GPT-2's stand-ins for the bytes 1b and 7f
+        holder = next(token for token, number in vocab.items() if number == id)
+        vocab[holder], vocab[name] = vocab[name], id
+    (folder / "tokenizer.json").write_text(json.dumps(fields))
+    got = ids_of(cli, PROMPT, "-m", folder)
+    assert got["text"].startswith("\x1b\x7f"), "the swap must not change the prompt's own ids"
+    _, out, _ = cli("generate", "--json", PROMPT, "-m", folder, "-n", "2")
+    assert "\x1b" not in out and "\x7f" not in out and "\\u001b\\u007f" in out
+    assert cli("generate", PROMPT, "-m", folder, "-n", "2", "-q") == (0, "␛␡\n", "")
+
+
+def test_thinking_goes_to_stderr(capsys):
+    """`nanokv generate --chat … > answer.txt` must hold the answer only."""
+    import types
+
+    from nanokv.cli.generate import TextOutput
+
+    args = types.SimpleNamespace(chat=True, quiet=False, color="never")
+    loaded = types.SimpleNamespace(tokenizer=types.SimpleNamespace(decode=lambda ids: "<|im_start|>assistant\n"))
+    out = TextOutput(args, loaded, [1])
+    for chunk in ("<thi", "nk>\nhmm\x1b", "\n</th", "ink>\n\nFour", ".\x07"):
+        out.put(chunk)
+    out.flush()
+    shown = capsys.readouterr()
+    assert shown.out == "Four.␇\n" and "hmm␛" in shown.err and "Four" not in shown.err
+
+
+# --- the operating system -----------------------------------------------------------------------------------------
+
+
+def closed_pipe() -> int:
+    """The writing end of a pipe that nobody reads any more."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    return writer
+
+
+def test_help_into_a_closed_pipe_and_a_full_disk():
+    writer = closed_pipe()
+    done = run_cli("--help", stdout=writer)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, b"")
+    with open("/dev/full", "wb") as full:
+        done = run_cli("env", "--help", stdout=full)
+    assert done.returncode == 2 and b"cannot write to stdout: No space left on device" in done.stderr
+    assert len(done.stderr.splitlines()) <= 2
+
+
+def test_output_that_is_still_buffered_at_the_end():
+    """print() without a flush fails only when Python leaves: exit code 120 and "Exception ignored", unless caught."""
+    code = "import sys; from nanokv.cli import env, main; env.run = lambda args: print('x'); sys.exit(main())"
+    with open("/dev/full", "wb") as full:
+        for output, expected, text in ((closed_pipe(), 141, b""), (full, 2, b"No space left on device")):
+            done = subprocess.run(
+                [sys.executable, "-c", code, "env"],
+                stdout=output,
+                stderr=subprocess.PIPE,
+                env=environment(),
+                check=False,
+            )
+            assert done.returncode == expected and text in done.stderr and b"ignored" not in done.stderr
+
+
+def test_a_reader_that_leaves_stops_the_generation(endless_folder):
+    """`nanokv generate … | head -c 10` ends at once with 141 and no traceback, not after 90,000 tokens."""
+    process = spawn_cli("generate", PROMPT, "-m", endless_folder, "-n", "90000", "--context", "99000")
+    assert len(process.stdout.read(10)) == 10
+    process.stdout.close()
+    err = process.stderr.read()
+    assert process.wait(timeout=60) == 141 and err == b""
+
+
+def test_the_banner_is_on_the_screen_before_torch_is_imported(tiny_folder):
+    """Two seconds of silence look like a hang; the plan needs config.json and arithmetic only."""
+    code = """if True:
+        import sys
+        from nanokv.cli import chat, make_parser
+        from nanokv.cli.loading import load_model
+        def announce(plan):
+            print(plan.banner(), "torch" in sys.modules)
+            raise SystemExit(7)
+        load_model(make_parser("chat", chat).parse(sys.argv[1:]), announce)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", code, "-m", str(tiny_folder), "--device", "cpu", "--context", "300"],
+        capture_output=True,
+        env=environment(),
+        check=False,
+    )
+    assert done.returncode == 7, done.stderr
+    shape = r"nanokv [\d.]+ · tiny-random \(0\.2 M, fp32, 1 thread\) · cache dict · context 300 False\n"
+    assert re.fullmatch(shape, done.stdout.decode())
+
+
+def test_a_full_disk_is_an_error(tiny_folder):
+    with open("/dev/full", "wb") as full:
+        done = run_cli("generate", PROMPT, "-m", tiny_folder, "-n", "4", stdout=full)
+    assert done.returncode == 2 and done.stderr.startswith(b"nanokv: error: cannot write to stdout: No space left")
+    assert b"Traceback" not in done.stderr and b"Exception" not in done.stderr
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_keeps_the_half_answer(endless_folder, number, code):
+    """What was generated is printed and ends with a newline; the exit code tells scripts that it is not whole."""
+    process = spawn_cli("generate", PROMPT, "-m", endless_folder, "-n", "90000")
+    first = process.stdout.read(40)
+    process.send_signal(number)
+    process.send_signal(number)  # a nervous second press changes nothing
+    rest, err = process.communicate(timeout=60)  # 90,000 tokens would take many minutes
+    assert process.returncode == code
+    assert (first + rest).endswith(b"\n") and b"Traceback" not in err and b"interrupted" in err
+
+
+def test_interrupted_json_is_whole(cli, monkeypatch, endless_folder):
+    """--json prints its one object also when interrupted, with the reason; the prompt itself can be the long part."""
+    from nanokv.cli.generate import JsonOutput
+
+    chunks = []
+
+    def put(self, chunk):
+        chunks.append(chunk)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(JsonOutput, "put", put)
+    code, out, _ = cli("generate", PROMPT, "-m", endless_folder, "-n", "90000", "--json")
+    got = json.loads(out)
+    assert (code, got["finish_reason"]) == (130, "interrupted") and 0 < len(got["ids"]) == len(got["logprobs"])
+    assert len(chunks) <= 2 and got["text"] == "".join(chunks)  # no token after the flag; what was held back comes out
+
+
+def test_interrupted_prefill_says_so(cli, monkeypatch, endless_folder):
+    """Ctrl-C between two prefill chunks: no token yet, still a whole object and no division by zero."""
+    from nanokv import inference
+
+    def prefill(*args, **options):
+        os.kill(os.getpid(), signal.SIGINT)
+        return inference.prefill(*args, **options)
+
+    monkeypatch.setattr("nanokv.generation.prefill", prefill)
+    monkeypatch.setattr("nanokv.cli.terminal.SWALLOW_S", 0)
+    code, out, err = cli("generate", "name " * 600, "-m", endless_folder, "--json")
+    got = json.loads(out)
+    assert (code, got["finish_reason"], got["ids"]) == (130, "interrupted", [])
+    assert got["cache"]["bytes"] < got["prompt_tokens"] * 1536 and got["timings"]["ttft_s"] is None
+    assert "0 out" in err
+
+
+def test_ctrl_c_during_a_download_exits_130(tmp_path):
+    """A server that accepts and then says nothing: the moment when people press Ctrl-C."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(60)
+        env = {"HF_ENDPOINT": f"http://127.0.0.1:{server.getsockname()[1]}", "HF_HOME": str(tmp_path), "NO_PROXY": "*"}
+        process = spawn_cli("generate", "x", "-m", "somebody/something", env=env)
+        connection, _ = server.accept()
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+        connection.close()
+    assert (process.returncode, out) == (130, b"") and b"Traceback" not in err
+
+
+def test_a_real_terminal_without_prompt_and_colour_on_its_stderr():
+    """stdin and stderr are a pty here: exit 2 at once, the error in colour, and none with NO_COLOR."""
+    for env, colour in (({}, True), ({"NO_COLOR": "1"}, False)):
+        parent, child = pty.openpty()
+        process = subprocess.Popen(
+            command("generate"), stdin=child, stdout=subprocess.PIPE, stderr=child, env=environment(env)
+        )
+        os.close(child)
+        assert process.communicate(timeout=60)[0] == b"" and process.returncode == 2
+        shown = read_all(parent)
+        assert b"no prompt" in shown and (b"\x1b[" in shown) is colour
+
+
+def read_all(descriptor: int) -> bytes:
+    """Everything that a pty still holds after its other end was closed."""
+    parts = []
+    while select.select([descriptor], [], [], 1)[0]:
+        try:
+            part = os.read(descriptor, 65536)
+        except OSError:  # EIO: the other end is closed
+            break
+        if not part:
+            break
+        parts.append(part)
+    os.close(descriptor)
+    return b"".join(parts)
+
+
+def test_invalid_bytes_in_an_argument_exit_2_with_the_position():
+    done = run_cli("generate", b"abc\xffdef")
+    assert done.returncode == 2 and b"byte 0xff at position 3" in done.stderr and len(done.stderr.splitlines()) == 2
+
+
+def test_utf8_goes_into_pipes_whatever_the_locale():
+    """A Latin-1 or C locale must neither crash on `·` nor write mojibake into a file."""
+    env = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0", "NANOKV_NO_HISTORY": "1"}
+    done = run_cli("--help", env=env)
+    assert done.returncode == 0 and "0 done · 1 our bug" in done.stdout.decode("utf-8")
+    done = run_cli("zz", env=env)
+    assert done.returncode == 2 and done.stderr.decode("utf-8").startswith("nanokv: error: no command 'zz'")
+
+
+# --- env ----------------------------------------------------------------------------------------------------------
+
+
+def test_env_names_values_and_origins_but_no_secrets(cli, monkeypatch):
+    monkeypatch.setenv("NANOKV_MODEL", "Qwen/Qwen3-0.6B")
+    monkeypatch.setenv("NANOKV_THREADS", "3")
+    monkeypatch.setenv("HF_TOKEN", "hf_verysecret")
+    monkeypatch.setenv("HF_ENDPOINT", "https://me:pass@hub.example")
+    monkeypatch.setenv("HF_HOME", "/data/\x1b[2J")
+    code, out, err = cli("env")
+    assert (code, err) == (0, "")
+    assert re.search(r"model +Qwen/Qwen3-0.6B +\(NANOKV_MODEL\)", out)
+    assert re.search(r"threads +3 +\(NANOKV_THREADS\)", out)
+    assert "hf_verysecret" not in out and re.search(r"HF_TOKEN +set", out)
+    assert "pass" not in out and "hub.example" in out and "\x1b" not in out
+    fields = json.loads(cli("env", "--json", "-m", "tiny")[1])
+    assert fields["settings"]["model"] == ["tiny", "flag"] and "torch" in fields["versions"]

@@ -1,0 +1,367 @@
+"""config.json: published ones are read right, and what is not implemented or malformed raises with name and value."""
+
+import json
+
+import pytest
+from transformers import Qwen3Config
+
+from nanokv.config import Config, GenerationConfig
+from nanokv.errors import ConfigError, NanoKVError
+from oracle import tiny_config, tiny_reference
+
+FAMILY = {  # layers, hidden, heads, KV heads, intermediate, tied
+    "0.6B": (28, 1024, 16, 8, 3072, True),
+    "1.7B": (28, 2048, 16, 8, 6144, True),
+    "4B": (36, 2560, 32, 8, 9728, True),
+    "8B": (36, 4096, 32, 8, 12288, False),
+    "14B": (40, 5120, 40, 8, 17408, False),
+    "32B": (64, 5120, 64, 8, 25600, False),
+}
+SIZES = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+         "max_position_embeddings"]  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+
+
+@pytest.fixture
+def fields():
+    """A config.json as published for Qwen3 (transformers 4 spelling), small sizes."""
+    return {
+        "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 1,
+        "eos_token_id": 2, "head_dim": 32, "hidden_act": "silu", "hidden_size": 64, "initializer_range": 0.02,
+        "intermediate_size": 96, "max_position_embeddings": 512, "max_window_layers": 3, "model_type": "qwen3",
+        "num_attention_heads": 4, "num_hidden_layers": 3, "num_key_value_heads": 2, "rms_norm_eps": 1e-06,
+        "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16", "transformers_version": "4.51.0", "use_cache": True,
+        "use_sliding_window": False, "vocab_size": 151,
+    }  # fmt: skip
+
+
+# --- what is accepted -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", FAMILY)
+def test_published_configs_of_the_dense_family(qwen3_files, size):
+    config = Config.from_folder(qwen3_files / size)
+    layers, hidden, heads, kv_heads, intermediate, tied = FAMILY[size]
+    assert (config.num_hidden_layers, config.hidden_size, config.num_attention_heads) == (layers, hidden, heads)
+    assert (config.num_key_value_heads, config.intermediate_size) == (kv_heads, intermediate)
+    assert config.tie_word_embeddings == tied
+    assert (config.head_dim, config.vocab_size, config.max_position_embeddings) == (128, 151936, 40960)
+    assert (config.rope_theta, config.yarn, config.rms_norm_eps) == (1e6, None, 1e-6)
+    assert (config.attention_bias, config.torch_dtype) == (False, "bfloat16")
+    assert config.query_groups == heads // kv_heads
+    assert Config.from_folder(qwen3_files / size / "config.json") == config
+
+
+def test_mixture_of_experts_is_refused_by_name(qwen3_files):
+    with pytest.raises(ConfigError, match="model_type 'qwen3_moe'"):
+        Config.from_folder(qwen3_files / "30B-A3B")
+
+
+@pytest.mark.parametrize("changes", [
+    {},
+    {"tie_word_embeddings": False, "attention_bias": True},
+    {"rope_parameters": YARN | {"rope_theta": 1e6}},
+    {"rope_parameters": YARN | {"rope_theta": 1e4, "attention_factor": 1.5, "beta_fast": 20, "beta_slow": 2}},
+    {"rope_parameters": None},
+], ids=["default", "untied-bias", "yarn", "yarn-all-fields", "no-rope"])  # fmt: skip
+def test_what_save_pretrained_writes_is_read(tmp_path, changes):
+    reference = tiny_reference(**changes)
+    reference.save_pretrained(tmp_path)
+    config = Config.from_folder(tmp_path)
+    theirs = reference.config
+    same = [*SIZES, "head_dim", "num_key_value_heads", "rms_norm_eps", "tie_word_embeddings", "attention_bias"]
+    for name in same:
+        assert getattr(config, name) == getattr(theirs, name), name
+    assert config.rope_theta == theirs.rope_parameters["rope_theta"]
+    assert (config.yarn is not None) == (theirs.rope_parameters["rope_type"] == "yarn")
+    assert config.torch_dtype == "float32"
+
+
+def test_every_field_that_transformers_knows_is_read_or_known_harmless():
+    """The long form (`use_diff=False`) names every field of PreTrainedConfig and Qwen3Config."""
+    written = json.loads(tiny_config().to_json_string(use_diff=False))
+    assert len(written) > 30
+    assert Config.from_dict(written) == Config.from_dict(tiny_config().to_dict())
+
+
+@pytest.mark.parametrize("extra", [
+    {"unsloth_fixed": True, "unsloth_version": "2025.5.1"},
+    {"_name_or_path": "Qwen/Qwen3-0.6B", "_attn_implementation_autoset": True},
+    {"pad_token_id": 151654, "temperature": 0.6, "top_k": 20, "max_length": 40, "do_sample": True},
+    {"attention_dropout": 0.1, "initializer_range": 0.5, "use_cache": False, "max_window_layers": 1},
+    {"sliding_window": 4096, "use_sliding_window": False},
+    {"quantization_config": None, "auto_map": None, "anything": None},
+    {"layer_types": ["full_attention"] * 3},
+    {"id2label": {"0": "A"}, "label2id": {"A": 0}, "problem_type": None, "pruned_heads": {}},
+    {"partial_rotary_factor": 1.0, "qk_norm": True, "mlp_bias": False, "use_mrope": False, "num_experts": 0},
+])  # fmt: skip
+def test_fields_that_do_not_change_the_maths_are_ignored(fields, extra):
+    assert Config.from_dict(fields | extra) == Config.from_dict(fields)
+
+
+def test_dtype_may_be_spelled_in_three_ways(fields):
+    del fields["torch_dtype"]
+    assert Config.from_dict(fields).torch_dtype == "float32"
+    assert Config.from_dict(fields | {"dtype": "float16"}).torch_dtype == "float16"
+    assert Config.from_dict(fields | {"torch_dtype": "torch.bfloat16"}).torch_dtype == "bfloat16"
+    assert Config.from_dict(fields | {"dtype": "bfloat16", "torch_dtype": "float16"}).torch_dtype == "bfloat16"
+
+
+# --- defaults, as transformers' -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("absent", ["rope_theta", "head_dim", "tie_word_embeddings", "attention_bias", "rms_norm_eps"])
+def test_an_absent_field_means_what_it_means_to_transformers(fields, absent):
+    """theta 10,000 (not 1e6), head_dim 128 (not hidden / heads), not tied, no bias, eps 1e-6."""
+    del fields[absent]
+    theirs = Qwen3Config(**{k: v for k, v in fields.items() if k != "model_type"})
+    expected = theirs.rope_parameters["rope_theta"] if absent == "rope_theta" else getattr(theirs, absent)
+    assert getattr(Config.from_dict(fields), absent) == expected
+    assert expected == {"rope_theta": 10_000, "head_dim": 128, "rms_norm_eps": 1e-6}.get(absent, False)
+
+
+def test_null_kv_heads_are_all_heads_and_absent_ones_are_32(fields):
+    assert Config.from_dict(fields | {"num_key_value_heads": None}).num_key_value_heads == 4
+    assert Qwen3Config(**fields | {"num_key_value_heads": None}).num_key_value_heads == 4
+    del fields["num_key_value_heads"]
+    assert Qwen3Config(**fields).num_key_value_heads == 32
+    assert Config.from_dict(fields | {"num_attention_heads": 64}).num_key_value_heads == 32
+    with pytest.raises(ConfigError, match="num_attention_heads 4 is not a multiple of num_key_value_heads 32"):
+        Config.from_dict(fields)
+
+
+def test_legacy_and_new_rope_spellings_agree(fields):
+    legacy = Config.from_dict(fields | {"rope_scaling": YARN})
+    older = {("type" if name == "rope_type" else name): value for name, value in YARN.items()}
+    older = Config.from_dict(fields | {"rope_scaling": older})
+    both = fields | {"rope_parameters": YARN | {"rope_theta": 1000000}}
+    new = {k: v for k, v in both.items() if k not in ("rope_theta", "rope_scaling")}
+    assert legacy == older == Config.from_dict(both) == Config.from_dict(new)
+    assert legacy.rope_theta == 1e6
+    assert (legacy.yarn.factor, legacy.yarn.original_max_position_embeddings) == (4.0, 32768)
+    assert (legacy.yarn.beta_fast, legacy.yarn.beta_slow, legacy.yarn.attention_factor) == (32.0, 1.0, None)
+
+
+def test_theta_inside_rope_parameters_counts(fields):
+    del fields["rope_theta"]
+    assert Config.from_dict(fields | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e6}}).rope_theta == 5e6
+    assert Config.from_dict(fields | {"rope_parameters": {"rope_type": "default"}}).rope_theta == 10_000
+    assert Config.from_dict(fields | {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}).rope_theta == 10_000
+    assert Config.from_dict(fields | {"rope_scaling": {}}).yarn is None
+
+
+def test_yarn_without_its_original_context_uses_the_maximum(fields):
+    rope = {"rope_type": "yarn", "factor": 4.0}
+    theirs = Qwen3Config(**fields | {"rope_scaling": dict(rope)})
+    ours = Config.from_dict(fields | {"rope_scaling": rope}).yarn
+    assert ours.original_max_position_embeddings == theirs.rope_parameters["original_max_position_embeddings"] == 512
+
+
+@pytest.mark.parametrize("changes", [{}, {"rope_scaling": YARN}, {"rope_scaling": YARN | {"attention_factor": 0.9}},
+                                     {"attention_bias": True, "tie_word_embeddings": False, "rope_theta": 123.5}])
+def test_to_dict_is_a_config_json_for_us_and_for_transformers(fields, changes):
+    config = Config.from_dict(fields | changes)
+    written = json.loads(json.dumps(config.to_dict()))
+    assert Config.from_dict(written) == config
+    theirs = Qwen3Config(**{k: v for k, v in written.items() if k != "model_type"})
+    assert theirs.rope_parameters["rope_theta"] == config.rope_theta
+    assert Config.from_dict(theirs.to_dict()) == config
+
+
+# --- what is refused, with its name and value -----------------------------------------------------------------------
+
+NOT_IMPLEMENTED = {
+    "model_type": "llama",
+    "hidden_act": "gelu",
+    "use_sliding_window": True,
+    "partial_rotary_factor": 0.5,
+    "num_experts": 128,
+    "qk_norm": False,
+    "use_qk_norm": False,
+    "mlp_bias": True,
+    "add_cross_attention": True,
+    "is_encoder_decoder": True,
+    "pruned_heads": {"0": [1]},
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "logit_scale": 0.0625,
+    "residual_multiplier": 0.22,
+    "embedding_multiplier": 12.0,
+    "attention_multiplier": 0.1,
+    "query_pre_attn_scalar": 144,
+    "quantization_config": {"quant_method": "fp8", "fmt": "e4m3"},
+    "quantization": {"bits": 4},
+    "auto_map": {"AutoModelForCausalLM": "modeling_mine.Mine"},
+    "original_max_position_embeddings": 2048,
+    "per_layer_config": {"0": {"head_dim": 64}},
+    "causal": False,
+    "no_rope_layers": [1, 0, 1],
+}
+
+
+@pytest.mark.parametrize("name", NOT_IMPLEMENTED)
+def test_a_field_that_changes_the_maths_is_refused_by_name_and_value(fields, name):
+    value = NOT_IMPLEMENTED[name]
+    with pytest.raises(ConfigError) as caught:
+        Config.from_dict(fields | {name: value})
+    assert name in str(caught.value)
+    assert repr(value) in str(caught.value)
+
+
+def test_a_long_value_is_cut_in_the_message(fields):
+    with pytest.raises(ConfigError, match=r"vision_config .{70,80}\.\.\. is not implemented") as caught:
+        Config.from_dict(fields | {"vision_config": {str(i): i for i in range(1000)}})
+    assert len(str(caught.value)) < 250
+    assert "vision_config" in caught.value.hint
+
+
+@pytest.mark.parametrize("spelling", ["rope_parameters", "rope_scaling"])
+@pytest.mark.parametrize("rope", [
+    {"rope_type": "linear", "factor": 2.0},
+    {"rope_type": "dynamic", "factor": 2.0},
+    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]},
+    {"rope_type": "proportional"},
+    {"type": "linear", "factor": 2.0},
+    {"rope_type": None},
+], ids=lambda rope: str(next(iter(rope.values()))))  # fmt: skip
+def test_other_rope_types_are_refused(fields, spelling, rope):
+    kind = rope.get("rope_type", rope.get("type"))
+    with pytest.raises(ConfigError, match=f"rope_type {kind!r}"):
+        Config.from_dict(fields | {spelling: rope})
+
+
+@pytest.mark.parametrize(("rope", "names"), [
+    (YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}, ["mscale", "1.0"]),
+    (YARN | {"truncate": False}, ["truncate", "False"]),
+    (YARN | {"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5"]),
+    ({"rope_type": "default", "partial_rotary_factor": 0.25}, ["partial_rotary_factor", "0.25"]),
+    ({"rope_type": "default", "mrope_section": [16, 24, 24]}, ["mrope_section", "24"]),
+    ({"rope_type": "default", "factor": 4.0}, ["factor", "4.0"]),
+    ({"full_attention": {"rope_type": "default"}}, ["full_attention"]),
+    ({"rope_type": "yarn"}, ["yarn", "factor"]),
+    (YARN | {"factor": None}, ["yarn", "factor"]),
+    (YARN | {"factor": "4"}, ["factor", "'4'"]),
+    (YARN | {"factor": 0}, ["factor", "0"]),
+    (YARN | {"original_max_position_embeddings": 0}, ["original_max_position_embeddings", "0"]),
+    (YARN | {"original_max_position_embeddings": 1.5}, ["original_max_position_embeddings", "1.5"]),
+    (YARN | {"attention_factor": -1.0}, ["attention_factor", "-1.0"]),
+    (YARN | {"beta_fast": "x"}, ["beta_fast", "'x'"]),
+    (YARN | {"rope_theta": 1.0}, ["yarn", "rope_theta"]),
+    ("yarn", ["rope_parameters", "'yarn'"]),
+    ([4.0], ["rope_parameters", "4.0"]),
+], ids=str)  # fmt: skip
+def test_a_rope_that_is_not_quite_ours_is_refused(fields, rope, names):
+    del fields["rope_theta"]
+    with pytest.raises(ConfigError) as caught:
+        Config.from_dict(fields | {"rope_parameters": rope})
+    for name in names:
+        assert name in str(caught.value)
+
+
+def test_values_that_transformers_assumes_anyway_are_accepted_in_a_rope(fields):
+    rope = YARN | {"truncate": True, "partial_rotary_factor": 1.0, "mscale": None}
+    assert Config.from_dict(fields | {"rope_scaling": rope}) == Config.from_dict(fields | {"rope_scaling": YARN})
+
+
+def test_contradictions_are_refused(fields):
+    with pytest.raises(ConfigError, match=r"rope_theta is 1000000\.0, but rope_parameters says 5000000\.0"):
+        Config.from_dict(fields | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e6}})
+    with pytest.raises(ConfigError, match="contradicts rope_scaling"):
+        Config.from_dict(fields | {"rope_parameters": {"rope_type": "default"}, "rope_scaling": YARN})
+
+
+@pytest.mark.parametrize("kinds", [["full_attention", "sliding_attention"], ["linear_attention"], "sliding_attention"])
+def test_other_layer_types_are_refused(fields, kinds):
+    with pytest.raises(ConfigError, match=r"layer_types holds (sliding|linear)_attention"):
+        Config.from_dict(fields | {"layer_types": kinds})
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_a_missing_size_is_named(fields, name):
+    del fields[name]
+    with pytest.raises(ConfigError, match=f"lacks {name}"):
+        Config.from_dict(fields)
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, "64", True, 10**12, [64], float("nan")], ids=str)
+@pytest.mark.parametrize("name", [*SIZES, "head_dim", "num_key_value_heads"])
+def test_an_absurd_size_is_refused_with_its_value(fields, name, value):
+    with pytest.raises(ConfigError, match=name) as caught:
+        Config.from_dict(fields | {name: value})
+    assert repr(value) in str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("head_dim", 33), ("head_dim", None), ("num_key_value_heads", 3), ("num_key_value_heads", 8),
+    ("rms_norm_eps", 0), ("rms_norm_eps", -1e-6), ("rms_norm_eps", "1e-6"), ("rms_norm_eps", 2.0),
+    ("rms_norm_eps", None),
+    ("rope_theta", 0), ("rope_theta", "1e6"), ("rope_theta", None), ("rope_theta", float("nan")),
+    ("rope_theta", float("inf")), ("rope_theta", 10**400), ("rope_theta", True),
+    ("tie_word_embeddings", 1), ("tie_word_embeddings", "true"), ("attention_bias", None), ("attention_bias", 0),
+    ("torch_dtype", "float8_e4m3fn"), ("dtype", "int8"), ("torch_dtype", 16),
+    ("hidden_act", None), ("hidden_act", "swish"), ("model_type", None),
+], ids=lambda v: str(v)[:20])  # fmt: skip
+def test_malformed_values_are_refused(fields, name, value):
+    with pytest.raises(ConfigError, match=name.removeprefix("torch_")):
+        Config.from_dict(fields | {name: value})
+
+
+@pytest.mark.parametrize("not_an_object", [[], "qwen3", None, 3])
+def test_a_config_that_is_no_object(not_an_object):
+    with pytest.raises(ConfigError, match="not an object"):
+        Config.from_dict(not_an_object)
+
+
+def test_unreadable_files_are_named(tmp_path):
+    for content in ("{", "", "\x00"):
+        (tmp_path / "config.json").write_text(content)
+        with pytest.raises(ConfigError, match=r"config\.json is not JSON"):
+            Config.from_folder(tmp_path)
+    (tmp_path / "config.json").write_bytes(b'{"model_type": "\xff"}')
+    with pytest.raises(ConfigError, match=r"config\.json is not JSON"):
+        Config.from_folder(tmp_path)
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(ConfigError):
+        Config.from_folder(tmp_path)
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(ConfigError, match=r"config\.json cannot be read: No such file"):
+        Config.from_folder(tmp_path)
+    assert issubclass(ConfigError, NanoKVError)
+    assert issubclass(ConfigError, ValueError)
+
+
+# --- generation_config.json -----------------------------------------------------------------------------------------
+
+
+def test_published_generation_config(qwen3_files):
+    config = GenerationConfig.from_folder(qwen3_files / "0.6B")
+    assert config.eos_token_ids == (151645, 151643)
+    assert (config.temperature, config.top_k, config.top_p, config.min_p) == (0.6, 20, 0.95, 0.0)
+
+
+def test_without_do_sample_the_checkpoint_is_greedy(tmp_path):
+    """transformers ignores temperature and top_k of a file that does not say `do_sample: true`."""
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.9, "top_k": 7, "eos_token_id": 5}')
+    assert GenerationConfig.from_folder(tmp_path) == GenerationConfig(eos_token_ids=(5,))
+
+
+def test_without_a_file_eos_comes_from_config_json(tmp_path):
+    assert GenerationConfig.from_folder(tmp_path) == GenerationConfig()
+    (tmp_path / "config.json").write_text('{"eos_token_id": [3, 4], "vocab_size": 9}')
+    assert GenerationConfig.from_folder(tmp_path).eos_token_ids == (3, 4)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": null}')
+    assert GenerationConfig.from_folder(tmp_path).eos_token_ids == (3, 4)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 8, "do_sample": true}')
+    assert GenerationConfig.from_folder(tmp_path) == GenerationConfig((8,), temperature=1.0, top_k=50)
+
+
+@pytest.mark.parametrize("text", [
+    "{", "[1]", "[" * 100_000, '{"eos_token_id": "x"}', '{"eos_token_id": [-1]}', '{"eos_token_id": [true]}',
+    '{"do_sample": true, "temperature": "hot"}', '{"do_sample": true, "top_k": [1]}',
+], ids=lambda text: text[:40])  # fmt: skip
+def test_malformed_generation_config_raises_a_config_error(tmp_path, text):
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"generation_config|eos_token_id|temperature|top_k"):
+        GenerationConfig.from_folder(tmp_path)

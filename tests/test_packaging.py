@@ -1,0 +1,282 @@
+"""What pip sees: declared dependencies, exact pins, import cost, the installed program, and the built wheel.
+
+The wheel is installed into a new environment outside the checkout and holds a chat there. That environment borrows
+the already installed dependencies (a path file), because torch alone is a gigabyte; nanokv itself comes from the wheel.
+"""
+
+import ast
+import importlib.metadata
+import json
+import os
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+ROOT = Path(__file__).resolve().parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+RUNTIME = [Requirement(text) for text in PROJECT["dependencies"]]
+EXTRAS = {name: [Requirement(text) for text in texts] for name, texts in PROJECT["optional-dependencies"].items()}
+OPTIONAL = {"transformers", "matplotlib"}  # imported inside a function that says what to install when it is absent
+HEAVY = ("torch", "numpy", "transformers", "tokenizers", "safetensors", "huggingface_hub", "jinja2", "matplotlib")
+BUNDLED = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors")
+MEGABYTE = 1_000_000
+
+
+def python(*args: str, **options) -> subprocess.CompletedProcess:
+    """This interpreter on this checkout, from any folder."""
+    env = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    return subprocess.run([sys.executable, *args], env=env, capture_output=True, text=True, timeout=120, **options)
+
+
+# --- declared dependencies ----------------------------------------------------------------------------------------
+
+
+def pins() -> dict[str, str]:
+    lines = [line.strip() for line in (ROOT / "constraints.txt").read_text().splitlines()]
+    lines = [line for line in lines if line and not line.startswith("#")]
+    found = [re.fullmatch(r"([A-Za-z0-9._-]+)==([0-9][0-9A-Za-z.]*)", line) for line in lines]
+    assert None not in found, f"not an exact public version: {lines[found.index(None)]}"  # x==1.0+cpu is on one index
+    names = [canonicalize_name(match[1]) for match in found]
+    assert len(set(names)) == len(names), "a package is pinned twice"
+    return {name: match[2] for name, match in zip(names, found, strict=True)}
+
+
+@pytest.mark.parametrize("requirement", [*RUNTIME, *EXTRAS["course"], *EXTRAS["dev"]], ids=str)
+def test_pin_lies_inside_the_declared_range(requirement):
+    """A pin outside its range makes `pip install -c` unsolvable; a dependency without one drifts."""
+    pin = pins().get(canonicalize_name(requirement.name))
+    assert pin is not None, f"{requirement.name} has no pin in constraints.txt"
+    assert requirement.specifier.contains(pin)
+
+
+def test_everything_that_is_installed_with_us_is_pinned():
+    """Dependencies of dependencies too: an unpinned one is the update that breaks a clone a year from now."""
+    todo, seen = [*RUNTIME, *EXTRAS["dev"], *EXTRAS["course"]], set()
+    while todo:
+        requirement = todo.pop()
+        name = canonicalize_name(requirement.name)
+        try:
+            needs = importlib.metadata.requires(name) or []
+        except importlib.metadata.PackageNotFoundError:
+            continue  # an extra that is not installed here
+        if name not in seen:
+            seen.add(name)
+            extras = requirement.extras or {""}
+            needed = (Requirement(text) for text in needs)
+            todo += [r for r in needed if not r.marker or any(r.marker.evaluate({"extra": e}) for e in extras)]
+    assert {"torch", "sympy", "pluggy"} <= seen
+    assert seen - set(pins()) == set()
+
+
+def imported(path: Path, top_level_only: bool) -> set[str]:
+    """Third-party packages that a file imports."""
+    tree = ast.parse(path.read_text())
+    nodes = tree.body if top_level_only else ast.walk(tree)
+    names = {alias.name for n in nodes if isinstance(n, ast.Import) for alias in n.names}
+    names |= {n.module for n in nodes if isinstance(n, ast.ImportFrom) and n.module and not n.level}
+    local = {"nanokv", "weights_loader", *(p.stem for p in (ROOT / "tests").rglob("*.py"))}
+    return {name.split(".")[0] for name in names} - set(sys.stdlib_module_names) - local - {"__future__"}
+
+
+def distributions(requirements) -> set[str]:
+    """Import names of declared packages; here they all equal the package's name, in lower case."""
+    return {canonicalize_name(r.name).replace("-", "_") for r in requirements}
+
+
+def test_every_runtime_import_is_declared():
+    """`pip install nanokv` without extras must import everything, but for what stands inside a function in OPTIONAL."""
+    files = [p for package in ("nanokv", "weights_loader") for p in (ROOT / package).rglob("*.py")]
+    declared = distributions(RUNTIME)
+    wrong = {str(p.relative_to(ROOT)): imported(p, True) - declared for p in files}
+    assert {path: names for path, names in wrong.items() if names} == {}
+    wrong = {str(p.relative_to(ROOT)): imported(p, False) - declared - OPTIONAL for p in files}
+    assert {path: names for path, names in wrong.items() if names} == {}
+
+
+def test_every_import_of_the_tests_is_declared():
+    declared = distributions([*RUNTIME, *EXTRAS["dev"]])
+    wrong = {p.name: imported(p, False) - declared for p in (ROOT / "tests").rglob("*.py")}
+    assert {name: names for name, names in wrong.items() if names} == {}
+
+
+def test_version_and_licence_agree():
+    import nanokv
+
+    assert nanokv.__version__ == PROJECT["version"]
+    assert PROJECT["license"] == "Apache-2.0" and PROJECT["requires-python"] == ">=3.11"
+    licence = (ROOT / "LICENSE").read_text()
+    assert "Apache License" in licence and "END OF TERMS AND CONDITIONS" in licence
+
+
+# --- import cost --------------------------------------------------------------------------------------------------
+
+
+def loaded_after(statement: str) -> set[str]:
+    """Heavy packages in sys.modules after a statement in a fresh interpreter (its own output is thrown away)."""
+    code = f"import io, sys, json\nreal, sys.stdout = sys.stdout, io.StringIO()\n{statement}\n"
+    code += f"print(json.dumps([m for m in {HEAVY} if m in sys.modules]), file=real)"
+    done = python("-c", code)
+    assert done.returncode == 0, done.stderr
+    return set(json.loads(done.stdout))
+
+
+def cheapest(statement: str, goal: float, tries: int = 10) -> float:
+    """Seconds of processor time of a fresh interpreter, best of some; stops at the goal.
+
+    Nothing here waits for a disk or a network, so on a free core this is the wall time; unlike the wall time it does
+    not count the other work on a busy machine.
+    """
+    best = float("inf")
+    for _ in range(tries):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        done = python("-c", statement)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert done.returncode == 0, done.stderr
+        best = min(best, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        if best < goal:
+            break
+    return best
+
+
+def test_import_nanokv_loads_nothing_heavy():
+    assert loaded_after("import nanokv, weights_loader") == set()
+
+
+def test_import_nanokv_is_cheap_beside_torch():
+    """Under 1.5 × import torch, also when every public name is used, so that laziness hides nothing."""
+    torch = cheapest("import torch", goal=0, tries=3)
+    assert cheapest("import nanokv", goal=1.5 * torch) < 1.5 * torch
+    everything = "import nanokv; [getattr(nanokv, name) for name in nanokv.__all__]"
+    assert cheapest(everything, goal=1.5 * torch) < 1.5 * torch
+
+
+def test_every_public_name_resolves():
+    import nanokv
+
+    for name in dir(nanokv):
+        assert getattr(nanokv, name) is not None
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = nanokv.no_such_name
+
+
+def commands() -> list[str]:
+    from nanokv import cli
+
+    return sorted(cli.COMMANDS)
+
+
+HELP = [[], ["chat"], ["env"], ["generate"], ["train"], ["verify"]]
+
+
+def run_help(command: list[str]) -> str:
+    argv = [*command, "--help"]
+    return f"from nanokv.cli import main\nassert main({argv}) == 0"
+
+
+def test_every_command_is_asked_for_help():
+    assert [[], *([name] for name in commands())] == HELP
+
+
+@pytest.mark.parametrize("command", HELP, ids=lambda c: "nanokv " + " ".join(c))
+def test_help_imports_nothing_heavy(command):
+    """torch takes a second to import; --help has 0.3 s."""
+    assert loaded_after(run_help(command)) == set()
+
+
+@pytest.mark.parametrize("command", HELP, ids=lambda c: "nanokv " + " ".join(c))
+def test_help_answers_in_300_ms(command):
+    assert cheapest(run_help(command), goal=0.3) < 0.3
+
+
+# --- the wheel ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    """Built from a copy: a build folder left in the checkout would leak deleted files into the wheel."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    source.mkdir()
+    for name in ("nanokv", "weights_loader"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    build = "from setuptools.build_meta import build_wheel; print(build_wheel('..'))"
+    done = subprocess.run([sys.executable, "-c", build], cwd=source, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return folder / done.stdout.split()[-1]
+
+
+@pytest.mark.slow
+def test_wheel_holds_the_two_packages_and_the_model(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        metadata = archive.read(f"nanokv-{PROJECT['version']}.dist-info/METADATA").decode()
+    assert wheel.name == f"nanokv-{PROJECT['version']}-py3-none-any.whl"
+    top = {"nanokv", "weights_loader", f"nanokv-{PROJECT['version']}.dist-info"}
+    assert {name.split("/")[0] for name in names} == top
+    model = {n.removeprefix("weights_loader/checkpoints/tiny/") for n in names if "/checkpoints/tiny/" in n}
+    assert {*BUNDLED, "README.md"} <= model
+    sources = {str(p.relative_to(ROOT)) for d in ("nanokv", "weights_loader") for p in (ROOT / d).rglob("*.py")}
+    assert sources <= set(names)
+    assert [n for n in names if n.endswith((".pyc", ".bin", ".pt", ".pth")) or "test" in n] == []
+    assert any(n.endswith("licenses/LICENSE") for n in names)
+    declared = re.findall(r"^Requires-Dist: ([^;\n]+)$", metadata, re.MULTILINE)
+    assert {str(Requirement(text)) for text in declared} == {str(r) for r in RUNTIME}
+    assert wheel.stat().st_size < 12 * MEGABYTE + MEGABYTE  # the model's 12 MB and the code
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory) -> Path:
+    """bin folder of a new environment with the wheel, and this one's site-packages behind it for the dependencies."""
+    venv = tmp_path_factory.mktemp("installed") / "venv"
+    subprocess.run([sys.executable, "-m", "venv", venv], check=True, capture_output=True)
+    pip = [venv / "bin/python", "-m", "pip", "install", "-q", "--no-deps", "--no-index", wheel]
+    subprocess.run(pip, check=True, capture_output=True)
+    site = sysconfig.get_path("purelib", vars={"base": str(venv), "platbase": str(venv)})
+    Path(site, "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return venv / "bin"
+
+
+def outside(tmp_path: Path) -> dict[str, str]:
+    """An environment without a trace of this checkout, network or home."""
+    keep = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "NANOKV", "HF_", "VIRTUAL_ENV"))}
+    return keep | {"HOME": str(tmp_path), "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}
+
+
+@pytest.mark.slow
+def test_installed_wheel_chats_outside_the_checkout(installed, tmp_path):
+    """The bundled model ships in the wheel, is found there, and recalls a name from an earlier line of the pipe."""
+    env = outside(tmp_path)
+    where = "import nanokv, weights_loader; print(nanokv.__file__); print(weights_loader.BUNDLED['tiny'])"
+    run = {"cwd": tmp_path, "env": env, "capture_output": True, "text": True, "timeout": 120}
+    found = subprocess.run([installed / "python", "-c", where], **run).stdout.split()
+    assert len(found) == 2 and all(str(installed.parent) in path for path in found), found
+    talk = "My name is Zorbla.\nWhat is my name?\n"
+    done = subprocess.run([installed / "nanokv", "chat"], input=talk, **run)
+    assert done.returncode == 0, done.stderr
+    answers = done.stdout.splitlines()
+    assert len(answers) == 2 and "Zorbla" in answers[1]
+    assert not (tmp_path / "hf").exists(), "the bundled model needs no download cache"
+
+
+@pytest.mark.slow
+def test_installed_commands_answer(installed, tmp_path):
+    """The console script exists and every command's help works where no test extra is on the path of the checkout."""
+    run = {"cwd": tmp_path, "env": outside(tmp_path), "capture_output": True, "text": True, "timeout": 60}
+    version = subprocess.run([installed / "nanokv", "--version"], **run)
+    assert Version(version.stdout.split()[1]) == Version(PROJECT["version"])
+    for name in commands():
+        done = subprocess.run([installed / "nanokv", name, "--help"], **run)
+        assert done.returncode == 0 and f"nanokv {name}" in done.stdout, (name, done.stderr)

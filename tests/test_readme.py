@@ -1,0 +1,162 @@
+"""Every command that the README shows must work: `make` targets exist, `nanokv` lines are parsed, cheap ones are run.
+
+A fenced block marked bash, sh, shell or console is a promise. In a console block only lines that begin with `$ ` are
+commands, the rest is output. What may not be run here (a download, hours of training, an install) has its reason in
+NOT_RUN; a command of a new kind fails until someone decides how it is checked.
+"""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+README = ROOT / "README.md"
+NOT_RUN = {
+    "needs a network": r"\bQwen/|^nanokv (chat|generate|verify) .*(-m|--model) [\w.-]+/",
+    "trains for minutes or hours": r"^nanokv train\b",
+    "is interactive": r"^nanokv chat$",
+}
+FOREIGN = "git cd pip python python3 export source apt echo printf cat".split()  # not ours to test
+
+
+def commands(text: str) -> list[str]:
+    """Command lines of all fenced shell blocks, continuation lines joined, comments dropped."""
+    found = []
+    for language, body in re.findall(r"^```(\w+)[^\n]*\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        if language not in ("bash", "sh", "shell", "console"):
+            continue
+        lines = body.replace("\\\n", " ").splitlines()
+        if language == "console":
+            lines = [line[2:] for line in lines if line.startswith("$ ")]
+        found += [re.sub(r"\s+#\s.*$", "", line).strip() for line in lines if line.strip() and line.strip()[0] != "#"]
+    return found
+
+
+def parts(command: str) -> list[list[str]]:
+    """The single commands of `a && b | c`, as words; leading VAR=value words are dropped."""
+    lexer = shlex.shlex(command, posix=True, punctuation_chars="|&;<>")
+    lexer.whitespace_split = True
+    single, all_parts = [], []
+    for word in [*lexer, ";"]:
+        if not re.fullmatch(r"[|&;]+", word):
+            single.append(word)
+            continue
+        while single and re.fullmatch(r"[A-Z_]+=.*", single[0]):
+            single.pop(0)
+        all_parts.append(single)
+        single = []
+    return [part for part in all_parts if part]
+
+
+def readme() -> str:
+    if not README.is_file():
+        pytest.skip("README.md is not written yet")
+    return README.read_text()
+
+
+def reason_not_to_run(command: str) -> str | None:
+    return next((reason for reason, pattern in NOT_RUN.items() if re.search(pattern, command)), None)
+
+
+def runnable() -> list[str]:
+    """Commands made of nanokv (and echo, printf, cat before a pipe) alone."""
+    text = README.read_text() if README.is_file() else ""
+    ours = [c for c in commands(text) if "nanokv" in {Path(part[0]).name for part in parts(c)}]
+    return [c for c in ours if reason_not_to_run(c) is None]
+
+
+def test_readme_shows_commands():
+    shown = commands(readme())
+    assert "make chat" in " ".join(shown) and "make test" in " ".join(shown)
+
+
+def test_every_command_of_the_readme_is_known():
+    """Each word that begins a command is make, nanokv, or one of the few foreign tools."""
+    known = {"make", "nanokv", *FOREIGN}
+    first = {Path(part[0]).name: command for command in commands(readme()) for part in parts(command)}
+    assert {word: command for word, command in first.items() if word not in known} == {}
+
+
+def test_make_targets_of_the_readme_exist():
+    """Also those in running text, between backticks."""
+    text = readme()
+    targets = set(re.findall(r"^\.PHONY: (\w+)$", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = {word for c in commands(text) for p in parts(c) if p[0] == "make" for word in p[1:] if "=" not in word}
+    named |= set(re.findall(r"`make (\w+)", text))
+    assert named - targets == set()
+
+
+def test_nanokv_commands_of_the_readme_parse():
+    """Unknown commands and flags are found without running anything."""
+    import importlib
+
+    from nanokv import cli
+
+    bad = {}
+    for command in commands(readme()):
+        for part in parts(command):
+            if Path(part[0]).name != "nanokv" or part[1:2] in (["--help"], ["--version"], []):
+                continue
+            try:
+                module = importlib.import_module(cli.COMMANDS[part[1]][0])
+                cli.make_parser(part[1], module).parse([w for w in part[2:] if w not in (">", "<")])
+            except SystemExit:
+                pass  # --help
+            except Exception as error:
+                bad[command] = repr(error)
+    assert bad == {}
+
+
+def test_files_of_the_readme_exist():
+    """Links and pictures that point into the repository."""
+    links = re.findall(r"\]\((?!https?:|#|mailto:)([^)#\s]+)", readme())
+    links += re.findall(r'src="(?!https?:)([^"]+)"', readme())
+    assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", runnable() or [pytest.param("", marks=pytest.mark.skip("no command to run"))])
+def test_readme_command_runs(command, tmp_path):
+    """As printed, through a shell, from the checkout, with `nanokv` on the path, no terminal and no network."""
+    program = tmp_path / "bin" / "nanokv"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m nanokv "$@"\n')
+    program.chmod(0o755)
+    env = os.environ | {"PATH": f"{program.parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    env |= {"HOME": str(tmp_path), "XDG_STATE_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    line = re.sub(r"(^|\s)\.venv/bin/nanokv\b", r"\1nanokv", command)
+    options = {"cwd": ROOT, "env": env, "stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", line], timeout=300, **options)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() or ">" in line
+
+
+SAMPLE = """
+```bash
+make chat      # talk
+echo hi | X=1 nanokv chat -q && make \\
+    test
+```
+```console
+$ nanokv env
+nothing here is a command
+```
+```python
+not_a_command()
+```
+"""
+
+
+def test_the_extraction_can_fail():
+    """What the other tests rely on: languages, comments, continuation lines, prompts, pipes."""
+    found = commands(SAMPLE)
+    assert found == ["make chat", "echo hi | X=1 nanokv chat -q && make      test", "nanokv env"]
+    assert parts(found[1]) == [["echo", "hi"], ["nanokv", "chat", "-q"], ["make", "test"]]
+    assert reason_not_to_run("nanokv chat -m Qwen/Qwen3-0.6B") == "needs a network"
+    assert reason_not_to_run("nanokv chat") == "is interactive"
+    assert reason_not_to_run("echo hi | nanokv chat") is None

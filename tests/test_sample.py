@@ -1,0 +1,142 @@
+"""sample.py against transformers' logits processors (5.23), on random logits, ties and edge values."""
+
+import itertools
+
+import pytest
+import torch
+from transformers.generation.logits_process import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from nanokv import sample as module
+from nanokv.errors import GenerationError
+from nanokv.sample import logprob, sample
+
+V = 97
+KINDS = ("normal", "ties", "peaked", "flat", "masked", "huge")
+
+
+def logits_of(kind, seed=0, rows=4):
+    x = torch.randn(rows, V, generator=torch.Generator().manual_seed(seed)) * 3
+    match kind:
+        case "ties":
+            x = x.round()  # about 15 different values: ties at every border
+        case "peaked":
+            x[:, 5] = 60.0
+        case "flat":
+            x = torch.zeros_like(x)
+        case "masked":
+            x[:, ::3] = -torch.inf
+        case "huge":
+            x = x * 1e4
+    return x
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("name", "values", "reference"), [
+    ("temperature", [0.01, 0.6, 1.0, 1.7, 100.0], TemperatureLogitsWarper),
+    ("top_k", [1, 2, 20, V - 1, V, V + 1, 10**9], TopKLogitsWarper),
+    ("top_p", [0.0, 1e-9, 0.1, 0.5, 0.95, 0.999999, 1.0], TopPLogitsWarper),
+    ("min_p", [0.0, 1e-9, 0.05, 0.5, 0.999, 1.0], MinPLogitsWarper),
+])  # fmt: skip
+def test_each_step_equals_transformers(kind, name, values, reference):
+    for value, seed in itertools.product(values, range(5)):
+        x = logits_of(kind, seed)
+        kept = x.clone()
+        assert torch.equal(getattr(module, name)(x, value), reference(value)(None, x.clone())), (value, seed)
+        assert torch.equal(x, kept), "the caller's logits were changed"
+
+
+@pytest.mark.parametrize("kind", ["normal", "ties", "flat"])
+@pytest.mark.parametrize("penalty", [0.5, 1.0, 1.3, 7.0])
+def test_repetition_penalty_equals_transformers(kind, penalty):
+    """Once per distinct token: id 3 occurs three times here and must not be divided three times."""
+    x = logits_of(kind)
+    ids = torch.tensor([[3, 3, 9, 3, 0, 96]] * 4)
+    theirs = RepetitionPenaltyLogitsProcessor(penalty)(ids, x.clone())
+    assert torch.equal(module.repetition_penalty(x, ids, penalty), theirs)
+
+
+@pytest.mark.parametrize("kind", ["normal", "ties", "peaked", "flat", "masked"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_whole_chain_draws_what_transformers_draws(kind, dtype):
+    """Same order of steps, same fp32, same use of the random stream: equal tokens for 200 seeded draws."""
+    steps = {"temperature": 0.7, "top_k": 30, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.4}
+    chain = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.4), TemperatureLogitsWarper(0.7),
+                                 TopKLogitsWarper(30), TopPLogitsWarper(0.9), MinPLogitsWarper(0.02)])  # fmt: skip
+    generator = torch.Generator().manual_seed(11)
+    ours, theirs, previous = [], [], torch.tensor([[1, 2, 2, 50]] * 4)
+    with torch.random.fork_rng():
+        torch.manual_seed(11)
+        for seed in range(200):
+            x = logits_of(kind, seed).to(dtype)
+            ours.append(sample(x, **steps, previous=previous, generator=generator))
+            scores = chain(previous, x.to(copy=True, dtype=torch.float32))
+            theirs.append(torch.multinomial(scores.softmax(-1), 1).squeeze(1))
+    assert torch.equal(torch.stack(ours), torch.stack(theirs))
+    assert len(torch.unique(torch.stack(ours))) > 1 or kind == "peaked"
+
+
+def test_temperature_zero_is_argmax_and_draws_nothing():
+    generator = torch.Generator().manual_seed(0)
+    before = generator.get_state()
+    x = logits_of("ties")
+    assert torch.equal(sample(x, top_k=5, top_p=0.5, generator=generator), x.argmax(-1))
+    assert torch.equal(generator.get_state(), before)
+
+
+def test_greedy_obeys_the_penalty():
+    x = torch.tensor([[2.0, 1.9, -1.0]])
+    assert sample(x, repetition_penalty=1.5, previous=torch.tensor([[0]])).item() == 1
+
+
+def test_the_global_random_state_is_not_touched():
+    """A second library that draws between two tokens must not change the answer, nor the other way round."""
+    before = torch.get_rng_state()
+    sample(logits_of("normal"), temperature=1.0, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_frequencies_follow_the_distribution():
+    x = torch.tensor([[0.0, 1.0, 2.0]]).repeat(20_000, 1)
+    drawn = sample(x, temperature=1.0, generator=torch.Generator().manual_seed(5)).bincount(minlength=3) / 20_000
+    assert torch.allclose(drawn, x[0].softmax(0), atol=0.015)
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("temperature", -0.1), ("temperature", float("nan")), ("temperature", float("inf")), ("temperature", "1"),
+    ("temperature", True), ("top_k", -1), ("top_k", 1.5), ("top_p", 1.01), ("top_p", -0.1), ("top_p", float("nan")),
+    ("min_p", 1.1), ("min_p", -1e-9), ("repetition_penalty", 0.0), ("repetition_penalty", -1.0), ("top_p", None),
+    ("repetition_penalty", float("inf")),
+])  # fmt: skip
+def test_values_out_of_range_are_named(name, value):
+    with pytest.raises(GenerationError) as caught:
+        sample(logits_of("normal"), **{name: value})
+    assert name in str(caught.value) and repr(value) in str(caught.value) and "must be" in str(caught.value)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_unusable_logits_are_an_error_and_not_token_zero(temperature, bad):
+    x = logits_of("normal")
+    x[2, 40] = bad
+    with pytest.raises(GenerationError, match="cannot be sampled"):
+        sample(x, temperature=temperature)
+    with pytest.raises(GenerationError, match="cannot be sampled"):
+        sample(torch.full((1, 5), -torch.inf), temperature=temperature)
+
+
+def test_a_temperature_beyond_fp32_is_named():
+    with pytest.raises(GenerationError, match="too small"):
+        sample(logits_of("huge"), temperature=1e-38)
+
+
+def test_logprob_is_that_of_the_raw_logits():
+    x = logits_of("normal").bfloat16()
+    token = torch.tensor([0, 5, 9, 96])
+    assert torch.allclose(logprob(x, token), x.float().log_softmax(-1)[torch.arange(4), token], atol=1e-6)

@@ -1,0 +1,260 @@
+"""Chat templates: byte-equal to transformers on the published Qwen3 template, and bounded when they are hostile."""
+
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanokv.errors import TemplateError
+from nanokv.template import ChatTemplate, plain
+from nanokv.tokenizer import Tokenizer
+
+USER = {"role": "user", "content": "What is the weather in Zürich?"}
+TOOL = {"type": "function", "function": {"name": "wetter", "description": "<b>Wetter & 'Wind'</b> – 天気",
+        "parameters": {"type": "object", "properties": {"ort": {"type": "string", "default": None}}}}}  # fmt: skip
+CALL = {"type": "function", "function": {"name": "wetter", "arguments": {"ort": "Zürich", "n": 1.5, "ok": True}}}
+SYSTEM = {"role": "system", "content": "Be brief. 简短"}
+ANSWER = {"role": "assistant", "content": "<think>\nhm\n</think>\n\nSunny ☀️"}
+CONVERSATIONS = {
+    "one": [USER],
+    "system": [SYSTEM, USER],
+    "turns": [SYSTEM, USER, {"role": "assistant", "content": "Sunny."}, USER],
+    "thinking in history": [USER, ANSWER, USER],
+    "thinking last": [USER, ANSWER],
+    "broken thinking": [USER, {"role": "assistant", "content": "a</think>b</think>\n\nc<think>"}, USER],
+    "reasoning_content": [USER, {"role": "assistant", "content": "x", "reasoning_content": "\nhm\n"}],
+    "reasoning (old name)": [USER, {"role": "assistant", "content": "x", "reasoning": "hm"}],
+    "thinking (old name)": [USER, {"role": "assistant", "content": "x", "thinking": "hm"}],
+    "tool call": [USER, {"role": "assistant", "content": "", "tool_calls": [CALL]},
+                  {"role": "tool", "content": "☀️ 21°"}],
+    "no content": [USER, {"role": "assistant", "content": None, "tool_calls": [CALL, CALL]},
+                   {"role": "tool", "content": "1"}, {"role": "tool", "content": "2"},
+                   {"role": "assistant", "content": "ok"}],
+    "flat call, text arguments": [USER, {"role": "assistant", "content": "so:", "tool_calls": [
+        {"name": "wetter", "arguments": '{"ort": "Bern"}'}]}, {"role": "tool", "content": "x"}, USER],
+    "tool response as user": [USER, ANSWER, {"role": "user", "content": "<tool_response>1</tool_response>"}],
+    "late system": [USER, SYSTEM, USER],
+    "empty": [{"role": "system", "content": ""}, {"role": "user", "content": ""}, {"role": "assistant", "content": ""}],
+    "html, quotes, newlines": [{"role": "user", "content": "<a href=\"x\">'&'</a>\r\n\t{{ 7 * 7 }}{% raw %}\n\n"}],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def qwen(qwen3_files):
+    return Tokenizer.from_folder(qwen3_files / "tokenizer")
+
+
+@pytest.fixture(scope="session")
+def reference(qwen3_files):
+    return pytest.importorskip("transformers").AutoTokenizer.from_pretrained(qwen3_files / "tokenizer")
+
+
+def theirs(reference, messages, **kwargs):
+    return reference.apply_chat_template(messages, tokenize=False, **kwargs)
+
+
+@pytest.mark.parametrize("tools", [None, [], [TOOL], [TOOL, TOOL]], ids=["None", "[]", "1 tool", "2 tools"])
+@pytest.mark.parametrize("messages", CONVERSATIONS.values(), ids=CONVERSATIONS)
+def test_equals_transformers(qwen, reference, messages, tools):
+    for kwargs in ({}, {"enable_thinking": False}, {"enable_thinking": True}):
+        for generation in (True, False):
+            kwargs = {**kwargs, "tools": tools, "add_generation_prompt": generation}
+            assert qwen.render(messages, **kwargs) == theirs(reference, messages, **kwargs)
+
+
+TEXT = st.text(max_size=30) | st.sampled_from(["<think>", "</think>", "\n\n</think>\n\n", "<tool_response>"])
+MESSAGES = st.lists(
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(["system", "user", "assistant", "tool"]),
+         "content": st.lists(TEXT, max_size=4).map("".join)},
+        optional={"reasoning_content": TEXT},
+    ),
+    min_size=1, max_size=7,
+)  # fmt: skip
+
+
+@settings(max_examples=150, deadline=None)
+@given(messages=MESSAGES, generation=st.booleans())
+def test_any_conversation_equals_transformers(qwen, reference, messages, generation):
+    ours = qwen.render(messages, add_generation_prompt=generation)
+    assert ours == theirs(reference, messages, add_generation_prompt=generation)
+
+
+def test_published_ids_without_thinking(qwen):
+    """From the reference figures that come with the published weights."""
+    prompt = qwen.render([{"role": "user", "content": "What is the capital of France?"}], enable_thinking=False)
+    assert qwen.encode(prompt) == [151644, 872, 198, 3838, 374, 279, 6722, 315, 9625, 30, 151645, 198, 151644, 77091,
+                                   198, 151667, 271, 151668, 271]  # fmt: skip
+
+
+FEATURES = {
+    "loopcontrols": "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m.content }}{% endfor %}",
+    "generation tag": "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
+    "macro": "{% macro f(x, n=2) %}[{{ x }}{{ n * 'ab' }}]{% endmacro %}{{ f('y') }}{{ f('z', n=0) }}",
+    "call block": "{% macro f() %}<{{ caller() }}>{% endmacro %}{% call f() %}in{% endcall %}",
+    "filters": "{{ messages|map(attribute='content')|join('|')|upper|replace('WHAT', 'what') }}{{ [3, 1]|sort|first }}",
+    "lazy filter is true": "{% if messages|selectattr('role', 'equalto', 'none') %}yes{% endif %}",
+    "loop variables": "{% for m in messages %}{{ loop.length }}{{ loop.last }}{{ loop.revindex }}{% endfor %}",
+    "loop with a test": "{% for m in messages if m.role == 'user' %}{{ loop.index }}{{ loop.length }}{% endfor %}",
+    "recursive loop": "{% for x in [[1, [2]], [3]] recursive %}{{ loop(x) ~ '.' if x is iterable else x }}{% endfor %}",
+    "set block": "{% set x | trim %} {{ messages[0].role }} {% endset %}{{ x ~ 1 ~ none ~ x }}",
+    "namespace and dict": "{% set n = namespace(a=1) %}{% set n.a = n.a + 41 %}{{ n.a }}{{ dict(b=[1])|tojson }}",
+    "tojson": "{{ tools|tojson(indent=2) }}{{ {'b': 1, 'a': '<é>'}|tojson(sort_keys=true) }}",
+    "arithmetic": "{{ 7 // 2 }}{{ 2 ** 10 }}{{ -7 % 3 }}{{ '%s%02d' % ('a', 3) }}{{ '%05.1f'|format(2.5) }}",
+    "strings": "{{ 'a,b'.split(',')[::-1] }}{{ '{}:{:>4}'.format(1, 'x') }}{{ 'ab'.center(6, '*')|indent(2, true) }}",
+    "undefined": "{{ missing }}{{ messages[0].missing is defined }}{{ missing is undefined }}{{ eos_token }}",
+    "items": "{% for k, v in messages[0].items() %}{{ k }}={{ v }};{% endfor %}{{ messages[0]|items|list|length }}",
+    "in": "{{ 'a' in ['a', 'b'] }}{{ (1, 2) == (1, 2) }}{{ [1] < [2] }}{{ 'x' not in messages[0] }}",
+    "whitespace": "  {% if true %}\n  a\n  {% endif %}\n\n{#- c -#}  b\n",
+    "date": "{{ strftime_now('%Y') }}",
+}
+
+
+@pytest.mark.parametrize("source", FEATURES.values(), ids=FEATURES)
+def test_the_instrumented_language_is_still_jinja2(reference, source):
+    """The budget rewrites loops, comparisons, literals and filters: their results must not change."""
+    messages, names = [USER, ANSWER], {"eos_token": reference.eos_token, "pad_token": reference.pad_token}
+    ours = ChatTemplate(source, names).render(messages, [TOOL])
+    assert ours == theirs(reference, messages, tools=[TOOL], add_generation_prompt=True, chat_template=source)
+
+
+GROW = "{% set n = namespace(x='aaaaaaaaaa', l=[1]) %}{% for i in range(60) %}<>{% endfor %}"
+HOSTILE = {
+    "attribute walk": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "attribute walk by filter": "{{ (messages|attr('__class__')).__mro__ }}",
+    "globals of a function": "{{ cycler.__init__.__globals__ }}",
+    "globals of our own": "{{ raise_exception.__globals__['json'] }}",
+    "format walk": "{{ '{0.__class__.__mro__}'.format('') }}",
+    "write": "{{ messages.append(1) }}",
+    "file": "{% include '/etc/passwd' %}",
+    "huge range": "{% for i in range(10**9) %}{% endfor %}",
+    "nested loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "loop test": "{% for a in range(99999) if range(99999)|sum < 0 %}x{% endfor %}",
+    "repeat": "{{ 'a' * 10**10 }}",
+    "repeat a constant": "{{ 'a' * 10000000000 }}",
+    "repeat a list": "{{ [1] * 10000000000 }}",
+    "doubling": GROW.replace("<>", "{% set n.x = n.x + n.x %}"),
+    "doubling by concatenation": GROW.replace("<>", "{% set n.x = n.x ~ n.x %}"),
+    "doubling by set block": GROW.replace("<>", "{% set y %}{{ n.x }}{{ n.x }}{% endset %}{% set n.x = y %}"),
+    "doubling by replace": GROW.replace("<>", "{% set n.x = n.x|replace('a', 'aa') %}"),
+    "doubling by join": GROW.replace("<>", "{% set n.x = [n.x, n.x]|join %}"),
+    "nested lists": GROW.replace("<>", "{% set n.l = [n.l, n.l] %}") + "{{ n.l }}",
+    "nested dicts": GROW.replace("<>", "{% set n.l = dict(a=n.l, b=n.l) %}") + "{{ n.l|tojson }}",
+    "nested namespaces": GROW.replace("<>", "{% set n.l = namespace(a=n.l, b=n.l) %}") + "{{ n.l }}",
+    "nested batches": GROW.replace("<>", "{% set n.l = [n.l]|batch(2, n.l)|first %}") + "{{ n.l == n.l }}",
+    "center": "{{ 'a'|center(10000000000) }}",
+    "ljust": "{{ 'x'.ljust(10000000000) }}",
+    "format width": "{{ '{:>10000000000}'.format(1) }}",
+    "% width": "{{ '%10000000000d' % 1 }}",
+    "% width from the arguments": "{{ '%*d' % (10000000000, 1) }}",
+    "|format width": "{{ '%10000000000d'|format(1) }}",
+    "indent": "{{ 'x'|indent(10**9, true) }}",
+    "tojson indent": "{{ [1]|tojson(indent=10**9) }}",
+    "batch": "{{ [1]|batch(10**9, 'x')|list|length }}",
+    "join": "{{ ('a,' * 100000).split(',')|join('b' * 100000) }}",
+    "map": "{{ range(99999)|map('center', 9999)|join }}",
+    "power": "{{ 9 ** 99999999 }}",
+    "squares": "{% set n = namespace(x=9) %}{% for i in range(90) %}{% set n.x = n.x * n.x %}{% endfor %}",
+    "endless macro": "{% macro f(n) %}{{ f(n) }}{% endmacro %}{{ f(1) }}",
+    "branching macro": "{% macro f(n) %}{% if n > 0 %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    "endless loop recursion": "{% for i in [1] recursive %}{{ loop([1, 1]) }}{% endfor %}",
+    "deep parentheses": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
+    "deep loops": "{% for a in [1] %}" * 30 + "{% endfor %}" * 30,
+    "huge source": "x" * 300_000,
+    "much text in a loop": "{% for a in range(99999) %}" + "x" * 10_000 + "{% endfor %}",
+    "long date": "{{ strftime_now('%c' * 100000) }}",
+    "random text": "{{ lipsum(1000000) }}",
+}
+
+
+@pytest.mark.parametrize("source", HOSTILE.values(), ids=HOSTILE)
+def test_hostile_templates_are_refused_soon(source):
+    began = time.thread_time()
+    with pytest.raises(TemplateError, match="chat template"):
+        ChatTemplate(source, seconds=0.5).render([USER])
+    assert time.thread_time() - began < 2
+
+
+def test_hostile_templates_stay_small():
+    """Peak Python memory over the worst growers: tens of MB, not the 10 GB that they ask for."""
+    import tracemalloc
+
+    tracemalloc.start()
+    for name in ("doubling", "repeat", "doubling by set block", "join", "map", "much text in a loop", "nested batches"):
+        with pytest.raises(TemplateError):
+            ChatTemplate(HOSTILE[name]).render([USER])
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 200e6
+
+
+def test_an_honest_long_chat_fits_the_budget(qwen):
+    """2,000 turns and a 200 kB paste render: the bounds are for attacks only."""
+    paste = {"role": "user", "content": "naïve " * 33_000}
+    messages = [USER, {"role": "assistant", "content": "Sunny."}] * 1000 + [paste]
+    assert len(qwen.render(messages)) > 200_000
+
+
+def test_the_input_raises_the_budget():
+    """A 4 MB document is not an attack by the template."""
+    big = "x" * 4_000_000
+    shown = ChatTemplate("{{ messages[0].content + messages[0].content|replace('y', 'z') }}" * 8).render(
+        [{"role": "user", "content": big}]
+    )
+    assert len(shown) == 16 * len(big)
+
+
+def test_errors_of_the_template_are_typed():
+    with pytest.raises(TemplateError, match="refuses this conversation: roles must alternate"):
+        ChatTemplate("{{ raise_exception('roles must alternate') }}").render([USER])
+    with pytest.raises(TemplateError, match="not valid jinja2, line 2"):
+        ChatTemplate("\n{% for x in %}")
+    with pytest.raises(TemplateError, match="no element 5"):
+        ChatTemplate("{{ messages[5].content.x }}").render([USER])
+    with pytest.raises(TemplateError, match="TypeError"):
+        ChatTemplate("{{ 1 + 'a' }}").render([USER])
+
+
+@pytest.mark.parametrize(("messages", "words"), [
+    ([], "no messages"),
+    ("hi", "no messages"),
+    (["hi"], "message 1 is a str"),
+    ([USER, {"role": "bot", "content": "x"}], "message 2 has the role 'bot'"),
+    ([{"content": "x"}], "message 1 has the role None"),
+    ([{"role": "user"}], r"message 1 \(user\) has no content"),
+    ([{"role": "user", "content": 3}], "a int as content"),
+    ([{"role": "user", "content": [{"type": "text", "text": "x"}]}], "a list as content"),
+    ([{"role": "assistant", "content": "x", "tool_calls": "y"}], "tool_calls is not a list"),
+])  # fmt: skip
+def test_messages_that_would_vanish_silently_are_refused(messages, words):
+    """Qwen3's template renders an unknown role or a non-text content as nothing."""
+    with pytest.raises(TemplateError, match=words):
+        ChatTemplate("x").render(messages)
+
+
+def test_tools_must_be_schemas():
+    with pytest.raises(TemplateError, match="tools must be a list"):
+        ChatTemplate("x").render([USER], tools=[print])
+
+
+def test_objects_with_methods_do_not_reach_the_template():
+    class Text(str):
+        def danger(self):
+            return "reached"
+
+    assert type(plain(Text("a"))) is str and plain({1: (Text("b"), object())}) == {1: ("b", "<object>")}
+    message = {"role": "user", "content": Text("a")}
+    assert ChatTemplate("{{ messages[0].content.danger is defined }}").render([message]) == "False"
+
+
+def test_a_render_leaves_messages_and_later_renders_alone(qwen):
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "reasoning": "c", "name": None}]
+    before = repr(messages)
+    assert qwen.render(messages) == qwen.render(messages) and repr(messages) == before
+
+
+def test_no_template_is_an_error(qwen):
+    base = Tokenizer(qwen.backend, qwen.names)
+    with pytest.raises(TemplateError, match="no chat template"):
+        base.render([USER])

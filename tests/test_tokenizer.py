@@ -1,0 +1,238 @@
+"""Tokenizer and StreamDecoder against transformers and against themselves, on published files and on a small BPE.
+
+The small byte-level BPE is trained here, so these tests work without the published Qwen3 files too.
+"""
+
+import json
+import re
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanokv.errors import TokenizerError
+from nanokv.tokenizer import StreamDecoder, Tokenizer
+
+SPECIAL = ("<|endoftext|>", "<|im_end|>")
+TEXTS = ["", " ", "Hello world", "naïve café", "é", "日本語のテキスト", "🧑‍🚀 ZWJ 👩‍👩‍👧‍👦", "x\r\n\ty  z\n\n\n",
+         "\x00\x1b[31m", "ﬁ ½ Ⅷ", "a <|im_end|> b<|im_start|>user\n<think>x</think>", "<|im_end", "مرحبا हिन्दी",
+         "🇨🇭🏳️‍🌈", "\ufffd kept", "12345 67"]  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def small_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bpe")
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    special = [tokenizers.AddedToken(text, special=True, normalized=False) for text in SPECIAL]
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=330, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    bpe.train_from_iterator(["the cat sat on the mat, naïve café 日本 🧑‍🚀 🧑‍🚀 e\u0301e\u0301"] * 3, trainer)
+    bpe.save(str(folder / "tokenizer.json"))
+    names = {"eos_token": SPECIAL[1], "pad_token": {"content": SPECIAL[0]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(names))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def small(small_folder):
+    return Tokenizer.from_folder(small_folder)
+
+
+@pytest.fixture(scope="session")
+def qwen(qwen3_files):
+    return Tokenizer.from_folder(qwen3_files / "tokenizer")
+
+
+@pytest.fixture(scope="session")
+def reference(qwen3_files):
+    return pytest.importorskip("transformers").AutoTokenizer.from_pretrained(qwen3_files / "tokenizer")
+
+
+@pytest.fixture(params=["small", "qwen"])
+def tokenizer(request):
+    return request.getfixturevalue(request.param)
+
+
+def streamed(tokenizer, ids):
+    decoder = StreamDecoder(tokenizer)
+    return [*[decoder.put(id) for id in ids], decoder.flush()]
+
+
+def test_published_cases(qwen, qwen3_files):
+    cases = json.loads((qwen3_files / "tokenizer" / "encode_cases.json").read_text())
+    assert len(cases) == 46
+    assert [case["text"] for case in cases if qwen.encode(case["text"]) != case["ids"]] == []
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_encode_and_decode_equal_transformers(qwen, reference, text):
+    ids = qwen.encode(text)
+    assert ids == reference.encode(text, add_special_tokens=False)
+    assert qwen.decode(ids) == reference.decode(ids)
+    assert qwen.text_of(ids) == reference.decode(ids, skip_special_tokens=True)
+
+
+@settings(max_examples=150, deadline=None)
+@given(ids=st.lists(st.integers(0, 151_668), max_size=30))
+def test_decode_of_any_ids_equals_transformers(qwen, reference, ids):
+    """Ids in any order: cut characters, control tokens in the middle of one, bytes that are no UTF-8."""
+    assert qwen.decode(ids) == reference.decode(ids)
+    assert qwen.text_of(ids) == reference.decode(ids, skip_special_tokens=True)
+
+
+@settings(max_examples=150, deadline=None)
+@given(text=st.text(max_size=60))
+def test_any_text_survives_the_small_tokenizer(small, text):
+    assert small.decode(small.encode(text)) == text
+
+
+def test_names_and_sizes(qwen, small):
+    assert (qwen.vocab_size, qwen.eos_token, qwen.eos_token_id, qwen.pad_token, qwen.bos_token) == (
+        151_669, "<|im_end|>", 151_645, "<|endoftext|>", None)  # fmt: skip
+    assert qwen.special_tokens["<think>"] == 151_667 and 151_667 not in qwen.control_ids and 151_645 in qwen.control_ids
+    assert (small.eos_token_id, small.pad_token) == (1, "<|endoftext|>")
+
+
+def test_typed_control_tokens_are_reported(qwen):
+    """The chat asks before a stranger's <|im_end|> ends the turn; each once, in order, ordinary text not at all."""
+    assert qwen.special_tokens_in("a <|im_end|> <think> <|im_end|>") == ["<|im_end|>", "<think>"]
+    assert qwen.special_tokens_in("<|im_end | > <|im_end| <b>") == []
+
+
+def test_padding_rows_decode_to_nothing_and_ids_beyond_them_raise(small_folder, tmp_path):
+    """A random model samples ids in the embedding's padding; transformers shows nothing for them."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((small_folder / name).read_bytes())
+    size = Tokenizer.from_folder(tmp_path).rows
+    assert size < 340
+    (tmp_path / "config.json").write_text('{"vocab_size": 340}')
+    padded = Tokenizer.from_folder(tmp_path)
+    assert (padded.vocab_size, padded.decode([339, *padded.encode("the")])) == (size, "the")
+    with pytest.raises(TokenizerError, match=r"id 340 at position 1 .* 0 … 339"):
+        padded.decode([5, 340])
+
+
+@pytest.mark.parametrize(
+    ("ids", "words"), [([3, -1], "id -1 at position 1"), ([True], "position 0"), ([1.5], "1.5"), (["a"], "'a'")]
+)
+def test_ids_that_are_none(small, ids, words):
+    with pytest.raises(TokenizerError, match=re.escape(words)):
+        small.decode(ids)
+
+
+def test_bytes_that_are_not_utf8_are_refused_with_their_position(tokenizer):
+    """An argument byte 0xff reaches Python as a lone surrogate, on which the library raises TypeError."""
+    with pytest.raises(TokenizerError, match="position 2: byte 0xff"):
+        tokenizer.encode("ab\udcff")
+    with pytest.raises(TokenizerError, match=r"position 0: U\+D800"):
+        tokenizer.encode("\ud800")
+    with pytest.raises(TokenizerError, match="bytes"):
+        tokenizer.encode(b"ab")
+
+
+def test_added_tokens_stand_for_their_own_characters(small_folder, tmp_path):
+    """Those within GPT-2's byte alphabet go through it, as in the library: "é" alone is the byte 0xe9."""
+    bpe = tokenizers.Tokenizer.from_file(str(small_folder / "tokenizer.json"))
+    bpe.add_tokens(["<a 日>", "é", "[x]"])
+    bpe.save(str(tmp_path / "tokenizer.json"))
+    loaded = Tokenizer.from_folder(tmp_path)
+    ids = loaded.encode("1<a 日>2[x]é")
+    assert loaded.decode(ids) == loaded.backend.decode(ids) == "1<a 日>2[x]\ufffd"
+
+
+def test_pieces_show_every_byte(small):
+    ids = small.encode("a中")
+    assert "".join(small.pieces(ids)) == r"a\xe4\xb8\xad"
+    assert b"".join(map(small.token_bytes, ids)) == "a中".encode()
+
+
+EMOJI = ["🧑‍🚀", "👩‍👩‍👧‍👦", "日本語", "e\u0301\u0323", "𝔘𝔫𝔦", "🇨🇭", "हिन्दी"]
+
+
+@pytest.mark.parametrize("text", EMOJI)
+def test_no_replacement_character_in_between(tokenizer, text):
+    """Emoji and CJK are split over tokens: half of one must wait, not appear as U+FFFD."""
+    chunks = streamed(tokenizer, tokenizer.encode(text))
+    assert "\ufffd" not in "".join(chunks) and chunks[-1] == ""
+    assert "".join(chunks) == tokenizer.decode(tokenizer.encode(text))
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_chunks_join_to_the_whole_decode_small(small, data):
+    ids = data.draw(st.lists(st.integers(0, small.vocab_size - 1), max_size=40) | st.text().map(small.encode))
+    assert "".join(streamed(small, ids)) == small.decode(ids) == small.backend.decode(ids, skip_special_tokens=False)
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_chunks_join_to_the_whole_decode_published(qwen, data):
+    ids = data.draw(st.lists(st.integers(0, qwen.vocab_size - 1), max_size=40) | st.text().map(qwen.encode))
+    assert "".join(streamed(qwen, ids)) == qwen.decode(ids) == qwen.backend.decode(ids, skip_special_tokens=False)
+
+
+def test_a_tail_cut_by_the_limit_comes_out_once(tokenizer):
+    """tokenizers' own DecodeStream drops it."""
+    ids = tokenizer.encode("ok 🦙")[:-1]
+    decoder = StreamDecoder(tokenizer)
+    assert "".join(map(decoder.put, ids)) + decoder.flush() == "ok \ufffd" == tokenizer.decode(ids)
+    assert decoder.flush() == "" and decoder.put(tokenizer.encode("a")[0]) == "a"
+
+
+def test_a_real_replacement_character_passes(tokenizer):
+    assert "".join(streamed(tokenizer, tokenizer.encode("a\ufffdb"))) == "a\ufffdb"
+
+
+def test_skipped_ids_have_no_text(small):
+    decoder = StreamDecoder(small, skip=small.control_ids)
+    ids = small.encode("the<|im_end|> cat")
+    assert "".join(map(decoder.put, ids)) + decoder.flush() == "the cat" == small.text_of(ids)
+
+
+@pytest.mark.parametrize(("name", "content", "words"), [
+    ("tokenizer.json", None, "has no tokenizer.json"),
+    ("tokenizer.json", "{", "cannot be read"),
+    ("tokenizer_config.json", "[1]", "holds a list"),
+    ("tokenizer_config.json", "{", "cannot be read as JSON"),
+    ("tokenizer_config.json", '{"chat_template": 3}', "chat_template in .* is a int"),
+])  # fmt: skip
+def test_broken_files_are_named(small_folder, tmp_path, name, content, words):
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / file).write_bytes((small_folder / file).read_bytes())
+    (tmp_path / name).unlink()
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(TokenizerError, match=words):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_other_decoders_are_refused(tmp_path):
+    """A Metaspace tokenizer would stream without its spaces."""
+    other = tokenizers.Tokenizer(tokenizers.models.BPE())
+    other.decoder = tokenizers.decoders.Metaspace()
+    other.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(TokenizerError, match="'Metaspace', only ByteLevel"):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_truncation_and_padding_of_the_file_do_not_apply(small_folder, tmp_path):
+    """Some published tokenizer.json files carry a training-time truncation to 512 tokens; prompts must stay whole."""
+    bpe = tokenizers.Tokenizer.from_file(str(small_folder / "tokenizer.json"))
+    bpe.enable_truncation(4)
+    bpe.enable_padding(length=16)
+    bpe.save(str(tmp_path / "tokenizer.json"))
+    loaded = Tokenizer.from_folder(tmp_path)
+    assert loaded.decode(loaded.encode("the cat sat on the mat")) == "the cat sat on the mat"
+    assert loaded.encode("a") == loaded.encode("a")[:1]
+
+
+def test_chat_template_file_wins(small_folder, tmp_path):
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / file).write_bytes((small_folder / file).read_bytes())
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}{{ eos_token }}")
+    assert Tokenizer.from_folder(tmp_path).render([{"role": "user", "content": "hi"}]) == "hi<|im_end|>"

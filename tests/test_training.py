@@ -1,0 +1,591 @@
+"""The training command: data as the chat will see it, runs that survive kills to the bit, a model that others read.
+
+All but the last, slow test train a model of 40 thousand parameters (small_training.py) through the real command.
+"""
+
+import io
+import json
+import random
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import nanokv
+from cli_helpers import HOME, environment, run_cli
+from nanokv import cli
+from nanokv.cli import terminal
+from nanokv.errors import NanoKVError
+from nanokv.tokenizer import Tokenizer
+from nanokv.training import corpus, data, run_folder, trainer
+from nanokv.training.run_folder import checkpoints
+from nanokv.training.trainer import Recipe, Trainer
+from small_training import EVERY, FLAGS, SMALL, STEPS, shrink, small_tokenizer
+
+MESSAGES = (
+    {"role": "system", "content": "Answer in one sentence."},
+    {"role": "user", "content": "My name is Zorbla."},
+    {"role": "assistant", "content": "Nice to meet you, Zorbla."},
+    {"role": "user", "content": "What is 27 + 48?"},
+    {"role": "assistant", "content": "27 + 48 = 75."},
+)
+
+
+def trainer_rng(i):
+    return random.Random(f"training test {i}")
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """The order of sums depends on the number of threads; --threads 1 sets it for good, so put it back."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """The command trains SMALL; what it makes is not evaluated (that has tests of its own)."""
+    monkeypatch.setattr("nanokv.cli.train.evaluate", lambda args, name, seed: [])
+    shrink(monkeypatch.setattr)
+    return monkeypatch
+
+
+def train(out, *more) -> int:
+    return cli.main([str(word) for word in ("train", "--out", out, *more)])
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run of 12 steps that nothing disturbed. Read only: copy it first."""
+    out = tmp_path_factory.mktemp("runs") / "whole"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("nanokv.cli.train.evaluate", lambda args, name, seed: [])
+        shrink(patch.setattr)
+        before = torch.get_num_threads()
+        assert train(out, *FLAGS, "-q") == 0
+        torch.set_num_threads(before)
+    return out
+
+
+def assert_same_run(one: Path, other: Path):
+    """Every file that depends on the arithmetic, byte for byte; the metrics as records."""
+    names = [f"checkpoint-{STEPS}/{name}" for name in ("weights.safetensors", "optimizer.safetensors", "state.json")]
+    names += [f"model/{path.name}" for path in (one / "model").iterdir()]
+    assert [name for name in names if (one / name).read_bytes() != (other / name).read_bytes()] == []
+    assert run_folder.records(one / "metrics.jsonl") == run_folder.records(other / "metrics.jsonl")
+
+
+# --- data ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The small tokenizer as the export writes it."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    data.save_tokenizer(small_tokenizer(), folder)
+    (folder / "config.json").write_text(json.dumps(SMALL.to_dict()))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def theirs(folder):
+    return pytest.importorskip("transformers").AutoTokenizer.from_pretrained(folder)
+
+
+def test_training_text_is_the_chat_template(folder, theirs):
+    """A model trained on other text than the chat renders would see its first strange token in every chat."""
+    ours = Tokenizer.from_folder(folder)
+    for n in range(1, len(MESSAGES) + 1):
+        text = data.render(MESSAGES[:n])
+        assert ours.render(list(MESSAGES[:n]), add_generation_prompt=False) == text
+        assert theirs.apply_chat_template(list(MESSAGES[:n]), tokenize=False) == text
+        prompt = text + "<|im_start|>assistant\n"
+        assert ours.render(list(MESSAGES[:n]), add_generation_prompt=True) == prompt
+        assert theirs.apply_chat_template(list(MESSAGES[:n]), tokenize=False, add_generation_prompt=True) == prompt
+
+
+def test_the_tokenizer_means_the_same_everywhere(folder, theirs):
+    """Trainer, nanokv and transformers: the same ids, and the same text back."""
+    ours, trained = Tokenizer.from_folder(folder), small_tokenizer()
+    texts = ["It's 07:45,  ok?\n\nna\u00efve \u65e5\u672c \U0001f680", data.render(MESSAGES)]
+    texts += [m["content"] for i in range(20) for m in corpus.conversation(trainer_rng(i), 10)]
+    for text in texts:
+        ids = trained.encode(text).ids
+        assert ours.encode(text) == ids and theirs(text)["input_ids"] == ids
+        assert ours.decode(ids) == theirs.decode(ids) == text if "<|" not in text else True
+
+
+def test_every_digit_is_a_token(folder):
+    """27 + 48 can only be learnt digit by digit."""
+    ours = Tokenizer.from_folder(folder)
+    vocabulary = small_tokenizer().get_vocab()
+    assert [token for token in vocabulary if sum(c.isdigit() for c in token) > 1] == []
+    assert [ours.decode([i]) for i in ours.encode("1234567890")] == list("1234567890")
+    assert len(vocabulary) == SMALL.vocab_size
+
+
+def spans_of_answers(messages) -> list[bool]:
+    """For every character of the rendered text: is it said by the assistant? Its <|im_end|> is, the line break not."""
+    marks = []
+    for message in messages:
+        header = f"<|im_start|>{message['role']}\n"
+        said = message["role"] == "assistant"
+        marks += [False] * len(header) + [said] * len(message["content"] + "<|im_end|>") + [False]
+    return marks
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_weights_mark_exactly_what_the_assistant_says(seed):
+    """Compared by character offsets, not by the token search that `weights` does."""
+    tokenizer = small_tokenizer()
+    rows = data.Rows(tokenizer, 0, 512)
+    messages = list(MESSAGES) if seed == 0 else corpus.conversation(trainer_rng(seed), 12)
+    encoded, marks = tokenizer.encode(data.render(messages)), spans_of_answers(messages)
+    expected = [1.0 if marks[start] else data.USER_WEIGHT for start, _ in encoded.offsets]
+    assert rows.weights(encoded.ids) == expected
+    assert {1.0, data.USER_WEIGHT} == set(expected)
+
+
+def test_targets_are_the_inputs_shifted_by_one():
+    inputs, targets, weights = data.Rows(small_tokenizer(), 0, 1024).batch(3)
+    assert inputs.shape == targets.shape == weights.shape
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+    answers = small_tokenizer().encode("<|im_start|>assistant\n").ids
+    text = inputs[0].tolist()
+    first = next(i for i in range(len(text)) if text[i : i + len(answers)] == answers) + len(answers) - 1
+    assert weights[0, first] == 1 and weights[0, first - 1] == data.USER_WEIGHT  # the header's end predicts the answer
+
+
+def test_batches_depend_on_their_number_alone():
+    """A resumed run starts in the middle; a seed makes another run."""
+    rows = data.Rows(small_tokenizer(), 0, 512)
+    forwards = [rows.batch(step) for step in range(6)]
+    again = data.Rows(small_tokenizer(), 0, 512)
+    backwards = [again.batch(step) for step in reversed(range(6))][::-1]
+    for one, other in zip(forwards, backwards, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    other_seed = data.Rows(small_tokenizer(), 1, 512).batch(0)
+    assert other_seed[0].shape != forwards[0][0].shape or not torch.equal(other_seed[0], forwards[0][0])
+    assert {inputs.numel() for inputs, _, _ in forwards} == {512}
+
+
+def test_rows_are_short_at_first_and_long_later():
+    """Curriculum: until long_rows_from no row is longer than 512; afterwards the whole context is trained."""
+    run = Trainer(Recipe(steps=8, tokens_per_batch=2048), config=SMALL, tokenizer=small_tokenizer())
+    assert {length for length, _ in run.short.lengths} == {64, 128, 256, 512}
+    assert max(length for length, _ in run.long.lengths) == SMALL.max_position_embeddings
+    used, batch = [], run.short.batch(0)
+    run.short.batch = lambda step: used.append(("short", step)) or batch
+    run.long.batch = lambda step: used.append(("long", step)) or batch
+    run.loss = lambda *batch: sum(p.sum() for p in run.model.parameters())
+    for _ in range(8):
+        run.train_step()
+    assert used == [("short" if step < 2 else "long", step) for step in range(8)]
+
+
+def test_validation_uses_held_out_words(monkeypatch):
+    """The curve must show what the model can do with words that it never saw."""
+    asked = []
+    original = data.conversation
+
+    def spy(rng, exchanges, held_out=False):
+        asked.append(held_out)
+        return original(rng, exchanges, held_out)
+
+    monkeypatch.setattr(data, "conversation", spy)
+    run = Trainer(Recipe(steps=2, tokens_per_batch=256), config=SMALL, tokenizer=small_tokenizer())
+    first = run.validate()
+    assert asked and all(asked)
+    assert run.validate() == first and run.step == 0 and all(p.grad is None for p in run.model.parameters())
+    run.train_step()
+    assert asked[-1] is False and run.validate() != first
+
+
+def test_validation_weighs_what_the_assistant_says():
+    """A user's words are not predictable; they must not hide what the answers do."""
+    run = Trainer(Recipe(steps=2, tokens_per_batch=256), config=SMALL, tokenizer=small_tokenizer())
+    seen = []
+    run.loss = lambda inputs, targets, weights: seen.append(weights) or torch.tensor(0.0)
+    run.validate()
+    assert set(seen[0].unique().tolist()) == {0.0, 1.0}
+
+
+# --- learning --------------------------------------------------------------------------------------------------------
+
+
+def test_sixty_steps_on_one_batch_learn_it():
+    """Loss down to a tenth: gradients, both optimizers and the loss weights work together."""
+    recipe = Recipe(steps=60, tokens_per_batch=256, warmup=5, learning_rate=0.02)
+    run = Trainer(recipe, config=SMALL, tokenizer=small_tokenizer())
+    batch = run.short.batch(0)
+    run.short.batch = run.long.batch = lambda step: batch
+    losses = [run.train_step() for _ in range(60)]
+    assert 5.5 < losses[0] < 6.5  # ln 384 = 5.95: a fresh model knows nothing and is not sure of anything
+    assert losses[-1] < losses[0] / 10
+
+
+def test_every_parameter_is_trained_by_exactly_one_optimizer():
+    run = Trainer(Recipe(steps=4, tokens_per_batch=256, warmup=1), config=SMALL, tokenizer=small_tokenizer())
+    owned = [p for optimizer in run.optimizers for group in optimizer.param_groups for p in group["params"]]
+    assert {id(p) for p in owned} == {id(p) for p in run.model.parameters()} and len(owned) == len(set(map(id, owned)))
+    before = {name: p.detach().clone() for name, p in run.model.named_parameters()}
+    run.train_step()
+    assert [name for name, p in run.model.named_parameters() if torch.equal(p, before[name])] == []
+
+
+def test_the_rate_warms_up_and_ends_near_zero():
+    recipe = Recipe(steps=1000)
+    rates = [recipe.rate(step) for step in range(1000)]
+    assert rates[0] == 1 / recipe.warmup and max(rates) == rates[recipe.warmup] == 1 and rates[-1] < 1e-5
+    assert sorted(rates[: recipe.warmup]) == rates[: recipe.warmup]
+    assert sorted(rates[recipe.warmup :], reverse=True) == rates[recipe.warmup :]
+
+
+# --- a run that is stopped ends in the same weights ------------------------------------------------------------------
+
+
+def spawn_and_die(out, *moment):
+    script = Path(HOME) / "tests" / "small_training.py"
+    argv = [str(word) for word in (sys.executable, script, *moment, "--out", out, *FLAGS)]
+    done = subprocess.run(argv, env=environment(), capture_output=True, timeout=120, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
+
+
+@pytest.mark.parametrize(
+    ("moment", "left", "done"), [(("--die-at", 10), [4, 8], 10), (("--die-in-save", 8), [4], 8)], ids=["step", "save"]
+)
+def test_a_killed_run_ends_in_the_same_bits(tmp_path, small, finished, moment, left, done):
+    """SIGKILL between two checkpoints, and in the middle of writing one."""
+    spawn_and_die(tmp_path, *moment)
+    assert [path.name for path in checkpoints(tmp_path)] == [f"checkpoint-{step}" for step in left]
+    assert (tmp_path / "checkpoint.tmp").exists() == (moment[0] == "--die-in-save")
+    steps = [record["step"] for record in run_folder.records(tmp_path / "metrics.jsonl")]
+    assert steps == list(range(1, done + 1))  # the resumed run must not write those after `left` twice
+    assert train(tmp_path, "--resume", "--checkpoint-every", EVERY, "--threads", 1, "-q") == 0
+    assert_same_run(finished, tmp_path)
+    assert not (tmp_path / "checkpoint.tmp").exists()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 143)])
+def test_a_stopped_run_is_saved_and_ends_in_the_same_bits(tmp_path, small, finished, capsys, number, code):
+    """Ctrl-C, SIGTERM, a closed terminal: the step is finished, saved, and its plot is there."""
+    one_step = Trainer.train_step
+
+    def signalled(self):
+        if self.step == 5:
+            signal.raise_signal(number)
+        return one_step(self)
+
+    small.setattr(Trainer, "train_step", signalled)
+    forget_presses()
+    assert train(tmp_path, *FLAGS) == code
+    said = capsys.readouterr().err
+    assert "saving" in said and "stopped at step 6 of 12" in said and "--resume" in said
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-4", "checkpoint-6"]
+    assert (tmp_path / "loss.png").exists() and not (tmp_path / "model").exists()
+    small.setattr(Trainer, "train_step", one_step)
+    assert train(tmp_path, "--resume", "--checkpoint-every", EVERY, "--threads", 1, "-q") == 0
+    assert_same_run(finished, tmp_path)
+
+
+def forget_presses():
+    """A press within half a second of the last one belongs to it: the tests' own are no bounces."""
+    terminal._presses.update(last=-60.0, term=-60.0)
+
+
+def test_a_second_ctrl_c_leaves_without_saving(tmp_path, small, capsys):
+    """Whoever presses again wants out now; the older checkpoint stays whole."""
+    one_step = Trainer.train_step
+    small.setattr(Trainer, "train_step", lambda self: (self.step == 5 and signal.raise_signal(2), one_step(self))[1])
+    save = Trainer.save
+    small.setattr(Trainer, "save", lambda self, out: (self.step == 6 and signal.raise_signal(2), save(self, out))[1])
+    forget_presses()
+    assert train(tmp_path, *FLAGS) == 130
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-4"]
+    assert "again = leave without" in capsys.readouterr().err
+
+
+def test_checkpoints_do_not_change_the_run(tmp_path, small, finished):
+    """How often it is saved and validated is no part of the recipe."""
+    flags = [*FLAGS[:4], "--checkpoint-every", 5, *FLAGS[6:]]
+    assert train(tmp_path, *flags, "-q") == 0
+    final = f"checkpoint-{STEPS}/weights.safetensors"
+    assert (tmp_path / final).read_bytes() == (finished / final).read_bytes()
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-10", "checkpoint-12"]
+
+
+def test_the_seed_makes_another_run(tmp_path, small, finished):
+    assert train(tmp_path, *FLAGS, "--seed", 1, "-q") == 0
+    final = f"checkpoint-{STEPS}/weights.safetensors"
+    ours, other = load_file(tmp_path / final), load_file(finished / final)
+    assert all(not torch.equal(ours[name], other[name]) for name in ours)
+
+
+def test_a_full_disk_keeps_the_old_checkpoint(tmp_path, small, finished, capsys):
+    """The write fails for real (RLIMIT_FSIZE); one error, exit code 2, and the run goes on from before."""
+    one_step = Trainer.train_step
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def filled(self):
+        if self.step == 6:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
+        return one_step(self)
+
+    small.setattr(Trainer, "train_step", filled)
+    try:
+        code = train(tmp_path, *FLAGS, "-q")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    said = capsys.readouterr().err
+    assert code == 2 and "checkpoint-8 was not saved" in said and "MB are free" in said and "hint:" in said
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-4"]
+    assert not (tmp_path / "checkpoint.tmp").exists()
+    small.setattr(Trainer, "train_step", one_step)
+    assert train(tmp_path, "--resume", "--checkpoint-every", EVERY, "--threads", 1, "-q") == 0
+    assert_same_run(finished, tmp_path)
+
+
+# --- the run's folder ------------------------------------------------------------------------------------------------
+
+
+def test_what_a_run_leaves(finished):
+    """Two checkpoints, a line a step, a plot, a model; nothing temporary."""
+    assert sorted(path.name for path in finished.iterdir()) == [
+        "checkpoint-12", "checkpoint-8", "loss.png", "metrics.jsonl", "model",
+    ]  # fmt: skip
+    lines = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    assert [line["tokens"] for line in lines] == [256 * step for step in range(1, STEPS + 1)]
+    assert [line["step"] for line in lines if "validation" in line] == [4, 8, 12]
+    picture = (finished / "loss.png").read_bytes()
+    assert picture[:8] == b"\x89PNG\r\n\x1a\n" and len(picture) > 10_000
+
+
+def test_resumed_metrics_drop_what_is_done_again(tmp_path, small, finished):
+    """Steps after the checkpoint are done again; a line that the kill has cut is dropped too."""
+    shutil.copytree(finished, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoint-12")
+    with open(tmp_path / "run" / "metrics.jsonl", "a") as file:
+        file.write('{"loss": 4.1, "st')
+    assert train(tmp_path / "run", "--resume", "--checkpoint-every", EVERY, "--threads", 1, "-q") == 0
+    assert_same_run(finished, tmp_path / "run")
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == (finished / "metrics.jsonl").read_text()
+
+
+def test_resuming_a_finished_run_changes_nothing(tmp_path, small, finished):
+    shutil.copytree(finished, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "model")
+    assert train(tmp_path / "run", "--resume", "--threads", 1, "-q") == 0
+    assert_same_run(finished, tmp_path / "run")
+
+
+def test_incomplete_checkpoints_are_ignored(tmp_path, small, finished):
+    """A half deleted one, one by another hand: the newest whole one counts."""
+    shutil.copytree(finished, tmp_path / "run")
+    shutil.copytree(tmp_path / "run" / "checkpoint-12", tmp_path / "run" / "checkpoint-90")
+    (tmp_path / "run" / "checkpoint-90" / "state.json").unlink()
+    shutil.copytree(tmp_path / "run" / "checkpoint-12", tmp_path / "run" / "checkpoint-old")
+    assert [path.name for path in checkpoints(tmp_path / "run")] == ["checkpoint-8", "checkpoint-12"]
+    assert train(tmp_path / "run", "--resume", "--threads", 1, "-q") == 0
+
+
+REFUSED = {
+    "no --out": ([], "--out is missing", "--evaluate"),
+    "not empty": (["--out", "RUN"], "is not empty", "--resume continues that run, --force throws it away"),
+    "a file": (["--out", "FILE"], "is a file, not a folder", "another --out"),
+    "nothing to resume": (["--out", "NEW", "--resume"], "holds no checkpoint to resume from", "without --resume"),
+    "other steps": (["--out", "RUN", "--resume", "--steps", "13"], "a run with --steps 12, not 13", "--steps"),
+    "other batch": (["--out", "RUN", "--resume", "--batch-tokens", "512"], "--batch-tokens 256, not 512", "leave out"),
+    "other seed": (["--out", "RUN", "--resume", "--seed", "4"], "--seed 0, not 4", "leave out --seed"),
+    "other length": (["--out", "RUN", "--resume", "--minutes", "4"], "a run of 12 steps", "leave out --minutes"),
+    "both": (["--out", "RUN", "--resume", "--force"], "not allowed with", "--help"),
+    "foreign files": (["--out", "HOME", "--force"], "holds letters.txt: not part of a training run", "another --out"),
+    "no model yet": (["--out", "NEW", "--evaluate"], "holds no finished model", "--resume finishes it"),
+    "no GPU": (["--out", "NEW", "--device", "cuda"], "sees no GPU", "--device cpu"),
+    "no such device": (["--out", "NEW", "--device", "tpu"], "invalid choice: 'tpu'", "--help"),
+    "no steps": (["--out", "NEW", "--steps", "0"], "0 is not a whole number of at least 1", "--help"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_with_a_reason_and_a_way_out(tmp_path, small, finished, capsys, name):
+    """Exit code 2, and nothing was touched."""
+    flags, message, hint = REFUSED[name]
+    places = {"RUN": finished, "FILE": tmp_path / "file", "HOME": tmp_path / "home", "NEW": tmp_path / "new"}
+    places["FILE"].write_text("x")
+    places["HOME"].mkdir()
+    (places["HOME"] / "letters.txt").write_text("dear")
+    small.setattr(torch.cuda, "is_available", lambda: False)
+    before = sorted(finished.rglob("*"))
+    assert cli.main(["train", *(str(places.get(flag, flag)) for flag in flags)]) == 2
+    said = capsys.readouterr().err
+    assert message in said and hint in said.split("hint:")[1]
+    assert sorted(finished.rglob("*")) == before and (places["HOME"] / "letters.txt").read_text() == "dear"
+    assert not places["NEW"].exists()
+
+
+def test_force_starts_anew(tmp_path, small, finished):
+    shutil.copytree(finished, tmp_path / "run")
+    assert train(tmp_path / "run", "--force", "--steps", 2, "--batch-tokens", 64, "--threads", 1, "-q") == 0
+    assert [path.name for path in checkpoints(tmp_path / "run")] == ["checkpoint-2"]
+    assert len(run_folder.records(tmp_path / "run" / "metrics.jsonl")) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("weights.safetensors", lambda data: data[:1000]),
+        ("optimizer.safetensors", lambda data: b""),
+        ("state.json", lambda data: b"{"),
+        ("state.json", lambda data: data.replace(b'"steps"', b'"stairs"')),
+    ],
+)
+def test_a_damaged_checkpoint_is_named(tmp_path, small, finished, capsys, name, damage):
+    shutil.copytree(finished, tmp_path / "run")
+    path = tmp_path / "run" / "checkpoint-12" / name
+    path.write_bytes(damage(path.read_bytes()))
+    assert train(tmp_path / "run", "--resume", "-q") == 2
+    said = capsys.readouterr().err
+    assert "checkpoint-12 is damaged" in said and "continues from the one before it" in said
+    shutil.rmtree(path.parent)
+    assert train(tmp_path / "run", "--resume", "--threads", 1, "-q") == 0
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path, finished):
+    run = Trainer(Recipe(steps=STEPS, tokens_per_batch=256), config=SMALL, tokenizer=small_tokenizer())
+    state = finished / "checkpoint-12" / "state.json"
+    other = tmp_path / "checkpoint-12" / "state.json"
+    shutil.copytree(finished / "checkpoint-12", tmp_path / "checkpoint-12")
+    other.write_text(state.read_text().replace('"rope_theta": 1000000.0', '"rope_theta": 10000.0'))
+    with pytest.raises(NanoKVError, match="another model"):
+        run.resume(tmp_path)
+    other.write_text(state.read_text().replace('"clip": 1.0', '"clip": 2.0'))
+    with pytest.raises(NanoKVError, match=r"another recipe: clip 2\.0, not 1\.0"):
+        run.resume(tmp_path)
+
+
+# --- what is shown ---------------------------------------------------------------------------------------------------
+
+
+def test_lines_without_a_terminal(tmp_path, small, capsys):
+    """Parameters, steps and tokens first; then a line and a sample answer an evaluation, not one a step."""
+    assert train(tmp_path, *FLAGS) == 0
+    out, err = capsys.readouterr()
+    lines = err.splitlines()
+    assert out == "" and "\x1b" not in err
+    count = sum(p.numel() for p in nanokv.load(tmp_path / "model")[0].parameters())
+    assert lines[0] == f"{count:,} parameters · 12 steps of 256 tokens · cpu · from step 0 · {tmp_path}"
+    steps = [line for line in lines if line.startswith("step ")]
+    assert [line.split(" ·")[0] for line in steps] == ["step 1/12", "step 4/12", "step 8/12", "step 12/12"]
+    number = r"\d+\.\d{3}"
+    assert re.fullmatch(rf"step 8/12 · loss {number} · val {number} · [\d.]+k tok/s · ETA \d+ min", steps[2])
+    assert sum(" → " in line for line in lines) == 3 and len(lines) == 1 + 4 + 3
+
+
+def test_quiet_says_nothing(tmp_path, small, capsys):
+    assert train(tmp_path, *FLAGS, "-q") == 0
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_bar_on_a_terminal(tmp_path, small, monkeypatch):
+    """One bar that is redrawn; sample answers stand above it as lines of their own."""
+    screen = io.StringIO()
+    screen.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "160")
+    assert train(tmp_path, *FLAGS) == 0
+    said = screen.getvalue()
+    assert "step 12/12 · loss" in said and "ETA" in said and "What is a KV cache? → " not in said.split("\n")[0]
+    assert said.count(" → ") == 3 and "━" in said
+
+
+def test_minutes_become_steps(tmp_path, small):
+    """1,000 tokens a second for 0.05 minutes are 11 steps of 256."""
+    small.setattr(trainer, "estimate_speed", lambda run: 1000.0)
+    assert train(tmp_path, "--minutes", 0.05, *FLAGS[2:], "-q") == 0
+    state = json.loads((checkpoints(tmp_path)[-1] / "state.json").read_text())
+    assert state["step"] == state["recipe"]["steps"] == 11
+
+
+def test_measuring_the_speed_disturbs_nothing():
+    run = Trainer(Recipe(steps=4, tokens_per_batch=256), config=SMALL, tokenizer=small_tokenizer())
+    before = {name: p.detach().clone() for name, p in run.model.named_parameters()}
+    assert trainer.estimate_speed(run, seconds=0.1) > 0
+    assert run.step == 0 and all(torch.equal(p, before[name]) for name, p in run.model.named_parameters())
+
+
+# --- the finished model ----------------------------------------------------------------------------------------------
+
+
+def test_the_export_is_the_checkpoint_in_bf16(finished):
+    weights = load_file(finished / "checkpoint-12" / "weights.safetensors")
+    exported = load_file(finished / "model" / "model.safetensors")
+    assert {f"model.{name}" for name in weights} == set(exported)
+    assert all(torch.equal(exported[f"model.{name}"], w.to(torch.bfloat16)) for name, w in weights.items())
+    assert sorted(path.name for path in (finished / "model").iterdir()) == [
+        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
+    ]  # fmt: skip
+
+
+def test_the_export_is_an_ordinary_hugging_face_folder(finished):
+    """nanokv.load and transformers read the same model out of it: logits, ids, template, eos."""
+    transformers = pytest.importorskip("transformers")
+    model, tokenizer = nanokv.load(finished / "model")
+    reference = transformers.AutoModelForCausalLM.from_pretrained(finished / "model", dtype=torch.float32).eval()
+    theirs = transformers.AutoTokenizer.from_pretrained(finished / "model")
+    assert type(reference).__name__ == "Qwen3ForCausalLM"
+    text = tokenizer.render(list(MESSAGES), add_generation_prompt=True)
+    assert text == theirs.apply_chat_template(list(MESSAGES), tokenize=False, add_generation_prompt=True)
+    ids = torch.tensor([tokenizer.encode(text)])
+    assert theirs(text)["input_ids"] == ids[0].tolist()
+    with torch.inference_mode():
+        gap = (nanokv.score(model, ids) - reference(ids).logits).abs().max().item()
+    assert gap <= 1e-5
+    assert set(reference.generation_config.eos_token_id) == set(model.generation_config.eos_token_ids)
+    assert theirs.eos_token_id == theirs.convert_tokens_to_ids("<|im_end|>") in model.generation_config.eos_token_ids
+
+
+def test_the_export_can_be_talked_to(finished):
+    """Session, the path of the chat: some answer, and a cache that holds the conversation."""
+    session = nanokv.Session(*nanokv.load(finished / "model"), params={"max_new_tokens": 5})
+    session.ask("My name is Zorbla.")
+    session.ask("What is my name?")
+    assert session.last.reused > 0 and session.cache.length > 20
+
+
+# --- the real thing --------------------------------------------------------------------------------------------------
+
+
+def test_the_bundled_recipe_is_the_default():
+    """`nanokv train --out D` is the run whose model is bundled."""
+    assert trainer.TINY.num_attention_heads * trainer.TINY.head_dim != trainer.TINY.hidden_size
+    count = sum(p.numel() for p in trainer.Qwen3(trainer.TINY).parameters())
+    assert 2_500_000 < count < 3_500_000 and 2 * count < 12_000_000
+
+
+@pytest.mark.slow
+def test_smoke_run_of_the_real_command(tmp_path):
+    """Four steps of the bundled model's own recipe, from nothing to the evaluation's table, in its own process."""
+    flags = ("--steps", 4, "--batch-tokens", 512, "--checkpoint-every", 2, "--cases", 1, "--threads", 1)
+    done = run_cli("train", "--out", tmp_path / "run", *flags, "--json", timeout=600)
+    assert done.returncode == 0, done.stderr.decode()
+    report = json.loads(done.stdout)
+    assert set(report["missed"]) <= set(report["tasks"]) and report["cases"] == 1 and len(report["faults"]) == 5
+    size = sum(path.stat().st_size for path in (tmp_path / "run" / "model").iterdir())
+    assert size < 12_000_000
+    model, tokenizer = nanokv.load(tmp_path / "run" / "model")
+    assert model.config.to_dict() == trainer.TINY.to_dict() and tokenizer.vocab_size == trainer.VOCAB_SIZE
+    again = run_cli("train", "--out", tmp_path / "run", "--evaluate", "--cases", 1, "--json", timeout=600)
+    assert again.returncode == 1 and json.loads(again.stdout) == report  # a bad model, measured alone: 1
+    stored = json.loads((tmp_path / "run" / "model" / "tokenizer.json").read_text())
+    assert stored == json.loads(data.train_tokenizer(0, trainer.VOCAB_SIZE).to_str())

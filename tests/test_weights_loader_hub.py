@@ -1,0 +1,349 @@
+"""Downloads: the real huggingface_hub client, in a process of its own, against a local server that speaks its protocol.
+
+Every test has a fresh HF_HOME. Nothing leaves the machine: HF_ENDPOINT is 127.0.0.1, and xet is switched off.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hub_server import HubServer
+from weights_loader.download import KEPT
+
+ROOT = Path(__file__).resolve().parents[1]
+CLIENT = """
+import json, sys, time, weights_loader
+time.sleep = lambda seconds: None  # the client waits a second before each retry
+try:
+    folder = weights_loader.resolve(*json.loads(sys.argv[1]))
+    answer = {"folder": str(folder), "files": sorted(p.name for p in folder.iterdir())}
+except weights_loader.CheckpointError as error:
+    answer = {"error": str(error), "hint": error.hint}
+assert "torch" not in sys.modules
+print(json.dumps(answer))
+"""
+WANTED = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"}
+
+
+@pytest.fixture
+def repos(pristine, tmp_path) -> Path:
+    """This test's own copy of the two repositories."""
+    return Path(shutil.copytree(pristine, tmp_path / "repos"))
+
+
+@pytest.fixture(scope="module")
+def pristine(tiny_folder, tmp_path_factory) -> Path:
+    """org/tiny (one file, and files that nobody asks for) and org/sharded (index and shards)."""
+    folder = tmp_path_factory.mktemp("hub") / "repos"
+    shutil.copytree(tiny_folder, folder / "org" / "tiny")
+    shutil.copytree(tiny_folder, folder / "org" / "sharded")
+    for extra in ("pytorch_model.bin", "README.md", "onnx.onnx", "vocab.json"):
+        (folder / "org" / "tiny" / extra).write_text("not for us")
+    split(folder / "org" / "sharded")
+    return folder
+
+
+def split(folder: Path):
+    """Turn the folder's model.safetensors into shards of at most 100 kB with an index, as transformers does."""
+    from transformers import Qwen3ForCausalLM
+
+    model = Qwen3ForCausalLM.from_pretrained(folder)
+    (folder / "model.safetensors").unlink()
+    model.save_pretrained(folder, max_shard_size="100KB")
+    assert (folder / "model.safetensors.index.json").is_file()
+
+
+@pytest.fixture
+def hub(repos):
+    with HubServer(repos) as server:
+        yield server
+
+
+@pytest.fixture
+def client(hub, tmp_path):
+    """client(source, revision) → what resolve did; keyword arguments are environment variables."""
+
+    def call(source, revision=None, **variables):
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+        environment |= {"HF_HOME": str(tmp_path / "home"), "HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1",
+                        "PYTHONPATH": str(ROOT), "NO_PROXY": "*"} | variables  # fmt: skip
+        command = [sys.executable, "-c", CLIENT, json.dumps([source, revision])]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout) | {"stderr": done.stderr}
+
+    return call
+
+
+def test_the_whole_download_fetches_only_the_files_needed(hub, client, repos):
+    """A repository also holds pickles, other formats and a README: none of their bytes may travel."""
+    answer = client("org/tiny")
+    assert set(answer["files"]) == WANTED, answer
+    assert {Path(r["path"]).name for r in hub.gets()} == WANTED
+    for name in WANTED:
+        assert (Path(answer["folder"]) / name).read_bytes() == (repos / "org" / "tiny" / name).read_bytes()
+    assert len(hub.gets("model.safetensors")) == 1
+
+
+def test_a_downloaded_folder_loads_through_its_symlinks(hub, client, repos, tiny_folder):
+    """The cache is links into ../../blobs: a check against leaving the folder must not refuse them."""
+    import torch
+
+    import weights_loader
+
+    for repo in ("org/tiny", "org/sharded"):
+        folder = Path(client(repo)["folder"])
+        assert (folder / "config.json").is_symlink()
+        config, state = weights_loader.load(folder)
+        _, expected = weights_loader.load(tiny_folder)
+        assert config["vocab_size"] == len(state["embed_tokens.weight"])
+        assert all(torch.equal(state[name], expected[name]) for name in expected) and set(state) == set(expected)
+
+
+def test_shards_and_only_those_of_the_index(hub, client, repos):
+    shutil.copy(repos / "org" / "tiny" / "model.safetensors", repos / "org" / "sharded" / "model-99999.safetensors")
+    files = client("org/sharded")["files"]
+    assert "model.safetensors.index.json" in files and "model-99999.safetensors" not in files
+    assert sum(name.endswith(".safetensors") for name in files) >= 3
+
+
+def test_a_cut_connection_is_resumed_where_it_broke(hub, client, repos):
+    """A restart from zero would fetch the same gigabyte twice: the second request asks for the rest only."""
+    size = (repos / "org" / "tiny" / "model.safetensors").stat().st_size
+    hub.cut["model.safetensors"] = [size // 2]
+    answer = client("org/tiny")
+    assert "folder" in answer, answer
+    first, second = hub.gets("model.safetensors")
+    assert first["range"] is None and second["range"], "the second request began at zero"
+    start = int(second["range"].removeprefix("bytes=").rstrip("-"))
+    assert size // 2 - KEPT < start <= size // 2 and second["sent"] == size - start
+    stored = (Path(answer["folder"]) / "model.safetensors").read_bytes()
+    assert stored == (repos / "org" / "tiny" / "model.safetensors").read_bytes()
+
+
+def test_a_second_run_goes_on_where_the_first_one_died(hub, client, repos, tmp_path):
+    """The client alone would delete the partial file when it gives up: the second process must not begin at zero."""
+    size = (repos / "org" / "tiny" / "model.safetensors").stat().st_size
+    hub.cut["model.safetensors"] = [size // 2] + [0] * 6  # then six dead ends: more than the client retries
+    answer = client("org/tiny")
+    kept = size // 2 // KEPT * KEPT
+    assert f"org/tiny/model.safetensors stopped at {kept:,} of {size:,} bytes" in answer["error"]
+    assert "run it again" in answer["hint"]
+    assert len(list((tmp_path / "home").rglob("*.part"))) == 1
+    hub.requests.clear()
+    hub.cut.clear()
+    assert set(client("org/tiny")["files"]) == WANTED
+    (rest,) = hub.gets()
+    assert (rest["range"], rest["sent"]) == (f"bytes={kept}-", size - kept)
+    assert not list((tmp_path / "home").rglob("*.part"))
+
+
+def test_a_server_without_ranges_does_not_corrupt_the_file(hub, client, repos):
+    """Answering 200 to a Range request sends the whole file: appending it would double the first half."""
+    hub.cut["model.safetensors"], hub.ignore_range = [5000], True
+    folder = Path(client("org/tiny")["folder"])
+    original = (repos / "org" / "tiny" / "model.safetensors").read_bytes()
+    assert (folder / "model.safetensors").read_bytes() == original
+
+
+def test_damaged_bytes_of_the_right_length_are_refused(hub, client, tmp_path):
+    hub.corrupt.add("model.safetensors")
+    answer = client("org/tiny")
+    assert "org/tiny/model.safetensors" in answer["error"] and "sha256" in answer["error"]
+    assert not list((tmp_path / "home").rglob("model.safetensors"))
+    hub.corrupt.clear()
+    assert set(client("org/tiny")["files"]) == WANTED
+
+
+@pytest.mark.parametrize("repo", ["org/tiny", "org/sharded"])
+def test_a_full_cache_needs_no_server(hub, client, repo):
+    first = client(repo)
+    hub.shutdown()
+    hub.server_close()
+    assert client(repo)["folder"] == first["folder"]
+    assert client(repo, HF_HUB_OFFLINE="1")["folder"] == first["folder"]
+
+
+def test_a_full_cache_makes_no_file_request_and_offline_none_at_all(hub, client):
+    commit = Path(client("org/tiny")["folder"]).name
+    hub.requests.clear()
+    client("org/tiny")
+    assert {r["method"] for r in hub.requests} == {"HEAD"} and len(hub.requests) <= 2  # "has the branch moved?"
+    hub.requests.clear()
+    client("org/tiny", HF_HUB_OFFLINE="1")
+    client("org/tiny", commit)
+    assert hub.requests == []
+
+
+def test_server_errors_fall_back_to_a_full_cache_only(hub, client):
+    hub.broken = 503
+    answer = client("org/tiny")
+    assert "HTTP 503" in answer["error"] and "config.json" in answer["error"]
+    hub.broken = 0
+    folder = client("org/tiny")["folder"]
+    hub.broken = 503
+    assert client("org/tiny")["folder"] == folder
+
+
+def test_a_partly_filled_cache_says_what_it_lacks(hub, client):
+    folder = Path(client("org/sharded")["folder"])
+    lost = sorted(folder.glob("model-*.safetensors"))[1]
+    lost.unlink()
+    answer = client("org/sharded", HF_HUB_OFFLINE="1")
+    assert "org/sharded" in answer["error"] and f"the cache lacks {lost.name}" in answer["error"]
+    assert "HF_HUB_OFFLINE" in answer["error"]
+
+
+def test_no_network_names_the_model_and_offers_the_offline_one(hub, client):
+    hub.shutdown()
+    hub.server_close()
+    for variables, cause in (({}, "ConnectError"), ({"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE is set")):
+        answer = client("org/tiny", **variables)
+        assert answer["error"].startswith("org/tiny: ") and cause in answer["error"], answer
+        assert "\n" not in answer["error"] and "nanokv chat -m tiny works offline" in answer["hint"]
+
+
+def test_404_names_the_repository_and_the_nearest_model(client):
+    answer = client("Qwen/Qwen3-06B")
+    assert answer["error"].startswith('no model "Qwen/Qwen3-06B" at http://127.0.0.1') and "404" in answer["error"]
+    assert "Qwen/Qwen3-0.6B?" in answer["hint"]
+
+
+def test_a_gated_repository_points_to_the_licence_and_the_token(hub, client):
+    hub.gated.add("org/tiny")
+    answer = client("org/tiny")
+    assert "org/tiny is gated (HTTP 401)" in answer["error"]
+    assert f"{hub.url}/org/tiny" in answer["hint"] and "set HF_TOKEN" in answer["hint"]
+    answer = client("org/tiny", HF_TOKEN="hf_known_but_not_allowed")
+    assert "HTTP 403" in answer["error"] and "the token in HF_TOKEN has no access" in answer["hint"]
+
+
+def test_the_token_is_sent_with_every_request(hub, client):
+    hub.token = "hf_right"
+    assert "HTTP 401" in client("org/tiny")["error"]
+    assert "HTTP 401" in client("org/tiny", HF_TOKEN="hf_wrong")["error"]
+    hub.requests.clear()
+    assert set(client("org/tiny", HF_TOKEN="hf_right")["files"]) == WANTED
+    assert {r["authorization"] for r in hub.requests} == {"Bearer hf_right"}
+
+
+def test_files_that_a_model_cannot_do_without(hub, client, repos):
+    """config.json, then weights, then one shard are missing from the repository itself."""
+    (repos / "org" / "tiny" / "config.json").unlink()
+    assert "org/tiny has no config.json" in client("org/tiny")["error"]
+    shutil.copy(repos / "org" / "sharded" / "config.json", repos / "org" / "tiny")
+    (repos / "org" / "tiny" / "model.safetensors").unlink()
+    answer = client("org/tiny")
+    assert "has neither model.safetensors nor model.safetensors.index.json" in answer["error"]
+    assert "pickle" in answer["hint"] and not hub.gets("pytorch_model.bin")
+    shard = sorted((repos / "org" / "sharded").glob("model-*.safetensors"))[-1]
+    shard.unlink()
+    assert f"org/sharded has no {shard.name}" in client("org/sharded")["error"]
+    assert not [r for r in hub.gets() if r["path"].endswith(".safetensors")]  # known before the first big file
+
+
+def test_optional_files_may_be_absent(client, repos):
+    (repos / "org" / "tiny" / "generation_config.json").unlink()
+    (repos / "org" / "tiny" / "chat_template.jinja").write_text("{{ messages }}")
+    assert set(client("org/tiny")["files"]) == WANTED - {"generation_config.json"} | {"chat_template.jinja"}
+
+
+def test_a_hostile_index_from_the_hub_is_refused(hub, client, repos):
+    index = repos / "org" / "sharded" / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"model.norm.weight": "../../../evil.safetensors"}}))
+    answer = client("org/sharded")
+    assert "../../../evil.safetensors" in answer["error"]
+    assert not [r for r in hub.requests if "evil" in r["path"]]
+
+
+def test_revision(hub, client, repos):
+    """A branch has its own files; an unknown one is named; both live in the cache side by side."""
+    main = client("org/tiny")["folder"]
+    shutil.copytree(repos / "org" / "tiny", repos / "org" / "tiny" / "@v2", ignore=shutil.ignore_patterns("@*"))
+    (repos / "org" / "tiny" / "@v2" / "generation_config.json").write_text('{"top_k": 7}')
+    second = client("org/tiny", "v2")["folder"]
+    assert json.loads((Path(second) / "generation_config.json").read_text()) == {"top_k": 7} and second != main
+    assert client("org/tiny", Path(second).name)["folder"] == second
+    assert client("org/tiny", "v2", HF_HUB_OFFLINE="1")["folder"] == second
+    answer = client("org/tiny", "v3")
+    assert 'org/tiny has no revision "v3"' in answer["error"]
+
+
+def test_cache_folder_variables(client, tmp_path):
+    assert client("org/tiny")["folder"].startswith(str(tmp_path / "home" / "hub"))
+    elsewhere = tmp_path / "else where"
+    assert client("org/tiny", HF_HUB_CACHE=str(elsewhere))["folder"].startswith(str(elsewhere))
+
+
+def test_the_disk_is_asked_first(hub, tmp_path, monkeypatch):
+    """Numbers before the first byte, not ENOSPC after the last."""
+    from weights_loader import CheckpointError, download
+
+    monkeypatch.setattr(download, "_storage", lambda repo: tmp_path / "not" / "yet")
+    free = shutil.disk_usage(tmp_path).free
+    with pytest.raises(CheckpointError) as caught:
+        download._check_free("org/big", [("model-1.safetensors", 10**15), ("model-2.safetensors", 1)])
+    assert "1,000,000,000,000,001 bytes" in str(caught.value) and f" {str(free)[0]}" in str(caught.value)
+    assert "HF_HOME" in caught.value.hint
+
+
+def test_the_disk_is_asked_before_any_shard_travels(hub, repos, tmp_path):
+    code = (
+        "import shutil, collections, weights_loader\n"
+        "usage = collections.namedtuple('usage', 'total used free')\n"
+        "shutil.disk_usage = lambda folder: usage(10**6, 0, 150_000)\n"  # more than any shard, less than all
+        "try: weights_loader.resolve('org/sharded')\n"
+        "except weights_loader.CheckpointError as error: print(error)\n"
+    )
+    environment = os.environ | {"HF_HOME": str(tmp_path / "home"), "HF_ENDPOINT": hub.url, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    total = sum(path.stat().st_size for path in (repos / "org" / "sharded").glob("*.safetensors"))
+    assert f"need {total:,} bytes" in done.stdout and "150,000 free" in done.stdout, done
+    assert not [r for r in hub.gets() if r["path"].endswith(".safetensors")]
+
+
+@pytest.mark.parametrize(
+    ("source", "nearest"),
+    [("qwen3-06b", "Qwen/Qwen3-0.6B"), ("tinny", "tiny"), ("./no/such/folder", ""), ("a--b/c", ""), ("", ""),
+     ("x" * 5000, ""), ("~nobody-of-that-name/x/y", ""), ("a\0b", "")],
+)  # fmt: skip
+def test_a_name_that_is_nothing_costs_no_request(hub, client, source, nearest):
+    if "\0" in source or len(source) > 1000:  # not a command-line argument: asked in this process
+        from weights_loader import CheckpointError, resolve
+
+        with pytest.raises(CheckpointError, match="not built in, not a folder, not cached"):
+            resolve(source)
+        return
+    answer = client(source)
+    assert answer["error"] == f'no model "{source}": not built in, not a folder, not cached'
+    assert nearest in answer["hint"] and answer["hint"]
+    assert hub.requests == []
+
+
+def test_the_progress_bar_is_on_stderr_and_can_be_switched_off(client):
+    shown = client("org/tiny", TQDM_POSITION="-1")["stderr"]  # -1: also without a terminal
+    assert "model.safetensors" in shown
+    hidden = client("org/tiny", TQDM_POSITION="-1", HF_HUB_DISABLE_PROGRESS_BARS="1", HF_HUB_CACHE="fresh")["stderr"]
+    assert "model.safetensors" not in hidden
+
+
+def test_the_plain_client_understands_the_test_server(hub, tmp_path):
+    """The oracle for the server: huggingface_hub's own snapshot_download works against it."""
+    code = "from huggingface_hub import snapshot_download as s; print(s('org/tiny', allow_patterns=['*.json']))"
+    environment = os.environ | {"HF_HOME": str(tmp_path / "home"), "HF_ENDPOINT": hub.url}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert (Path(done.stdout.strip()) / "config.json").is_file(), done.stderr
+
+
+def test_the_server_runs_alone(repos):
+    command = [sys.executable, str(Path(__file__).parent / "hub_server.py"), str(repos), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout.readline().startswith("HF_ENDPOINT=http://127.0.0.1:")
+        finally:
+            server.terminate()
