@@ -181,9 +181,9 @@ class GenerationConfig:
         eos = fields.get("eos_token_id", [])
         eos = eos if isinstance(eos, list) else [eos]
         if not all(type(i) is int and i >= 0 for i in eos):
-            raise ConfigError(f"eos_token_id {eos!r} is not an id or a list of ids")
+            raise ConfigError(f"eos_token_id {shown(eos)} is not an id or a list of ids")
         penalty = _number(fields, "repetition_penalty", 1.0)
-        if not fields.get("do_sample", False):
+        if not _flag({"do_sample": fields.get("do_sample") or False}, "do_sample"):
             return cls(eos_token_ids=tuple(eos), repetition_penalty=penalty)
         return cls(
             eos_token_ids=tuple(eos),
@@ -199,7 +199,7 @@ def _refuse_unimplemented(fields: dict):
     for name, only in ONLY.items():
         value = fields.get(name, only)
         if value != only and (value is not None or name in ("model_type", "hidden_act")):
-            raise ConfigError(f"{name} {value!r} is not implemented: this model has {name} {only!r} only")
+            raise ConfigError(f"{name} {shown(value)} is not implemented: this model has {name} {only!r} only")
     layers = fields.get("layer_types") or []
     layers = layers if isinstance(layers, list) else [layers]
     if other := sorted({str(kind) for kind in layers} - {"full_attention"}):
@@ -207,11 +207,18 @@ def _refuse_unimplemented(fields: dict):
     for name, value in fields.items():
         known = name in READ or name in ONLY or name in HARMLESS or name.startswith("_")
         if value is not None and not known:
-            shown = repr(value) if len(repr(value)) <= 80 else repr(value)[:77] + "..."
+            label = shown(name)[1:-1]
             raise ConfigError(
-                f"{name} {shown} is not implemented: it is no field of a Qwen3 config and may change the maths",
-                hint=f"where it does not, remove {name} from config.json",
+                f"{label} {shown(value)} is not implemented: it is no field of a Qwen3 config and may change "
+                "the maths",
+                hint=f"where it does not, remove {label} from config.json",
             )
+
+
+def shown(value) -> str:
+    """A value in a message: as Python writes it, control characters escaped, at most 80 characters."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _size(fields: dict, name: str, limit: int) -> int:
@@ -219,35 +226,37 @@ def _size(fields: dict, name: str, limit: int) -> int:
         raise ConfigError(f"config.json lacks {name}")
     value = fields[name]
     if type(value) is not int or not 1 <= value <= limit:
-        raise ConfigError(f"{name} is {value!r}: an integer between 1 and {limit:,} was expected")
+        raise ConfigError(f"{name} is {shown(value)}: an integer between 1 and {limit:,} was expected")
     return value
 
 
 def _positive(fields: dict, name: str, default: float, largest: float = 1e30) -> float:
     value = fields.get(name, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= largest:
-        raise ConfigError(f"{name} is {value!r}: a number above 0 and at most {largest:g} was expected")
+        raise ConfigError(f"{name} is {shown(value)}: a number above 0 and at most {largest:g} was expected")
     return float(value)
 
 
 def _number(fields: dict, name: str, default):
     value = fields.get(name, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e30:
-        raise ConfigError(f"{name} is {value!r}: a number was expected")
+        raise ConfigError(f"{name} is {shown(value)}: a number was expected")
+    if value != type(default)(value):
+        raise ConfigError(f"{name} is {shown(value)}: a whole number was expected")
     return type(default)(value)
 
 
 def _flag(fields: dict, name: str) -> bool:
     value = fields.get(name, False)
     if not isinstance(value, bool):
-        raise ConfigError(f"{name} is {value!r}: true or false was expected")
+        raise ConfigError(f"{name} is {shown(value)}: true or false was expected")
     return value
 
 
 def _dtype(fields: dict) -> str:
     name = str(fields.get("dtype") or fields.get("torch_dtype") or "float32").removeprefix("torch.")
     if name not in DTYPES:
-        raise ConfigError(f"dtype {name!r} is not one of {', '.join(DTYPES)}")
+        raise ConfigError(f"dtype {shown(name)} is not one of {', '.join(DTYPES)}")
     return name
 
 
@@ -259,22 +268,22 @@ def _rope(fields: dict) -> tuple[float, Yarn | None]:
     spelled = {name: fields[name] for name in ("rope_parameters", "rope_scaling") if fields.get(name) is not None}
     for name, value in spelled.items():
         if not isinstance(value, dict):
-            raise ConfigError(f"{name} is {value!r}: an object was expected")
+            raise ConfigError(f"{name} is {shown(value)}: an object was expected")
     new, old = spelled.get("rope_parameters"), spelled.get("rope_scaling")
     if new and old and new != old:
-        raise ConfigError(f"rope_parameters {new!r} contradicts rope_scaling {old!r}")
+        raise ConfigError(f"rope_parameters {shown(new)} contradicts rope_scaling {shown(old)}")
     rope = new or old or {}
     theta = _positive({**fields, **rope}, "rope_theta", 10_000.0)
     if (outer := _positive(fields, "rope_theta", theta)) != theta:
-        raise ConfigError(f"rope_theta is {outer!r}, but rope_parameters says {theta!r}")
+        raise ConfigError(f"rope_theta is {shown(outer)}, but rope_parameters says {shown(theta)}")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "yarn"):
-        raise ConfigError(f"rope_type {kind!r} is not implemented: 'default' and 'yarn' are")
+        raise ConfigError(f"rope_type {shown(kind)} is not implemented: 'default' and 'yarn' are")
     known = {"rope_type", "type", "rope_theta"} | (YARN_FIELDS if kind == "yarn" else set())
     no_effect = {"partial_rotary_factor": 1.0, "truncate": True}.items()  # what transformers assumes anyway
     for name, value in rope.items():
         if name not in known and value is not None and (name, value) not in no_effect:
-            raise ConfigError(f"rope_type {kind!r} with {name} {value!r} is not implemented")
+            raise ConfigError(f"rope_type {shown(kind)} with {name} {shown(value)} is not implemented")
     return theta, _yarn(fields, rope, theta) if kind == "yarn" else None
 
 
@@ -284,7 +293,7 @@ def _yarn(fields: dict, rope: dict, theta: float) -> Yarn:
     if "factor" not in rope:
         raise ConfigError("rope_type 'yarn' lacks factor")
     if theta <= 1:
-        raise ConfigError(f"rope_type 'yarn' needs a rope_theta above 1, not {theta!r}")
+        raise ConfigError(f"rope_type 'yarn' needs a rope_theta above 1, not {shown(theta)}")
     return Yarn(
         factor=_positive(rope, "factor", 1.0),
         original_max_position_embeddings=_size({name: fields["max_position_embeddings"]} | rope, name, 100_000_000),

@@ -6,6 +6,8 @@ ids: only the longest common prefix may be kept. This file finds it, says where 
 with the role that it belongs to, and splits thinking from the answer. Lists of ints and text; no torch.
 """
 
+import codecs
+
 
 def common_prefix(cached, new):
     """Number of leading ids that both lists share. O(n) integer compares, no model work."""
@@ -68,6 +70,20 @@ def why_broken(tokenizer, cached, new, roles, n):
     if span and old[:span] == fresh[:span]:
         return f"turn {turn} reads the same but encodes to other tokens: {where}"
     return f"template rewrote turn {turn}: {where}"
+
+
+def incomplete_bytes(data: bytes) -> int:
+    """Bytes at the end that begin a UTF-8 character and do not finish it: 0 to 3."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    decoder.decode(data)
+    return len(decoder.getstate()[0])
+
+
+def inside_thinking(prompt_end, half_answer) -> bool:
+    """Whether the next token stands inside <think>: the prompt ended in it, or the half answer did not close it."""
+    if not half_answer:
+        return prompt_end.rstrip().endswith("<think>")
+    return half_answer.lstrip().startswith("<think>") and "</think>" not in half_answer
 
 
 class ThinkSplitter:

@@ -3,6 +3,7 @@
 jinja2's immutable sandbox forbids attribute walks and writes; it does not bound time or memory ('a' * 10**10, loops in
 loops, doubled strings). Here every loop pass, call, filter, operator and output is charged before or as it happens:
 `WORK` units (about one character or one list element each) plus 32 for each character of input, and `SECONDS` of CPU.
+No single value may be larger than 1/16 of that, because no charge comes in the middle of a function written in C.
 No thread, no signal, no second process. Rendering is otherwise what transformers does (chat_template_utils.py).
 """
 
@@ -11,7 +12,7 @@ import time
 from collections.abc import Iterator, Mapping
 
 from jinja2 import pass_context
-from jinja2.nodes import And, Compare, Concat, Const, Dict, ExprStmt, Filter, List, TemplateData, Test, Tuple
+from jinja2.nodes import And, Compare, Concat, Const, Dict, ExprStmt, Filter, Getitem, List, Slice, TemplateData, Tuple
 from jinja2.runtime import Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
@@ -19,15 +20,18 @@ from jinja2.visitor import NodeTransformer
 
 WORK = 32_000_000  # units: a full render of a 40k-token chat with Qwen3's template needs about 1 million
 SECONDS = 2.0  # CPU time of the calling thread, so that a busy machine does not refuse an honest template
-SOURCE = 262_144  # characters of template; Qwen3's has 4,116
+SOURCE = 65_536  # characters of template; Qwen3's has 4,116. Compiling is not charged: this bounds it
 PASS = 32  # units charged for one pass through a loop, one call, one filter
 
 # result no larger than the input, whatever the arguments: no deep look at the value is needed
 SHALLOW = {"length", "count", "first", "last", "default", "d", "list", "map", "items", "reverse", "random", "attr"}
 # result as large as input times argument: the product is checked before the call
 GROWING = {"ljust", "rjust", "center", "zfill", "expandtabs", "replace", "join", "format", "format_map", "translate",
-           "indent", "wordwrap", "batch", "slice", "tojson", "xmlattr", "urlize", "round", "truncate"}  # fmt: skip
-COMPARING = {"eq", "equalto", "==", "ne", "!=", "lt", "<", "le", "<=", "gt", ">", "ge", ">=", "in"}
+           "indent", "batch", "slice", "tojson", "xmlattr", "urlize", "truncate"}  # fmt: skip
+# what no prompt needs: random text by the page, and filters whose time is out of proportion to their input
+WITHOUT = {"lipsum", "pprint", "wordwrap"}
+# methods that lead to `bytes`, which nothing here counts, and to codecs that take quadratic time
+UNSAFE = {"encode", "decode", "to_bytes", "from_bytes"}
 
 
 class Refused(RuntimeError):
@@ -53,6 +57,7 @@ class Budget:
 
     def __init__(self, work=WORK, seconds=SECONDS):
         self.work = self.left = work
+        self.largest = work // 16  # characters or elements of one value: 2 million, and twice the input
         self.seconds = seconds
         self.deadline = time.thread_time() + seconds
         self._until_clock = 0
@@ -63,7 +68,7 @@ class Budget:
             raise Refused(f"it needs more than {self.work:,} units of work (characters built, loop passes)")
         self._until_clock -= units
         if self._until_clock < 0:
-            self._until_clock = 10_000
+            self._until_clock = 1_000
             if time.thread_time() > self.deadline:
                 raise Refused(f"it ran for more than {self.seconds:g} s")
 
@@ -90,6 +95,21 @@ class Budget:
                 characters += 1 + item.bit_length() // 3
             characters += 4  # brackets, quotes, commas
         return characters
+
+    def scan(self, value):
+        """Charge an operation that may read all of `value` and leave nothing behind that could be charged."""
+        self.charge(PASS + (len(value) // 16 if isinstance(value, str) else self.look(value) // 16))
+
+    def built(self, value):
+        """Charge a value that was just made and refuse one that is too large to work with."""
+        size = len(value) if hasattr(value, "__len__") and not isinstance(value, Undefined) else 1
+        self.check_size(size)
+        self.charge(size)
+        return value
+
+    def check_size(self, size):
+        if size > self.largest:
+            raise Refused(f"it builds a value of {size:,} characters or elements, more than {self.largest:,}")
 
     def allow(self, units, what):
         if units > self.left:
@@ -118,6 +138,8 @@ def growth(budget, value, args):
         elif not isinstance(item, float):
             factor = max(factor, budget.look(item))
     for text in formats:
+        if re.search(r"\{[^{}]*\{", text.replace("{{", "")):  # '{0[0]:>{0[1]}}': it could be any number
+            raise Refused("a format computes its own width")
         if "%" in text or "{" in text:  # '%999999999d' and '{:>999999999}': the width stands in the text
             factor = max([factor, *(int(digits[:12]) for digits in re.findall(r"\d+", text))])
     return max(1, budget.look(value)) * factor
@@ -131,12 +153,18 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def __init__(self, **options):
         super().__init__(trim_blocks=True, lstrip_blocks=True, optimized=False, finalize=_finalize, **options)
         self.budget = Budget()
-        self.globals.pop("lipsum")  # random text, as much as asked for: nothing that a prompt needs
+        for names in (self.globals, self.filters):
+            for name in WITHOUT & names.keys():
+                del names[name]
 
-    def guard_filters(self):
-        for name, function in list(self.filters.items()):
-            self.filters[name] = _guarded(name, function)
+    def guard(self):
+        """Put the charges around all filters and tests; to be called after the last of them was added."""
+        self.filters = {name: _guarded(name, function) for name, function in self.filters.items()}
+        self.tests = {name: _guarded(name, function) for name, function in self.tests.items()}
         self.filters |= {"nanokv.pass": _pass, "nanokv.look": _look, "nanokv.concat": _concat}
+
+    def is_safe_attribute(self, obj, attr, value):
+        return attr not in UNSAFE and super().is_safe_attribute(obj, attr, value)
 
     def compile_bounded(self, source):
         """Template source → jinja2 Template whose loops, comparisons and literals are charged."""
@@ -149,8 +177,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def call_binop(self, context, operator, left, right):
         self.budget.charge(PASS)
         _check_binop(self.budget, operator, left, right)
-        result = super().call_binop(context, operator, left, right)
-        self.budget.charge(len(result) if isinstance(result, str) else self.budget.look(result))
+        result = self.budget.built(super().call_binop(context, operator, left, right))
+        self.budget.look(result)  # a list may hold one value a thousand times
         return result
 
     def call(__self, __context, __obj, *args, **kwargs):  # jinja2's own trick: kwargs may hold "self"
@@ -158,17 +186,18 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         budget.charge(PASS)
         name, owner = getattr(__obj, "__name__", ""), getattr(__obj, "__wrapped__", __obj)
         owner = getattr(owner, "__self__", None)
+        if isinstance(owner, (str, list, tuple, Mapping)):
+            budget.scan(owner)
+            budget.scan(args)
         if owner is not None and name in GROWING:
             budget.allow(growth(budget, owner, [*args, *kwargs.values()]), f"{name}()")
-        result = budget.drain(super().call(__context, __obj, *args, **kwargs))
-        budget.charge(len(result) if hasattr(result, "__len__") else 1)
-        return result
+        return budget.built(budget.drain(super().call(__context, __obj, *args, **kwargs)))
 
 
 def _check_binop(budget, operator, left, right):
     for value, times in ((left, right), (right, left)):
         if operator == "*" and isinstance(value, (str, list, tuple)) and isinstance(times, int):
-            budget.allow(len(value) * max(times, 0), "a repetition")
+            budget.check_size(len(value) * max(times, 0))
     if operator == "%" and isinstance(left, str):
         budget.allow(growth(budget, left, [right, *(right if isinstance(right, (tuple, list)) else ())]), "a format")
     if operator in ("*", "**") and isinstance(left, int) and isinstance(right, int):
@@ -191,15 +220,14 @@ def _pass(context, units):
 
 @pass_context
 def _look(context, value):
-    if not isinstance(value, str):
-        context.environment.budget.look(value)
+    context.environment.budget.scan(value)
     return value
 
 
 @pass_context
 def _concat(context, values):
     context.environment.budget.charge(context.environment.budget.look(values))
-    return "".join(map(str, values))
+    return context.environment.budget.built("".join(map(str, values)))
 
 
 def _guarded(name, function):
@@ -216,9 +244,7 @@ def _guarded(name, function):
         elif name not in SHALLOW:
             budget.charge(budget.look([value, rest]) // 16)
         first = {"context": [context], "eval_context": [context.eval_ctx], "environment": [environment]}.get(wanted, [])
-        result = budget.drain(function(*first, value, *args, **kwargs))
-        budget.charge(len(result) if hasattr(result, "__len__") and not isinstance(result, Undefined) else 1)
-        return result
+        return budget.built(budget.drain(function(*first, value, *args, **kwargs)))
 
     return guarded
 
@@ -251,9 +277,9 @@ class _Instrument(NodeTransformer):
             operand.expr = _looked_at(operand.expr)
         return node
 
-    def visit_Test(self, node: Test):
+    def visit_Getitem(self, node: Getitem):
         self.generic_visit(node)
-        if node.name in COMPARING:
+        if isinstance(node.arg, Slice):  # compiled to x[1:] without a hook, and copies
             node.node = _looked_at(node.node)
         return node
 

@@ -9,13 +9,12 @@ Every turn renders the whole conversation, keeps the longest common prefix of th
 (`cache.truncate(n)`), and prefills the rest from start_pos n. No printing, no files: those live in nanokv/cli.
 """
 
-import codecs
 from dataclasses import dataclass, field
 
 from nanokv.cache import make_cache
 from nanokv.errors import ContextError, SessionError, UnsupportedError
 from nanokv.generation import Generation, LoopGuard, SamplingParams, TextStream, context_limit
-from nanokv.prefix import common_prefix, split_thinking, token_roles, why_broken
+from nanokv.prefix import common_prefix, incomplete_bytes, inside_thinking, split_thinking, token_roles, why_broken
 
 DEFAULT_NEW_TOKENS = 1024
 
@@ -102,7 +101,7 @@ class Session:
         guard = {"is_loop": LoopGuard()} if self.loop_guard == "on" else {}
         stream = TextStream(generation, self.tokenizer, tuple(self.params.get("stop") or ()), **guard)
         before = self.tokenizer.text_of(reply)
-        self.thinking_opened = self._opened(ids, before)
+        self.thinking_opened = inside_thinking(self.tokenizer.decode(ids[-8:]), before)
         try:
             yield from stream
         except GeneratorExit:                            # the reader went away: as if it had been interrupted
@@ -204,13 +203,6 @@ class Session:
         answer = ("a", roles[-1][1] if roles else 1)
         return (roles + [answer] * len(self.cached_ids))[:len(self.cached_ids)]
 
-    def _opened(self, ids, before) -> bool:
-        """Whether the next token stands inside <think>: the prompt ended in it, or the half answer did not close it."""
-        prompt_ends = self.tokenizer.decode(ids[-8:]).rstrip().endswith("<think>")
-        if not before:
-            return prompt_ends
-        return before.lstrip().startswith("<think>") and "</think>" not in before
-
     # --- editing history ------------------------------------------------------------------------------------------
 
     def undo(self) -> str:
@@ -223,8 +215,7 @@ class Session:
 
     def drop(self, turns):
         """Forget the oldest turns; what comes after them has to be prefilled again."""
-        have = len(self.messages) // 2
-        if not 1 <= turns <= have:
+        if not 1 <= turns <= (have := len(self.messages) // 2):
             raise SessionError(f"cannot drop {turns} of {have} turns")
         self.replace(self.messages[2 * turns:])
 
@@ -251,13 +242,6 @@ class Session:
             raise SessionError(f"the saved cache holds {cache.length:,} tokens, its list of ids {len(ids):,}")
         self.cache, self.cached_ids, self._edited = cache, list(ids), True
         self.prompt_ids, self._labelled = list(ids), self.messages
-
-
-def incomplete_bytes(data: bytes) -> int:
-    """Bytes at the end that begin a UTF-8 character and do not finish it: 0 to 3."""
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    decoder.decode(data)
-    return len(decoder.getstate()[0])
 
 
 def prefill_chunk(model) -> int:

@@ -34,12 +34,17 @@ class ChatTemplate:
         messages: dicts with a role of ROLES and a text content; an assistant may carry reasoning_content and
         tool_calls (then content may be absent or None). tools: JSON schemas. Other keywords reach the template.
         """
-        messages = [_with_reasoning(message) for message in map(plain, checked(messages))]
-        variables = self.variables | plain(template_kwargs) | {
-            "messages": messages, "tools": _checked_tools(tools), "documents": plain(template_kwargs.get("documents")),
-            "add_generation_prompt": add_generation_prompt,
-        }  # fmt: skip
-        size = len(json.dumps(variables, ensure_ascii=False))
+        messages = checked(messages)
+        try:
+            messages = [_with_reasoning(message) for message in map(plain, messages)]
+            variables = self.variables | plain(template_kwargs) | {
+                "messages": messages, "tools": _checked_tools(tools),
+                "documents": plain(template_kwargs.get("documents")),
+                "add_generation_prompt": bool(add_generation_prompt),
+            }  # fmt: skip
+            size = len(json.dumps(variables, ensure_ascii=False))
+        except (RecursionError, TypeError) as error:  # a list that holds itself, a key that JSON cannot have
+            raise TemplateError(f"messages, tools and options must be JSON values: {error}") from error
         with self._lock:
             return self._bounded(self._template.render, variables, work=self.work + 32 * size)
 
@@ -114,7 +119,8 @@ def _with_reasoning(message):
 def _environment():
     environment = BoundedEnvironment(extensions=[_GenerationTag, loopcontrols])
     environment.filters["tojson"] = _tojson  # jinja2's own escapes < and > for HTML
-    environment.guard_filters()
+    environment.filters |= {"round": _round, "sum": _sum}
+    environment.guard()
     environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now,
                             "dict": _TemplateDict(), "namespace": _TemplateNamespace}  # fmt: skip
     return environment
@@ -122,6 +128,19 @@ def _environment():
 
 def _tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _round(value, precision=0, method="common"):
+    if abs(precision) > 400:  # |round multiplies by 10**precision; a float has 308 digits at most
+        raise Refused(f"|round to {precision:,} digits")
+    return jinja2.filters.do_round(value, precision, method)
+
+
+@jinja2.pass_environment
+def _sum(environment, iterable, attribute=None, start=0):
+    if not isinstance(start, (int, float)):  # adding lists one by one copies the sum every time
+        raise Refused("|sum adds numbers only")
+    return jinja2.filters.sync_do_sum(environment, iterable, attribute, start)
 
 
 def _raise_exception(message):
@@ -149,13 +168,21 @@ class _GenerationTag(Extension):
 
 
 class _TemplateDict:
-    """`dict(...)` in a template, without the attributes of the class."""
+    """`dict(...)` in a template, without the attributes of the class; few keys, because they may all collide."""
+
+    KEYS = 5_000
 
     def __call__(self, *args, **kwargs):
-        return dict(*args, **kwargs)
+        return dict(*map(self._few, args), **kwargs)
 
-    def fromkeys(self, *args, **kwargs):
-        return dict.fromkeys(*args, **kwargs)
+    def fromkeys(self, keys, value=None):
+        return dict.fromkeys(self._few(keys), value)
+
+    def _few(self, keys):
+        keys = keys if isinstance(keys, Mapping) else list(keys)
+        if len(keys) > self.KEYS:
+            raise Refused(f"a dict of {len(keys):,} keys, more than {self.KEYS:,}")
+        return keys
 
 
 class _TemplateNamespace(jinja2.utils.Namespace):

@@ -52,10 +52,11 @@ class Tokenizer:
             backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
         except Exception as error:  # the library raises plain Exception
             raise TokenizerError(f"{folder / 'tokenizer.json'} cannot be read: {error}") from error
-        decoder = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8")).get("decoder") or {}
-        if decoder.get("type") != "ByteLevel":
-            kind = decoder.get("type")
-            raise TokenizerError(f"{folder / 'tokenizer.json'}: decoder {kind!r}, only ByteLevel is implemented")
+        fields = _json_object(folder / "tokenizer.json")
+        for part, implemented in (("model", "BPE"), ("decoder", "ByteLevel")):
+            kind = (fields.get(part) or {}).get("type")
+            if kind != implemented:
+                raise TokenizerError(f"{folder / 'tokenizer.json'}: {part} {kind!r}, only {implemented} is implemented")
         config = _json_object(folder / "tokenizer_config.json")
         rows = _json_object(folder / "config.json").get("vocab_size", 0)
         return cls(backend, _token_names(config), _chat_template(folder, config), rows if type(rows) is int else 0)
@@ -199,7 +200,8 @@ def _chat_template(folder, config):
             raise TokenizerError(f"{folder / 'chat_template.jinja'} cannot be read: {error}") from error
     template = config.get("chat_template")
     if isinstance(template, list):
-        template = next((entry.get("template") for entry in template if entry.get("name") == "default"), None)
+        named = [entry for entry in template if isinstance(entry, dict)]
+        template = next((entry.get("template") for entry in named if entry.get("name") == "default"), None)
     if template is not None and not isinstance(template, str):
         raise TokenizerError(f"chat_template in {folder} is a {type(template).__name__}, not text")
     return template

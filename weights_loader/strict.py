@@ -22,8 +22,9 @@ class CheckpointWarning(UserWarning):
 
 
 def quote(text) -> str:
-    """A name in a message: in double quotes, control characters escaped."""
-    return json.dumps(str(text), ensure_ascii=False)
+    """A name in a message: in double quotes, at most 200 characters, whatever could steer a terminal escaped."""
+    text = str(text) if len(str(text)) <= 200 else str(text)[:197] + "..."
+    return "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in json.dumps(text, ensure_ascii=False))
 
 
 def parse_object(data: bytes, where: str) -> dict:

@@ -5,7 +5,6 @@ in train_log.py.
 """
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 from nanokv.cli import terminal
@@ -25,7 +24,7 @@ def add_arguments(parser) -> None:
     """--out starts or continues a run; without it, --evaluate measures --model."""
     parser.add_argument("--out", metavar="DIR", help="folder of the run: checkpoints, metrics.jsonl, loss.png, model/")
     length = parser.add_mutually_exclusive_group()
-    length.add_argument("--steps", type=integer(1), help="optimizer steps (default: 3,400, the bundled model's)")
+    length.add_argument("--steps", type=integer(1), help="optimizer steps (default: 3,800, the bundled model's)")
     length.add_argument("--minutes", type=real(0, above=True), help="as many steps as fit, measured at the start")
     parser.add_argument("--batch-tokens", type=integer(64), help="tokens a step (default: 8,192)")
     parser.add_argument(
@@ -55,12 +54,13 @@ def run(args) -> int:
     if args.threads:
         torch.set_num_threads(args.threads)
     if args.evaluate:
-        missed = evaluate(args, str(out / "model") if out else args.model, args.seed or 0)
-        return int(bool(missed))
-    seed = train(args, out)
-    if seed is None:
+        report = evaluate(args, str(out / "model") if out else args.model, args.seed or 0)
+        return int(bool(report["missed"]))
+    recipe = train(args, out)
+    if recipe is None:
         return 130
-    evaluate(args, str(out / "model"), seed)
+    report = evaluate(args, str(out / "model"), recipe.seed)
+    write_card(out / "model", recipe, report)
     return 0
 
 
@@ -100,13 +100,15 @@ def make_trainer(args, out: Path):
         trainer.resume(out)
         return trainer
     given = {field: getattr(args, flag[2:].replace("-", "_")) for flag, field in RECIPE_FLAGS.items()}
+    steps = given.pop("steps")
     recipe = training.Recipe(**{field: value for field, value in given.items() if value is not None})
+    recipe = recipe.scaled(steps) if steps else recipe
     trainer = training.Trainer(recipe, device, training.TINY)
     if not args.minutes:
         return trainer
     terminal.notice("measuring the speed of this machine ...", args)
     steps = int(training.estimate_speed(trainer) * args.minutes * 60 / recipe.tokens_per_batch)
-    return training.Trainer(replace(recipe, steps=max(1, steps)), device, training.TINY, trainer.tokenizer)
+    return training.Trainer(recipe.scaled(max(1, steps)), device, training.TINY, trainer.tokenizer)
 
 
 def choose_device(wanted: str) -> str:
@@ -128,8 +130,8 @@ def refuse_another_recipe(args, newest: Path, recipe) -> None:
             raise NanoKVError(f"{newest} belongs to a run with {flag} {stored}, not {wanted}", hint=f"leave out {flag}")
 
 
-def train(args, out: Path) -> int | None:
-    """Run to the last step and return the run's seed; None when Ctrl-C stopped it, with everything saved."""
+def train(args, out: Path):
+    """Run to the last step and return the recipe; None when Ctrl-C stopped it, with everything saved."""
     from nanokv.cli.train_log import Progress, plot
     from nanokv.training import run_folder
 
@@ -156,7 +158,7 @@ def train(args, out: Path) -> int | None:
         return None
     plot(out, args)
     trainer.export(out / "model")
-    return recipe.seed
+    return recipe
 
 
 def take_step(trainer, args, out: Path, metrics, progress) -> None:
@@ -176,8 +178,8 @@ def take_step(trainer, args, out: Path, metrics, progress) -> None:
 # --- evaluation ----------------------------------------------------------------------------------------------------
 
 
-def evaluate(args, name: str, seed: int) -> list[str]:
-    """The table of tasks and of broken caches, or one JSON object; returns the tasks that miss their target."""
+def evaluate(args, name: str, seed: int) -> dict:
+    """The table of tasks and of broken caches, or one JSON object; returns what that object holds."""
     import nanokv
     from nanokv.training.evaluate import TARGETS, broken_recall, evaluate, examples
 
@@ -193,15 +195,23 @@ def evaluate(args, name: str, seed: int) -> list[str]:
         write(f"{task:<32}{share:>8.1%}{target:>9}\n")
     faults = broken_recall(model, tokenizer, args.cases, seed)
     missed = [task for task, target in TARGETS.items() if tasks[task] < target]
-    if args.json:
-        report = {"model": name, "cases": args.cases, "seed": seed, "tasks": tasks, "wrong": wrongs}
-        terminal.write_out(json.dumps(report | {"faults": faults, "missed": missed}) + "\n")
-        return missed
+    said = examples(model, tokenizer)
     write(fault_table(faults))
-    for question, answer in examples(model, tokenizer):
-        write(f"> {question}\n{terminal.sanitize(answer)}\n")
+    write("".join(f"> {question}\n{terminal.sanitize(answer)}\n" for question, answer in said))
     write(f"\nmissed: {', '.join(missed)}\n" if missed else "")
-    return missed
+    report = {"model": name, "cases": args.cases, "seed": seed, "tasks": tasks, "wrong": wrongs}
+    report |= {"faults": faults, "said": said, "missed": missed}
+    if args.json:
+        terminal.write_out(json.dumps(report) + "\n")
+    return report
+
+
+def write_card(folder: Path, recipe, report: dict) -> None:
+    """README.md of the finished model."""
+    from nanokv.config import Config
+    from nanokv.training.card import card
+
+    (folder / "README.md").write_text(card(Config.from_folder(folder), recipe, report), encoding="utf-8")
 
 
 def fault_table(faults: list[dict]) -> str:

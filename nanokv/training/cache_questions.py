@@ -451,6 +451,15 @@ WRAPPERS = (  # how people ask: {q} is the question as it stands, {l} with a sma
     "Ok. {q}",
     "{q} Please be brief.",
 )
+LATER_WRAPPERS = (
+    "{q} Thank you.",
+    "{q} I want to know.",
+    "{q} Please explain.",
+    "{q} Just curious.",
+    "I wonder: {l}",
+    "Tell me, {l}",
+    "Question: {l}",
+)
 HELD_OUT_WRAPPERS = ("One more thing: {l}", "So, {l}", "Let me ask you: {l}", "{q} Thanks.")
 
 

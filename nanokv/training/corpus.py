@@ -6,9 +6,11 @@ the half of the words that training never uses.
 """
 
 import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from nanokv.training import stories, words
-from nanokv.training.cache_questions import QUESTIONS, ask
+from nanokv.training.cache_questions import LATER_WRAPPERS, QUESTIONS, WRAPPERS, ask
 from nanokv.training.facts import (
     CHANGED,
     FACTS,
@@ -46,8 +48,8 @@ KIND_WEIGHTS = tuple(3 if kind == "name" else 1 for kind in KINDS)
 class Conversation:
     """Messages that grow by one exchange at a time, and what the user has told so far."""
 
-    def __init__(self, rng: random.Random, held_out: bool = False):
-        self.rng, self.held_out = rng, held_out
+    def __init__(self, rng: random.Random, held_out: bool = False, stage: "Stage | None" = None):
+        self.rng, self.held_out, self.stage = rng, held_out, stage or FIRST
         self.messages: list[dict] = []
         self.facts: dict[str, str] = {}
         self.pets: dict[str, str] = {}  # kind → name
@@ -63,7 +65,7 @@ class Conversation:
 
     def word(self) -> str:
         """A word for a list."""
-        return words.list_word(self.rng, self.held_out)
+        return self.stage.word(self.rng, self.held_out)
 
     def name(self) -> str:
         """A first name."""
@@ -277,7 +279,7 @@ def repeat(talk: Conversation):
             "Repeat the words {}.",
         )
     )
-    talk.say(request.format(_join(rng, items)), ", ".join(items) + ".")
+    talk.say(request.format(_join(rng, items)), talk.stage.again.format(", ".join(items)))
 
 
 def reverse(talk: Conversation):
@@ -297,7 +299,7 @@ def reverse(talk: Conversation):
             "Reverse the words {}.",
         )
     )
-    talk.say(request.format(_join(rng, items)), ", ".join(items[::-1]) + ".")
+    talk.say(request.format(_join(rng, items)), talk.stage.backwards.format(", ".join(items[::-1])))
 
 
 def nth(talk: Conversation):
@@ -401,8 +403,8 @@ def ask_list(talk: Conversation):
     exchanges = (  # all are made and one is taken: positions twice as often as the others
         (rng.choice(LIST_NTH).format(o=_digits(rng, where)), position),
         (rng.choice(LIST_NTH).format(o=_digits(rng, where)), position),
-        (rng.choice(LIST_AGAIN), ", ".join(items) + "."),
-        (rng.choice(LIST_BACKWARDS), ", ".join(items[::-1]) + "."),
+        (rng.choice(LIST_AGAIN), talk.stage.again.format(", ".join(items))),
+        (rng.choice(LIST_BACKWARDS), talk.stage.backwards.format(", ".join(items[::-1]))),
         (rng.choice(LIST_LENGTH), f"There are {words.NUMBER_WORDS[len(items)]}."),
         (
             rng.choice(LIST_MEMBER).format(probe),
@@ -476,7 +478,7 @@ def add(talk: Conversation):
 def cache_question(talk: Conversation):
     """A question about KV caches; the last phrasing of each is kept for the evaluation."""
     answer, phrasings = talk.rng.choice(QUESTIONS)
-    talk.say(ask(talk.rng, talk.rng.choice(phrasings[:-1])), answer)
+    talk.say(ask(talk.rng, talk.rng.choice(phrasings[:-1]), talk.stage.wrappers), answer)
 
 
 def story(talk: Conversation):
@@ -543,6 +545,17 @@ def unknown(talk: Conversation):
     talk.say(_lead_in(rng, rng.choice(said).format(**form)), rng.choice(answers))
 
 
+@dataclass(frozen=True)
+class Stage:
+    """What a part of the training draws from: how often each exchange comes, words of lists, ways to ask and answer."""
+
+    segments: dict
+    word: Callable
+    wrappers: tuple
+    again: str = "{}."
+    backwards: str = "{}."
+
+
 SEGMENTS = {  # exchange → how often
     tell: 15,
     recall: 16,
@@ -565,16 +578,25 @@ SEGMENTS = {  # exchange → how often
     small_talk: 5,
     unknown: 4,
 }
+FIRST = Stage(SEGMENTS, words.list_word, WRAPPERS)
+SECOND = Stage(  # lists of stranger words, and more of what is hard
+    SEGMENTS | {repeat: 7, reverse: 10, nth: 10, ask_list: 8, count: 5, add: 12, cache_question: 15},
+    words.varied_word,
+    WRAPPERS + LATER_WRAPPERS,
+)
+# " tower" may be one token where "tower" is three that the model has never seen together: an answer that begins with
+# other words lets every item keep its leading space, so that copying needs no spelling.
+THIRD = replace(SECOND, again="You said: {}.", backwards="Reversed: {}.")
 
 
-def conversation(rng: random.Random, exchanges: int, held_out: bool = False) -> list[dict]:
+def conversation(rng: random.Random, exchanges: int, held_out: bool = False, stage: Stage = FIRST) -> list[dict]:
     """Messages of one conversation with so many exchanges; now and then with a system prompt."""
-    talk = Conversation(rng, held_out)
+    talk = Conversation(rng, held_out, stage)
     if rng.random() < 0.12:
         talk.messages.append({"role": "system", "content": rng.choice(stories.SYSTEM_PROMPTS)})
     start = len(talk.messages)
     while len(talk.messages) - start < 2 * exchanges:
-        rng.choices(list(SEGMENTS), list(SEGMENTS.values()))[0](talk)
+        rng.choices(list(stage.segments), list(stage.segments.values()))[0](talk)
     return talk.messages
 
 

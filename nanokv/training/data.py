@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from nanokv.training.corpus import conversation
+from nanokv.training.corpus import FIRST, Stage, conversation
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 # Qwen's split: contractions, words with their leading space, single digits, punctuation, line breaks, spaces.
@@ -91,8 +91,9 @@ def save_tokenizer(tokenizer: Tokenizer, folder):
 class Rows:
     """Batches by step number: batch i is the same whatever was drawn before, so a resumed run sees the same data."""
 
-    def __init__(self, tokenizer: Tokenizer, seed: int, tokens_per_batch: int, longest: int = 2048):
+    def __init__(self, tokenizer: Tokenizer, seed: int, tokens_per_batch: int, longest: int = 2048, stage=FIRST):
         self.tokenizer, self.seed, self.tokens_per_batch = tokenizer, seed, tokens_per_batch
+        self.stage: Stage = stage
         self.lengths = [(length, weight) for length, weight in ROW_LENGTHS if length <= min(longest, tokens_per_batch)]
         self.assistant = tokenizer.encode("<|im_start|>assistant\n").ids
         self.end = tokenizer.token_to_id("<|im_end|>")
@@ -112,7 +113,7 @@ class Rows:
         exchanges = max(2, length // 20)
         ids: list[int] = []
         while len(ids) <= length:  # too short a conversation is drawn again, longer
-            ids = self.tokenizer.encode(render(conversation(rng, exchanges, held_out))).ids
+            ids = self.tokenizer.encode(render(conversation(rng, exchanges, held_out, self.stage))).ids
             exchanges *= 2
         return ids[: length + 1], self.weights(ids)[: length + 1]
 

@@ -135,10 +135,10 @@ def new_phrasing_case(rng: random.Random) -> Case:
 
 TASKS = {
     "recall": recall_case,
-    "repeat": _from_segment(corpus.repeat),
+    "repeat": _from_segment(corpus.repeat, frame="you said: "),
     "nth": _from_segment(corpus.nth, lambda answer: _whole(answer).split(" is ")[1], r"the \w+ is "),
     "count": _from_segment(corpus.count),
-    "reverse": _from_segment(corpus.reverse),
+    "reverse": _from_segment(corpus.reverse, frame="reversed: "),
     "addition": _from_segment(two_digits, lambda answer: answer.split("= ")[1], r"\d+ \+ \d+ = "),
     "cache questions": cache_case,
     "cache questions, new phrasing": new_phrasing_case,

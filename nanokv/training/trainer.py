@@ -8,7 +8,7 @@ A checkpoint is weights, the optimizers' state and the recipe (run_folder.py); `
 import json
 import math
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -21,6 +21,7 @@ from nanokv.cache import NoCache
 from nanokv.config import Config
 from nanokv.errors import NanoKVError
 from nanokv.model import Qwen3
+from nanokv.training.corpus import SECOND, THIRD
 from nanokv.training.data import Rows, save_tokenizer, train_tokenizer
 from nanokv.training.run_folder import checkpoints, damaged, drop_old, new_checkpoint, read_state, saving
 
@@ -45,20 +46,35 @@ TINY = Config(  # head_dim · heads = 288 ≠ hidden 192 on purpose: code that d
 class Recipe:
     """Everything that decides the outcome of a run, besides the code and the machine's arithmetic."""
 
-    steps: int = 3400
+    steps: int = 3800
     seed: int = 0
     tokens_per_batch: int = 8192
     learning_rate: float = 3e-3
     warmup: int = 60
     weight_decay: float = 0.1
     clip: float = 1.0
-    long_rows_from: float = 0.25  # share of the run after which rows of more than 512 tokens appear
+    long_rows_from: int = 850  # step from which rows of more than 512 tokens appear
+    horizon: int = 3400  # where the cosine of the first stage would reach zero
+    second_stage_from: int = 2400  # step from which lists hold stranger words (corpus.SECOND)
+    second_rate: float = 0.4  # factor of the learning rate there; it falls to zero in a straight line
+    third_stage_from: int = 3500  # step from which list answers begin with a word or two (corpus.THIRD)
+    third_rate: float = 0.25  # as above
 
     def rate(self, step: int) -> float:
-        """Linear warm-up, then a cosine to zero, as a factor of the learning rate."""
+        """Factor of the learning rate: linear warm-up, a cosine, then two straight lines to zero."""
         if step < self.warmup:
             return (step + 1) / self.warmup
-        return 0.5 * (1 + math.cos(math.pi * (step - self.warmup) / max(1, self.steps - self.warmup)))
+        if step < self.second_stage_from:
+            return 0.5 * (1 + math.cos(math.pi * (step - self.warmup) / max(1, self.horizon - self.warmup)))
+        first, last, factor = self.second_stage_from, self.third_stage_from, self.second_rate
+        if step >= self.third_stage_from:
+            first, last, factor = self.third_stage_from, self.steps, self.third_rate
+        return factor * (last - step) / (last - first)
+
+    def scaled(self, steps: int) -> "Recipe":
+        """The same schedule for a shorter or longer run."""
+        names = ("warmup", "long_rows_from", "horizon", "second_stage_from", "third_stage_from")
+        return replace(self, steps=steps, **{name: round(getattr(self, name) * steps / self.steps) for name in names})
 
 
 class Trainer:
@@ -80,6 +96,8 @@ class Trainer:
             torch.optim.AdamW(rest, lr=rate, betas=(0.9, 0.95), weight_decay=0.0),
         ]
         self.long = Rows(self.tokenizer, recipe.seed, recipe.tokens_per_batch)
+        self.late = Rows(self.tokenizer, recipe.seed, recipe.tokens_per_batch, stage=SECOND)
+        self.last = Rows(self.tokenizer, recipe.seed, recipe.tokens_per_batch, stage=THIRD)
         self.short = Rows(self.tokenizer, recipe.seed, recipe.tokens_per_batch, longest=512)
 
     def loss(self, inputs, targets, weights):
@@ -93,8 +111,7 @@ class Trainer:
 
     def train_step(self) -> float:
         """One batch, one update. Returns the loss."""
-        rows = self.short if self.step < self.recipe.long_rows_from * self.recipe.steps else self.long
-        loss = self.loss(*rows.batch(self.step))
+        loss = self.loss(*self.rows().batch(self.step))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip)
         for optimizer in self.optimizers:
@@ -104,6 +121,14 @@ class Trainer:
             optimizer.zero_grad(set_to_none=True)
         self.step += 1
         return loss.item()
+
+    def rows(self) -> Rows:
+        """Where this step's batch comes from."""
+        if self.step >= self.recipe.third_stage_from:
+            return self.last
+        if self.step >= self.recipe.second_stage_from:
+            return self.late
+        return self.long if self.step >= self.recipe.long_rows_from else self.short
 
     @torch.no_grad()
     def validate(self) -> float:

@@ -84,6 +84,15 @@ def invent(rng, held_out: bool, most: int = 3) -> str:
             return word
 
 
+def splice(rng, held_out: bool) -> str:
+    """The front of one word and the back of another: sooner or later every piece of a word, every token, is copied."""
+    while True:
+        front, back = rng.choice(NOUNS + NAMES).lower(), rng.choice(NOUNS + NAMES).lower()
+        word = front[: rng.randint(1, len(front) - 1)] + back[rng.randint(1, len(back) - 1) :]
+        if 3 <= len(word) <= 12 and word not in COMMON and is_held_out(word) == held_out:
+            return word
+
+
 def name(rng, held_out: bool) -> str:
     """A first name: half of them are made up."""
     return pick(rng, NAMES, held_out) if rng.random() < 0.45 else invent(rng, held_out).capitalize()
@@ -97,6 +106,14 @@ def list_word(rng, held_out: bool) -> str:
     if kind < 0.9:
         return invent(rng, held_out)
     return pick(rng, FOODS + ANIMALS, held_out) if kind < 0.96 else pick(rng, NAMES, held_out)
+
+
+def varied_word(rng, held_out: bool) -> str:
+    """A word for a list, from a wider world than list_word's: half of them spliced or with a capital."""
+    kind = rng.random()
+    if kind < 0.5:
+        return list_word(rng, held_out)
+    return splice(rng, held_out) if kind < 0.9 else invent(rng, held_out).capitalize()
 
 
 def distinct(rng, count: int, make) -> list[str]:
