@@ -65,6 +65,9 @@ RECALLED = {
     "friend": "Your friend is called {}.", "sister": "Your sister is called {}.", "age": "You are {} years old.",
     "brother": "Your brother is called {}.", "number": "The number is {}.", "word": "The word is {}.",
 }  # fmt: skip
+FRAMES = {  # what may stand before a list, depending on the stage of the training
+    "repeat": "You said: ", "list again": "You said: ", "reverse": "Reversed: ", "list backwards": "Reversed: ",
+}  # fmt: skip
 NOTED = (  # answers to a statement that need not say the value
     "I will remember that.", "Thank you, I will remember that.", "That sounds like good work.",
     "I will remember your hobby.",
@@ -114,6 +117,8 @@ class Reader:
 
     def expect(self, kind: str, user: str, answer: str, *right: str) -> str:
         """One of the right answers, capitals aside (a value may begin a sentence)."""
+        if kind in FRAMES:
+            answer = answer.removeprefix(FRAMES[kind])
         if answer.casefold() not in {text.casefold() for text in right}:
             raise WrongAnswer(f"{kind}: {user!r} → {answer!r}, not {right}")
         return kind

@@ -216,6 +216,13 @@ def test_a_long_value_is_cut_in_the_message(fields):
     assert "vision_config" in caught.value.hint
 
 
+@pytest.mark.parametrize("name", ["model_type", "rms_norm_eps", "dtype", "rope_parameters", "\x1b[2J" + "k" * 100_000])
+def test_no_message_is_as_long_or_as_wild_as_the_file(fields, name):
+    with pytest.raises(ConfigError) as caught:
+        Config.from_dict(fields | {name: "\x1b\x9b" + "x" * 100_000})
+    assert len(str(caught.value) + caught.value.hint) < 400 and str(caught.value).isprintable()
+
+
 @pytest.mark.parametrize("spelling", ["rope_parameters", "rope_scaling"])
 @pytest.mark.parametrize("rope", [
     {"rope_type": "linear", "factor": 2.0},
@@ -360,8 +367,9 @@ def test_without_a_file_eos_comes_from_config_json(tmp_path):
 @pytest.mark.parametrize("text", [
     "{", "[1]", "[" * 100_000, '{"eos_token_id": "x"}', '{"eos_token_id": [-1]}', '{"eos_token_id": [true]}',
     '{"do_sample": true, "temperature": "hot"}', '{"do_sample": true, "top_k": [1]}',
+    '{"do_sample": "false"}', '{"do_sample": true, "top_k": 2.9}',
 ], ids=lambda text: text[:40])  # fmt: skip
 def test_malformed_generation_config_raises_a_config_error(tmp_path, text):
     (tmp_path / "generation_config.json").write_text(text)
-    with pytest.raises(ConfigError, match=r"generation_config|eos_token_id|temperature|top_k"):
+    with pytest.raises(ConfigError, match=r"generation_config|eos_token_id|temperature|top_k|do_sample"):
         GenerationConfig.from_folder(tmp_path)

@@ -13,9 +13,9 @@ import pytest
 
 from corpus_checker import Reader, WrongAnswer, check
 from nanokv.training import corpus, words
-from nanokv.training.cache_questions import HELD_OUT_WRAPPERS, QUESTIONS, WRAPPERS, ask
+from nanokv.training.cache_questions import HELD_OUT_WRAPPERS, QUESTIONS, ask
 
-CONVERSATIONS, EXCHANGES = 600, 20
+CONVERSATIONS, EXCHANGES = 400, 20
 REMEMBERED = (  # kinds of exchange whose answer depends on earlier turns, and how often they must have come up
     "recall", "recall missing", "pet", "pet missing", "everything", "owner", "object", "list again", "list backwards",
     "list length", "list member", "list next", "list which",
@@ -23,8 +23,8 @@ REMEMBERED = (  # kinds of exchange whose answer depends on earlier turns, and h
 AT_ONCE = ("add", "count", "repeat", "reverse", "nth", "remember", "cache", "story", "told", "pet told", "unknown")
 
 
-def talks(held_out: bool, name: str = "test"):
-    return [corpus.conversation(random.Random(f"{name}:{i}"), EXCHANGES, held_out) for i in range(CONVERSATIONS)]
+def talks(held_out: bool, name: str = "test", stage=corpus.FIRST):
+    return [corpus.conversation(random.Random(f"{name}:{i}"), EXCHANGES, held_out, stage) for i in range(CONVERSATIONS)]
 
 
 @pytest.fixture(scope="module")
@@ -33,15 +33,27 @@ def train():
 
 
 @pytest.fixture(scope="module")
+def second():
+    """The later part of the training."""
+    return talks(held_out=False, stage=corpus.SECOND)
+
+
+@pytest.fixture(scope="module")
+def third():
+    """The last part."""
+    return talks(held_out=False, stage=corpus.THIRD)
+
+
+@pytest.fixture(scope="module")
 def held_out():
     return talks(held_out=True)
 
 
 @pytest.fixture(scope="module")
-def readings(train, held_out):
+def readings(train, second, third, held_out):
     """split → (kinds of exchange with their numbers, all values that were drawn); raises at the first wrong answer."""
     found = {}
-    for split, conversations in (("train", train), ("held_out", held_out)):
+    for split, conversations in (("train", train), ("second", second), ("third", third), ("held_out", held_out)):
         kinds: list[str] = []
         drawn = set(chain.from_iterable(check(talk, kinds.append).drawn for talk in conversations))
         found[split] = Counter(kinds), drawn
@@ -79,12 +91,12 @@ def test_shape_of_a_conversation(train):
 # --- every answer is right ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("split", ["train", "held_out"])
+@pytest.mark.parametrize("split", ["train", "second", "third", "held_out"])
 def test_every_answer_follows_from_the_conversation(split, readings):
-    """12,000 exchanges a split, each understood and each answer worked out again."""
+    """8,000 exchanges a split, each understood and each answer worked out again."""
     kinds, _ = readings[split]
     assert sum(kinds.values()) >= CONVERSATIONS * EXCHANGES
-    assert {kind: kinds[kind] for kind in REMEMBERED if kinds[kind] < 30} == {}
+    assert {kind: kinds[kind] for kind in REMEMBERED if kinds[kind] < 20} == {}
     assert {kind: kinds[kind] for kind in AT_ONCE if kinds[kind] < 100} == {}
 
 
@@ -143,15 +155,15 @@ def test_the_checker_knows_wrong_from_right(user, answer):
 
 def test_training_draws_no_held_out_word(readings):
     """Names, secret words, list items, things: what the evaluation asks for was never one of these in training."""
-    (_, drawn), (_, tested) = readings["train"], readings["held_out"]
+    drawn, tested = readings["train"][1] | readings["second"][1] | readings["third"][1], readings["held_out"][1]
     assert len(drawn) > 2000 and len(tested) > 500
     assert [word for word in drawn if words.is_held_out(word)] == []
     assert [word for word in tested if not words.is_held_out(word)] == []
 
 
-def test_training_says_no_held_out_name(train):
+def test_training_says_no_held_out_name(train, second):
     """Not only as a value: a held-out name is nowhere, in no story, no question and no greeting."""
-    said = set(re.findall(r"[A-Z][a-z]+", " ".join(m["content"] for talk in train for m in talk)))
+    said = set(re.findall(r"[A-Z][a-z]+", " ".join(m["content"] for talk in train + second for m in talk)))
     hidden = {name for name in words.NAMES if words.is_held_out(name)}
     assert len(hidden) >= 15 and said & hidden == set()
 
@@ -166,9 +178,9 @@ def test_the_halves_are_both_usable():
     assert len(set(invented)) > 500 and all(3 <= len(word) <= 12 and word.isalpha() for word in invented)
 
 
-def test_training_asks_no_held_out_phrasing(train):
+def test_training_asks_no_held_out_phrasing(train, second):
     """The last phrasing of each cache question, in any wrapping and spelling, and the wrappers of the evaluation."""
-    lines = [line.casefold() for line in users(train)]
+    lines = [line.casefold() for line in users(train + second)]
     hidden = "|".join(re.escape(phrasings[-1].casefold().rstrip(".?")) for _, phrasings in QUESTIONS)
     assert re.search(rf"\b(?:{hidden})\b", "tell me about rope?") is None
     assert re.search(rf"\b(?:{hidden})\b", "hey, how does rope work?")
@@ -179,7 +191,7 @@ def test_training_asks_no_held_out_phrasing(train):
         for w in HELD_OUT_WRAPPERS for p in trained for small in (p[0].lower() + p[1:], p)
     }  # fmt: skip
     assert [line for line in lines if line.rstrip(".?") in wrapped] == []
-    assert set(WRAPPERS) & set(HELD_OUT_WRAPPERS) == set()
+    assert set(corpus.FIRST.wrappers + corpus.SECOND.wrappers + corpus.THIRD.wrappers) & set(HELD_OUT_WRAPPERS) == set()
 
 
 def test_all_trained_phrasings_come_up():
@@ -194,6 +206,14 @@ def test_all_trained_phrasings_come_up():
     assert ask(random.Random(0), "What is RoPE?", ("{l}",)) == "what is RoPE?"
 
 
+def test_the_last_stage_frames_its_lists(third):
+    """There a list is never the first thing said, so that every item has the leading space that its token has."""
+    answers = [m["content"] for talk in third for m in talk if m["role"] == "assistant"]
+    assert sum(text.startswith("You said: ") for text in answers) > 200
+    assert sum(text.startswith("Reversed: ") for text in answers) > 200
+    assert [text for text in answers if re.fullmatch(r"[a-z]+(?:, \w+)+\.", text)] == []
+
+
 def test_no_phrasing_has_two_answers():
     """Then no model could be right."""
     owners = Counter(phrasing.casefold().rstrip(".?") for _, phrasings in QUESTIONS for phrasing in phrasings)
@@ -204,9 +224,9 @@ def test_no_phrasing_has_two_answers():
 # --- clean English ------------------------------------------------------------------------------------------------
 
 
-def test_texts_are_clean(train, held_out):
+def test_texts_are_clean(train, second, held_out):
     """ASCII, one line, single spaces, no template braces, answers that end like sentences."""
-    for message in chain.from_iterable(train + held_out):
+    for message in chain.from_iterable(train + second + held_out):
         text = message["content"]
         assert text.isascii() and text.isprintable() and "  " not in text and not re.search(r"[{}<>|]", text), text
         assert text[0] != " " and not re.search(r"\s[,.!?]|[,.!?]{2}", text.replace("= ?", "=")), text

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import nanokv
-from corpus_checker import BETWEEN, NOTED, ORD, ORDINALS, SHORT_ORDINALS, Reader
+from corpus_checker import BETWEEN, FRAMES, NOTED, ORD, ORDINALS, SHORT_ORDINALS, Reader
 from nanokv import cli
 from nanokv.cache import make_cache
 from nanokv.config import GenerationConfig
@@ -72,6 +72,8 @@ def test_expected_answers_are_right(task):
     for case in cases(task, CASES, seed=3):
         assert Reader().exchange(case.turns[-1], answer_in_full(case, task)) == kind
         assert case.accepts(answer_in_full(case, task)) and case.accepts(case.expected)
+        if frame := FRAMES.get(task):
+            assert case.accepts(frame + case.expected + ".") and not case.accepts(f"{frame}{frame}{case.expected}")
 
 
 def test_expected_sums_are_right():

@@ -108,6 +108,10 @@ FEATURES = {
     "in": "{{ 'a' in ['a', 'b'] }}{{ (1, 2) == (1, 2) }}{{ [1] < [2] }}{{ 'x' not in messages[0] }}",
     "whitespace": "  {% if true %}\n  a\n  {% endif %}\n\n{#- c -#}  b\n",
     "date": "{{ strftime_now('%Y') }}",
+    "tests": "{{ 3 is divisibleby 3 }}{{ 'a' is in 'ab' }}{{ [1, 2]|select('odd')|list }}{{ 'odd' is test }}",
+    "slices": "{{ messages[1:]|length }}{{ messages[::-1][0].role }}{{ messages[0].content[:-3] }}",
+    "sum and round": "{{ [1, 2]|sum }}{{ [{'n': 1}]|sum(attribute='n') }}{{ 2.55|round(1) }}{{ 3|round(1, 'ceil') }}",
+    "dicts": "{{ dict(messages[0]|items) }}{{ dict.fromkeys(['a'], 1) }}{{ dict([('a', 1)], b=2) }}",
 }
 
 
@@ -165,7 +169,25 @@ HOSTILE = {
     "much text in a loop": "{% for a in range(99999) %}" + "x" * 10_000 + "{% endfor %}",
     "long date": "{{ strftime_now('%c' * 100000) }}",
     "random text": "{{ lipsum(1000000) }}",
-}
+    "width from a list": "{{ '{0[0]:>{0[1]}}'.format(['x', 900000000]) }}",
+    "width from a dict": "{{ '{a:>{w}}'.format_map({'a': 'x', 'w': 900000000}) }}",
+    "round": "{{ 1|round(6000000, 'ceil') }}",
+    "sum of lists": "{{ ([range(1000)|list] * 4000)|sum(start=[]) }}",
+    "bytes of a number": "{{ (1).to_bytes(900000000, 'big')|length }}",
+    "bytes of a text": "{{ ('x'.encode() * 900000000)|length }}",
+    "slow codec": "{{ '" + "".join(map(chr, range(0x4E00, 0x8E00))) + "'.encode('punycode') }}",
+    "slow filter": "{{ ('a ' * 1000000)|pprint }}",
+    "keys that collide": "{{ dict.fromkeys(range(0, 60000 * (2 ** 61 - 1), 2 ** 61 - 1)) }}",
+    "test in a filter": "{{ range(99999)|select('in', range(100000, 199999)|list)|list }}",
+    "test of a list": "{% set l = range(99999)|list %}{% for i in l %}{% if -1 is in l %}{% endif %}{% endfor %}",
+    "method that only reads": "{% set s = 'a' * 2000000 %}{% for i in range(99999) %}{{ s.isalpha() }}{% endfor %}",
+    "slices": "{% set s = 'a' * 2000000 %}{% for i in range(99999) %}{% set t = s[1:] %}{% endfor %}",
+    "equal texts": "{% set s = 'a' * 2000000 %}{% set t = 'a' * 2000000 %}{% for i in range(99999) %}"
+                   "{% if s == t %}{% endif %}{% endfor %}",
+    "attribute path": "{{ [{}]|map(attribute='a.' * 7000000, default={})|list }}",
+    "one large value": "{{ 'a' * 30000000 }}",
+    "much to compile": "{{a}}" * 50_000,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("source", HOSTILE.values(), ids=HOSTILE)
@@ -231,6 +253,14 @@ def test_messages_that_would_vanish_silently_are_refused(messages, words):
     """Qwen3's template renders an unknown role or a non-text content as nothing."""
     with pytest.raises(TemplateError, match=words):
         ChatTemplate("x").render(messages)
+
+
+def test_values_that_json_cannot_hold_are_refused():
+    loop = []
+    loop.append(loop)
+    for options in ({"x": loop}, {"tools": [{(1, 2): 3}]}):
+        with pytest.raises(TemplateError, match="JSON values"):
+            ChatTemplate("x").render([USER], **options)
 
 
 def test_tools_must_be_schemas():

@@ -220,6 +220,22 @@ def test_other_decoders_are_refused(tmp_path):
         Tokenizer.from_folder(tmp_path)
 
 
+def test_other_models_are_refused(tmp_path):
+    """A WordLevel tokenizer would turn every unknown word into one token and never say so."""
+    other = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
+    other.decoder = tokenizers.decoders.ByteLevel()
+    other.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(TokenizerError, match="model 'WordLevel', only BPE"):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_a_list_of_templates_with_other_things_in_it(small_folder, tmp_path):
+    for entries, expected in (([1, {"name": "default", "template": "x"}], "x"), ([1, "x"], None)):
+        (tmp_path / "tokenizer.json").write_bytes((small_folder / "tokenizer.json").read_bytes())
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": entries}))
+        assert Tokenizer.from_folder(tmp_path).chat_template == expected
+
+
 def test_truncation_and_padding_of_the_file_do_not_apply(small_folder, tmp_path):
     """Some published tokenizer.json files carry a training-time truncation to 512 tokens; prompts must stay whole."""
     bpe = tokenizers.Tokenizer.from_file(str(small_folder / "tokenizer.json"))

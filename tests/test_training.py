@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -51,10 +52,15 @@ def one_thread():
     torch.set_num_threads(before)
 
 
+def no_evaluation(args, name, seed) -> dict:
+    """An empty report: the model card has something to print."""
+    return {"cases": 1, "seed": seed, "tasks": {}, "wrong": {}, "faults": [], "said": [], "missed": []}
+
+
 @pytest.fixture
 def small(monkeypatch):
     """The command trains SMALL; what it makes is not evaluated (that has tests of its own)."""
-    monkeypatch.setattr("nanokv.cli.train.evaluate", lambda args, name, seed: [])
+    monkeypatch.setattr("nanokv.cli.train.evaluate", no_evaluation)
     shrink(monkeypatch.setattr)
     return monkeypatch
 
@@ -68,7 +74,7 @@ def finished(tmp_path_factory):
     """A run of 12 steps that nothing disturbed. Read only: copy it first."""
     out = tmp_path_factory.mktemp("runs") / "whole"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("nanokv.cli.train.evaluate", lambda args, name, seed: [])
+        patch.setattr("nanokv.cli.train.evaluate", no_evaluation)
         shrink(patch.setattr)
         before = torch.get_num_threads()
         assert train(out, *FLAGS, "-q") == 0
@@ -179,17 +185,22 @@ def test_batches_depend_on_their_number_alone():
 
 
 def test_rows_are_short_at_first_and_long_later():
-    """Curriculum: until long_rows_from no row is longer than 512; afterwards the whole context is trained."""
-    run = Trainer(Recipe(steps=8, tokens_per_batch=2048), config=SMALL, tokenizer=small_tokenizer())
+    """Curriculum: no row longer than 512 at first; then the whole context; at last lists of stranger words."""
+    recipe = Recipe(steps=8, tokens_per_batch=2048, long_rows_from=2, second_stage_from=4, third_stage_from=6)
+    run = Trainer(recipe, config=SMALL, tokenizer=small_tokenizer())
     assert {length for length, _ in run.short.lengths} == {64, 128, 256, 512}
-    assert max(length for length, _ in run.long.lengths) == SMALL.max_position_embeddings
+    assert run.long.lengths == run.late.lengths == run.last.lengths and (2048, 1) in run.long.lengths
+    stages = [rows.stage for rows in (run.short, run.long, run.late, run.last)]
+    assert stages == [corpus.FIRST, corpus.FIRST, corpus.SECOND, corpus.THIRD]
     used, batch = [], run.short.batch(0)
     run.short.batch = lambda step: used.append(("short", step)) or batch
     run.long.batch = lambda step: used.append(("long", step)) or batch
+    run.late.batch = lambda step: used.append(("late", step)) or batch
+    run.last.batch = lambda step: used.append(("last", step)) or batch
     run.loss = lambda *batch: sum(p.sum() for p in run.model.parameters())
     for _ in range(8):
         run.train_step()
-    assert used == [("short" if step < 2 else "long", step) for step in range(8)]
+    assert used == list(zip([name for name in ("short", "long", "late", "last") for _ in "12"], range(8), strict=True))
 
 
 def test_validation_uses_held_out_words(monkeypatch):
@@ -197,9 +208,9 @@ def test_validation_uses_held_out_words(monkeypatch):
     asked = []
     original = data.conversation
 
-    def spy(rng, exchanges, held_out=False):
+    def spy(rng, exchanges, held_out=False, *stage):
         asked.append(held_out)
-        return original(rng, exchanges, held_out)
+        return original(rng, exchanges, held_out, *stage)
 
     monkeypatch.setattr(data, "conversation", spy)
     run = Trainer(Recipe(steps=2, tokens_per_batch=256), config=SMALL, tokenizer=small_tokenizer())
@@ -224,10 +235,10 @@ def test_validation_weighs_what_the_assistant_says():
 
 def test_sixty_steps_on_one_batch_learn_it():
     """Loss down to a tenth: gradients, both optimizers and the loss weights work together."""
-    recipe = Recipe(steps=60, tokens_per_batch=256, warmup=5, learning_rate=0.02)
+    recipe = Recipe(tokens_per_batch=256, warmup=5, learning_rate=0.02)  # its first 60 steps: all of them short rows
     run = Trainer(recipe, config=SMALL, tokenizer=small_tokenizer())
     batch = run.short.batch(0)
-    run.short.batch = run.long.batch = lambda step: batch
+    run.short.batch = lambda step: batch
     losses = [run.train_step() for _ in range(60)]
     assert 5.5 < losses[0] < 6.5  # ln 384 = 5.95: a fresh model knows nothing and is not sure of anything
     assert losses[-1] < losses[0] / 10
@@ -242,12 +253,24 @@ def test_every_parameter_is_trained_by_exactly_one_optimizer():
     assert [name for name, p in run.model.named_parameters() if torch.equal(p, before[name])] == []
 
 
-def test_the_rate_warms_up_and_ends_near_zero():
-    recipe = Recipe(steps=1000)
-    rates = [recipe.rate(step) for step in range(1000)]
-    assert rates[0] == 1 / recipe.warmup and max(rates) == rates[recipe.warmup] == 1 and rates[-1] < 1e-5
-    assert sorted(rates[: recipe.warmup]) == rates[: recipe.warmup]
-    assert sorted(rates[recipe.warmup :], reverse=True) == rates[recipe.warmup :]
+@pytest.mark.parametrize("steps", [Recipe.steps, 20_000, 700])
+def test_the_rate_warms_up_and_ends_near_zero(steps):
+    """Up, down along a cosine, then two straight lines down from lower starts; any length looks alike."""
+    recipe = Recipe().scaled(steps)
+    rates = [recipe.rate(step) for step in range(steps)]
+    warm, second, third = recipe.warmup, recipe.second_stage_from, recipe.third_stage_from
+    assert rates[0] == 1 / warm and max(rates) == rates[warm] == 1 and 0 < rates[-1] < 0.02
+    assert sorted(rates[:warm]) == rates[:warm]
+    for part in (rates[warm:second], rates[second:third], rates[third:]):
+        assert sorted(part, reverse=True) == part and len(part) > 0.05 * steps
+    assert (rates[second], rates[third]) == pytest.approx((Recipe.second_rate, Recipe.third_rate))
+    assert abs(second / steps - Recipe.second_stage_from / Recipe.steps) < 1e-3
+
+
+@pytest.mark.parametrize("steps", range(1, 8))
+def test_the_shortest_runs_have_a_rate_too(steps):
+    recipe = Recipe().scaled(steps)
+    assert [step for step in range(steps) if not 0 < recipe.rate(step) <= 1] == []
 
 
 # --- a run that is stopped ends in the same weights ------------------------------------------------------------------
@@ -461,7 +484,7 @@ def test_a_damaged_checkpoint_is_named(tmp_path, small, finished, capsys, name, 
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path, finished):
-    run = Trainer(Recipe(steps=STEPS, tokens_per_batch=256), config=SMALL, tokenizer=small_tokenizer())
+    run = Trainer(replace(Recipe(), tokens_per_batch=256).scaled(STEPS), config=SMALL, tokenizer=small_tokenizer())
     state = finished / "checkpoint-12" / "state.json"
     other = tmp_path / "checkpoint-12" / "state.json"
     shutil.copytree(finished / "checkpoint-12", tmp_path / "checkpoint-12")
@@ -533,7 +556,8 @@ def test_the_export_is_the_checkpoint_in_bf16(finished):
     assert {f"model.{name}" for name in weights} == set(exported)
     assert all(torch.equal(exported[f"model.{name}"], w.to(torch.bfloat16)) for name, w in weights.items())
     assert sorted(path.name for path in (finished / "model").iterdir()) == [
-        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
+        "README.md", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
+        "tokenizer_config.json",
     ]  # fmt: skip
 
 

@@ -371,12 +371,19 @@ def test_missing_tensor(gone, tmp_path):
     refused(write(tmp_path, tensors=tensors), "1 of 25 tensors are missing", gone)
 
 
-@pytest.mark.parametrize("extra", ["model.layers.2.mlp.up_proj.weight", "layers.0.mlp.up_proj.weight", "x\x1b[31m"])
+@pytest.mark.parametrize("extra", [
+    "model.layers.2.mlp.up_proj.weight", "layers.0.mlp.up_proj.weight", "x\x1b[31m", "x\x9b31m\u202e",
+])  # fmt: skip
 def test_extra_tensor(extra, tmp_path):
     """A layer too many is a config of another model; a control sequence in a name must not reach the terminal."""
     tensors = make_tensors(CONFIG) | {extra: torch.zeros(24, 16)}
     error = refused(write(tmp_path, tensors=tensors), "model.safetensors", "1 tensors", "[24, 16]")
-    assert "\x1b" not in str(error) and json.dumps(extra) in str(error)
+    assert str(error).isprintable() and json.dumps(extra) in str(error)
+
+
+def test_a_long_name_is_cut(tmp_path):
+    tensors = make_tensors(CONFIG) | {"x" * 100_000: torch.zeros(1)}
+    assert len(str(refused(write(tmp_path, tensors=tensors), "1 tensors"))) < 500
 
 
 def test_bias_must_be_announced(tmp_path):
