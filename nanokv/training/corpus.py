@@ -586,7 +586,12 @@ SECOND = Stage(  # lists of stranger words, and more of what is hard
 )
 # " tower" may be one token where "tower" is three that the model has never seen together: an answer that begins with
 # other words lets every item keep its leading space, so that copying needs no spelling.
-THIRD = replace(SECOND, again="You said: {}.", backwards="Reversed: {}.")
+THIRD = replace(
+    SECOND,
+    segments=SECOND.segments | {nth: 24, reverse: 12, ask_list: 10},
+    again="You said: {}.",
+    backwards="Reversed: {}.",
+)
 
 
 def conversation(rng: random.Random, exchanges: int, held_out: bool = False, stage: Stage = FIRST) -> list[dict]:

@@ -46,7 +46,7 @@ TINY = Config(  # head_dim · heads = 288 ≠ hidden 192 on purpose: code that d
 class Recipe:
     """Everything that decides the outcome of a run, besides the code and the machine's arithmetic."""
 
-    steps: int = 3800
+    steps: int = 4100
     seed: int = 0
     tokens_per_batch: int = 8192
     learning_rate: float = 3e-3
@@ -58,7 +58,7 @@ class Recipe:
     second_stage_from: int = 2400  # step from which lists hold stranger words (corpus.SECOND)
     second_rate: float = 0.4  # factor of the learning rate there; it falls to zero in a straight line
     third_stage_from: int = 3500  # step from which list answers begin with a word or two (corpus.THIRD)
-    third_rate: float = 0.25  # as above
+    third_rate: float = 0.3  # as above
 
     def rate(self, step: int) -> float:
         """Factor of the learning rate: linear warm-up, a cosine, then two straight lines to zero."""
