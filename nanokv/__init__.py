@@ -15,22 +15,28 @@ __version__ = "0.1.0"
 _HOME = {
     "CACHES": "nanokv.cache",
     "Config": "nanokv.config",
+    "Engine": "nanokv.engine",
     "GenerationConfig": "nanokv.config",
     "KVCache": "nanokv.cache",
     "NoCache": "nanokv.cache",
     "Qwen3": "nanokv.model",
     "Session": "nanokv.session",
     "Tokenizer": "nanokv.tokenizer",
+    "beam_search": "nanokv.beam",
     "decode": "nanokv.inference",
     "generate": "nanokv.generation",
+    "generate_padded": "nanokv.batching",
+    "generate_ragged": "nanokv.batching",
     "load": "nanokv.loading",
     "make_cache": "nanokv.cache",
     "prefill": "nanokv.inference",
+    "prefill_chunks": "nanokv.inference",
     "score": "nanokv.inference",
+    "speculate": "nanokv.speculative",
 }
 _MODULES = (
-    "attention", "cache", "config", "costs", "debug", "errors", "generation", "inference", "model", "sample", "session",
-    "tokenizer",
+    "attention", "batching", "beam", "cache", "config", "costs", "debug", "engine", "errors", "generation", "inference",
+    "model", "sample", "session", "speculative", "tokenizer",
 )  # fmt: skip
 
 __all__ = sorted([*_HOME, "__version__"])

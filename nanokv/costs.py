@@ -66,3 +66,40 @@ def prefill_flops(config: Config, tokens: int, start_pos: int = 0) -> int:
     matrices = 2 * C * D * (H + config.num_key_value_heads) + 3 * C * config.intermediate_size
     seen = tokens * start_pos + tokens * (tokens + 1) // 2
     return 2 * L * matrices * tokens + 4 * L * H * D * seen + 2 * config.vocab_size * C
+
+
+def cache_bytes(name: str, config: Config, tokens: int, batch_size=1, itemsize=2, capacity=None, **options) -> int:
+    """Bytes that a cache of this kind holds after so many tokens a row: equal to its `nbytes`, to the byte."""
+    if name == "batch":
+        name = options.pop("of", "dict")
+    if name == "quantized":
+        return quantized_bytes(config, tokens, batch_size, itemsize, **options)
+    return kv_bytes(config, cache_slots(name, config, tokens, capacity, **options), batch_size, itemsize)
+
+
+def cache_slots(name, config: Config, tokens: int, capacity=None, *, page=16, window=0, sinks=0, **_) -> int:
+    """Slots of K and V a row that a cache holding so many tokens has taken."""
+    whole = capacity or config.max_position_embeddings
+    return {
+        "static": lambda: whole if tokens else 0,
+        "growing": lambda: max(16, 1 << (tokens - 1).bit_length()) if tokens else 0,
+        "paged": lambda: -(-tokens // page) * page,
+        "prefix": lambda: -(-tokens // page) * page,
+        "sliding": lambda: min(tokens, sinks + (window or whole) - 1),
+    }.get(name, lambda: tokens)()
+
+
+def quantized_bytes(config: Config, tokens: int, batch_size: int, itemsize: int, **options) -> int:
+    """The three parts below of every layer, KV head and row."""
+    parts = quantized_parts(config, tokens, itemsize, **options)
+    return batch_size * config.num_hidden_layers * config.num_key_value_heads * sum(parts)
+
+
+def quantized_parts(config: Config, tokens: int, itemsize: int, *,
+                    bits=8, k_bits=0, v_bits=0, group=32, residual=32, **_) -> tuple[int, int, int]:  # fmt: skip
+    """Packed codes; two fp16 numbers a channel of each block of keys and two a token of values; the rest exact."""
+    old = max(0, (tokens - residual) // group * group)  # quantized tokens
+    D, pair = config.head_dim, 2 * 2  # scale and low, 2 bytes each
+    keys = old * D * (k_bits or bits) // 8 + old // group * D * pair
+    values = old * D * (v_bits or bits) // 8 + old * pair
+    return keys, values, 2 * (tokens - old) * D * itemsize

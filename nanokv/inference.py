@@ -1,8 +1,9 @@
-"""The three ways to run the model, side by side.
+"""The ways to run the model, side by side.
 
     score    all T positions, no cache     every token again          the baseline and the parity reference
     prefill  T new tokens into the cache   bound by arithmetic        cost ≈ 2·T·(weights) FLOPs, weights read once
     decode   one new token                 bound by memory bandwidth  cost ≈ weights + cache, read once, in bytes
+    verify   T guessed tokens, all logits  both: a prefill in form    cost ≈ one decode as long as T is small
 
 `start_pos` is always stated by the caller and checked against the cache by the model.
 """
@@ -29,12 +30,23 @@ def prefill(model, tokens, cache, start_pos: int = 0):
 
     Works from any start_pos: an empty cache, the next chunk of a long prompt, the next turn of a chat.
     """
-    tokens = _ids(model, tokens)
-    mask = cache.mask(tokens.shape[1])  # asked once, before the first append
-    mask = mask if mask is None else mask.to(tokens.device)
-    attend = square_attention if is_square_causal(mask) else partial(prefill_attention, mask=mask)
-    hidden = model(tokens, cache, start_pos, attend)  # (B,T,C)
+    hidden = _append(model, tokens, cache, start_pos)  # (B,T,C)
     return model.lm_head(hidden[:, -1])  # (B,C) → (B,V): slice first, the other T−1 rows of logits are never needed
+
+
+@torch.inference_mode()
+def prefill_chunks(model, tokens, cache, start_pos: int = 0, chunk: int = 512):
+    """`prefill` of a long prompt in parts of `chunk` tokens: the same logits, a bounded peak. tokens (B,T) → (B,V).
+
+    What a forward needs besides weights and cache grows with its T (MLP: 3·T·intermediate values, mask: T·S bytes);
+    here T ≤ chunk. If one part fails, the parts before it stay: cache.truncate(start_pos) forgets them.
+    """
+    if type(chunk) is not int or chunk < 1:
+        raise ValueError(f"chunk is {chunk!r}: it must be an integer ≥ 1")
+    for part in _ids(model, tokens).split(chunk, dim=1):  # (B,t), t ≤ chunk
+        logits = prefill(model, part, cache, start_pos)
+        start_pos = start_pos + part.shape[1]
+    return logits  # (B,V)
 
 
 @torch.inference_mode()
@@ -43,9 +55,29 @@ def decode(model, token, cache, start_pos: int):
     token = _ids(model, token)
     if token.shape[1] != 1:
         raise ValueError(f"decode takes one token a row, got {token.shape[1]}: prefill takes any number")
-    attend = partial(decode_attention, mask=cache.mask(1))
+    mask = cache.mask(1)  # None, unless rows differ in length
+    attend = partial(decode_attention, mask=mask if mask is None else mask.to(token.device))
     hidden = model(token, cache, start_pos, attend)  # (B,1,C)
     return model.lm_head(hidden[:, -1])  # (B,V)
+
+
+@torch.inference_mode()
+def verify(model, tokens, cache, start_pos: int):
+    """Append T guessed tokens, return the logits that follow each of them. tokens (B,T) → (B,T,V).
+
+    Weights and cache are read once for all T, so a memory-bound machine checks T guesses for about the price of one
+    decode; the logits are B·T·V·4 bytes. What was guessed wrong is then taken back with cache.truncate.
+    """
+    return model.lm_head(_append(model, tokens, cache, start_pos))  # (B,T,C) → (B,T,V)
+
+
+def _append(model, tokens, cache, start_pos):
+    """Any T new tokens over what is cached → hidden states (B,T,C)."""
+    tokens = _ids(model, tokens)
+    mask = cache.mask(tokens.shape[1])  # asked once, before the first append
+    mask = mask if mask is None else mask.to(tokens.device)
+    attend = square_attention if is_square_causal(mask) else partial(prefill_attention, mask=mask)
+    return model(tokens, cache, start_pos, attend)
 
 
 def _ids(model, tokens):
@@ -54,4 +86,9 @@ def _ids(model, tokens):
     if tokens.dim() != 2 or tokens.numel() == 0 or tokens.dtype not in (torch.int64, torch.int32):
         got = f"{tuple(tokens.shape)} {tokens.dtype}"
         raise ValueError(f"token ids must be a (B,T) integer tensor with B and T ≥ 1, got {got}")
+    if tokens.device.type == "cpu":  # elsewhere a look at the values would wait for the device at every token
+        low, high = tokens.aminmax()
+        if low < 0 or high >= model.config.vocab_size:
+            wrong = int(low) if low < 0 else int(high)
+            raise IndexError(f"token id {wrong} is outside the vocabulary 0 … {model.config.vocab_size - 1}")
     return tokens.long()

@@ -144,11 +144,15 @@ class Qwen3(nn.Module):
 
     def forward(self, tokens, cache, start_pos: int, attend):
         """tokens (B,T) int64 at positions start_pos … start_pos+T-1 → (B,T,C). `cache` holds one entry a layer."""
-        if start_pos != cache.length:  # a wrong position gives fluent nonsense, so it is an error and not a guess
-            held = cache.length
-            raise ValueError(f"start_pos is {start_pos}, but the cache holds {held} tokens: pass start_pos={held}")
+        if not torch.equal(torch.as_tensor(start_pos), torch.as_tensor(cache.length)):  # int, or (B,) for ragged rows
+            raise ValueError(  # a wrong position gives fluent nonsense, so it is an error and not a guess
+                f"start_pos is {start_pos}, but the cache holds {cache.length} tokens: pass start_pos={cache.length}"
+            )
+        if len(cache) != len(self.layers):
+            raise ValueError(f"the cache has {len(cache)} layers, the model {len(self.layers)}")
         x = self.embed_tokens(tokens)  # (B,T,C)
-        positions = start_pos + torch.arange(tokens.shape[1], device=tokens.device)  # (T,)
+        steps = torch.arange(tokens.shape[1], device=tokens.device)
+        positions = torch.as_tensor(start_pos, device=tokens.device)[..., None] + steps  # (T,) or (B,T)
         rope = rope_angles(self.config, positions, x.dtype)  # cos, sin (T,D): the same for every layer
         for layer, layer_cache in zip(self.layers, cache, strict=True):
             x = layer(x, rope, layer_cache, attend)

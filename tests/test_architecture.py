@@ -22,10 +22,12 @@ LAYERS = [
     {"nanokv.__main__"},
     {"nanokv.cli"},
     {"nanokv.verify", "nanokv.training", "nanokv.bench"},
-    {"nanokv.session", "nanokv.loading"},
-    {"nanokv.generation", "nanokv.debug"},
+    {"nanokv.session", "nanokv.loading", "nanokv.batching", "nanokv.beam", "nanokv.engine"},
+    {"nanokv.speculative"},
+    {"nanokv.generation", "nanokv.debug", "nanokv.quality", "nanokv.memory"},
     {"nanokv.inference", "nanokv.prefix"},
-    {"nanokv.model", "nanokv.cache", "nanokv.costs"},
+    {"nanokv.cache", "nanokv.latent"},
+    {"nanokv.model", "nanokv.costs"},
     {"nanokv.config", "nanokv.attention", "nanokv.sample", "nanokv.tokenizer", "nanokv.fingerprint"},
     {"nanokv.template"},
     {"nanokv.sandbox"},
@@ -38,7 +40,10 @@ ONLY = {
     "nanokv.attention": set(),
     "nanokv.errors": set(),
     "nanokv.inference": {"nanokv.attention", ("nanokv.cache.base", "NoCache"), ("nanokv.cache", "NoCache")},
-    "nanokv.cache": {("nanokv.attention", "causal_mask"), "nanokv.errors", "nanokv.cache"},
+    "nanokv.cache": {
+        ("nanokv.attention", "causal_mask"), "nanokv.errors", "nanokv.cache",
+        ("nanokv.model", "apply_rope"), ("nanokv.model", "rope_frequencies"),  # sinks move: their keys are turned on
+    },
     "weights_loader": {"weights_loader"},
 }
 

@@ -1,0 +1,126 @@
+"""Rows of different lengths in one batch, each row a cache of its own, of any kind.
+
+Every row keeps its own positions: `length` is a tensor (B,), and so is start_pos. Keys are padded on the left to the
+longest row, the padding is masked, and the last T columns are the new tokens, as in every cache. The padded copy costs
+2·B·Hk·S·D values a layer a step. One token a row (decode) or T a row (verifying a draft); rows of unequal prompts are
+prefilled alone and joined here.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from nanokv.cache.base import KVCache, LayerCache, check_index
+from nanokv.errors import CacheError, UnsupportedError
+
+
+class BatchLayer(LayerCache):
+    """Layer i of every row."""
+
+    def __init__(self, parts):
+        self.parts = parts  # LayerCaches of batch size 1
+
+    @property
+    def rows(self) -> int:
+        return len(self.parts)
+
+    @property
+    def length(self):
+        """An int while all rows agree, else (B,) int64."""
+        return _one_or_each([row.length for row in self.parts])
+
+    def append(self, k, v):
+        if k.shape[0] != len(self.parts):
+            raise CacheError(f"cannot append keys {tuple(k.shape)} to {len(self.parts)} rows")
+        before, pairs = [row.length for row in self.parts], []
+        try:
+            for b, row in enumerate(self.parts):
+                pairs.append(row.append(k[b : b + 1], v[b : b + 1]))  # (1,Hk,S_b,D) ×2
+        except Exception:  # row b has no room: nothing is written, in the rows before it neither
+            for row, length in zip(self.parts[: len(pairs)], before, strict=False):
+                row.truncate(length)
+            raise
+        longest = max(key.shape[2] for key, _ in pairs)
+        keys, values = zip(*pairs, strict=True)
+        return _pad_left(keys, longest), _pad_left(values, longest)  # (B,Hk,S,D) ×2
+
+    @property
+    def rollback(self) -> int | None:
+        return min((row.rollback for row in self.parts if row.rollback is not None), default=None)
+
+    def truncate(self, n: int):
+        for row in self.parts:
+            row.truncate(n)
+
+    def state(self) -> dict:
+        return {f"{b}.{name}": x for b, row in enumerate(self.parts) for name, x in row.state().items()}
+
+    def restore(self, state: dict):
+        for b, row in enumerate(self.parts):
+            row.restore({key.removeprefix(f"{b}."): x for key, x in state.items() if key.startswith(f"{b}.")})
+
+    @property
+    def nbytes(self) -> int:
+        return sum(row.nbytes for row in self.parts)
+
+
+class BatchCache(KVCache):
+    """`rows[b]` is a KVCache of one sequence; `length` (B,) int64, or an int while all rows are equally long."""
+
+    def __init__(self, rows, config):
+        self.rows = list(rows)
+        self.name, self.asked = "batch", self.rows[0].asked
+        self.options = {"of": self.rows[0].name} | self.rows[0].options
+        super().__init__((BatchLayer(list(layers)) for layers in zip(*self.rows, strict=True)), config)
+
+    @property
+    def length(self):
+        return _one_or_each([row.length for row in self.rows])
+
+    @property
+    def batch_size(self) -> int:
+        """Rows."""
+        return len(self.rows)
+
+    @property
+    def capacity(self) -> int | None:
+        """Of the row that holds least."""
+        return min((row.capacity for row in self.rows if row.capacity is not None), default=None)
+
+    def mask(self, T: int):
+        """(B,1,T,S): each row's own mask behind its padding; None or (T,S) while all rows are alike."""
+        widths, masks = [row[0].width(T) for row in self.rows], [row.mask(T) for row in self.rows]
+        if len(set(widths)) == 1 and (T == 1 or all(torch.equal(mask, masks[0]) for mask in masks)):
+            return masks[0]
+        every = [torch.ones(T, S, dtype=torch.bool) if m is None else m for S, m in zip(widths, masks, strict=True)]
+        return torch.stack([F.pad(mask, (max(widths) - mask.shape[1], 0)) for mask in every])[:, None]  # padding: False
+
+    def truncate(self, n):
+        """One length for all rows, or one a row."""
+        lengths = torch.as_tensor(n).tolist() if isinstance(n, torch.Tensor | list | tuple) else [n] * len(self.rows)
+        if len(lengths) != len(self.rows) or any(type(length) is not int or length < 0 for length in lengths):
+            raise CacheError(f"truncate({n!r}): a number of tokens ≥ 0 for each of {len(self.rows)} rows was expected")
+        for row, length in zip(self.rows, lengths, strict=True):
+            row.truncate(length)
+
+    def fork(self) -> "BatchCache":
+        return BatchCache([row.fork() for row in self.rows], self.config).made_like(self)
+
+    def reorder(self, index):
+        index = check_index(index, rows=len(self.rows)).tolist()
+        self.rows = [self.rows[i].fork() for i in index]
+        self[:] = BatchCache(self.rows, self.config)
+
+    def save(self, path, tokens=(), model_fingerprint: str = ""):
+        first = self.rows[0]
+        if any((row.name, row.options, row.asked) != (first.name, first.options, first.asked) for row in self.rows):
+            raise UnsupportedError("rows of mixed kinds cannot be saved in one file", hint="save each of cache.rows")
+        super().save(path, tokens, model_fingerprint)
+
+
+def _one_or_each(lengths):
+    return lengths[0] if len(set(lengths)) == 1 else torch.tensor(lengths)  # (B,)
+
+
+def _pad_left(tensors, longest: int):
+    """(1,Hk,S_b,D) each → (B,Hk,longest,D), zeros in front: masked, so never seen, but finite."""
+    return torch.cat([F.pad(x, (0, 0, longest - x.shape[2], 0)) for x in tensors])

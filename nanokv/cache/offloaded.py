@@ -1,0 +1,143 @@
+"""Layers live outside the memory that computes: in host memory when a GPU computes, in a mapped file when a CPU does.
+
+Only two layers are near at a time. While layer i computes, a thread fetches layer i + 1, so the transfer hides behind
+the arithmetic if it is fast enough: every step moves the whole cache once. Bit-equal to the dict cache.
+Reference: transformers' offloaded DynamicCache (CUDA only), FlexGen (arXiv 2303.06865).
+"""
+
+import tempfile
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from nanokv.cache.base import KVCache, LayerCache, check_append
+from nanokv.errors import CacheError
+
+READER = ThreadPoolExecutor(1, thread_name_prefix="nanokv-offload")  # one: transfers share one bus anyway
+
+
+class HostStore:
+    """Rows of tokens in host memory, pinned so that the copy to the GPU does not wait for the host."""
+
+    def __init__(self):
+        self.rows = None  # (N,2,B,Hk,D): tokens first, so growing appends at the end
+
+    def write(self, start: int, new):
+        """new (T,2,B,Hk,D) at token `start`."""
+        if start == 0 and self.rows is not None and self.rows.shape[1:] != new.shape[1:]:
+            self.rows = None  # another batch size: beams that were multiplied
+        held = 0 if self.rows is None else self.rows.shape[0]
+        if start + new.shape[0] > held:
+            with torch.inference_mode(False):
+                shape = (max(64, 2 * held, start + new.shape[0]), *new.shape[1:])
+                grown = torch.empty(shape, dtype=new.dtype, pin_memory=new.is_cuda)
+            if start:
+                grown[:start] = self.rows[:start]
+            self.rows = grown
+        self.rows[start : start + new.shape[0]] = new
+
+    def read(self, tokens: int, like):
+        """(tokens,2,B,Hk,D) on the device that computes."""
+        return self.rows[:tokens].to(like.device, non_blocking=True)
+
+
+class DiskStore:
+    """The same rows in a file of their own without a name: it is gone when the cache is."""
+
+    def __init__(self, folder=None):
+        self.file = tempfile.TemporaryFile(dir=folder, prefix="nanokv-", buffering=0)
+
+    def write(self, start: int, new):
+        data = new.cpu().contiguous().view(torch.uint8).numpy().data.cast("B")
+        self.file.seek(start * new[0].nbytes)
+        while data:
+            data = data[self.file.write(data) :]
+
+    def read(self, tokens: int, like):
+        """Read, not mapped: mapped pages would be waited for one by one when attention touches them."""
+        rows = torch.empty(tokens, *like.shape[1:], dtype=like.dtype)
+        target = memoryview(rows.view(torch.uint8).numpy()).cast("B")
+        self.file.seek(0)
+        while target:
+            count = self.file.readinto(target)
+            if not count:
+                raise CacheError(f"the file of an offloaded cache is shorter than {tokens} tokens")
+            target = target[count:]
+        return rows.to(like.device)
+
+
+class OffloadedLayer(LayerCache):
+    """One layer's store; what is near is held only while it is needed."""
+
+    def __init__(self, parent, number: int, store):
+        self.parent, self.number, self.store = weakref.proxy(parent), number, store
+        self.length, self.like, self.coming = 0, None, None  # like (1,2,B,Hk,D): one row, for its shape and device
+
+    @property
+    def rows(self) -> int | None:
+        return self.like.shape[2] if self.length else None
+
+    def append(self, k, v):
+        new = torch.stack((k, v)).permute(3, 0, 1, 2, 4)  # (T,2,B,Hk,D)
+        if self.length:
+            check_append(self.like[:, 0].permute(1, 2, 0, 3).expand(-1, -1, self.length, -1), k)
+        past = self.near()
+        self.like = new[:1].clone()  # a view would keep the whole chunk near
+        self.parent[(self.number + 1) % len(self.parent)].fetch()  # while this layer computes
+        self.store.write(self.length, new)
+        self.length += k.shape[2]
+        rows = new if past is None else torch.cat((past, new))  # (S,2,B,Hk,D)
+        k, v = rows.permute(1, 2, 3, 0, 4)  # (B,Hk,S,D) ×2
+        return k, v
+
+    def fetch(self):
+        """Begin to bring this layer's rows near."""
+        if self.length and self.coming is None:
+            self.coming = self.length, READER.submit(self.store.read, self.length, self.like)
+
+    def near(self):
+        """The rows so far, waiting for the fetch that has begun; it is of use if it is of the right length."""
+        (tokens, coming), self.coming = self.coming or (None, None), None
+        rows = coming.result() if coming else None  # waited for in any case: reader and writer share one file
+        if not self.length:
+            return None
+        return rows if tokens == self.length else self.store.read(self.length, self.like)
+
+    def truncate(self, n: int):
+        self.length = min(n, self.length)
+
+    def state(self) -> dict:
+        rows = self.near()
+        return {} if rows is None else dict(zip(("key", "value"), rows.permute(1, 2, 3, 0, 4), strict=True))
+
+    def restore(self, state: dict):
+        self.length = 0
+        self.near()  # waits for a fetch that is under way
+        if state:
+            rows = torch.stack((state["key"], state["value"])).permute(3, 0, 1, 2, 4)
+            self.store.write(0, rows)
+            self.length, self.like = len(rows), rows[:1].clone()
+
+    def reorder(self, index):
+        self.restore({name: rows[index] for name, rows in self.state().items()})
+
+    @property
+    def nbytes(self) -> int:
+        return self.length * self.like.nbytes if self.length else 0
+
+
+class OffloadedCache(KVCache):
+    """`make_store()` gives the place of one layer."""
+
+    def __init__(self, config, make_store):
+        super().__init__((), config)
+        self.make_store = make_store
+        self.extend(OffloadedLayer(self, i, make_store()) for i in range(config.num_hidden_layers))
+
+    def fork(self) -> "OffloadedCache":
+        copy = OffloadedCache(self.config, self.make_store)
+        copy.made_like(self)
+        for mine, theirs in zip(self, copy, strict=True):
+            theirs.restore(mine.state())
+        return copy

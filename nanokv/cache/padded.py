@@ -1,0 +1,81 @@
+"""Prompts of different lengths in one rectangle: padding on the left, hidden by the mask, in front of any batch cache.
+
+The wrapper stores nothing but how many columns of padding each row begins with. `length` gives every row its own
+position (negative while it is still in its padding), so the model's rotary positions come out right by themselves; the
+padding costs as many bytes and FLOPs as real tokens. The ragged BatchCache has none, but prefills rows one by one.
+"""
+
+import torch
+
+from nanokv.cache.base import KVCache, check_index
+from nanokv.errors import CacheError, UnsupportedError
+
+
+class PaddedCache(KVCache):
+    """`inner`, an empty cache of B rows, seen by a batch whose row b begins with pads[b] tokens of padding."""
+
+    def __init__(self, inner: KVCache, pads):
+        super().__init__(inner, inner.config)
+        self.inner, self.pads = inner, torch.as_tensor(pads)  # (B,) int64
+        if self.pads.dim() != 1 or self.pads.numel() == 0 or self.pads.is_floating_point() or self.pads.min() < 0:
+            raise CacheError(f"pads is {self.pads.tolist()!r}: a number of columns ≥ 0 for each row was expected")
+        if inner.options.get("sinks") and self.pads.any():
+            raise UnsupportedError(
+                "the attention sinks of a padded row would be its padding",
+                hint="use generate_ragged, or a sliding cache with sinks=0",
+            )
+
+    @property
+    def length(self):
+        """(B,) int64: tokens of each row, without its padding; −pads before the first append."""
+        return self.inner.length - self.pads
+
+    @property
+    def batch_size(self) -> int:
+        """Rows."""
+        return len(self.pads)
+
+    @property
+    def capacity(self) -> int | None:
+        """Of the row with most padding."""
+        return None if self.inner.capacity is None else self.inner.capacity - int(self.pads.max())
+
+    @property
+    def nbytes(self) -> int:
+        """Padding included."""
+        return self.inner.nbytes
+
+    def mask(self, T: int):
+        """(B,1,T,S) bool: the inner mask without the padding. A query in the padding sees itself only: nobody reads
+        what comes out of it, but a softmax over nothing would be NaN, and NaN × 0 is NaN in every later sum."""
+        mask, length, S = self.inner.mask(T), self.inner.length, self.inner[0].width(T)
+        if not self.pads.any():
+            return mask
+        if mask is None:
+            mask = torch.ones(T, S, dtype=torch.bool)
+        column = torch.arange(length + T - S, length + T)  # (S,) where each key stands, padding counted
+        query = torch.arange(length, length + T)[:, None]  # (T,1)
+        real = column >= self.pads[:, None, None, None]  # (B,1,1,S)
+        return (mask.cpu() & real) | (column == query)  # (B,1,T,S)
+
+    def truncate(self, n):
+        """A `length` from before, or 0: start again, with the padding still to come."""
+        columns = self.pads * 0 if type(n) is int and n == 0 else torch.as_tensor(n) + self.pads  # (B,)
+        if columns.numel() != len(self.pads) or columns.unique().numel() > 1 or columns[0] < 0:
+            raise UnsupportedError("the rows of a padded cache all end in the same column", hint="use the batch cache")
+        self.inner.truncate(int(columns[0]))
+
+    def fork(self) -> "PaddedCache":
+        return PaddedCache(self.inner.fork(), self.pads)
+
+    def rows_held(self) -> int:
+        return len(self.pads)
+
+    def reorder(self, index):
+        index = check_index(index, len(self.pads))
+        self.inner.reorder(index)
+        self.pads = self.pads[index]
+        self[:] = self.inner
+
+    def save(self, path, tokens=(), model_fingerprint: str = ""):
+        raise UnsupportedError("a padded cache cannot be saved", hint="save the rows of a batch cache")

@@ -1,0 +1,113 @@
+"""A paged cache whose full pages outlive their request: the next prompt that begins with the same tokens finds them.
+
+A page is found by a chain of sha256 hashes, each over its parent's hash and its own tokens, so equal pages in unequal
+contexts differ. Tokens and parent are stored and compared as well: a collision costs a recomputation, never a wrong
+answer.
+A salt starts the chain, so tenants that must not learn from each other's timing share nothing. Pages that only the
+index holds are evicted when the pool runs dry, least recently used first; pages of live requests never are.
+Reference: vLLM's prefix caching (which compares no tokens), nano-vllm's block manager (which does).
+"""
+
+import hashlib
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from nanokv.cache.paged import ElasticPool, PagedCache, PagePool
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """A stored page, the tokens it holds, and the entry that comes before it (of the first page: the salt)."""
+
+    page: int
+    parent: "Entry | str"  # this very entry, not one with an equal hash: compared by identity
+    tokens: tuple[int, ...]
+
+
+class PrefixPool(PagePool):
+    """A page pool with an index of pages that may be shared; the index is one more owner of each."""
+
+    def __init__(self, config, pages: int, page_size: int):
+        super().__init__(config, pages, page_size)
+        self.index: OrderedDict[bytes, Entry] = OrderedDict()  # least recently used first
+
+    def take(self, count: int) -> list[int]:
+        """Evict what nobody uses, but only if that makes enough room: a request that fails changes nothing."""
+        idle = [key for key, entry in self.index.items() if self.references[entry.page] == 1]
+        short = count - len(self.free)
+        if 0 < short <= len(idle):
+            for key in idle[:short]:
+                self.release([self.index.pop(key).page])
+        return super().take(count)
+
+    def chain(self, tokens, salt: str):
+        """(hash, tokens) of every full page of a sequence."""
+        key = hashlib.sha256(salt.encode()).digest()
+        for start in range(0, len(tokens) - self.page_size + 1, self.page_size):
+            part = tuple(tokens[start : start + self.page_size])
+            key = self.hash(key, part)
+            yield key, part
+
+    @staticmethod
+    def hash(parent: bytes, tokens) -> bytes:
+        return hashlib.sha256(parent + b",".join(b"%d" % token for token in tokens)).digest()
+
+    def find(self, tokens, salt: str) -> list[int]:
+        """Pages of the longest stored prefix of `tokens`."""
+        found, parent = {}, salt
+        for key, part in self.chain(tokens, salt):
+            entry = self.index.get(key)
+            if entry is None or entry.tokens != part or entry.parent != parent:
+                break
+            found[key] = parent = entry
+        self.touch(found)
+        return [entry.page for entry in found.values()]
+
+    def remember(self, tokens, table, salt: str):
+        """Index the full pages of a sequence; what is stored already stays as it is, what collides makes room."""
+        found, parent = {}, salt
+        for (key, part), page in zip(self.chain(tokens, salt), table, strict=False):
+            entry = self.index.get(key)
+            if entry is None or entry.tokens != part or entry.parent != parent:
+                self.share([page])
+                if entry is not None:
+                    self.release([entry.page])
+                entry = self.index[key] = Entry(page, parent, part)
+            found[key] = parent = entry
+        self.touch(found)
+
+    def touch(self, keys):
+        """These are the most recently used now, the root last: leaves are evicted before what they hang on."""
+        for key in reversed(keys):
+            self.index.move_to_end(key)
+
+
+class ElasticPrefixPool(PrefixPool, ElasticPool):
+    """Evicts what it can, then grows."""
+
+
+class PrefixCache(PagedCache):
+    """One sequence. `reuse(prompt)` before the prefill, `remember(tokens)` after it; `hits` counts reused tokens."""
+
+    salt, hits = "", 0
+
+    def reuse(self, tokens) -> int:
+        """Take over the stored pages of the longest known prefix, at most all but one token: that one gives logits."""
+        tokens = [int(token) for token in tokens]
+        if self.length or len(self.tables) != 1:
+            return 0
+        self.truncate(0)
+        pages = self.pool.find(tokens[: len(tokens) - 1], self.salt)
+        self.hits = len(pages) * self.pool.page_size
+        self._adopt([pages], self.hits)
+        return self.hits
+
+    def remember(self, tokens):
+        """Offer the full pages of these tokens (what the cache holds, from the start) to later requests."""
+        if len(self.tables) == 1:
+            self.pool.remember([int(token) for token in tokens][: self.length], self.tables[0], self.salt)
+
+    def fork(self):
+        copy = super().fork()
+        copy.salt = self.salt
+        return copy

@@ -1,0 +1,115 @@
+"""The last `window` positions, and optionally the first few tokens as attention sinks (StreamingLLM, arXiv 2309.17453).
+
+Memory stays constant however long the text gets; what fell out of the window is forgotten. On a model trained with
+full attention this changes the answers: its oracle is a recomputation with the same band mask. Sinks are seen at
+their place inside the cache, right before the window, so distances never exceed what the model was trained on: every
+query gets its own copy of the few sink keys, rotated on by as many positions as were evicted.
+"""
+
+import torch
+
+from nanokv.cache.base import LayerCache, check_append
+from nanokv.errors import UnsupportedError
+from nanokv.model import apply_rope, rope_frequencies
+
+
+class SlidingCache(LayerCache):
+    """`keys`, `values` (B,Hk,n,D): the sinks, then at most window − 1 past tokens; `length` counts all seen."""
+
+    def __init__(self, config, window: int, sinks: int):
+        self.config, self.window, self.sinks, self.length = config, window, sinks, 0
+        self.keys = self.values = None
+
+    @property
+    def rows(self) -> int | None:
+        return None if self.keys is None else self.keys.shape[0]
+
+    def append(self, k, v):
+        if self.keys is not None:
+            check_append(self.keys, k)
+            keys, values = torch.cat((self.keys, k), 2), torch.cat((self.values, v), 2)  # (B,Hk,n+T,D)
+        else:
+            keys, values = k, v
+        evicted = self.evicted(k.shape[2])
+        self.length += k.shape[2]
+        s, keep = min(self.sinks, self.length), min(self.window - 1, max(0, keys.shape[2] - self.sinks))
+        end = keys.shape[2]
+        self.keys = torch.cat((keys[:, :, :s], keys[:, :, end - keep :]), 2)  # (B,Hk,n',D)
+        self.values = torch.cat((values[:, :, :s], values[:, :, end - keep :]), 2)
+        if not self.sinks or int(evicted[-1]) == 0:
+            return keys, values
+        moved = self.moved_sinks(keys[:, :, : self.sinks], evicted)  # (B,Hk,T·sinks,D)
+        copies = values[:, :, : self.sinks].repeat(1, 1, len(evicted), 1)  # (B,Hk,T·sinks,D)
+        return torch.cat((moved, keys[:, :, self.sinks :]), 2), torch.cat((copies, values[:, :, self.sinks :]), 2)
+
+    def evicted(self, T: int):
+        """(T,) tokens that have left the window when each of the next T queries is asked."""
+        return (self.length + torch.arange(T) - (self.window - 1) - self.sinks).clamp(min=0)
+
+    def width(self, T: int) -> int:
+        held = 0 if self.keys is None else self.keys.shape[2]
+        return held + T + ((T - 1) * self.sinks if int(self.evicted(T)[-1]) else 0)
+
+    def moved_sinks(self, sinks, evicted):
+        """One copy of the sinks a query, rotated on by what that query no longer sees; YaRN's factor is in them."""
+        speed, _ = rope_frequencies(self.config, sinks.device)
+        angle = evicted.to(sinks.device)[:, None].float() * torch.cat((speed, speed))  # (T,D)
+        rope = angle.cos()[:, None, None, None], angle.sin()[:, None, None, None]  # (T,1,1,1,D)
+        moved = apply_rope(sinks.float(), rope).to(sinks.dtype)  # (T,B,Hk,sinks,D)
+        return moved.permute(1, 2, 0, 3, 4).flatten(2, 3)  # (B,Hk,T·sinks,D)
+
+    def mask(self, T: int):
+        """Band of `window` keys for each query, and its own copy of the sinks; None for one token: all is visible."""
+        if T == 1:
+            return None
+        held = 0 if self.keys is None else self.keys.shape[2]
+        s = min(self.sinks, self.length)
+        past = torch.arange(self.length - (held - s), self.length + T)  # (n,) positions of what follows the sinks
+        query = self.length + torch.arange(T)[:, None]  # (T,1)
+        first = torch.arange(s)  # sinks that are stored already are at positions 0 … s−1
+        position = torch.cat((first, past))  # (n,)
+        visible = (position <= query) & ((position > query - self.window) | (position < self.sinks))
+        if not self.sinks or int(self.evicted(T)[-1]) == 0:
+            return visible
+        own = torch.eye(T, dtype=torch.bool).repeat_interleave(self.sinks, dim=1)  # (T,T·sinks)
+        own &= torch.arange(self.sinks).repeat(T) <= query
+        return torch.cat((own, visible[:, self.sinks :]), 1)
+
+    @property
+    def rollback(self) -> int:
+        """As long as nothing leaves the window."""
+        return max(0, self.sinks + self.window - 1 - self.length)
+
+    def truncate(self, n: int):
+        if n == 0:
+            self.length, self.keys, self.values = 0, None, None
+        elif n < self.length:
+            held = self.keys.shape[2]
+            if held < self.length:
+                raise UnsupportedError(
+                    f"a sliding cache cannot go back to {n}: {self.length - held} of its {self.length} tokens are gone",
+                    hint="truncate(0) and prefill again",
+                )
+            self.length, self.keys, self.values = n, self.keys[:, :, :n].clone(), self.values[:, :, :n].clone()
+
+    def fork(self):
+        copy = SlidingCache(self.config, self.window, self.sinks)
+        copy.length, copy.keys, copy.values = self.length, self.keys, self.values  # never written in place
+        return copy
+
+    def reorder(self, index):
+        if self.keys is not None:
+            self.keys, self.values = self.keys[index], self.values[index]
+
+    def state(self) -> dict:
+        if self.keys is None:
+            return {}
+        return {"key": self.keys, "value": self.values, "length": torch.tensor(self.length)}
+
+    def restore(self, state: dict):
+        self.keys, self.values = state.get("key"), state.get("value")
+        self.length = int(state.get("length", 0))
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.keys is None else self.keys.nbytes + self.values.nbytes

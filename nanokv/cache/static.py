@@ -1,0 +1,96 @@
+"""One slab a layer, taken once, written in place: no copy of the past, addresses that never change, a fixed capacity.
+
+The price: the capacity must be known, and its bytes are taken however few tokens come. Reference: transformers'
+StaticCache, which cannot roll back; this one can, because a length is all there is to change.
+"""
+
+import torch
+
+from nanokv.cache.base import LayerCache, check_append
+from nanokv.errors import CapacityError
+
+
+class StaticCache(LayerCache):
+    """`keys` and `values` (B,Hk,N,D), the first `length` of N slots in use; the first append takes the memory."""
+
+    def __init__(self, capacity: int | None):
+        self.capacity, self.length, self.keys, self.values = capacity, 0, None, None
+
+    @property
+    def rows(self) -> int | None:
+        return None if self.keys is None else self.keys.shape[0]
+
+    def append(self, k, v):
+        start, end = self.length, self.length + k.shape[2]
+        self.make_room(end, like=k)
+        self.keys[:, :, start:end], self.values[:, :, start:end] = k, v  # T slots written, whatever S is
+        self.length = end
+        return self.keys[:, :, :end], self.values[:, :, :end]  # (B,Hk,S,D) ×2: views, nothing is copied
+
+    def make_room(self, slots: int, like):
+        """Check before anything is written: layer 0 refuses what does not fit, so no layer has begun."""
+        if slots > self.capacity:
+            raise CapacityError(
+                f"the cache holds {self.length} of {self.capacity} tokens: {slots - self.length} more do not fit",
+                hint=f"make it with capacity={slots} or more, or use the growing cache",
+            )
+        if self.keys is None:
+            self.keys, self.values = empty_slab(like, self.capacity), empty_slab(like, self.capacity)
+        check_append(self.keys, like)
+
+    def truncate(self, n: int):
+        self.length = min(n, self.length)  # the slots behind it are written again before they are read again
+
+    def fork(self):
+        copy = type(self)(self.capacity)
+        copy.restore(self.state())
+        return copy
+
+    def reorder(self, index):
+        self.restore({name: used[index] for name, used in self.state().items()})  # (B',Hk,S,D) into a new slab
+
+    def state(self) -> dict:
+        if not self.length:
+            return {}
+        return {"key": self.keys[:, :, : self.length], "value": self.values[:, :, : self.length]}
+
+    def restore(self, state: dict):
+        """Into a slab of its own; unused slots are neither copied nor read."""
+        self.length, self.keys, self.values = 0, None, None
+        if state:
+            self.append(state["key"], state["value"])
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.keys is None else self.keys.nbytes + self.values.nbytes
+
+
+class GrowingCache(StaticCache):
+    """A slab that doubles when it is full: N appends copy fewer than 2N tokens in all, where `cat` copies N²/2."""
+
+    def __init__(self, capacity=None):
+        super().__init__(capacity)
+
+    def make_room(self, slots: int, like):
+        held = 0 if self.keys is None else self.keys.shape[2]
+        if held:
+            check_append(self.keys, like)
+        if slots > held:
+            size = growing_slots(slots)
+            keys, values = empty_slab(like, size), empty_slab(like, size)  # (B,Hk,2N,D)
+            if self.length:
+                keys[:, :, : self.length] = self.keys[:, :, : self.length]
+                values[:, :, : self.length] = self.values[:, :, : self.length]
+            self.keys, self.values = keys, values
+
+
+def growing_slots(tokens: int) -> int:
+    """Slots that a growing cache takes for so many tokens: the next power of two, at least 16."""
+    return max(16, 1 << (tokens - 1).bit_length())
+
+
+def empty_slab(like, slots: int):
+    """(B,Hk,slots,D), not written: unused slots are never touched. Usable outside inference mode too."""
+    B, Hk, _, D = like.shape
+    with torch.inference_mode(False):
+        return torch.empty(B, Hk, slots, D, dtype=like.dtype, device=like.device)

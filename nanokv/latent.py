@@ -1,0 +1,157 @@
+"""Multi-head latent attention, as DeepSeek-V2 has it (arXiv 2405.04434); and other numbers of KV heads for Qwen3.
+
+The cache keeps one latent of R numbers a token, from which all heads' keys and values are made, and one key of Dr
+numbers that carries the position, because RoPE between a weight and the latent would forbid what `absorbed` does.
+
+    naive      keys and values of all heads are rebuilt from the latents at every step: H·(Dn + Dv) numbers a token
+    absorbed   the rebuilding matrices move to the query and the output: attention over the R + Dr cached numbers
+
+Both are the same product, bracketed differently. A module to read and measure; no checkpoint is loaded into it.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from nanokv.attention import causal_mask
+from nanokv.config import Config
+from nanokv.errors import ConfigError
+from nanokv.model import apply_rope
+
+
+@dataclass(frozen=True)
+class LatentConfig:
+    """Default: DeepSeek-V2's sizes a layer. R latent · Dn key dims without, Dr with RoPE · Dv value dims."""
+
+    C: int = 5120
+    H: int = 128
+    R: int = 512
+    Dn: int = 128
+    Dr: int = 64
+    Dv: int = 128
+    theta: float = 10_000.0
+
+
+class LatentCache:
+    """`latent` (B,S,R) and `key` (B,S,Dr), grown by cat; the same contract as a LayerCache's, for other tensors."""
+
+    def __init__(self):
+        self.latent = self.key = None
+
+    @property
+    def length(self) -> int:
+        return 0 if self.key is None else self.key.shape[1]
+
+    def append(self, latent, key):
+        """(B,T,R), (B,T,Dr) → (B,S,R), (B,S,Dr)."""
+        if self.key is not None:
+            latent, key = torch.cat((self.latent, latent), 1), torch.cat((self.key, key), 1)
+        self.latent, self.key = latent, key
+        return latent, key
+
+    def truncate(self, n: int):
+        """Forget positions ≥ n."""
+        if self.key is not None:
+            self.latent, self.key = self.latent[:, :n].clone(), self.key[:, :n].clone()
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.key is None else self.latent.nbytes + self.key.nbytes
+
+
+class LatentAttention(nn.Module):
+    """One layer: x (B,T,C) at positions cache.length … → (B,T,C), with `naive` or `absorbed` as the last step."""
+
+    def __init__(self, config: LatentConfig):
+        super().__init__()
+        c = self.config = config
+        self.q_proj = nn.Linear(c.C, c.H * (c.Dn + c.Dr), bias=False)
+        self.down = nn.Linear(c.C, c.R, bias=False)  # what is cached …
+        self.norm = nn.RMSNorm(c.R, 1e-6)
+        self.key_up = nn.Parameter(torch.randn(c.H, c.Dn, c.R) * c.R**-0.5)  # … and what rebuilds each head's keys
+        self.value_up = nn.Parameter(torch.randn(c.H, c.Dv, c.R) * c.R**-0.5)
+        self.k_rope = nn.Linear(c.C, c.Dr, bias=False)  # one for all heads, as in multi-query attention
+        self.o_proj = nn.Linear(c.H * c.Dv, c.C, bias=False)
+
+    def forward(self, x, cache, attend):
+        B, T, _ = x.shape
+        c, start = self.config, cache.length
+        rope = rope_angles(c, start, T, x)
+        q = self.q_proj(x).view(B, T, c.H, c.Dn + c.Dr).transpose(1, 2)  # (B,H,T,Dn+Dr)
+        q_plain, q_rope = q[..., : c.Dn], apply_rope(q[..., c.Dn :], rope)
+        key = apply_rope(self.k_rope(x)[:, None], rope)[:, 0]  # (B,T,Dr)
+        latent, key = cache.append(self.norm(self.down(x)), key)  # (B,S,R), (B,S,Dr)
+        position = q_rope @ key[:, None].mT  # (B,H,T,S)
+        y = attend(self, q_plain, latent, position, causal_mask(T, start + T, x.device))  # (B,H,T,Dv)
+        return self.o_proj(y.transpose(1, 2).flatten(2))  # (B,T,H·Dv) → (B,T,C)
+
+
+def naive(layer, q, latent, position, mask):
+    """Rebuild keys and values: 2·S·R·H·(Dn + Dv) FLOPs a step, S·H·(Dn + Dv) numbers of memory."""
+    keys = torch.einsum("hdr,bsr->bhsd", layer.key_up, latent)  # (B,H,S,Dn)
+    values = torch.einsum("hdr,bsr->bhsd", layer.value_up, latent)  # (B,H,S,Dv)
+    return weights(layer, q @ keys.mT + position, mask) @ values
+
+
+def absorbed(layer, q, latent, position, mask):
+    """(q Wᵏ) cᵀ in place of q (Wᵏ c)ᵀ: every head reads the one latent; per token R + Dr numbers are touched."""
+    q = torch.einsum("bhtd,hdr->bhtr", q, layer.key_up)  # (B,H,T,R)
+    mixed = weights(layer, q @ latent[:, None].mT + position, mask) @ latent[:, None]  # (B,H,T,R)
+    return torch.einsum("bhtr,hdr->bhtd", mixed, layer.value_up)  # (B,H,T,Dv)
+
+
+def weights(layer, scores, mask):
+    """Softmax of the scores over what is visible; the scale counts both parts of the key."""
+    scores = scores * (layer.config.Dn + layer.config.Dr) ** -0.5
+    return (scores if mask is None else scores.masked_fill(~mask, float("-inf"))).softmax(-1)
+
+
+def rope_angles(config: LatentConfig, start: int, T: int, like):
+    """cos and sin (T,Dr) for positions start … start+T−1."""
+    speed = config.theta ** (-torch.arange(0, config.Dr, 2, device=like.device, dtype=torch.float64) / config.Dr)
+    angle = torch.arange(start, start + T, device=like.device)[:, None] * torch.cat((speed, speed))
+    return angle.cos().to(like.dtype), angle.sin().to(like.dtype)
+
+
+def values_per_token(kind: str, H: int = 128, D: int = 128, groups: int = 8, R: int = 512, Dr: int = 64) -> int:
+    """Cached numbers a token a layer: keys and values of every KV head, or one latent and one key."""
+    return {"mha": 2 * H * D, "gqa": 2 * groups * D, "mqa": 2 * D, "mla": R + Dr}[kind]
+
+
+def deepseek_v2_savings() -> dict[str, float]:
+    """Where "93.3 % less KV cache" comes from: another model, fewer layers and 6-bit storage all count in it."""
+    mha, gqa, mqa, mla = (values_per_token(kind) for kind in ("mha", "gqa", "mqa", "mla"))
+    gqa_67b, mla_v2 = 95 * gqa, 60 * mla  # 194,560 and 34,560 a token
+    return {
+        "as published: V2 in 6 bits against the 67B (95 layers, GQA-8) in 16": 1 - mla_v2 * 6 / (gqa_67b * 16),
+        "the same in equal bits": 1 - mla_v2 / gqa_67b,
+        "a layer against GQA-8 of the same head size": 1 - mla / gqa,
+        "a layer against its own 128 heads without sharing (MHA)": 1 - mla / mha,
+        "a layer against MQA, which is smaller (a negative saving)": 1 - mla / mqa,
+    }
+
+
+def with_kv_heads(config: Config, state: dict, heads: int) -> tuple[Config, dict]:
+    """The same model with another number of KV heads: (config, state dict), the input unchanged.
+
+    More heads: copies, the same function exactly (GQA → MHA). Fewer: means of neighbouring heads, as Ainslie et al.
+    2023 do it (arXiv 2305.13245) before they train on for 5 % of the steps; without that it is another model.
+    """
+    Hk, D = config.num_key_value_heads, config.head_dim
+    if type(heads) is not int or heads < 1 or config.num_attention_heads % heads or (Hk % heads and heads % Hk):
+        raise ConfigError(
+            f"{Hk} KV heads cannot become {heads!r}: it must divide {config.num_attention_heads} query heads, "
+            f"and be a divisor or a multiple of {Hk}"
+        )
+
+    def convert(x):  # (Hk·D,C), or the bias (Hk·D,)
+        x = x.unflatten(0, (Hk, D))
+        if heads >= Hk:
+            return x.repeat_interleave(heads // Hk, dim=0).flatten(0, 1)
+        return x.float().unflatten(0, (heads, -1)).mean(1).flatten(0, 1).to(x.dtype)
+
+    names = ("self_attn.k_proj.", "self_attn.v_proj.")
+    state = {name: convert(x) if any(part in name for part in names) else x for name, x in state.items()}
+    return dataclasses.replace(config, num_key_value_heads=heads), state
