@@ -21,6 +21,8 @@ from nanokv.inference import decode, prefill
 from nanokv.sample import check_sampling, logprob, sample
 from nanokv.tokenizer import StreamDecoder
 
+LONGEST_PREFILL = 2048  # tokens in one forward; longer prompts go in parts, or the T×S mask alone takes gigabytes
+
 
 def never(*_) -> bool:
     return False
@@ -77,8 +79,7 @@ def generate(model, ids, cache=None, max_new_tokens=64, temperature=0.0, top_k=0
     if cache is None:
         weight = model.embed_tokens.weight
         cache = make_cache("dict", model.config, dtype=weight.dtype, device=weight.device)
-    whole = model.config.max_position_embeddings  # no chunks: exactly one prefill
-    generation = Generation(model, ids, cache, params, max_new_tokens, eos_token_ids, chunk=whole)
+    generation = Generation(model, ids, cache, params, max_new_tokens, eos_token_ids, chunk=LONGEST_PREFILL)
     return (step.token for step in generation)
 
 
@@ -97,13 +98,15 @@ class Generation:
     penalty only; without it the penalty sees ids and what is generated. Raises in the constructor, before any work.
     """
 
+    speculation: dict = {}  # what guessing saved; nothing is guessed here
+
     def __init__(self, model, ids, cache, params=SamplingParams(), max_new_tokens=64, eos_token_ids=None,
                  history=None, should_stop=never, chunk=256):  # fmt: skip
         check_sampling(max_new_tokens=max_new_tokens)
         self.model, self.cache, self.params, self.should_stop = model, cache, params, should_stop
-        self.ids = _prompt(ids, model.config.vocab_size)
+        self.ids = prompt_ids(ids, model.config.vocab_size)
         self.max_new_tokens, self.chunk = max_new_tokens, chunk
-        self.eos_token_ids = _eos_ids(model.generation_config.eos_token_ids if eos_token_ids is None else eos_token_ids)
+        self.eos_token_ids = eos_ids(model.generation_config.eos_token_ids if eos_token_ids is None else eos_token_ids)
         self.prompt_tokens, self.cached_tokens = len(self.ids), cache.length
         self.context = context_limit(model, cache)
         if type(chunk) is not int or chunk < 1:
@@ -138,21 +141,28 @@ class Generation:
         began = perf_counter()
         logits = self._prefill()
         self.timings.prefill_seconds = perf_counter() - began
-        while logits is not None:
-            step = self._pick(logits)
-            if len(self.tokens) == 1:
-                self.timings.first_token_seconds = perf_counter() - began
-            else:
-                self.timings.decode_seconds += perf_counter() - began
-            self.finish_reason = self._reason_to_end()
-            yield step
-            if self.finish_reason is None and self.should_stop():
-                self.finish_reason = "interrupted"
-            if self.finish_reason is not None:
-                return
+        if logits is None:
+            return
+        steps = self._choose(logits)
+        self.timings.first_token_seconds = perf_counter() - began
+        while True:
+            for step in steps:
+                self.tokens.append(step.token)
+                self.logprobs.append(step.logprob)
+                self.finish_reason = self._reason_to_end()
+                yield step
+                if self.finish_reason is None and self.should_stop():
+                    self.finish_reason = "interrupted"
+                if self.finish_reason is not None:
+                    return
             began = perf_counter()
-            token = torch.tensor([[step.token]], device=self._generator.device)  # (1,1)
-            logits = self._forward(decode, token, back_to=self.cache.length)
+            steps = self._round()
+            self.timings.decode_seconds += perf_counter() - began
+
+    def _round(self):
+        """One forward for the newest token → the Steps that it gives: one here, more where more were guessed."""
+        token = torch.tensor([self.tokens[-1:]], device=self._generator.device)  # (1,1)
+        return self._choose(self._forward(decode, token, back_to=self.cache.length))
 
     def _prefill(self):
         """Logits after the last prompt token, (1,V), chunk by chunk; None when interrupted."""
@@ -172,22 +182,25 @@ class Generation:
             self.cache.truncate(back_to)
             raise
 
-    def _pick(self, logits):
+    def _choose(self, logits):
+        """logits (1,V) → [Step]"""
         values, previous = self._values, None
         if values["repetition_penalty"] != 1:
             previous = torch.tensor([self._history + self.ids + self.tokens], device=logits.device)  # (1,N)
         token = sample(logits, **values, previous=previous, generator=self._generator)  # (1,)
-        step = Step(int(token), float(logprob(logits, token)))
-        self.tokens.append(step.token)
-        self.logprobs.append(step.logprob)
-        return step
+        return [Step(int(token), float(logprob(logits, token)))]
 
     def _reason_to_end(self):
         if self.tokens[-1] in self.eos_token_ids:
             return "stop"
         if len(self.tokens) == self.max_new_tokens:
             return "length"
-        return "context" if self.cache.length == self.context else None
+        return "context" if self.fed == self.context else None
+
+    @property
+    def fed(self) -> int:
+        """Tokens that belong into the cache now: all but the newest, which the next forward feeds."""
+        return self.cached_tokens + self.prompt_tokens + len(self.tokens) - 1
 
 
 class TextStream:
@@ -265,7 +278,8 @@ def _overlap(text, stop):
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
 
-def _prompt(ids, vocab_size):
+def prompt_ids(ids, vocab_size) -> list[int]:
+    """A prompt as a list of ints, every one of them checked."""
     if isinstance(ids, torch.Tensor):
         if ids.dim() not in (1, 2) or (ids.dim() == 2 and ids.shape[0] != 1) or ids.is_floating_point():
             raise GenerationError(f"ids must be a list of ints, (T,) or (1,T), got {tuple(ids.shape)} {ids.dtype}")
@@ -274,11 +288,16 @@ def _prompt(ids, vocab_size):
     if not ids:
         raise GenerationError("the prompt is empty: the model needs at least one token to continue")
     for position, id in enumerate(ids):
-        if type(id) is not int or not 0 <= id < vocab_size:
+        if type(id) is not int:
+            raise GenerationError(f"position {position} of the prompt holds a {type(id).__name__}, not an int")
+        if not 0 <= id < vocab_size:
             raise GenerationError(f"id {id!r} at position {position} is outside the vocabulary 0 … {vocab_size - 1}")
     return ids
 
 
-def _eos_ids(ids):
-    ids = (ids,) if isinstance(ids, int) else tuple(int(id) for id in ids)
+def eos_ids(ids) -> tuple[int, ...]:
+    """One id, several or none, as a tuple."""
+    ids = (ids,) if isinstance(ids, int) else tuple(ids)
+    if not all(type(id) is int and id >= 0 for id in ids):
+        raise GenerationError(f"eos_token_ids is {list(ids)!r}: an id or a list of ids ≥ 0 was expected")
     return ids

@@ -19,6 +19,9 @@ RANGES = {  # name: (type, lowest allowed, highest allowed, in words)
     "repetition_penalty": (float, 1e-6, 1e6, "a number > 0 (1 = off)"),
     "seed": (int, 0, 2**64 - 1, "an integer from 0 to 2^64 - 1"),
     "max_new_tokens": (int, 1, 2**63 - 1, "an integer ≥ 1"),
+    "max_ngram": (int, 1, 2**63 - 1, "an integer ≥ 1"),  # these three: speculative.py
+    "tokens": (int, 1, 2**63 - 1, "an integer ≥ 1"),
+    "layers": (int, 1, 2**63 - 1, "an integer ≥ 1"),
 }
 
 
@@ -79,15 +82,24 @@ def sample(logits, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_pe
 
     Raises GenerationError for values out of range and for logits that are NaN or leave no token to choose.
     """
+    chances = probabilities(logits, temperature, top_k, top_p, min_p, repetition_penalty, previous)
+    if temperature == 0:
+        return chances.argmax(-1)  # no draw: the generator stays where it is
+    return torch.multinomial(chances, 1, generator=generator)[:, 0]  # (B,)
+
+
+def probabilities(logits, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0,
+                  previous=None):  # fmt: skip
+    """What `sample` draws from: logits (B,V) → (B,V) fp32, rows that sum to 1; temperature 0 puts all on the argmax."""
     check_sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     check_sampling(repetition_penalty=repetition_penalty)
     logits = logits.float()  # fp32 as the reference does: bf16 has 3 digits, and sums of V of them have none
     if repetition_penalty != 1 and previous is not None and previous.numel():
         logits = _steps["repetition_penalty"](logits, previous, repetition_penalty)
     if temperature == 0:
-        token = logits.argmax(-1)  # (B,)
-        _refuse_unusable(logits.gather(-1, token[:, None]))  # argmax returns the place of a NaN, if there is one
-        return token
+        token = logits.argmax(-1, keepdim=True)  # (B,1)
+        _refuse_unusable(logits.gather(-1, token))  # argmax returns the place of a NaN, if there is one
+        return torch.zeros_like(logits).scatter(-1, token, 1.0)
     _refuse_unusable(logits.amax(-1))
     logits = _steps["temperature"](logits, temperature)
     for name, value, off in (("top_k", top_k, 0), ("top_p", top_p, 1), ("min_p", min_p, 0)):
@@ -96,7 +108,7 @@ def sample(logits, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_pe
     probability = logits.softmax(-1)
     if not math.isfinite(probability.sum()):
         raise GenerationError(f"temperature {temperature} is too small: the scaled logits leave fp32's range")
-    return torch.multinomial(probability, 1, generator=generator)[:, 0]  # (B,)
+    return probability
 
 
 _steps = {step.__name__: step for step in (temperature, top_k, top_p, min_p, repetition_penalty)}

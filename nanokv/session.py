@@ -37,17 +37,20 @@ class Turn:
     dropped: tuple = (0, 0)                              # turns and tokens that overflow="drop" removed
     prefill_s: float = 0.0
     ids: list = field(default_factory=list)              # the sampled tokens
+    speculation: dict = field(default_factory=dict)      # what guessing saved, where something guessed
 
 
 class Session:
     """Messages (always alternating user, assistant) and the one cache that holds them.
 
     `params`: temperature, top_k, top_p, min_p, repetition_penalty, seed, max_new_tokens, stop (strings).
+    `make_generation` makes the Generation of each answer: another class, or one with a Draft (speculative.py).
     `overflow`: "stop" raises ContextError before any work; "drop" forgets the oldest whole turns, the system stays.
     """
 
     def __init__(self, model, tokenizer, cache=None, params=None, system=None, context=None, template_kwargs=None,
-                 overflow="stop", loop_guard="off"):
+                 overflow="stop", loop_guard="off", make_generation=Generation):
+        self.make_generation = make_generation
         self.model, self.tokenizer = model, tokenizer
         self.cache = make_cache("dict", model.config) if cache is None else cache
         limit = context_limit(model, self.cache)
@@ -117,10 +120,10 @@ class Session:
 
         sampling = {k: v for k, v in self.params.items() if k not in ("max_new_tokens", "stop") and v is not None}
         if sampling.get("seed") is not None:
-            sampling["seed"] += self.answers             # every answer draws anew, the conversation stays repeatable
+            sampling["seed"] = (sampling["seed"] + self.answers) % 2**64  # every answer draws anew, repeatably
         room = self.context - len(ids) + 1               # the last token needs no place: it is never fed
         self._room = room
-        return Generation(
+        return self.make_generation(
             self.model, torch.tensor([ids[n:]]), self.cache, SamplingParams(**sampling),
             max_new_tokens=min(self.params.get("max_new_tokens") or DEFAULT_NEW_TOKENS, room),
             history=self.cached_ids, should_stop=should_stop, chunk=prefill_chunk(self.model),
@@ -129,6 +132,7 @@ class Session:
     def _record(self, turn, generation, stream, messages, reply, before):
         """Whatever happened, messages, cached ids and cache agree afterwards. No answer at all = nothing was said."""
         tokens, timings = list(generation.tokens), generation.timings
+        turn.speculation = generation.speculation
         self.cached_ids = (self.prompt_ids + tokens)[:self.cache.length]
         turn.finish_reason = generation.finish_reason or "error"
         if turn.finish_reason == "length" and len(tokens) >= self._room:

@@ -176,7 +176,7 @@ def test_ids_may_be_a_list_or_a_tensor(model):
 
 @pytest.mark.parametrize(("ids", "words"), [
     ([], "empty"), (torch.zeros(1, 0, dtype=torch.long), "empty"), ([1, V], "id 151 at position 1 .* 0 … 150"),
-    ([-1], "id -1 at position 0"), ([1.0], "1.0 at position 0"), ([True], "True"),
+    ([-1], "id -1 at position 0"), ([1.0], "position 0 .* float"), ([True], "position 0 .* bool"),
     (torch.zeros(2, 3, dtype=torch.long), r"\(2, 3\)"), (torch.zeros(3), "float32"),
 ])  # fmt: skip
 def test_prompts_that_cannot_be_fed(model, ids, words):

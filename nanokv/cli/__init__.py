@@ -19,6 +19,8 @@ from nanokv.errors import NanoKVError
 COMMANDS = {  # name → (module, what it does)
     "chat": ("nanokv.cli.chat", "talk with a model and see its cache"),
     "generate": ("nanokv.cli.generate", "continue a prompt, a file or stdin"),
+    "batch": ("nanokv.cli.batch", "answer many prompts of a JSONL file together"),
+    "memory": ("nanokv.cli.memory", "weights and cache of a model in bytes, from its config alone"),
     "bench": ("nanokv.cli.bench", "prefill and decode speed here, beside the memory bandwidth"),
     "train": ("nanokv.cli.train", "train the bundled model from nothing"),
     "verify": ("nanokv.cli.verify", "compare a checkpoint with transformers, layer by layer"),

@@ -89,7 +89,7 @@ def record(session) -> dict:
         "reused": turn.reused, "new": turn.new, "ids": turn.ids, "seed": turn.seed,
         "timings": {"ttft_s": turn.ttft, "prefill_s": turn.prefill_s, "decode_tok_s": turn.tok_s},
         "cache": {"kind": session.cache.name, "tokens": turn.cached, "bytes": turn.kv_bytes},
-    } | ({"thinking": thinking} if thinking else {})
+    } | ({"thinking": thinking} if thinking else {}) | ({"speculation": s} if (s := turn.speculation) else {})
 
 
 def _say_why_it_stopped(session, number, args):

@@ -8,6 +8,7 @@ import os
 import sys
 import time
 
+from nanokv.cli import speculation
 from nanokv.cli.terminal import Sanitizer, Style, bytes_text, is_tty, sanitize_line, seconds_text, write_err, write_out
 from nanokv.prefix import ThinkSplitter
 
@@ -17,6 +18,7 @@ def status(turn, context) -> str:
     parts = [f"{turn.new:,} new + {turn.reused:,} reused → {turn.out:,} out"]
     parts += [f"first token {seconds_text(turn.ttft)}"] if turn.out else []
     parts += [f"{turn.tok_s:,.0f} tok/s"] if turn.tok_s else []
+    parts += speculation.status(turn.speculation)
     return "  " + " · ".join([*parts, f"cache {turn.cached:,}/{context:,}", bytes_text(turn.kv_bytes)])
 
 

@@ -11,7 +11,7 @@ import math
 import sys
 from pathlib import Path
 
-from nanokv.cli import arguments, terminal
+from nanokv.cli import arguments, beams, speculation, terminal
 from nanokv.cli.loading import Loaded, load_model
 from nanokv.cli.text import clean, read_prompt_bytes, refuse_special
 from nanokv.errors import ContextError, NanoKVError
@@ -46,19 +46,25 @@ def add_arguments(parser) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
     arguments.add_model_arguments(parser)
     arguments.add_sampling_arguments(parser)
+    speculation.add_argument(parser)
+    beams.add_arguments(parser)
 
 
 def run(args) -> int:
     """Load, stream, report."""
+    beams.check(args)
     prompt = read_prompt(args)
     loaded = load_model(args)
     ids = encode(args, loaded, prompt)
-    from nanokv.generation import Generation, SamplingParams, TextStream
+    if args.beams:
+        return run_beams(args, loaded, ids)
+    from nanokv.generation import SamplingParams, TextStream
 
+    make_generation = speculation.generation_type(args.speculate, loaded)
     cache = loaded.make_cache()
     params = SamplingParams(**arguments.resolve_sampling(args, loaded.model.generation_config).options())
     with terminal.Interrupt() as stop:
-        generation = Generation(
+        generation = make_generation(
             loaded.model, ids, cache, params, room(args, loaded, ids), should_stop=stop, chunk=loaded.prefill_chunk
         )
         stream = TextStream(generation, loaded.tokenizer, stop=args.stop)
@@ -72,6 +78,19 @@ def run(args) -> int:
     terminal.notice(result.status(), args)
     stop.finish()
     return 130 if result.finish_reason == "interrupted" else 0
+
+
+def run_beams(args, loaded: Loaded, ids: list[int]) -> int:
+    """Nothing to stream: search, then print the best (--json: all)."""
+    found = beams.search(args, loaded, ids, room(args, loaded, ids))
+    if args.json:
+        terminal.write_out(to_json(found.as_dict()) + "\n")
+    else:
+        out = TextOutput(args, loaded, ids)
+        out.put(found.text)
+        out.flush()
+    terminal.notice(found.status(), args)
+    return 0
 
 
 # --- the prompt ---------------------------------------------------------------------------------------------------
@@ -230,7 +249,7 @@ class Result:
             "timings": self.rates(),
             "cache": {"kind": self.loaded.cache_name, "bytes": self.cache_bytes},
             "seed": self.seed(),
-        }
+        } | ({"speculation": generation.speculation} if generation.speculation else {})
 
     def status(self) -> str:
         """14 new + 0 reused → 8 out · first token 21 ms · 310 tok/s · cache 21/2,048 · 96.8 kB"""
@@ -240,6 +259,7 @@ class Result:
         parts = [f"{new:,} new + {reused:,} reused → {out:,} out"]
         parts += [f"first token {terminal.seconds_text(rates['ttft_s'])}"] if rates["ttft_s"] is not None else []
         parts += [f"{rates['decode_tok_s']:,.0f} tok/s"] if rates["decode_tok_s"] else []
+        parts += speculation.status(generation.speculation)
         parts += [f"cache {used:,}/{self.loaded.context:,}", terminal.bytes_text(self.cache_bytes)]
         parts += [f"seed {self.seed()}"] if self.seed() is not None else []
         why = {"length": f"stopped at {out:,} tokens", "context": "context full"}

@@ -1,0 +1,115 @@
+"""Many prompts of different lengths, answered together: a decode reads all weights once for B rows instead of for one.
+
+    generate_padded   one rectangle: shorter prompts get padding on the left, which is computed, stored and masked
+    generate_ragged   a cache of its own for every row: prefilled one by one, joined, decoded together
+
+Both give every row the answer that it would get alone; which is cheaper depends on how unequal the prompts are. Rows
+that ended leave the batch, so they cost nothing more. All start together: for requests that come and go see engine.
+"""
+
+import torch
+
+from nanokv.cache import KVCache, make_cache
+from nanokv.cache.padded import PaddedCache
+from nanokv.errors import CacheError, GenerationError
+from nanokv.generation import Generation, SamplingParams
+from nanokv.inference import decode, prefill_chunks
+from nanokv.sample import sample
+
+GREEDY = SamplingParams()
+
+
+def generate_padded(model, prompts, cache: KVCache | None = None, max_new_tokens: int = 64, params=GREEDY,
+                    eos_token_ids=None, chunk: int = 512) -> list[list[int]]:  # fmt: skip
+    """New ids of every prompt, in order; an eos token ends a row and is part of it.
+
+    prompts: lists of ids. cache: empty, any kind, made for len(prompts) rows; it is used up. params: one for all rows,
+    or a list with one a row (its seed too: a row draws what it would draw alone). Costs B·(longest prompt) tokens of
+    prefill, whatever the others are.
+    """
+    prompts = _prompts(prompts)
+    if cache is None:
+        cache = make_cache("dict", model.config, len(prompts))
+    if not isinstance(cache.length, int) or cache.length:
+        raise CacheError(f"the cache holds {cache.length} tokens already", hint="pass an empty one, or none")
+    rows = _rows(model, prompts, [cache] * len(prompts), params, max_new_tokens, eos_token_ids, chunk)
+    longest = max(len(row.ids) for row in rows)
+    pads = [longest - len(row.ids) for row in rows]
+    if cache.capacity is not None:  # padding takes slots: the rows fill up together
+        for row in rows:
+            row.room = min(row.room, cache.capacity - longest + 1)
+    ids = torch.tensor([[0] * pad + row.ids for row, pad in zip(rows, pads, strict=True)])  # (B,P)
+    padded = PaddedCache(cache, pads)
+    logits = prefill_chunks(model, ids, padded, start_pos=padded.length, chunk=chunk)  # (B,V)
+    return _decode(model, padded, rows, logits)
+
+
+def generate_ragged(model, prompts, cache: KVCache | None = None, max_new_tokens: int = 64, params=GREEDY,
+                    eos_token_ids=None, chunk: int = 512) -> list[list[int]]:  # fmt: skip
+    """As generate_padded, without padding. cache: make_cache("batch", config, len(prompts), of="paged" …).
+
+    Rows that hold a beginning already go on from it: prompts are the tokens that are not yet in the cache.
+    """
+    prompts = _prompts(prompts)
+    if cache is None:
+        cache = make_cache("batch", model.config, len(prompts))
+    if len(getattr(cache, "rows", ())) != len(prompts):
+        raise CacheError(f"{len(prompts)} prompts need a batch cache of as many rows", 'make_cache("batch", config, B)')
+    rows = _rows(model, prompts, cache.rows, params, max_new_tokens, eos_token_ids, chunk)
+    logits = [
+        prefill_chunks(model, [row.ids], own, start_pos=own.length, chunk=chunk)  # (1,V)
+        for row, own in zip(rows, cache.rows, strict=True)
+    ]
+    return _decode(model, cache, rows, torch.cat(logits))
+
+
+class Row:
+    """One prompt of the batch: what it has drawn, and whether it goes on."""
+
+    def __init__(self, alone: Generation):
+        """From the Generation that would answer it alone, which has checked the arguments and drawn the seed."""
+        self.ids, self.tokens, self.eos = alone.ids, [], alone.eos_token_ids
+        self.room = min(alone.max_new_tokens, alone.context - alone.cached_tokens - len(alone.ids) + 1)
+        self.values = {name: value for name, value in vars(alone.params).items() if name != "seed"}
+        self.generator = torch.Generator(alone.model.embed_tokens.weight.device).manual_seed(alone.seed)
+
+    def take(self, logits) -> bool:
+        """Draw from logits (1,V) with this row's own generator; False when the answer is complete."""
+        previous = torch.tensor([self.ids + self.tokens], device=logits.device)  # (1,N)
+        self.tokens.append(int(sample(logits, **self.values, previous=previous, generator=self.generator)))
+        return self.tokens[-1] not in self.eos and len(self.tokens) < self.room
+
+
+def _decode(model, cache, rows, logits) -> list[list[int]]:
+    """One decode a step for all rows that go on; logits (B,V) follow the prompts."""
+    going = rows
+    while True:
+        keep = [b for b, row in enumerate(going) if row.take(logits[b : b + 1])]
+        if not keep:
+            return [row.tokens for row in rows]
+        if len(keep) < len(going):
+            cache.reorder(keep)
+            going = [going[b] for b in keep]
+        token = torch.tensor([row.tokens[-1:] for row in going])  # (B',1)
+        logits = decode(model, token, cache, start_pos=cache.length)  # (B',V)
+
+
+def _prompts(prompts) -> list:
+    prompts = list(prompts)
+    if not prompts:
+        raise GenerationError("no prompts")
+    return prompts
+
+
+def _rows(model, prompts, caches, params, max_new_tokens, eos_token_ids, chunk) -> list[Row]:
+    """Everything is checked before any work; the row at fault is named."""
+    params = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+    if len(params) != len(prompts):
+        raise GenerationError(f"{len(params)} sampling params for {len(prompts)} prompts")
+    rows = []
+    for b, (prompt, own, values) in enumerate(zip(prompts, caches, params, strict=True)):
+        try:
+            rows.append(Row(Generation(model, prompt, own, values, max_new_tokens, eos_token_ids, chunk=chunk)))
+        except GenerationError as error:
+            raise GenerationError(f"prompt {b}: {error}", error.hint) from error
+    return rows

@@ -1,0 +1,138 @@
+"""Beam search: keep the k likeliest continuations instead of one, and return the best that ended.
+
+The prompt is prefilled once, as one row; then the cache is forked and its row is repeated k times (transformers
+prefills k copies of the prompt). From there on a step is one decode of k rows and a reorder of the cache: a beam that
+lost is replaced by a copy of one that won. The caller's cache keeps the prompt only, so it can be used again.
+Sequences and scores equal transformers' `generate(num_beams=k, do_sample=False)` (5.23: generation/utils.py,
+`_beam_search`), whose rules are kept to the letter: with many eos ids, a length penalty or ties they decide.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from nanokv.cache import make_cache
+from nanokv.errors import GenerationError
+from nanokv.generation import Generation, SamplingParams
+from nanokv.inference import decode, prefill_chunks
+from nanokv.sample import repetition_penalty as penalise
+
+NEVER = -1e9  # the score of a beam that does not exist; finite, because -inf × 0 is NaN
+EARLY = (False, True, "never")
+
+
+class Beam(NamedTuple):
+    """New tokens, the ending eos included, and their summed log-probability / length^length_penalty."""
+
+    ids: list[int]
+    score: float
+
+
+@torch.inference_mode()
+def beam_search(model, ids, beams=4, max_new_tokens=64, length_penalty=1.0, early_stopping=False, eos_token_ids=None,
+                num_return=1, cache=None, repetition_penalty=1.0, chunk=512) -> list[Beam]:  # fmt: skip
+    """The `num_return` best of `beams` continuations of ids (a list, (T,) or (1,T); not yet in the cache), best first.
+
+    Scores are divided by length^length_penalty: above 0 favours long answers. early_stopping: True = end when `beams`
+    answers ended; False = also when the best running one, at its present length, is worse than all of them; "never" =
+    only when no length could make it better. The cache: one row, able to fork and reorder; a paged one
+    needs pages for `beams` rows. Costs one prefill of one row, then at most max_new_tokens − 1 decodes of k rows.
+    """
+    if cache is None:
+        cache = make_cache("dict", model.config)
+    params = SamplingParams(repetition_penalty=repetition_penalty)
+    request = Generation(model, ids, cache, params, max_new_tokens, eos_token_ids, chunk=chunk)  # checks, draws nothing
+    eos = torch.tensor(sorted(set(request.eos_token_ids)), dtype=torch.int64)
+    _check(model.config.vocab_size, beams, num_return, length_penalty, early_stopping, len(eos))
+    most = min(max_new_tokens, request.context - cache.length - len(request.ids) + 1)  # the last token is never fed
+    search = Search(beams, most, float(length_penalty), early_stopping, eos)
+    prompt = torch.tensor([request.ids])  # (1,T)
+    before = cache.length
+    try:
+        logits = prefill_chunks(model, prompt, cache, start_pos=before, chunk=chunk)  # (1,V)
+    except BaseException:
+        cache.truncate(before)
+        raise
+    rows = cache.fork()
+    rows.reorder([0] * beams)
+    logits = logits.repeat(beams, 1)  # (1,V) → (k,V)
+    while True:
+        log_probs = logits.float().log_softmax(-1).to("cpu")  # (k,V), fp32 as the reference: scores are sums of them
+        if repetition_penalty != 1:
+            log_probs = penalise(log_probs, torch.cat((prompt.repeat(beams, 1), search.tokens), 1), repetition_penalty)
+        parents = search.step(log_probs)  # (k,)
+        if search.ended:
+            return [Beam(search.answers[i], search.scores[i].item()) for i in range(num_return)]
+        if parents.tolist() != list(range(beams)):
+            rows.reorder(parents)
+        logits = decode(model, search.tokens[:, -1:], rows, start_pos=rows.length)  # (k,V)
+
+
+class Search:
+    """The arithmetic alone, no model: k running beams, and the k best answers that ended so far.
+
+    `tokens` (k,n) and `running` (k,) are the beams that go on; `answers`, `scores` (k,) and `done` (k,) what ended.
+    """
+
+    def __init__(self, beams: int, most: int, length_penalty: float, early_stopping, eos):
+        self.beams, self.most, self.length_penalty, self.early_stopping = beams, most, length_penalty, early_stopping
+        self.eos, self.ended = eos, False
+        self.tokens = torch.empty(beams, 0, dtype=torch.int64)
+        self.running = torch.full((beams,), NEVER)
+        self.running[0] = 0.0  # all rows are the same prompt: without this the first step would pick k equal beams
+        self.answers, self.scores = [[] for _ in range(beams)], torch.full((beams,), NEVER)
+        self.done = torch.zeros(beams, dtype=torch.bool)
+
+    def step(self, log_probs):
+        """One more token for every beam: log_probs (k,V) → (k,) the row that each new beam continues."""
+        k, vocabulary = log_probs.shape
+        keep = max(2, 1 + len(self.eos)) * k  # enough that k of them go on even if every beam could end in every eos
+        totals = (log_probs + self.running[:, None]).flatten()  # (k·V,)
+        best, where = totals.topk(keep)  # (K,)
+        if not best[0].isfinite():
+            raise GenerationError(
+                f"the model's logits cannot be searched: the best score is {best[0].item()}",
+                "the weights or the cache hold NaN or infinity; fp32 (--dtype float32) rules out overflow",
+            )
+        parent, token = where // vocabulary, where % vocabulary  # (K,)
+        grown = torch.cat((self.tokens[parent], token[:, None]), 1)  # (K,n+1)
+        ends = torch.isin(token, self.eos) | (grown.shape[1] == self.most)  # (K,)
+        self.collect(grown, best, ends)
+        best = best + ends * NEVER
+        chosen = best.topk(k).indices  # (k,)
+        self.tokens, self.running = grown[chosen], best[chosen]
+        self.ended = bool(ends.all()) or not self.can_improve()
+        return parent[chosen]
+
+    def collect(self, grown, best, ends):
+        """Answers among the first k candidates join, the k best of all stay; the other K − k are only spare beams."""
+        ends = ends & (torch.arange(len(ends)) < self.beams)
+        scores = best / grown.shape[1] ** self.length_penalty + ~ends * NEVER
+        scores, done = torch.cat((self.scores, scores)), torch.cat((self.done, ends))  # (k+K,)
+        kept = scores.topk(self.beams).indices  # (k,)
+        answers = self.answers + grown.tolist()
+        self.answers = [answers[i] for i in kept.tolist()]
+        self.scores, self.done = scores[kept], done[kept]
+
+    def can_improve(self) -> bool:
+        """May a running beam still beat the worst of k answers?"""
+        if not self.done.all():
+            return True
+        if self.early_stopping is True:
+            return False
+        longest = self.early_stopping == "never" and self.length_penalty > 0  # then growing to the end is what pays
+        length = self.most if longest else self.tokens.shape[1]
+        return bool(self.running[0] / length**self.length_penalty > self.scores.min())
+
+
+def _check(vocabulary: int, beams, num_return, length_penalty, early_stopping, eos: int):
+    if type(beams) is not int or beams < 1:
+        raise GenerationError(f"beams is {beams!r}: it must be an integer ≥ 1")
+    if type(num_return) is not int or not 1 <= num_return <= beams:
+        raise GenerationError(f"num_return is {num_return!r}: it must be an integer from 1 to beams = {beams}")
+    if not isinstance(length_penalty, int | float) or not abs(length_penalty) <= 5:  # NaN fails too
+        raise GenerationError(f"length_penalty is {length_penalty!r}: it must be a number from -5 to 5")
+    if not any(early_stopping is value or early_stopping == value == "never" for value in EARLY):
+        raise GenerationError(f"early_stopping is {early_stopping!r}: it must be False, True or 'never'")
+    if max(2, 1 + eos) > vocabulary:
+        raise GenerationError(f"{eos} eos ids leave no token of a vocabulary of {vocabulary} to go on with")

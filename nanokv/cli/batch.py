@@ -1,0 +1,233 @@
+"""`nanokv batch`: one JSON object a line in, one a line out, all of them through the engine together.
+
+    {"prompt": "Once upon a time"}                                  the raw text is continued
+    {"messages": [{"role": "user", "content": "Who are you?"}]}     through the chat template
+    {"prompt": "…", "max_new_tokens": 8, "temperature": 0.7, "seed": 1, "stop": ["\\n"], "id": "mine"}
+
+A line that cannot be answered gets {"line": N, "error": …} and the others go on. With -o, finished lines are appended
+at once, so a run that was killed goes on where it stopped; at the end they stand in the order of the input.
+"""
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+
+from nanokv.cli import arguments, terminal
+from nanokv.cli.batch_lines import SAMPLING, digest, parse_line, read_lines
+from nanokv.cli.batch_output import OrderedOutput, Progress, ResumableOutput, summary
+from nanokv.cli.generate import DEFAULT_NEW_TOKENS, room
+from nanokv.cli.loading import available_memory, load_model
+from nanokv.cli.text import refuse_special
+from nanokv.costs import kv_bytes_per_token
+from nanokv.errors import NanoKVError
+
+EXAMPLES = (
+    "nanokv batch prompts.jsonl -o answers.jsonl",
+    "nanokv batch prompts.jsonl -n 64 --cache prefix:page=16:pages=512 > answers.jsonl",
+    """echo '{"prompt": "Once upon a time"}' | nanokv batch -""",
+)
+DESCRIPTION = 'Answer every line of a JSONL file: {"prompt": …} or {"messages": […]}, each with settings of its own.'
+
+
+def add_arguments(parser) -> None:
+    """Input, output, how many at a time; then the shared flags, which are the defaults of every line."""
+    parser.add_argument("file", metavar="FILE.jsonl", help="the requests, one JSON object a line; - reads stdin")
+    parser.add_argument("-o", "--output", metavar="OUT", type=Path, help="write (and resume) OUT (default: stdout)")
+    parser.add_argument(
+        "--running", metavar="N", type=arguments.integer(1, 4096), default=16, help="requests at a time (default: 16)"
+    )
+    parser.add_argument(
+        "--step-tokens", metavar="N", type=arguments.integer(1), default=256, help="tokens a step (default: 256)"
+    )
+    parser.add_argument("--allow-special", action="store_true", help="control tokens spelled out in prompts are meant")
+    arguments.add_model_arguments(parser)
+    arguments.add_sampling_arguments(parser)
+
+
+@dataclass
+class Job:
+    """One line of the input."""
+
+    line: int
+    fields: dict
+    digest: str = ""
+    ids: list = field(default_factory=list)
+    wanted: int = 0  # max_new_tokens as asked for
+    request: object = None
+    answer: object = None
+
+
+def run(args) -> int:
+    """Read, load, answer, put in order. Exit 2 if a line failed, after all others are done."""
+    options = pool_options(args)
+    lines = read_lines(args.file)
+    if args.output is not None and args.file != "-" and args.output.exists() and args.output.samefile(args.file):
+        raise NanoKVError(f"-o {args.output} is the input itself", "choose another file for the answers")
+    output = OrderedOutput() if args.output is None else ResumableOutput(args.output)
+    loaded = load_model(args)
+    jobs = prepare(args, loaded, lines, output)
+    with terminal.Interrupt() as stop:
+        if jobs:
+            answer_all(args, loaded, jobs, output, options, stop)
+        done = not stop.requested
+        output.close(done)
+        terminal.notice(summary(output, len(output.wanted), done, args), args)
+        stop.finish()
+    return 130 if not done else 2 if output.failed else 0
+
+
+def pool_options(args) -> dict:
+    """--cache prefix:page=P:pages=N sizes the pool; the engine knows no other cache."""
+    name, options = args.cache
+    if (name not in ("dict", "prefix")) or set(options) - {"page", "pages"}:
+        raise NanoKVError(f"--cache {name} with batch", "batch runs on a page pool: --cache prefix:page=16:pages=256")
+    for key, value in options.items():
+        if type(value) is not int or value < 1:
+            raise NanoKVError(f"--cache: {key} is {value!r}: a whole number ≥ 1 was expected")
+    args.cache = ("prefix", {"page": options.get("page", 16)})
+    return options
+
+
+# --- the lines ----------------------------------------------------------------------------------------------------
+
+
+def prepare(args, loaded, lines, output) -> list[Job]:
+    """The jobs that are still to do; a line that is no request becomes its error at once."""
+    jobs, defaults = [], common_settings(args, loaded)
+    for number, data in lines:
+        output.want(number)
+        try:
+            fields = parse_line(data)
+            job = Job(number, fields, digest([args.model, loaded.dtype_name, loaded.context, defaults, fields]))
+            if output.has(number, job.digest):
+                continue
+            job.ids = encode(args, loaded, fields)
+            jobs.append(job)
+        except NanoKVError as error:
+            fail(args, output, number, error)
+    if output.stale:
+        what = f"{output.stale:,} answers in {args.output} are to other requests or settings"
+        terminal.warning(f"{what}: they are computed again")
+    return jobs
+
+
+def common_settings(args, loaded) -> dict:
+    """What applies where a line says nothing."""
+    sampling = arguments.resolve_sampling(args, loaded.model.generation_config).options()
+    return sampling | {"max_new_tokens": args.max_new_tokens or DEFAULT_NEW_TOKENS, "stop": args.stop}
+
+
+def encode(args, loaded, fields: dict) -> list[int]:
+    """Prompt or rendered messages → ids; typed control tokens are refused, as everywhere."""
+    tokenizer = loaded.tokenizer
+    if "prompt" in fields:
+        refuse_special(fields["prompt"], tokenizer, args.allow_special)
+        return tokenizer.encode(fields["prompt"])
+    messages = fields["messages"]
+    if not isinstance(messages, list) or not messages:
+        raise NanoKVError("messages is no list of messages", '[{"role": "user", "content": "…"}]')
+    for message in messages:
+        content = message.get("content") if isinstance(message, dict) else None
+        refuse_special(content if isinstance(content, str) else "", tokenizer, args.allow_special)
+    return tokenizer.encode(tokenizer.render(messages, add_generation_prompt=True))
+
+
+def fail(args, output, number: int, error: Exception) -> None:
+    """Into the output and onto stderr, with the line's number."""
+    hint = getattr(error, "hint", "")
+    output.put(number, {"line": number, "error": str(error)} | ({"hint": hint} if hint else {}))
+    terminal.warning(f"{'stdin' if args.file == '-' else args.file}:{number}: {error}")
+
+
+# --- the engine ---------------------------------------------------------------------------------------------------
+
+
+def answer_all(args, loaded, jobs, output, options: dict, stop) -> None:
+    """Feed the engine a few requests ahead, so that a long file costs no memory; write each answer when it is done."""
+    from nanokv.engine import Engine
+
+    page = args.cache[1]["page"]
+    pages = options.get("pages") or pool_pages(args, loaded, jobs, page)
+    engine = Engine(loaded.model, pages, page, args.step_tokens, args.running)
+    progress, waiting, active = Progress(args, len(jobs)), list(reversed(jobs)), []
+    while (waiting or active) and not stop.requested:
+        while waiting and len(active) < 2 * args.running:
+            job = waiting.pop()
+            try:
+                submit(args, loaded, engine, job)
+                active.append(job)
+            except NanoKVError as error:
+                fail(args, output, job.line, error)
+                progress.done += 1
+        engine.step()
+        for job in [job for job in active if job.request.finish_reason is not None]:
+            active.remove(job)
+            progress.done += 1
+            if job.request.error is not None:
+                fail(args, output, job.line, job.request.error)
+            else:
+                output.put(job.line, result(loaded, job))
+        progress.show(engine)
+    progress.end()
+
+
+def pool_pages(args, loaded, jobs, page: int) -> int:
+    """Twice what the `running` longest requests need, so that beginnings stay; at most half of the free memory."""
+    tokens = (min(loaded.context, len(job.ids) + new_tokens(args, job)) for job in jobs)
+    wanted = sorted((-(-count // page) for count in tokens), reverse=True)
+    free = available_memory(loaded.device)
+    page_bytes = page * kv_bytes_per_token(loaded.config, loaded.dtype.itemsize)
+    most = sys.maxsize if free is None else free // 2 // page_bytes
+    return max(1, min(2 * sum(wanted[: args.running]) + args.running, most))
+
+
+def new_tokens(args, job: Job) -> int:
+    """The line's own limit, if it has a usable one; a bad value is reported when it is submitted."""
+    own = job.fields.get("max_new_tokens")
+    return own if type(own) is int and own > 0 else args.max_new_tokens or DEFAULT_NEW_TOKENS
+
+
+def submit(args, loaded, engine, job: Job) -> None:
+    """The line's settings over the common ones."""
+    settings = common_settings(args, loaded)
+    settings |= {name: job.fields[name] for name in (*SAMPLING, "max_new_tokens") if job.fields.get(name) is not None}
+    stop, wanted = job.fields["stop"] or settings["stop"], settings.pop("max_new_tokens")
+    del settings["stop"]
+    job.wanted = wanted
+    if type(wanted) is int and wanted > 0:
+        wanted = room(SimpleNamespace(max_new_tokens=wanted), loaded, job.ids)
+    job.answer = Answer(engine, loaded.tokenizer, stop)
+    job.request = engine.submit(job.ids, max_new_tokens=wanted, on_token=job.answer.put, **settings)
+    job.answer.skip |= set(job.request.eos_token_ids)
+
+
+class Answer:
+    """The text of one request, token by token; ends the request when a stop string is complete."""
+
+    def __init__(self, engine, tokenizer, stop):
+        from nanokv.tokenizer import StreamDecoder
+
+        self.engine, self.stop, self.text, self.skip = engine, stop, "", set(tokenizer.control_ids)
+        self.decoder = StreamDecoder(tokenizer, skip=self.skip)
+
+    def put(self, request, step) -> None:
+        """The engine's callback."""
+        self.text += self.decoder.put(step.token) + (self.decoder.flush() if request.finish_reason else "")
+        found = [(at + len(stop), at) for stop in self.stop if (at := self.text.find(stop)) >= 0]
+        if found:  # the first one to be complete, as in generate
+            self.text = self.text[: min(found)[1]]
+            self.engine.cancel(request, "stop")
+
+
+def result(loaded, job: Job) -> dict:
+    """The line of the output."""
+    request = job.request
+    cut = request.finish_reason == "length" and len(request.tokens) < job.wanted  # `room` allowed fewer
+    own = {"id": job.fields["id"]} if "id" in job.fields else {}
+    seed = request.seed if request.params.temperature > 0 else request.params.seed
+    metrics = {name: round(x, 6) if isinstance(x, float) else x for name, x in request.metrics().items()}
+    return {"line": job.line} | own | {
+        "text": job.answer.text, "finish_reason": "context" if cut else request.finish_reason, "seed": seed,
+        "ids": request.tokens, "metrics": metrics, "request": job.digest,
+    }  # fmt: skip

@@ -1,0 +1,52 @@
+"""The input of `nanokv batch`: bytes to numbered lines to checked fields.
+
+Names and shapes are checked here, values (a temperature below 0) by the engine when the line is submitted.
+"""
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+
+from nanokv.cli.arguments import nearest
+from nanokv.errors import NanoKVError
+
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+KNOWN = ("prompt", "messages", "max_new_tokens", "stop", "id", *SAMPLING)
+
+
+def read_lines(source: str) -> list[tuple[int, bytes]]:
+    """(line number from 1, bytes) of every line that is not blank; without byte order mark and \\r."""
+    data = sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()
+    lines = data.removeprefix(b"\xef\xbb\xbf").split(b"\n")
+    return [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
+
+
+def digest(value) -> str:
+    """16 hex digits of what a request is."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def parse_line(data: bytes) -> dict:
+    """Bytes → the request's fields, names and shapes checked; values are checked by the engine."""
+    try:
+        fields = json.loads(data.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise NanoKVError(f"not UTF-8: byte 0x{data[error.start]:02x} at position {error.start}") from None
+    except (ValueError, RecursionError) as error:
+        raise NanoKVError(f"not JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise NanoKVError(f"a JSON object was expected, not {type(fields).__name__}", '{"prompt": "…"}')
+    if unknown := [name for name in fields if name not in KNOWN]:
+        close = nearest(unknown[0], KNOWN)
+        hint = f"did you mean {close}?" if close else f"known: {', '.join(KNOWN)}"
+        raise NanoKVError(f"no setting {unknown[0]!r}", hint)
+    if ("prompt" in fields) == ("messages" in fields):
+        raise NanoKVError("exactly one of prompt and messages is needed", '{"prompt": "…"}')
+    if "prompt" in fields and not (isinstance(fields["prompt"], str) and fields["prompt"]):
+        raise NanoKVError(f"prompt is {fields['prompt']!r}: a non-empty text was expected")
+    stop = fields.get("stop") or []
+    fields["stop"] = [stop] if isinstance(stop, str) else stop
+    if not isinstance(fields["stop"], list) or not all(isinstance(text, str) and text for text in fields["stop"]):
+        raise NanoKVError(f"stop is {stop!r}: a non-empty text or a list of them was expected")
+    return fields

@@ -1,0 +1,163 @@
+"""What `nanokv batch` writes: answers in order to stdout, or into a file that can be resumed; progress to stderr.
+
+The file of a run in progress holds finished lines in any order, each flushed when it is done; a last line that was cut
+by a kill is dropped. A finished line counts only if it answers the same request (the digest covers the line, the model
+and the settings). Errors are tried again. At the end the file is replaced as a whole, in the input's order.
+"""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+from nanokv.cli import terminal
+from nanokv.cli.generate import to_json
+from nanokv.errors import NanoKVError
+
+NOTICE_S = 10.0  # seconds between two progress lines where there is no terminal
+
+
+class OrderedOutput:
+    """stdout: a line is printed as soon as all before it are; nothing can be resumed."""
+
+    def __init__(self):
+        self.wanted: list[int] = []
+        self.results: dict[int, dict] = {}
+        self.kept = self.stale = self.printed = 0
+
+    def want(self, line: int) -> None:
+        """This line will get a result."""
+        self.wanted.append(line)
+
+    def has(self, line: int, request: str) -> bool:
+        """Is it answered already?"""
+        return False
+
+    def put(self, line: int, result: dict) -> None:
+        """A result, in any order."""
+        self.results[line] = result
+        self.write(result)
+
+    def write(self, result: dict) -> None:
+        """Print what has become printable."""
+        while self.printed < len(self.wanted) and self.wanted[self.printed] in self.results:
+            terminal.write_out(to_json(self.results[self.wanted[self.printed]]) + "\n")
+            self.printed += 1
+
+    def close(self, done: bool) -> None:
+        """After an interruption: what is finished, with gaps."""
+        for line in self.wanted[self.printed :]:
+            if line in self.results:
+                terminal.write_out(to_json(self.results[line]) + "\n")
+
+    @property
+    def failed(self) -> int:
+        """Lines with an error."""
+        return sum("error" in result for result in self.results.values())
+
+    @property
+    def finished(self) -> int:
+        """Lines with an answer."""
+        return len(self.results) - self.failed
+
+
+class ResumableOutput(OrderedOutput):
+    """A file; `old` are the answers that an earlier run left in it."""
+
+    def __init__(self, path: Path):
+        super().__init__()
+        self.path, self.old = path, read_output(path)
+        if self.old is None:
+            raise NanoKVError(f"{path} is not an output of nanokv batch", "choose another file, or remove it")
+        replace(path, self.old.values())  # without the torn line and the errors
+        self.file = open(path, "a", encoding="utf-8")
+
+    def has(self, line: int, request: str) -> bool:
+        found = self.old.get(line, {}).get("request") == request
+        if found:
+            self.results[line] = self.old[line]
+            self.kept += 1
+        elif line in self.old:
+            self.stale += 1
+        return found
+
+    def write(self, result: dict) -> None:
+        self.file.write(to_json(result) + "\n")
+        self.file.flush()
+
+    def close(self, done: bool) -> None:
+        """In the order of the input; an interrupted run leaves its lines as they came."""
+        self.file.close()
+        if done:
+            replace(self.path, [self.results[line] for line in self.wanted if line in self.results])
+
+
+def read_output(path: Path) -> dict[int, dict] | None:
+    """{line: answer}; None if the file holds something else. The last line may be torn."""
+    if not path.exists():
+        return {}
+    *whole, torn = path.read_bytes().split(b"\n")
+    answers = {}
+    for data in whole:
+        try:
+            result = json.loads(data)
+        except ValueError:
+            return None
+        if not isinstance(result, dict) or type(result.get("line")) is not int:
+            return None
+        if "error" not in result:
+            answers[result["line"]] = result
+    start = b'{"line":'
+    return answers if torn.startswith(start) or start.startswith(torn) else None
+
+
+def replace(path: Path, results) -> None:
+    """Write all of it to a temporary file beside, then take its place: a full disk leaves the old one."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.writelines(to_json(result) + "\n" for result in results)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+# --- stderr ----------------------------------------------------------------------------------------------------------
+
+
+class Progress:
+    """A bar that is written over on a terminal, a line every ten seconds elsewhere, nothing with --quiet."""
+
+    def __init__(self, args, total: int):
+        self.args, self.total, self.done = args, total, 0
+        self.tty = terminal.is_tty(sys.stderr)
+        self.began = self.shown = time.monotonic()
+
+    def show(self, engine) -> None:
+        """After a step."""
+        now = time.monotonic()
+        if self.args.quiet or now - self.shown < (0.1 if self.tty else NOTICE_S):
+            return
+        self.shown = now
+        m, running = engine.metrics, len(engine.scheduler.running)
+        rate = (m.prefill_tokens + m.decode_tokens) / max(now - self.began, 1e-9)
+        text = f"{self.done:,}/{self.total:,} · {running} running · {rate:,.0f} tok/s · {m.page_use:.0%} of the pages"
+        bar = "#" * (20 * self.done // self.total)
+        terminal.write_err(f"\r[{bar:<20}] {text}\x1b[K" if self.tty else f"  {text}\n")
+
+    def end(self) -> None:
+        """Take the bar away."""
+        if self.tty and not self.args.quiet:
+            terminal.write_err("\r\x1b[K")
+
+
+def summary(output, total: int, done: bool, args) -> str:
+    """The last line on stderr."""
+    parts = [f"{output.finished:,} of {total:,} lines answered"]
+    parts += [f"{output.kept:,} of them before"] if output.kept else []
+    parts += [f"{output.failed:,} failed"] if output.failed else []
+    parts += ["interrupted: the same command goes on"] if not done and args.output is not None else []
+    return "  " + " · ".join(parts)

@@ -1,0 +1,246 @@
+"""`nanokv memory`: what weights and cache take, every row with its formula, GB and GiB; what fits into a given memory.
+
+Needs config.json only; the Qwen3 family is built in, so it answers without network, weights or torch. --check is the
+exception: it allocates every kind of cache and compares `nbytes` with the formula; a mismatch is our bug (exit 1).
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from nanokv import costs
+from nanokv.cli import terminal
+from nanokv.cli.arguments import add_model_arguments, integer
+from nanokv.cli.loading import available_memory, choose_dtype, display_name
+from nanokv.config import Config
+from nanokv.errors import NanoKVError
+from nanokv.memory import FAMILY, KINDS, SHORT, Estimate, binary, check_kind, decimal, parse_size
+
+EXAMPLES = (
+    "nanokv memory Qwen/Qwen3-0.6B --context 32768 --batch 4",
+    "nanokv memory Qwen/Qwen3-8B --fits 24GiB --cache quantized:k_bits=8:v_bits=4",
+    "nanokv memory tiny --check",
+)
+DESCRIPTION = "Bytes of weights and KV cache, from config.json alone. The Qwen3 family works offline."
+CHECK_BYTES = 256 << 20  # --check allocates at most about this much at a time
+
+
+def add_arguments(parser) -> None:
+    """The model as an argument, then what is asked of it."""
+    parser.add_argument("source", nargs="?", metavar="MODEL", help="as -m; also the path of a config.json")
+    parser.add_argument("--batch", metavar="N", type=integer(1, 10**9), default=1, help="sequences (default: 1)")
+    parser.add_argument("--fits", metavar="SIZE", help="what fits into SIZE: 24GiB, 80GB")
+    parser.add_argument("--check", action="store_true", help="allocate every cache and compare with the formula")
+    parser.add_argument("--plot", metavar="FILE", type=Path, help="draw cache against context: .png, .svg or .pdf")
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    add_model_arguments(parser)
+
+
+def run(args) -> int:
+    """Print, then check, then draw."""
+    memory = parse_size(args.fits) if args.fits else None
+    estimate = plan(args)
+    limit = estimate.config.max_position_embeddings
+    if estimate.context > limit:
+        terminal.warning(f"--context {estimate.context:,} is more than the model's {limit:,} positions")
+    checked = check(estimate) if args.check else None
+    if args.json:
+        terminal.write_out(json.dumps(report(estimate, memory, checked)) + "\n")
+    else:
+        terminal.write_out(text(estimate, memory, checked, terminal.Style(sys.stdout, args.color)))
+    if args.plot:
+        plot(estimate, args.plot)
+        terminal.notice(f"plot: {args.plot}", args)
+    return 0
+
+
+def plan(args) -> Estimate:
+    """Model, dtype, cache and sizes of the flags; nothing is downloaded but a config.json that is not built in."""
+    args.model = args.source or args.model
+    name, options = args.cache
+    check_kind(name, options)
+    config = find_config(args)
+    context = args.context or config.max_position_embeddings
+    dtype = choose_dtype(args, config, "cpu" if args.device == "auto" else args.device)
+    return Estimate(display_name(args.model), config, dtype, context, args.batch, name, options)
+
+
+def find_config(args) -> Config:
+    """The built-in table, a file, a folder, or the hub."""
+    if args.revision is None and args.model in FAMILY:
+        return FAMILY[args.model]
+    if args.offline:
+        os.environ["HF_HUB_OFFLINE"] = "1"
+    import weights_loader
+
+    return Config.from_folder(weights_loader.config_file(args.model, args.revision))
+
+
+# --- text ---------------------------------------------------------------------------------------------------------
+
+
+def text(estimate: Estimate, memory, checked, style) -> str:
+    """The rows with their formulas, what fits, the check, and the table of the family."""
+    crossover = estimate.crossover
+    note = "never reaches the weights" if crossover is None else f"equals the weights at {crossover:,} tokens"
+    rows, lines = estimate.rows(), []
+    width = max(45, *(len(formula) for _, formula, _ in rows))
+    for i, (name, formula, count) in enumerate(rows):
+        end = f"      {note}" if i == len(rows) - 1 else ""
+        lines.append(f"{name:<12} {formula:<{width}} {decimal(count):<9}{binary(count):>11}{end}")
+    both = f"{estimate.weights:,} + {estimate.total - estimate.weights:,} B"
+    lines.append(f"{'together':<12} {both:<{width}} {decimal(estimate.total):<9}{binary(estimate.total):>11}")
+    if memory is not None:
+        lines += ["", fits_text(estimate, memory)]
+    if checked is not None:
+        lines += ["", check_text(checked)]
+    return "\n".join([*lines, "", *table(estimate, memory, style)]) + "\n"
+
+
+def fits_text(estimate: Estimate, memory: int) -> str:
+    """`24.00 GiB holds …`, or how much is missing."""
+    if estimate.weights > memory:
+        missing = estimate.weights - memory
+        return f"{binary(memory)} does not hold the weights: {decimal(missing)} ({binary(missing)}) are missing"
+    context, limit = estimate.max_context(memory), estimate.config.max_position_embeddings
+    longest = "any context" if context is None else f"a context of {context:,}"
+    made_for = f" (the model is made for {limit:,})" if context is None or context > limit else ""
+    return (
+        f"{binary(memory)} hold the weights and {estimate.max_batch(memory):,} sequences of {estimate.context:,} "
+        f"tokens, or {estimate.batch:,} of {longest}{made_for}"
+    )
+
+
+def check_text(checked: dict) -> str:
+    """One line: what was compared."""
+    names = ", ".join(checked["caches"])
+    return f"checked with {checked['tokens']:,} tokens × {checked['batch']:,}: nbytes = formula for {names}"
+
+
+def family(estimate: Estimate) -> list[Estimate]:
+    """The Qwen3 models in the same dtype, cache and sizes, and this one, if it is none of them."""
+    same = (estimate.dtype, estimate.context, estimate.batch, estimate.cache, estimate.options)
+    rows = [Estimate(name, config, *same) for name, config in FAMILY.items()]
+    return rows if estimate.config in FAMILY.values() else [estimate, *rows]
+
+
+def table(estimate: Estimate, memory, style) -> list[str]:
+    """One line a model; the one that was asked for is marked."""
+    about = f"{SHORT[estimate.dtype]}, {estimate.cache} cache, {estimate.batch:,} × {estimate.context:,} tokens"
+    head = ("", "parameters", "weights", "KV / token", "a sequence", "all", "= weights at", "batch fits")
+    form = "{:<17}{:>15}{:>11}{:>12}{:>12}{:>11}{:>15}{:>12}"
+    lines = [style.dim(about), style.bold(form.format(*head).removesuffix("" if memory else f"{head[-1]:>12}"))]
+    for row in family(estimate):
+        mark = "▸ " if row.config == estimate.config else "  "
+        one, whole = row.cached(row.context, 1), row.cached(row.context, row.batch)
+        cells = (
+            mark + row.name.removeprefix("Qwen/")[:14], f"{costs.parameters(row.config):,}", decimal(row.weights),
+            decimal(row.per_token), binary(one), binary(whole),
+            "never" if row.crossover is None else f"{row.crossover:,}",
+            f"{row.max_batch(memory):,}" if memory else "",
+        )  # fmt: skip
+        lines.append(form.format(*cells).rstrip())
+    return lines
+
+
+# --- JSON ---------------------------------------------------------------------------------------------------------
+
+
+def report(estimate: Estimate, memory, checked) -> dict:
+    """The same numbers, in bytes and tokens."""
+    fits = {} if memory is None else {
+        "fits": {"bytes": memory, "max_batch": estimate.max_batch(memory), "max_context": estimate.max_context(memory)}
+    }  # fmt: skip
+    rows = [numbers(row) for row in family(estimate)]
+    return numbers(estimate) | fits | {"family": rows} | ({} if checked is None else {"check": checked})
+
+
+def numbers(row: Estimate) -> dict:
+    """One model."""
+    return {
+        "model": row.name,
+        "parameters": costs.parameters(row.config),
+        "dtype": row.dtype,
+        "context": row.context,
+        "batch": row.batch,
+        "weights_bytes": row.weights,
+        "kv_bytes_per_token": row.per_token,
+        "kv_bytes_per_sequence": row.per_token * row.context,
+        "kv_bytes": row.exact,
+        "cache": {
+            "kind": row.cache, "options": row.options, "bytes": row.cached(row.context, row.batch),
+            "bytes_per_sequence": row.cached(row.context, 1),
+        },
+        "total_bytes": row.total,
+        "crossover_tokens": row.crossover,
+    }  # fmt: skip
+
+
+# --- allocating ---------------------------------------------------------------------------------------------------
+
+
+def check(estimate: Estimate) -> dict:
+    """Fill every kind of cache with as many tokens as CHECK_BYTES allow, and count the model's parameters.
+
+    Any difference raises RuntimeError, which is no user's fault: exit 1.
+    """
+    import torch
+
+    from nanokv.model import Qwen3
+
+    with torch.device("meta"):
+        counted = sum(p.numel() * estimate.itemsize for p in Qwen3(estimate.config).parameters())
+    expect("weights", counted, estimate.weights)
+    free = available_memory("cpu")
+    budget = CHECK_BYTES if free is None else min(CHECK_BYTES, free // 8)
+    batch = min(estimate.batch, max(1, budget // (estimate.per_token * 64)))
+    tokens = max(1, min(estimate.context, budget // (estimate.per_token * batch)))
+    kinds = {name: {} for name in KINDS} | {estimate.cache: estimate.options}
+    for name, options in kinds.items():
+        expect(f"{name} cache", *compare(estimate, name, options, tokens, batch))
+    return {"tokens": tokens, "batch": batch, "caches": list(kinds), "weights_bytes": counted}
+
+
+def compare(estimate: Estimate, name: str, options: dict, tokens: int, batch: int) -> tuple[int, int]:
+    """(nbytes of a filled cache, the formula)."""
+    import torch
+
+    from nanokv.cache import make_cache
+
+    c, dtype = estimate.config, getattr(torch, estimate.dtype)
+    cache = make_cache(name, c, batch_size=batch, capacity=tokens, **options)
+    rows = torch.zeros(batch, c.num_key_value_heads, tokens, c.head_dim, dtype=dtype)  # (B,Hk,T,D)
+    for layer in cache:
+        layer.append(rows, rows.clone())
+    return cache.nbytes, costs.cache_bytes(name, c, tokens, batch, estimate.itemsize, capacity=tokens, **options)
+
+
+def expect(what: str, measured: int, formula: int):
+    """Equal, to the byte."""
+    if measured != formula:
+        raise RuntimeError(f"{what}: {measured:,} bytes allocated, the formula says {formula:,}")
+
+
+# --- drawing ------------------------------------------------------------------------------------------------------
+
+
+def plot(estimate: Estimate, path: Path) -> None:
+    """Cache (solid) and weights (dashed) of every model against the tokens in the cache, both axes logarithmic."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.add_subplot()
+    tokens = [2**i for i in range(8, 21)]
+    for i, row in enumerate(family(estimate)):
+        width = 2.5 if row.config == estimate.config else 1.2
+        axes.plot(tokens, [row.cached(n, 1) / 1e9 for n in tokens], color=f"C{i}", lw=width, label=row.name)
+        axes.axhline(row.weights / 1e9, color=f"C{i}", lw=width / 2, ls="--")
+    axes.set(xscale="log", yscale="log", xlabel="tokens in the cache, over all sequences", ylabel="GB")
+    axes.set_title(f"{estimate.cache} cache (solid) and weights (dashed), {SHORT[estimate.dtype]}")
+    axes.legend(fontsize="small")
+    axes.grid(alpha=0.3)
+    try:
+        figure.savefig(path)
+    except ValueError as error:
+        raise NanoKVError(f"--plot {path}: {error}", "--plot memory.png") from error

@@ -1,0 +1,74 @@
+"""`--speculate`: from the flag to a Draft, and from what it saved to words.
+
+The flag is read before torch is imported; models are loaded, and numbers checked against the model, afterwards. At
+temperature 0 the answer is the one without the flag; when sampling, a seed gives another draw of the same distribution.
+"""
+
+import argparse
+from functools import partial
+
+from nanokv.cli.arguments import integer, nearest
+from nanokv.cli.terminal import sanitize_line
+from nanokv.errors import NanoKVError
+
+KINDS = {"ngram": "ngram[:N]", "early-exit": "early-exit:K", "draft": "draft:MODEL"}
+HELP = (
+    "guess tokens and check them together: ngram[:N] copies what followed the same N words (default 2), early-exit:K "
+    "asks the first K layers, draft:MODEL a smaller model of the same vocabulary"
+)
+
+
+def add_argument(group) -> None:
+    """The flag."""
+    group.add_argument("--speculate", metavar="HOW", type=parse, help=HELP)
+
+
+def parse(text: str) -> tuple:
+    """`KIND[:VALUE]` → (kind, value)."""
+    kind, _, value = text.partition(":")
+    if kind not in KINDS:
+        close = nearest(kind, KINDS)
+        hint = f"; did you mean {KINDS[close]}?" if close else ""
+        raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(KINDS.values())}{hint}")
+    if not value and kind != "ngram":
+        raise argparse.ArgumentTypeError(f"{kind} needs a value: {KINDS[kind]}")
+    return kind, value if kind == "draft" else integer(1, 1000)(value or "2")
+
+
+def generation_type(how, loaded):
+    """What makes a Generation: the class itself, or one that guesses as --speculate said."""
+    from nanokv import speculative
+    from nanokv.generation import Generation
+
+    if how is None:
+        return Generation
+    kind, value = how
+    make = {
+        "ngram": lambda: speculative.PromptLookup(value),
+        "early-exit": lambda: speculative.EarlyExit(loaded.model, value),
+        "draft": lambda: speculative.DraftModel(load_draft(value, loaded)),
+    }[kind]
+    return partial(speculative.Speculation, draft=make())
+
+
+def load_draft(source: str, loaded):
+    """The model that guesses; its words must be the target's, in number and in the special ones."""
+    from nanokv.loading import load
+
+    model, tokenizer = load(source, dtype=loaded.dtype, device=loaded.device)
+    mine, theirs = loaded.tokenizer, tokenizer
+    if (mine.vocab_size, mine.special_tokens) != (theirs.vocab_size, theirs.special_tokens):
+        raise NanoKVError(
+            f"--speculate draft:{sanitize_line(source)} has another vocabulary ({theirs.vocab_size:,} tokens) "
+            f"than the model ({mine.vocab_size:,} tokens)",
+            "a smaller checkpoint of the same family, or --speculate ngram",
+        )
+    return model
+
+
+def status(summary: dict) -> list[str]:
+    """[`31 of 40 guesses right (78%), 31 forwards saved`], or nothing where nothing was guessed."""
+    if not summary:
+        return []
+    right = f"{summary['accepted']:,} of {summary['proposed']:,} guesses right ({summary['acceptance_rate']:.0%})"
+    return [f"{right}, {summary['forwards_saved']:,} forwards saved"]

@@ -1,0 +1,220 @@
+"""Speculative decoding: something cheap guesses a few tokens, the model checks them all in one forward.
+
+A guess x is accepted with probability min(1, p(x)/q(x)), p being the model's distribution and q the guesser's; the
+first that is not is replaced by a draw from max(p − q, 0), and if all are, one more token is drawn from p. The result
+is distributed exactly as p (Leviathan et al. 2022, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318), and at
+temperature 0, where p is all on the argmax, it is the same text. T rows at once are equal to T decodes but for the last
+bits, so tokens can differ where two logits tie within rounding: not seen in fp32, now and then in bf16. Guesses are
+kept short enough (cache.rollback) to leave no trace in caches that quantize or forget.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nanokv.cache import make_cache
+from nanokv.errors import CapacityError, GenerationError
+from nanokv.generation import Generation, SamplingParams, Step, context_limit
+from nanokv.inference import decode, prefill_chunks, verify
+from nanokv.model import Qwen3
+from nanokv.prefix import common_prefix
+from nanokv.sample import check_sampling, logprob, probabilities
+
+
+class Draft:
+    """Who guesses. `vocab_size` None = any model's."""
+
+    vocab_size: int | None = None
+
+    def propose(self, ids, count, distribution, generator):
+        """(at most `count` guesses that continue ids, q (n,V) that they were drawn from or None: they were certain).
+
+        `distribution(logits (1,V), guesses so far)` applies the target's own temperature, filters and penalty.
+        """
+        raise NotImplementedError
+
+
+class PromptLookup(Draft):
+    """The leftmost earlier place with the same last words, `max_ngram` of them or fewer; what followed is the guess.
+
+    Reference: transformers' PromptLookupCandidateGenerator (A. Saxena 2023, prompt lookup decoding).
+    """
+
+    def __init__(self, max_ngram: int = 2, tokens: int = 10):
+        check_sampling(max_ngram=max_ngram, tokens=tokens)
+        self.max_ngram, self.tokens = max_ngram, tokens
+
+    def propose(self, ids, count, distribution=None, generator=None):
+        for size in range(min(self.max_ngram, len(ids) - 1), 0, -1):
+            words = ids[-size:]
+            for end in range(size, len(ids)):  # something follows: the last words themselves are no match
+                if ids[end - size : end] == words:
+                    return ids[end : end + min(count, self.tokens)], None
+        return [], None
+
+
+class DraftModel(Draft):
+    """Another model guesses `tokens` tokens, one decode each; its own cache is cut back to what the text shares."""
+
+    def __init__(self, model, cache=None, tokens: int = 4):
+        check_sampling(tokens=tokens)
+        self.model, self.tokens, self.vocab_size = model, tokens, model.config.vocab_size
+        self.cache = make_cache("dict", model.config) if cache is None else cache
+        self.fed = []  # ids that are in the cache for sure, whatever failed
+
+    def propose(self, ids, count, distribution, generator):
+        room = context_limit(self.model, self.cache) - len(ids) + 1  # the last guess is never fed
+        guesses, chances = [], []
+        for _ in range(min(count, self.tokens, room)):
+            q = distribution(self._logits(ids + guesses), guesses)  # (1,V)
+            chances.append(q)
+            guesses.append(int(torch.multinomial(q, 1, generator=generator)))
+        return guesses, torch.cat(chances) if chances else None  # (n,V)
+
+    def _logits(self, ids):
+        """(1,V) after ids; only what the cache does not hold is computed."""
+        keep = min(common_prefix(self.fed, ids), len(ids) - 1)
+        self.fed = self.fed[:keep]
+        self.cache.truncate(keep)  # also mends what a failed forward left behind
+        path = decode if keep == len(ids) - 1 else prefill_chunks
+        logits = path(self.model, [ids[keep:]], self.cache, start_pos=keep)
+        self.fed = list(ids)
+        return logits
+
+
+class EarlyExit(DraftModel):
+    """The model's own first `layers` layers, then its norm and head: no second checkpoint, no weight stored twice."""
+
+    def __init__(self, model, layers: int, cache=None, tokens: int = 4):
+        super().__init__(first_layers(model, layers), cache, tokens)
+
+
+def first_layers(model, layers: int) -> Qwen3:
+    """A model of the first `layers` layers on the very parameters of `model`: no copy."""
+    check_sampling(layers=layers)
+    deep = model.config.num_hidden_layers
+    if layers >= deep:
+        raise GenerationError(f"an early exit after {layers} of {deep} layers: 1 to {deep - 1} is possible")
+    with torch.device("meta"):
+        view = Qwen3(replace(model.config, num_hidden_layers=layers))
+    view.embed_tokens, view.norm, view.lm_head = model.embed_tokens, model.norm, model.lm_head
+    view.layers = nn.ModuleList(model.layers[:layers])
+    return view
+
+
+def speculative_sample(guesses, q, p, generator=None):
+    """(how many guesses are kept, the token after them): guesses n ids, q (n,V) or None = certain, p (n+1,V)."""
+    n, guessed = len(guesses), torch.tensor(guesses, dtype=torch.int64, device=p.device)
+    q = F.one_hot(guessed, p.shape[-1]).to(p) if q is None else q
+    row = torch.arange(n, device=p.device)
+    ratio = p[row, guessed] / q[row, guessed]  # (n,); q > 0 where it was drawn from
+    refused = torch.rand(n, generator=generator, device=p.device) >= ratio
+    kept = int(refused.nonzero()[0]) if refused.any() else n
+    rest = p[n] if kept == n else (p[kept] - q[kept]).clamp(min=0)  # (V,)
+    rest = rest if rest.sum() > 0 else p[kept]  # p and q equal but for rounding
+    return kept, int(torch.multinomial(rest, 1, generator=generator))  # which also makes it sum to 1
+
+
+def speculate(model, ids, draft, cache=None, max_new_tokens=64, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0,
+              repetition_penalty=1.0, seed=None, eos_token_ids=None) -> "Tokens":  # fmt: skip
+    """nanokv.generate with guesses from `draft`: the same arguments and errors, the same greedy tokens.
+
+    Returns an iterator of ids; its `.report` (a Speculation) counts rounds, guesses and forwards saved. In a round the
+    cache may be ahead of the ids that were taken from the iterator: exhaust or close() it before using the cache.
+    """
+    params = SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty, seed)
+    cache = make_cache("dict", model.config) if cache is None else cache
+    whole = model.config.max_position_embeddings  # one prefill
+    return Tokens(Speculation(model, ids, cache, params, max_new_tokens, eos_token_ids, draft=draft, chunk=whole))
+
+
+class Tokens(Iterator):
+    """The ids of a Speculation, one by one."""
+
+    def __init__(self, report: "Speculation"):
+        self.report = report
+
+    def __next__(self) -> int:
+        return next(self.report).token
+
+    def close(self):
+        """End it here; the cache is cut back to what was taken."""
+        self.report.finish(self.report.finish_reason or "closed")
+
+
+class Speculation(Generation):
+    """A Generation with a Draft. `rounds`: (proposed, accepted) of each forward after the prefill."""
+
+    def __init__(self, *args, draft: Draft, history=None, **options):
+        super().__init__(*args, history=history, **options)
+        self.draft, self.rounds = draft, []
+        self._text = list(history or ()) + self.ids
+        size = self.model.config.vocab_size
+        if draft.vocab_size not in (None, size):
+            raise GenerationError(f"the draft's vocabulary has {draft.vocab_size:,} tokens, the model's {size:,}")
+
+    proposed = property(lambda self: sum(proposed for proposed, _ in self.rounds))
+    accepted = property(lambda self: sum(accepted for _, accepted in self.rounds))
+    acceptance_rate = property(lambda self: self.accepted / self.proposed if self.proposed else 0.0)
+    forwards_saved = property(lambda self: max(0, len(self.tokens) - 1 - len(self.rounds)))  # of N−1
+
+    @property
+    def speculation(self) -> dict:
+        """The four numbers above, for a status line."""
+        return {name: getattr(self, name) for name in ("proposed", "accepted", "acceptance_rate", "forwards_saved")}
+
+    def _run(self):
+        try:
+            yield from super()._run()
+        finally:  # eos or close in the middle of a round, or a failure: accepted tokens that nobody took are forgotten
+            if self.tokens:
+                self.cache.truncate(self.fed)
+
+    def _round(self):
+        """Guess, check, take back what was wrong → Steps, one more than guesses were kept."""
+        start = self.cache.length
+        guesses, q = self._guess(start)
+        guesses, logits = self._check(guesses)
+        steps = self._accept(logits, guesses, q)
+        self.cache.truncate(start + len(steps))  # the token that was fed, and the guesses that are kept
+        self.rounds.append((len(guesses), len(steps) - 1))
+        return steps
+
+    def _guess(self, start):
+        room = min(self.max_new_tokens - len(self.tokens), self.context - start)
+        room = room if self.cache.rollback is None else min(room, self.cache.rollback)
+        if room < 2:  # the newest token takes one place
+            return [], None
+        guesses, q = self.draft.propose(self._text + self.tokens, room - 1, self._distribution, self._generator)
+        end = next((i for i, token in enumerate(guesses, 1) if token in self.eos_token_ids), len(guesses))
+        return guesses[:end], q if q is None else q[:end]
+
+    def _check(self, guesses):
+        """(guesses, logits (n+1,V)) after the newest token and each guess."""
+        tokens = torch.tensor([[self.tokens[-1], *guesses]], device=self._generator.device)  # (1,n+1)
+        try:
+            logits = self._forward(verify if guesses else decode, tokens, back_to=self.cache.length)
+        except CapacityError:
+            if not guesses:
+                raise
+            return self._check([])  # a pool that others use too ran dry: one token may still fit
+        return guesses, logits.flatten(0, -2)
+
+    def _accept(self, logits, guesses, q):
+        p = self._distribution(logits, guesses)  # (n+1,V)
+        kept, token = speculative_sample(guesses, q if guesses else None, p, self._generator)
+        tokens = [*guesses[:kept], token]
+        scores = logprob(logits[: kept + 1], torch.tensor(tokens, device=logits.device))
+        return [Step(token, score) for token, score in zip(tokens, scores.tolist(), strict=True)]
+
+    def _distribution(self, logits, guesses):
+        """(T,V) for the last T positions of text + guesses, each penalised for what stands before it."""
+        values, previous, T = self._values, None, logits.shape[0]
+        if values["repetition_penalty"] != 1:
+            text = self._text + self.tokens + guesses
+            rows = [text[: len(text) - i] + text[:1] * i for i in reversed(range(T))]  # filler: an id counts once
+            previous = torch.tensor(rows, device=logits.device)  # (T,N)
+        return probabilities(logits, **values, previous=previous)

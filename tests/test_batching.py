@@ -1,0 +1,255 @@
+"""Prompts of different lengths in one batch: every row must say what it says alone, whoever its neighbours are.
+
+Alone means nanokv.generate, which other tests compare with transformers; the batch as a whole is compared with
+transformers' generate on left-padded prompts too. The last tests measure what prefilling in chunks is for: memory.
+"""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from cli_helpers import environment
+from nanokv.batching import generate_padded, generate_ragged
+from nanokv.cache import CACHES, make_cache
+from nanokv.cache.padded import PaddedCache
+from nanokv.errors import CacheError, ContextError, GenerationError, UnsupportedError
+from nanokv.generation import SamplingParams, generate
+from nanokv.inference import prefill, prefill_chunks, score
+from oracle import SHAPES, TOLERANCE, gap, pair, random_ids
+
+LENGTHS = (3, 11, 1, 7)
+PROMPTS = [random_ids(i, 1, n)[0].tolist() for i, n in enumerate(LENGTHS)]
+NEW = 8
+
+
+@pytest.fixture(scope="module")
+def models():
+    return pair(**SHAPES["G2-untied-bias"])
+
+
+@pytest.fixture(scope="module")
+def alone(models):
+    """What each prompt gives by itself, never stopped."""
+    return [list(generate(models[1], prompt, max_new_tokens=NEW, eos_token_ids=[])) for prompt in PROMPTS]
+
+
+@pytest.fixture(params=[generate_padded, generate_ragged])
+def way(request):
+    return request.param
+
+
+def test_every_row_equals_its_solo_run(models, alone, way):
+    assert way(models[1], PROMPTS, max_new_tokens=NEW, eos_token_ids=[]) == alone
+    assert way(models[1], PROMPTS[::-1], max_new_tokens=NEW, eos_token_ids=[], chunk=4) == alone[::-1]
+
+
+def test_rows_equal_transformers_with_left_padding(models, alone, way):
+    reference, model = models
+    pads = [max(LENGTHS) - n for n in LENGTHS]
+    ids = torch.tensor([[0] * pad + prompt for pad, prompt in zip(pads, PROMPTS, strict=True)])
+    seen = torch.tensor([[0] * pad + [1] * n for pad, n in zip(pads, LENGTHS, strict=True)])
+    eos = [alone[0][4], alone[3][2]]  # rows end at different steps
+    with torch.inference_mode():
+        out = reference.generate(
+            ids, attention_mask=seen, do_sample=False, max_new_tokens=NEW, eos_token_id=eos, pad_token_id=0
+        )[:, ids.shape[1] :]
+    ours = way(model, PROMPTS, max_new_tokens=NEW, eos_token_ids=eos)
+    assert len({len(row) for row in ours}) > 1
+    for row, theirs in zip(ours, out.tolist(), strict=True):
+        assert row == theirs[: len(row)]
+        assert not any(theirs[len(row) :])  # only padding follows
+        assert len(row) == NEW or row[-1] in eos
+
+
+def test_rows_that_ended_leave_the_batch(models, alone, way):
+    """A batch that drags finished rows along costs the longest answer times all rows."""
+    _, model = models
+    eos, sizes = [alone[0][4], alone[3][2]], []
+    ours = way(model, PROMPTS, max_new_tokens=NEW, eos_token_ids=eos)
+    hook = model.register_forward_pre_hook(lambda module, args: sizes.append(args[0].shape))
+    try:
+        way(model, PROMPTS, max_new_tokens=NEW, eos_token_ids=eos)
+    finally:
+        hook.remove()
+    decodes = sizes[1:] if way is generate_padded else sizes[len(PROMPTS) :]
+    assert [rows for rows, _ in decodes] == [
+        sum(len(row) > step for row in ours) for step in range(1, max(map(len, ours)))
+    ]
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0.9, "top_k": 20}, {"temperature": 1.2, "repetition_penalty": 1.3}])
+def test_sampling_with_a_seed_a_row_equals_solo(models, way, params):
+    """One generator for the batch would make a row's text depend on its neighbours."""
+    _, model = models
+    seeds = [11, 12, 13, 11]
+    expected = [
+        list(generate(model, prompt, max_new_tokens=NEW, eos_token_ids=[5], seed=seed, **params))
+        for prompt, seed in zip(PROMPTS, seeds, strict=True)
+    ]
+    rows = [SamplingParams(seed=seed, **params) for seed in seeds]
+    assert way(model, PROMPTS, max_new_tokens=NEW, params=rows, eos_token_ids=[5]) == expected
+
+
+@pytest.mark.parametrize("name", sorted(CACHES))
+def test_both_ways_work_over_every_cache(models, alone, name):
+    _, model = models
+    options = {"quantized": {"residual": 64}}.get(name, {})  # nothing is quantized yet: exact
+    inner = make_cache(name, model.config, len(PROMPTS), capacity=32, **options)
+    assert generate_padded(model, PROMPTS, inner, NEW, eos_token_ids=[]) == alone
+    of = {} if name == "batch" else {"of": name}
+    rows = make_cache("batch", model.config, len(PROMPTS), capacity=32, **of, **options)
+    assert generate_ragged(model, PROMPTS, rows, NEW, eos_token_ids=[]) == alone
+
+
+def test_a_window_slides_over_padding(models):
+    """Distances decide what a window holds, and padding in front changes none of them."""
+    _, model = models
+    expected = [
+        list(generate(model, prompt, make_cache("sliding", model.config, window=5), NEW, eos_token_ids=[]))
+        for prompt in PROMPTS
+    ]
+    cache = make_cache("sliding", model.config, len(PROMPTS), window=5)
+    assert generate_padded(model, PROMPTS, cache, NEW, eos_token_ids=[]) == expected
+    cache = make_cache("batch", model.config, len(PROMPTS), of="sliding", window=5, sinks=2)
+    generate_ragged(model, PROMPTS, cache, NEW)
+    with pytest.raises(UnsupportedError, match="sinks"):
+        generate_padded(model, PROMPTS, make_cache("sliding", model.config, 4, window=5, sinks=2))
+
+
+def test_ragged_rows_go_on_from_what_they_hold(models, alone):
+    """A second turn: each row's cache has its first turn, and only the new tokens are given."""
+    _, model = models
+    cache = make_cache("batch", model.config, len(PROMPTS))
+    for prompt, row in zip(PROMPTS, cache.rows, strict=True):
+        if len(prompt) > 2:
+            prefill(model, [prompt[:2]], row, 0)
+    rest = [prompt[2:] or prompt for prompt in PROMPTS]
+    assert generate_ragged(model, rest, cache, NEW, eos_token_ids=[]) == alone
+
+
+@pytest.mark.parametrize("name", ["dict", "static"])
+def test_padded_logits_equal_every_row_alone(models, name):
+    _, model = models
+    cache = PaddedCache(make_cache(name, model.config, 2, capacity=16), [4, 0])
+    ids = torch.tensor([[0] * 4 + PROMPTS[1][:5], PROMPTS[1][:9]])
+    assert cache.length.tolist() == [-4, 0] and cache.capacity in (None, 12)
+    for part in ids.split([2, 4, 3], dim=1):
+        logits = prefill(model, part, cache, cache.length)
+    assert cache.length.tolist() == [5, 9]
+    assert gap(logits[:1], score(model, ids[:1, 4:])[:, -1]) <= TOLERANCE
+    assert gap(logits[1:], score(model, ids[1:])[:, -1]) <= TOLERANCE
+    before = cache.nbytes
+    other = cache.fork()
+    other.reorder([1])
+    prefill(model, ids[:1, :3], other, other.length)
+    other.truncate(torch.tensor([9]))
+    assert other.length.tolist() == [9] and cache.length.tolist() == [5, 9] and cache.nbytes == before
+    cache.truncate([2, 6])
+    assert cache.length.tolist() == [2, 6]
+    again = prefill(model, ids[:, 6:], cache, cache.length)
+    assert gap(again, logits) <= TOLERANCE
+
+
+def test_what_a_padded_cache_cannot_do_is_refused(models, tmp_path):
+    config = models[1].config
+    cache = PaddedCache(make_cache("dict", config, 2), [3, 0])
+    with pytest.raises(UnsupportedError, match="saved"):  # the file would not say where the padding is
+        cache.save(tmp_path / "cache")
+    with pytest.raises(UnsupportedError, match="same column"):
+        cache.truncate([2, 2])
+    with pytest.raises(CacheError, match="pads"):
+        PaddedCache(make_cache("dict", config, 2), [-1, 0])
+
+
+def test_a_full_cache_ends_the_rows(models, way):
+    """Ragged rows fill up one by one, padded ones together: padding takes slots."""
+    _, model = models
+    kind = {"of": "static"} if way is generate_ragged else {}
+    cache = make_cache("batch" if kind else "static", model.config, len(PROMPTS), capacity=13, **kind)
+    lengths = [len(row) for row in way(model, PROMPTS, cache, 50, eos_token_ids=[])]
+    assert lengths == ([11, 3, 13, 7] if kind else [3] * 4)
+
+
+def test_wrong_batches_are_refused_before_any_work(models, way):
+    _, model = models
+    with pytest.raises(GenerationError, match="no prompts"):
+        way(model, [])
+    with pytest.raises(GenerationError, match="prompt 1: the prompt is empty"):
+        way(model, [[1], []])
+    with pytest.raises(GenerationError, match="prompt 1: id 999"):
+        way(model, [[1], [2, 999]])
+    with pytest.raises(GenerationError, match="1 sampling params for 2 prompts"):
+        way(model, [[1], [2]], params=[SamplingParams()])
+    with pytest.raises(ContextError):
+        way(model, [[1], [2] * 600])
+
+
+def test_a_cache_that_does_not_fit_the_batch_is_refused(models):
+    _, model = models
+    used = make_cache("dict", model.config)
+    prefill(model, [[1, 2]], used, 0)
+    with pytest.raises(CacheError, match="holds 2 tokens"):
+        generate_padded(model, [[1]], used)
+    with pytest.raises(CacheError, match="2 prompts"):
+        generate_ragged(model, [[1], [2]], make_cache("dict", model.config, 2))
+
+
+# --- chunked prefill ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 7, 50])
+def test_chunks_give_the_same_logits(models, chunk):
+    _, model = models
+    ids = random_ids(3, 2, 21)
+    cache = make_cache("growing", model.config, 2)
+    assert gap(prefill_chunks(model, ids, cache, 0, chunk), score(model, ids)[:, -1]) <= TOLERANCE
+    assert cache.length == 21
+    more = torch.cat((ids, ids[:, :5]), 1)
+    assert gap(prefill_chunks(model, more[:, 21:], cache, 21, chunk=2), score(model, more)[:, -1]) <= TOLERANCE
+
+
+@pytest.mark.parametrize("chunk", [0, -1, 2.5, None])
+def test_a_chunk_is_at_least_one_token(models, chunk):
+    with pytest.raises(ValueError, match="chunk is"):
+        prefill_chunks(models[1], [[1, 2]], make_cache("dict", models[1].config), 0, chunk)
+
+
+PEAK = """
+import resource, sys, torch
+torch.set_num_threads(1)
+from nanokv.config import Config
+from nanokv.inference import prefill, prefill_chunks
+from nanokv.cache import make_cache
+from nanokv.model import Qwen3
+sizes = dict(vocab_size=97, hidden_size=32, intermediate_size=6144, num_hidden_layers=1, num_attention_heads=2,
+             num_key_value_heads=1, head_dim=16, max_position_embeddings=8192, tie_word_embeddings=True)
+torch.manual_seed(0)
+model = Qwen3(Config.from_dict({"model_type": "qwen3", **sizes})).eval()
+ids = torch.randint(97, (1, 4096))
+def run(tokens):
+    cache = make_cache("static", model.config, capacity=4096)
+    chunk = int(sys.argv[1])
+    return prefill_chunks(model, tokens, cache, 0, chunk) if chunk else prefill(model, tokens, cache, 0)
+run(ids[:, :32])  # libraries and thread buffers are not what is measured
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+logits = run(ids)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, *logits[0].tolist())
+"""
+
+
+def test_chunks_bound_the_peak_memory():
+    """4,096 tokens through an MLP 6,144 wide: 100 MB an activation at once, 6 MB in chunks of 256."""
+    peaks, logits = {}, {}
+    for chunk in (0, 256):
+        done = subprocess.run(
+            [sys.executable, "-c", PEAK, str(chunk)], env=environment(), capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        peak, *values = done.stdout.split()
+        peaks[chunk] = int(peak) * (1 if sys.platform == "darwin" else 1024)  # ru_maxrss: bytes there, kB elsewhere
+        logits[chunk] = torch.tensor([float(value) for value in values])
+    assert gap(logits[0], logits[256]) <= TOLERANCE
+    assert peaks[0] > 100e6  # otherwise nothing was measured
+    assert peaks[256] < peaks[0] / 4

@@ -1,0 +1,280 @@
+"""Beam search against transformers': the same sequences, the same scores, with one prefill instead of k.
+
+The model is tiny and random with 31 tokens and a flat distribution; up to three tokens of what the beams would say are
+made eos, so that beams end early and often: there length penalty, early stopping and the spare candidates decide.
+"""
+
+import io
+import json
+import sys
+
+import pytest
+import torch
+
+from cli_helpers import run_cli
+from nanokv.beam import beam_search
+from nanokv.cache import CACHES, make_cache
+from nanokv.errors import ContextError, GenerationError
+from nanokv.generation import generate
+from nanokv.inference import prefill, score
+from oracle import SHAPES, pair, random_ids
+
+V = 31
+EOS = [3, 17]
+
+
+@pytest.fixture(scope="module")
+def models():
+    reference, model = pair(seed=5, vocab_size=V, **SHAPES["G2-untied-bias"])
+    model.lm_head.weight.mul_(0.3)  # the tensor is the reference's too
+    assert torch.equal(reference.lm_head.weight, model.lm_head.weight)
+    return reference, model
+
+
+def likely_eos(model, ids, count):
+    """Tokens that the beams would say at different places."""
+    free = beam_search(model, ids, 4, 12, eos_token_ids=[], num_return=4)
+    return list(dict.fromkeys([free[0].ids[2], free[1].ids[4], free[2].ids[7], *range(V)]))[:count]
+
+
+def reference_beams(reference, ids, beams, new, eos, **options):
+    """[(new ids up to and with eos, score)] of transformers."""
+    with torch.inference_mode():
+        out = reference.generate(
+            ids, attention_mask=torch.ones_like(ids), num_beams=beams, num_return_sequences=beams, max_new_tokens=new,
+            do_sample=False, eos_token_id=eos or None, pad_token_id=0, return_dict_in_generate=True, output_scores=True,
+            **options,
+        )  # fmt: skip
+    answers = []
+    for row, value in zip(out.sequences[:, ids.shape[1] :].tolist(), out.sequences_scores.tolist(), strict=True):
+        end = next((i + 1 for i, token in enumerate(row) if token in eos), len(row))
+        answers.append((row[:end], value))
+    return answers
+
+
+def assert_equal(ours, theirs):
+    assert [beam.ids for beam in ours] == [ids for ids, _ in theirs]
+    assert [beam.score for beam in ours] == pytest.approx([value for _, value in theirs], abs=1e-5, rel=1e-6)
+
+
+@pytest.mark.parametrize("early_stopping", [False, True, "never"])
+@pytest.mark.parametrize("length_penalty", [0.0, 1.0, 2.0, -1.0])
+@pytest.mark.parametrize(("beams", "eos_ids"), [(2, 2), (4, 3)])
+def test_sequences_and_scores_equal_transformers(models, beams, eos_ids, length_penalty, early_stopping):
+    compare(models, beams, eos_ids, length_penalty=length_penalty, early_stopping=early_stopping)
+
+
+@pytest.mark.parametrize(("beams", "eos_ids"), [(2, 0), (2, 1), (4, 0), (4, 1)])
+def test_no_eos_and_one_eos_equal_transformers(models, beams, eos_ids):
+    compare(models, beams, eos_ids)
+
+
+def compare(models, beams, eos_ids, **options):
+    """On a prompt of its own for every number of eos ids."""
+    reference, model = models
+    ids = random_ids(eos_ids, 1, 5 + eos_ids, V)
+    eos = likely_eos(model, ids, eos_ids)
+    ours = beam_search(model, ids, beams, 12, eos_token_ids=eos, num_return=beams, **options)
+    assert_equal(ours, reference_beams(reference, ids, beams, 12, eos, **options))
+
+
+def test_the_options_change_the_answer(models):
+    """If the penalty and the stopping rule made no difference here, the test above could not see them."""
+    _, model = models
+    ids = random_ids(2, 1, 7, V)
+    eos = likely_eos(model, ids, 2)
+
+    def lengths(penalty, early_stopping):
+        found = beam_search(model, ids, 2, 12, penalty, early_stopping, eos_token_ids=eos, num_return=2)
+        return [len(beam.ids) for beam in found]
+
+    assert lengths(1.0, True) == lengths(1.0, False) == [1, 2] and lengths(1.0, "never") == [1, 3]
+    assert lengths(2.0, True) == [2, 1] and lengths(2.0, False) == [12, 12]
+
+
+def test_repetition_penalty_equals_transformers(models):
+    reference, model = models
+    ids = random_ids(4, 1, 7, V)
+    ours = beam_search(model, ids, 3, 10, eos_token_ids=EOS, num_return=3, repetition_penalty=1.3)
+    assert_equal(ours, reference_beams(reference, ids, 3, 10, EOS, repetition_penalty=1.3))
+
+
+def test_more_candidates_than_the_first_beam_has(models):
+    """4 beams and 3 eos ids look at 16 candidates; with 7 tokens most of them are continuations of no beam."""
+    reference, model = pair(seed=1, vocab_size=7)
+    ids = random_ids(0, 1, 4, 7)
+    ours = beam_search(model, ids, 4, 6, eos_token_ids=[1, 2, 3], num_return=4)
+    assert_equal(ours, reference_beams(reference, ids, 4, 6, [1, 2, 3]))
+
+
+def test_a_score_is_the_log_probability_of_its_tokens(models):
+    _, model = models
+    ids = random_ids(6, 1, 6, V)
+    for beam in beam_search(model, ids, 3, 8, eos_token_ids=EOS, num_return=3, length_penalty=1.0):
+        whole = torch.cat((ids, torch.tensor([beam.ids])), 1)
+        log_probs = score(model, whole)[0, 5:-1].log_softmax(-1)
+        total = log_probs.gather(1, torch.tensor(beam.ids)[:, None]).sum().item()
+        assert beam.score == pytest.approx(total / len(beam.ids), abs=1e-5)
+
+
+@pytest.mark.parametrize("name", sorted(CACHES))
+def test_every_cache_gives_the_same_beams_and_keeps_only_the_prompt(models, name):
+    _, model = models
+    ids = random_ids(7, 1, 9, V)
+    options = {
+        "quantized": {"residual": 64},  # nothing is quantized yet: exact
+        "paged": {"pages": 24},  # four beams on top of the prompt
+    }.get(name, {})
+    cache = make_cache(name, model.config, capacity=96, **options)
+    prefill(model, ids[:, :3], cache, 0)  # a beginning that is cached already
+    expected = beam_search(model, ids, 4, 10, eos_token_ids=EOS, num_return=4)
+    for _ in range(2):  # the second time from the same cache: the beams have left nothing behind
+        ours = beam_search(model, ids[:, 3:], 4, 10, eos_token_ids=EOS, num_return=4, cache=cache)
+        assert_equal(ours, expected)
+        assert cache.length == 9 and cache.rows_held() == 1
+        cache.truncate(3)
+
+
+def test_pages_of_beams_go_back_to_the_pool(models):
+    _, model = models
+    cache = make_cache("paged", model.config, capacity=64, page=4)
+    beam_search(model, random_ids(7, 1, 9, V), 4, 10, eos_token_ids=[], cache=cache)
+    assert len(cache.pool.references) - len(cache.pool.free) == 3
+
+
+def test_the_prompt_is_prefilled_once_as_one_row(models):
+    """transformers runs k copies of the prompt; here they are copies of the cache."""
+    _, model = models
+    calls = []
+    hook = model.register_forward_pre_hook(lambda module, args: calls.append(tuple(args[0].shape)))
+    try:
+        beam_search(model, random_ids(8, 1, 20, V), 4, 6, eos_token_ids=[])
+    finally:
+        hook.remove()
+    assert calls == [(1, 20)] + [(4, 1)] * 5  # the sixth token is never fed
+
+
+def test_one_beam_is_greedy(models):
+    _, model = models
+    ids = random_ids(9, 1, 6, V)
+    greedy = list(generate(model, ids, max_new_tokens=9, eos_token_ids=[]))
+    assert beam_search(model, ids, 1, 9, eos_token_ids=[])[0].ids == greedy
+
+
+def test_a_full_context_ends_the_beams(models):
+    """Like generate: the last token needs no place in the cache."""
+    _, model = models
+    ids = random_ids(9, 1, 6, V)
+    cache = make_cache("static", model.config, capacity=8)
+    assert len(beam_search(model, ids, 2, 50, eos_token_ids=[], cache=cache)[0].ids) == 3
+    with pytest.raises(ContextError, match="needs 9 of 8 tokens"):
+        beam_search(model, random_ids(9, 1, 9, V), 2, cache=make_cache("static", model.config, capacity=8))
+
+
+def test_a_failed_prefill_leaves_the_cache_as_it_was(models, monkeypatch):
+    _, model = models
+    cache = make_cache("dict", model.config)
+    prefill(model, random_ids(1, 1, 4, V), cache, 0)
+    monkeypatch.setattr(model.layers[1].mlp, "forward", lambda x: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        beam_search(model, random_ids(9, 1, 6, V), 2, cache=cache)
+    assert cache.length == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"beams": 0}, "beams is 0"),
+        ({"beams": 2, "num_return": 3}, "num_return is 3"),
+        ({"length_penalty": float("nan")}, "length_penalty is nan"),
+        ({"early_stopping": "always"}, "early_stopping is 'always'"),
+        ({"eos_token_ids": list(range(V))}, "leave no token"),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0"),
+        ({"repetition_penalty": -1}, "repetition_penalty is -1"),
+    ],
+)
+def test_wrong_values_are_refused_before_any_work(models, options, message):
+    _, model = models
+    cache = make_cache("dict", model.config)
+    with pytest.raises(GenerationError, match=message):
+        beam_search(model, [1, 2, 3], cache=cache, **options)
+    assert cache.length == 0
+
+
+def test_nan_logits_are_an_error_and_not_an_answer(models, monkeypatch):
+    _, model = models
+    monkeypatch.setattr(model.lm_head, "forward", lambda hidden: torch.full((len(hidden), V), torch.nan))
+    with pytest.raises(GenerationError, match="cannot be searched"):
+        beam_search(model, [1, 2, 3], 2)
+
+
+# --- nanokv generate --beams ----------------------------------------------------------------------------------------
+
+PROMPT = "Once upon a time there was a"
+
+
+def test_the_command_prints_the_best_beam_of_transformers(tiny_folder):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    reference = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
+    ids = tokenizer(PROMPT, return_tensors="pt", add_special_tokens=False)["input_ids"]
+    expected = reference_beams(reference, ids, 3, 8, [2, 0], length_penalty=0.5)
+    flags = ("-m", tiny_folder, "-n", "8", "--beams", "3", "--length-penalty", "0.5")
+    done = run_cli("generate", PROMPT, *flags, "--json")
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert [beam["ids"] for beam in answer["beams"]] == [ids for ids, _ in expected]
+    assert [beam["score"] for beam in answer["beams"]] == pytest.approx([value for _, value in expected], abs=1e-5)
+    assert answer["text"] == tokenizer.decode(expected[0][0], skip_special_tokens=True)
+    assert (answer["ids"], answer["score"]) == (answer["beams"][0]["ids"], answer["beams"][0]["score"])
+    assert all(beam["finish_reason"] == ("stop" if beam["ids"][-1] in (0, 2) else "length") for beam in answer["beams"])
+    assert f"{ids.shape[1]} prompt → {len(expected[0][0])} out · best of 3 beams, score".encode() in done.stderr
+    from nanokv.cli.terminal import sanitize
+
+    text = sanitize(answer["text"])
+    done = run_cli("generate", PROMPT, *flags, "-q")
+    assert (done.stdout.decode(), done.stderr) == (text + "\n" * (not text.endswith("\n")), b"")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message", "hint"),
+    [
+        (["--beams", "2", "-t", "0.7"], "draws nothing: --temperature", "leave out --temperature"),
+        (["--beams", "2", "--top-k", "5"], "draws nothing: --top-k", "leave out --top-k"),
+        (["--beams", "2", "--stop", "x"], "--stop works on a stream", "leave out --stop"),
+        (["--beams", "2", "--speculate", "ngram"], "--speculate works on a stream", "leave out --speculate"),
+        (["--length-penalty", "2"], "--length-penalty is part of beam search", "--beams 4"),
+        (["--beams", "0"], "--beams: 0 is not a whole number", ""),
+    ],
+)
+def test_flags_that_beams_would_ignore_are_refused(capsys, flags, message, hint):
+    from nanokv.cli import main
+
+    assert main(["generate", "x", *flags]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and message in err and hint in err
+
+
+def no_stdin(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
+
+
+def test_beams_that_do_not_fit_into_memory_are_refused(capsys, monkeypatch, tiny_folder):
+    from nanokv.cli import loading, main
+
+    no_stdin(monkeypatch)
+    each = 512  # 2 layers · 2 (K, V) · 2 heads · 16 · 4 bytes at least: 40 tokens are more than 20 kB
+    monkeypatch.setattr(loading, "available_memory", lambda device: 100 * each)
+    monkeypatch.setattr(loading, "check_memory", lambda plan, available: None)
+    assert main(["generate", "x", "-m", str(tiny_folder), "-n", "40", "--beams", "9"]) == 2
+    err = capsys.readouterr().err
+    assert "--beams 9 needs" in err and "51.2 kB are free" in err and "--max-new-tokens" in err
+
+
+def test_greedy_temperature_goes_with_beams(monkeypatch, tiny_folder):
+    """-t 0 says what beam search does anyway."""
+    from nanokv.cli import main
+
+    no_stdin(monkeypatch)
+    assert main(["generate", "x", "-m", str(tiny_folder), "-n", "2", "--beams", "2", "-t", "0", "--top-p", "1"]) == 0
