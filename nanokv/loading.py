@@ -16,10 +16,11 @@ def load(source="tiny", dtype=torch.float32, device="cpu", revision=None):
     """
     folder = weights_loader.resolve(source, revision=revision)
     Config.from_folder(folder)  # refuse what is not implemented before a byte of weights is read
+    generation_config = GenerationConfig.from_folder(folder)
     tokenizer = Tokenizer.from_folder(folder)
     fields, state_dict = weights_loader.load(folder, dtype=dtype, device=device)
     model = build(Config.from_dict(fields), state_dict)
-    model.generation_config = GenerationConfig.from_folder(folder)
+    model.generation_config = generation_config
     return model, tokenizer
 
 

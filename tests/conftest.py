@@ -6,6 +6,15 @@ from pathlib import Path
 import pytest
 
 
+@pytest.fixture(autouse=True)
+def _environment_stays():
+    """Commands that run inside the test process may set HF_HUB_OFFLINE; the next test must not see it."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
 @pytest.fixture(scope="session")
 def qwen3_files() -> Path:
     """Folder with the published Qwen3 configs and tokenizer: $NANOKV_QWEN3, else ../shared/qwen3."""

@@ -176,7 +176,7 @@ def commands() -> list[str]:
     return sorted(cli.COMMANDS)
 
 
-HELP = [[], ["chat"], ["env"], ["generate"], ["train"], ["verify"]]
+HELP = [[], ["batch"], ["bench"], ["chat"], ["env"], ["generate"], ["memory"], ["train"], ["verify"]]
 
 
 def run_help(command: list[str]) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from . import names
 from .strict import CheckpointError, CheckpointWarning, quote, read_object
 
-__all__ = ["BUNDLED", "CheckpointError", "CheckpointWarning", "load", "resolve"]
+__all__ = ["BUNDLED", "CheckpointError", "CheckpointWarning", "config_file", "load", "resolve"]
 
 BUNDLED = {"tiny": Path(__file__).parent / "checkpoints" / "tiny"}
 LAYOUT = (
@@ -63,6 +63,17 @@ def resolve(source, revision=None) -> Path:
         found = f"it has {', '.join(files[:8])}{' ...' if len(files) > 8 else ''}" if files else "it is empty"
         raise CheckpointError(f"folder {folder} has no config.json: {found}", LAYOUT)
     return folder
+
+
+def config_file(source, revision=None) -> Path:
+    """The config.json of a bundled model, a folder, itself (a path to the file), or of a hub id; no weights."""
+    text = str(source)
+    path = BUNDLED.get(text) or Path(os.path.expanduser(text))
+    if text in BUNDLED or (text and os.path.exists(path)):
+        return path if path.is_file() and revision is None else resolve(source, revision) / "config.json"
+    from . import download
+
+    return download.config_file(text, revision, known=tuple(BUNDLED))
 
 
 def check(folder: Path, config: dict, entries: dict) -> dict:

@@ -54,6 +54,23 @@ def snapshot(repo: str, revision: str | None, known: tuple[str, ...]) -> Path:
         raise _explain(error, repo, revision, missing, known) from error
 
 
+def config_file(repo: str, revision: str | None, known: tuple[str, ...]) -> Path:
+    """config.json alone, enough for arithmetic; one that is in the cache costs no request."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError
+
+    revision = revision or "main"
+    try:
+        cached = try_to_load_from_cache(repo, "config.json", revision=revision)
+        if not isinstance(cached, str) and "/" not in repo:
+            raise _unknown(repo, known)
+        return Path(cached) if isinstance(cached, str) else _file(repo, "config.json", revision)
+    except HFValidationError:
+        raise _unknown(repo, known) from None
+    except (HTTPError, HfHubHTTPError, OSError) as error:
+        raise _explain(error, repo, revision, ["config.json"], known) from error
+
+
 def _cached(repo: str, revision: str) -> tuple[Path | None, list[str]]:
     """(snapshot folder if there is one, names of the files that it lacks), without a request."""
     from huggingface_hub import try_to_load_from_cache

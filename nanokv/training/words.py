@@ -53,7 +53,7 @@ ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "
 NUMBER_WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 
 COMMON = set(
-    "the they them then that this what where when which who why how she you not has had have was will with".split()
+    "and the they them then that this what where when which who why how she you not has had have was will with".split()
 )
 
 _ONSETS = "b br c ch d dr f fl g gr h j k kl l m n p ph pl qu r s sh sk st t th tr v w y z bl gl sn sp cr wh x".split()

@@ -1,0 +1,59 @@
+"""What the engine as a whole did: tokens, forwards, preemptions, and how well the pages were used.
+
+Waste is what a paged cache still wastes: slots of used pages that hold no token (the tail of each last page, and pages
+taken for a chunk that is still to be computed). A page that requests share counts once.
+"""
+
+from dataclasses import asdict, dataclass
+
+
+@dataclass
+class Metrics:
+    """Counts since the engine was made; means are over steps."""
+
+    steps: int = 0
+    forwards: int = 0
+    prefill_tokens: int = 0  # computed, those of preempted requests again
+    decode_tokens: int = 0
+    reused_tokens: int = 0  # found in the index and not computed, by preempted requests too
+    finished: int = 0
+    preemptions: int = 0
+    pages: int = 0  # of the pool
+    peak_pages: int = 0  # in use by requests, at most
+    used_page_steps: int = 0
+    used_slot_steps: int = 0
+    wasted_slot_steps: int = 0
+
+    def note_step(self, pool, scheduler):
+        """Look at the pages after the forwards of a step."""
+        used, wasted = page_use(pool, scheduler.running)
+        self.steps += 1
+        self.preemptions, self.reused_tokens = scheduler.preemptions, scheduler.reused_tokens
+        self.pages = len(pool.references)
+        self.peak_pages = max(self.peak_pages, used)
+        self.used_page_steps += used
+        self.used_slot_steps += used * pool.page_size
+        self.wasted_slot_steps += wasted
+
+    @property
+    def page_use(self) -> float:
+        """Mean share of the pool that requests use."""
+        return self.used_page_steps / (self.steps * self.pages) if self.steps else 0.0
+
+    @property
+    def waste(self) -> float:
+        """Share of the slots of used pages that hold nothing."""
+        return self.wasted_slot_steps / self.used_slot_steps if self.used_slot_steps else 0.0
+
+    def as_dict(self) -> dict:
+        """For JSON."""
+        hidden = ("used_page_steps", "used_slot_steps", "wasted_slot_steps")
+        counts = {name: value for name, value in asdict(self).items() if name not in hidden}
+        return counts | {"page_use": self.page_use, "waste": self.waste}
+
+
+def page_use(pool, requests) -> tuple[int, int]:
+    """(pages that these requests hold, slots in them without a token). Only a request's own last pages are not full."""
+    tables = [(request.cache.tables[0], request.cache.length) for request in requests]
+    used = {page for table, _ in tables for page in table}
+    return len(used), sum(len(table) * pool.page_size - length for table, length in tables)

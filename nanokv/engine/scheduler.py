@@ -1,0 +1,94 @@
+"""Who computes what in the next step: admission, the token budget, and preemption when the pages run out.
+
+First come, first served, by arrival. Decodes cost one token each and come first, prefill chunks share the rest of the
+budget. A request is admitted when the pool has room for all it knows; when pages run out later, the youngest running
+request gives its pages back and waits, its tokens kept. The oldest one can therefore always go on, and alone it fits
+(checked at submit): the engine never stands still. Recompute, not swap, as vLLM's V1 engine does.
+"""
+
+from bisect import insort
+
+from nanokv.cache import make_cache
+from nanokv.engine.request import FINISHED, RUNNING, WAITING, Request
+from nanokv.errors import CapacityError
+
+
+class Scheduler:
+    """`waiting` and `running` are in order of arrival; pages are reserved here, before anything is computed."""
+
+    def __init__(self, config, pool, step_tokens: int, max_running: int):
+        self.config, self.pool, self.step_tokens = config, pool, step_tokens
+        self.max_running = min(max_running, step_tokens)  # so that all decodes fit into a step
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        self.preemptions = self.reused_tokens = 0
+
+    def plan(self) -> list[tuple[Request, int]]:
+        """(request, how many of its pending tokens to feed), pages reserved; oldest first."""
+        self.admit()
+        budget, work = self.step_tokens, []
+        decodes = [request for request in self.running if request.pending == 1]
+        for request in decodes + [request for request in self.running if request.pending > 1]:
+            tokens = min(budget, request.pending)
+            if request.state == RUNNING and tokens and self.reserve(request, tokens):
+                work.append((request, tokens))
+                budget -= tokens
+        return [(request, tokens) for request, tokens in work if request.state == RUNNING]  # some may have lost pages
+
+    def admit(self):
+        """Waiting requests move in while there is room for all that they know, behind what is promised already."""
+        while self.waiting and len(self.running) < self.max_running:
+            request = self.waiting[0]
+            cache = make_cache("prefix", self.config, pool=self.pool, salt=request.salt)
+            hits = cache.reuse(request.known)  # its pages are no longer evictable: count what is free after that
+            request.cache = cache
+            size = self.pool.page_size
+            promised = sum(other.pages_needed(size) for other in self.running) + len(self.running)  # one page ahead
+            if request.pages_needed(size) + promised > self.available():
+                request.cache = None
+                cache.free()
+                return
+            self.waiting.pop(0)
+            request.state = RUNNING
+            self.reused_tokens += hits
+            if request.preemptions == 0:
+                request.reused_tokens = hits
+            insort(self.running, request, key=lambda other: other.number)
+
+    def available(self) -> int:
+        """Pages that are free or that only the index holds."""
+        idle = sum(self.pool.references[entry.page] == 1 for entry in self.pool.index.values())
+        return len(self.pool.free) + idle
+
+    def reserve(self, request: Request, tokens: int) -> bool:
+        """Pages for the next tokens; whoever is youngest gives way until they are there, possibly this one itself."""
+        start = request.cache.length
+        while request.state == RUNNING:
+            try:
+                request.cache.reserve(start, start + tokens)
+                return True
+            except CapacityError:
+                self.preempt(self.running[-1])
+        return False
+
+    def preempt(self, request: Request):
+        """Back to the queue, at its place by arrival; full pages stay in the index while nobody needs them."""
+        self.release(request)
+        request.state = WAITING
+        request.preemptions += 1
+        self.preemptions += 1
+        insort(self.waiting, request, key=lambda other: other.number)
+
+    def finish(self, request: Request):
+        """Out of the engine, from wherever it is."""
+        if request.state == WAITING:
+            self.waiting.remove(request)
+        elif request.state == RUNNING:
+            self.release(request)
+        request.state = FINISHED
+
+    def release(self, request: Request):
+        self.running.remove(request)
+        request.cache.remember(request.known)
+        request.cache.free()
+        request.cache = request.logits = None

@@ -1,0 +1,193 @@
+"""How much memory a model and its cache take: the published Qwen3 sizes, the formulas with numbers, what still fits.
+
+Arithmetic over a Config with the counts of costs.py; no torch, no weights, no network. `nanokv memory` prints it and
+its --check allocates every cache and compares. Not here: activations (a chunk of a prefill) and the program itself.
+"""
+
+import difflib
+import re
+from dataclasses import dataclass, field
+
+from nanokv import costs
+from nanokv.config import Config
+from nanokv.errors import CacheError, NanoKVError
+
+SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+UNITS = {"B": 1} | {f"{p}B": 1000**i for i, p in enumerate("kMGT", 1)} | {
+    f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)
+}  # fmt: skip
+MOST_TOKENS = 1 << 40  # where a search for "how many tokens fit" ends
+BITS = (2, 4, 8)
+KINDS = {  # cache → its options that may be set, with the least or the possible values; CACHES says the same
+    "dict": {}, "static": {}, "growing": {},
+    "paged": {"page": 1, "pages": 0}, "prefix": {"page": 1, "pages": 0, "salt": None},
+    "sliding": {"window": 0, "sinks": 0},
+    "quantized": {"bits": BITS, "k_bits": (0, *BITS), "v_bits": (0, *BITS), "group": 1, "residual": 0,
+                  "rotate": ("none", "hadamard")},
+    "offloaded": {"to": ("disk", "host"), "folder": None},
+    "batch": None,  # what its rows know
+}  # fmt: skip
+
+
+def _qwen3(C: int, width: int, L: int, H: int, tied: bool) -> Config:
+    """What the dense Qwen3 models have in common: V 151,936, 8 KV heads of 128, 40,960 positions, bf16."""
+    return Config(
+        vocab_size=151_936, hidden_size=C, intermediate_size=width, num_hidden_layers=L, num_attention_heads=H,
+        num_key_value_heads=8, head_dim=128, max_position_embeddings=40_960, rope_theta=1e6, tie_word_embeddings=tied,
+        torch_dtype="bfloat16",
+    )  # fmt: skip
+
+
+FAMILY = {  # from the published config.json files
+    "Qwen/Qwen3-0.6B": _qwen3(1024, 3072, 28, 16, True),
+    "Qwen/Qwen3-1.7B": _qwen3(2048, 6144, 28, 16, True),
+    "Qwen/Qwen3-4B": _qwen3(2560, 9728, 36, 32, True),
+    "Qwen/Qwen3-8B": _qwen3(4096, 12_288, 36, 32, False),
+    "Qwen/Qwen3-14B": _qwen3(5120, 17_408, 40, 40, False),
+    "Qwen/Qwen3-32B": _qwen3(5120, 25_600, 64, 64, False),
+}
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """One model, dtype, cache, context and batch; every number of the report is a property of it."""
+
+    name: str
+    config: Config
+    dtype: str  # a key of SHORT
+    context: int
+    batch: int = 1
+    cache: str = "dict"
+    options: dict = field(default_factory=dict)
+
+    @property
+    def itemsize(self) -> int:
+        return costs.ITEMSIZE[self.dtype]
+
+    @property
+    def weights(self) -> int:
+        return costs.weight_bytes(self.config, self.itemsize)
+
+    @property
+    def per_token(self) -> int:
+        """Of an exact cache, one token of one sequence."""
+        return costs.kv_bytes_per_token(self.config, self.itemsize)
+
+    def cached(self, tokens: int, batch: int) -> int:
+        """Bytes of this kind of cache; a static one is as long as its context."""
+        return costs.cache_bytes(self.cache, self.config, tokens, batch, self.itemsize, capacity=tokens, **self.options)
+
+    @property
+    def exact(self) -> int:
+        """Every key and value of every token once: the three rows of the report."""
+        return self.per_token * self.context * self.batch
+
+    @property
+    def total(self) -> int:
+        """Weights and this cache, full."""
+        return self.weights + self.cached(self.context, self.batch)
+
+    @property
+    def crossover(self) -> int | None:
+        """Tokens, over all sequences, from which on the cache is larger than the weights; None: never."""
+        return most_tokens(lambda tokens: self.cached(tokens, 1) <= self.weights)
+
+    def max_batch(self, memory: int) -> int:
+        """Full sequences of this context beside the weights."""
+        each = max(1, self.cached(self.context, 1))  # a window of one token keeps nothing
+        return max(0, memory - self.weights) // each
+
+    def max_context(self, memory: int) -> int | None:
+        """Tokens a sequence, with this batch, beside the weights; None: any number. The model may stop earlier."""
+        room = memory - self.weights
+        return most_tokens(lambda tokens: self.cached(tokens, self.batch) <= room)
+
+    def rows(self) -> list[tuple[str, str, int]]:
+        """(what, formula with numbers, bytes)."""
+        c, size = self.config, self.itemsize
+        heads = f"{c.num_key_value_heads} KV heads × {c.head_dim} × {size} B"
+        rows = [
+            ("weights", f"{costs.parameters(c):,} × {size} B ({SHORT[self.dtype]})", self.weights),
+            ("KV / token", f"2 × {c.num_hidden_layers} layers × {heads}", self.per_token),
+            ("KV total", f"{self.per_token:,} × {self.context:,} × {self.batch:,}", self.exact),
+        ]
+        if self.cache != "dict":
+            rows.append((self.cache, self.formula(), self.cached(self.context, self.batch)))
+        return rows
+
+    def formula(self) -> str:
+        """How this cache's bytes come about."""
+        name, options = self.cache, dict(self.options)
+        if name == "batch":
+            name = options.pop("of", "dict")
+        if name == "quantized":
+            L, Hk = self.config.num_hidden_layers, self.config.num_key_value_heads
+            keys, values, exact = costs.quantized_parts(self.config, self.context, self.itemsize, **options)
+            return f"{L} × {Hk} × {self.batch:,} × ({keys:,} K + {values:,} V + {exact:,} exact)"
+        slots = costs.cache_slots(name, self.config, self.context, self.context, **options)
+        return f"{self.per_token:,} × {slots:,} slots × {self.batch:,}"
+
+
+def most_tokens(fits) -> int | None:
+    """The largest number of tokens for which `fits` holds, by bisection; 0 if none does, None if all do."""
+    if fits(MOST_TOKENS):
+        return None
+    low, high = 0, MOST_TOKENS
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def check_kind(name: str, options: dict):
+    """A cache that exists, with options that it knows: the refusal of make_cache, without torch."""
+    if name not in KINDS:
+        near = difflib.get_close_matches(name, KINDS, n=1)
+        raise CacheError(
+            f"no cache is called {name!r}: there are {', '.join(KINDS)}", f"did you mean {near[0]!r}?" if near else ""
+        )
+    if name == "batch":
+        rows = {key: value for key, value in options.items() if key != "of"}
+        return check_kind(options.get("of", "dict"), rows)
+    known = KINDS[name]
+    if unknown := sorted(set(options) - set(known)):
+        listed = ", ".join(known) or "no options"
+        raise CacheError(f"cache {name!r} has no option {', '.join(unknown)}: it knows {listed}")
+    for key, value in options.items():
+        allowed = known[key]
+        if isinstance(allowed, tuple) and value not in allowed:
+            raise CacheError(f"{key} is {value!r}: {', '.join(map(str, allowed))} are possible")
+        if isinstance(allowed, int) and (type(value) is not int or value < allowed):
+            raise CacheError(f"{key} is {value!r}: a whole number ≥ {allowed} was expected")
+
+
+def parse_size(text: str) -> int:
+    """24GiB, 24 GB, 512MiB → bytes. A bare G is refused: 24 G is 24.0 or 25.8 billion bytes."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", text)
+    units = {unit.lower(): size for unit, size in UNITS.items()}
+    size = int(float(found[1]) * units[found[2].lower()]) if found and found[2].lower() in units else 0
+    if size < 1:
+        raise NanoKVError(f"{text!r} is not an amount of memory", "24GiB (1024³) or 24GB (1000³)")
+    return size
+
+
+def decimal(count: int) -> str:
+    """114,688 B below a MB, then four digits: 1.192 GB, 15.03 GB."""
+    return _scaled(count, 1000, ("B", "kB", "MB", "GB", "TB", "PB"), f"{count:,} B" if count < 10**6 else "")
+
+
+def binary(count: int) -> str:
+    """112 KiB, 1.110 GiB, 14.00 GiB."""
+    whole = f"{count // 1024} KiB" if count < 2**20 and count % 1024 == 0 and count else ""
+    return _scaled(count, 1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"), whole)
+
+
+def _scaled(count: int, base: int, units, whole: str) -> str:
+    if whole or count < base:
+        return whole or f"{count} B"
+    power = 0
+    value = float(count)
+    while value >= base * 0.99995 and power < len(units) - 1:
+        value, power = value / base, power + 1
+    digits = max(0, 4 - len(str(int(value + 0.5))))
+    return f"{value:.{digits}f} {units[power]}"

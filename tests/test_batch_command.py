@@ -1,0 +1,208 @@
+"""`nanokv batch`: answers equal to `generate`, one bad line spoils nothing, a killed run goes on where it stopped."""
+
+import io
+import json
+import signal
+import subprocess
+
+import pytest
+
+import nanokv
+from cli_helpers import spawn_cli
+from nanokv.cli import main
+from nanokv.cli.batch_lines import parse_line
+from nanokv.cli.batch_output import read_output
+from nanokv.errors import NanoKVError
+
+PROMPTS = ["Once upon a time", "My name is Zorbla.", "The cache holds one key", "system", "Nice to meet you, Zorbla."]
+
+
+class FakeStdin(io.TextIOWrapper):
+    """Piped bytes."""
+
+    def __init__(self, data: bytes):
+        super().__init__(io.BytesIO(data), encoding="utf-8")
+
+
+@pytest.fixture
+def cli(monkeypatch, capsys, tiny_folder):
+    """cli(*argv, stdin=b"…") → (exit code, stdout's JSON lines, stderr) of `nanokv batch … -m tiny-random`."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.delenv("NANOKV_MODEL", raising=False)
+
+    def call(*argv, stdin=b""):
+        monkeypatch.setattr("sys.stdin", FakeStdin(stdin))
+        code = main(["batch", "-m", str(tiny_folder), *map(str, argv)])
+        out, err = capsys.readouterr()
+        return code, [json.loads(line) for line in out.splitlines()], err
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny_folder):
+    return nanokv.load(tiny_folder)
+
+
+def jsonl(*objects) -> bytes:
+    return "".join(json.dumps(value) + "\n" for value in objects).encode()
+
+
+def requests(*prompts, **settings):
+    return jsonl(*({"prompt": text} | settings for text in prompts))
+
+
+def test_answers_equal_generate_in_input_order(cli, loaded):
+    """Of different lengths, so that they end in another order than they came in."""
+    model, tokenizer = loaded
+    new = (9, 2, 5, 1, 7)
+    data = jsonl(*({"prompt": text, "max_new_tokens": n} for text, n in zip(PROMPTS, new, strict=True)))
+    code, rows, _ = cli("-", stdin=data)
+    assert code == 0 and [row["line"] for row in rows] == [1, 2, 3, 4, 5]
+    for row, text, n in zip(rows, PROMPTS, new, strict=True):
+        ids = list(nanokv.generate(model, tokenizer.encode(text), max_new_tokens=n))
+        assert row["ids"] == ids and row["metrics"]["new_tokens"] == len(ids)
+        assert row["finish_reason"] in ("length", "stop")
+
+
+def test_messages_settings_and_ids(cli, loaded):
+    model, tokenizer = loaded
+    messages = [{"role": "user", "content": "What is my name?"}]
+    line = {"messages": messages, "temperature": 0.8, "top_k": 9, "seed": 5, "max_new_tokens": 6, "id": "mine"}
+    code, (row,), _ = cli("-", stdin=jsonl(line))
+    ids = tokenizer.encode(tokenizer.render(messages))
+    options = {"temperature": 0.8, "top_k": 9, "seed": 5, "max_new_tokens": 6}
+    assert code == 0 and row["ids"] == list(nanokv.generate(model, ids, **options))
+    assert (row["id"], row["seed"]) == ("mine", 5)
+
+
+def test_flags_are_the_defaults_of_lines(cli):
+    data = jsonl({"prompt": "system"}, {"prompt": "system", "max_new_tokens": 2})
+    _, rows, _ = cli("-", "-n", 4, "--seed", 3, "-t", 0.5, stdin=data)
+    assert [len(row["ids"]) for row in rows] == [4, 2] and rows[0]["seed"] == 3
+    assert rows[0]["ids"][:2] == rows[1]["ids"]
+
+
+def test_a_stop_string_ends_the_text_before_it(cli):
+    """And over a border between tokens; the request leaves the engine at once."""
+    _, (whole,), _ = cli("-", "-n", 12, stdin=requests(PROMPTS[1]))
+    stop = whole["text"][2:4]
+    _, (cut,), _ = cli("-", "-n", 12, stdin=requests(PROMPTS[1], stop=stop))
+    assert cut["text"] == whole["text"][: whole["text"].index(stop)] and cut["finish_reason"] == "stop"
+    assert len(cut["ids"]) < 12 and whole["ids"][: len(cut["ids"])] == cut["ids"]
+
+
+def test_errors_are_told_with_their_line_and_the_others_go_on(cli, tmp_path):
+    bad = [
+        (b"{", "not JSON"), (b"[1]", "a JSON object was expected, not list"), (b'{"promt": "x"}', "no setting 'promt'"),
+        (b"{}", "exactly one of prompt and messages"), (b'{"prompt": ""}', "a non-empty text"),
+        (b'{"prompt": "\xff"}', "not UTF-8: byte 0xff at position 12"),
+        (b'{"prompt": "x", "temperature": -1}', "temperature is -1"),
+        (b'{"prompt": "x", "max_new_tokens": 0}', "max_new_tokens is 0"),
+        (b'{"prompt": "x", "stop": [""]}', "stop is"), (b'{"messages": []}', "no list of messages"),
+        (b'{"messages": [{"role": "user"}]}', "content"), (b'{"prompt": "<|im_end|>"}', "control token"),
+        (b'{"prompt": "\\ud800"}', "cannot be encoded"),
+    ]  # fmt: skip
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + requests("system") + b"\r\n\n" + b"\n".join(line for line, _ in bad) + b"\n"
+                     + requests("user").strip())  # fmt: skip
+    code, rows, err = cli(path, "-n", 2)
+    assert code == 2 and [row["line"] for row in rows] == [1, *range(4, 4 + len(bad)), 4 + len(bad)]
+    assert "error" not in rows[0] and "error" not in rows[-1]
+    for row, (_, message) in zip(rows[1:-1], bad, strict=True):
+        assert message in row["error"] and f"in.jsonl:{row['line']}: {row['error']}" in err
+    assert f"2 of {len(bad) + 2} lines answered · {len(bad)} failed" in err
+
+
+def test_a_line_that_can_never_fit_is_refused_with_numbers(cli):
+    data = jsonl({"prompt": "system", "max_new_tokens": 40}, {"prompt": "system", "max_new_tokens": 3})
+    code, rows, _ = cli("-", "--cache", "prefix:page=4:pages=3", stdin=data)
+    assert code == 2 and "the pool has 3" in rows[0]["error"] and len(rows[1]["ids"]) == 3
+    code, rows, _ = cli("-", "--context", 8, "-n", 99, stdin=requests("system", PROMPTS[1] * 3))
+    assert rows[0]["finish_reason"] == "context" and "the context 8" in rows[1]["error"]
+
+
+def test_other_caches_are_refused(cli):
+    code, rows, err = cli("-", "--cache", "static", stdin=requests("x"))
+    assert code == 2 and not rows and "--cache static" in err
+
+
+def test_missing_input_and_input_as_output(cli, tmp_path):
+    assert cli(tmp_path / "none.jsonl")[0] == 2
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(requests("system"))
+    code, _, err = cli(path, "-o", path)
+    assert code == 2 and "is the input itself" in err and path.read_bytes() == requests("system")
+
+
+# --- resuming -----------------------------------------------------------------------------------------------------
+
+
+def test_a_resumed_run_keeps_what_is_done(cli, tmp_path):
+    """Finished lines are not computed again; a torn one, an edited request and an error are."""
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_bytes(requests(*PROMPTS))
+    assert cli(source, "-o", out, "-n", 3)[0] == 0
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["line"] for row in rows] == [1, 2, 3, 4, 5]
+    rows[3]["text"] = "kept"  # line 4: if this survives, it was not computed again
+    lines = [json.dumps(rows[3]), json.dumps(rows[0]), json.dumps({"line": 2, "error": "x"}), json.dumps(rows[4])[:25]]
+    out.write_text("\n".join(lines))
+    source.write_bytes(requests("Once upon a", *PROMPTS[1:]))
+    code, _, err = cli(source, "-o", out, "-n", 3)
+    again = [json.loads(line) for line in out.read_text().splitlines()]
+    assert code == 0 and "5 of 5 lines answered · 1 of them before" in err
+    assert [row["line"] for row in again] == [1, 2, 3, 4, 5] and again[3]["text"] == "kept"
+    assert [row["ids"] for row in again[1:]] == [row["ids"] for row in rows[1:]]
+    assert again[0]["request"] != rows[0]["request"]
+    code, _, err = cli(source, "-o", out, "-n", 4)  # other settings: all of it again
+    assert code == 0 and "5 answers in" in err and "other requests or settings" in err
+    assert [len(json.loads(line)["ids"]) for line in out.read_text().splitlines()] == [4] * 5
+
+
+@pytest.mark.parametrize(("number", "code"), [("SIGKILL", -9), ("SIGINT", 130), ("SIGTERM", 143)])
+def test_a_killed_run_goes_on(cli, endless_folder, tmp_path, number, code):
+    """Killed in the middle of a long answer, after short ones were finished: those are kept as they are."""
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    long, *short = PROMPTS
+    source.write_bytes(requests(long, max_new_tokens=90_000) + requests(*short, max_new_tokens=2))
+    process = spawn_cli("batch", source, "-o", out, "-m", endless_folder)
+    try:
+        while not (out.exists() and out.read_bytes().count(b"\n") == len(short)):
+            with pytest.raises(subprocess.TimeoutExpired):  # it must not end by itself
+                process.wait(0.1)
+    finally:
+        process.send_signal(getattr(signal, number))
+        _, err = process.communicate(timeout=120)
+    assert process.returncode == code, err
+    done = set(out.read_text().splitlines())
+    source.write_bytes(requests(long, max_new_tokens=3) + requests(*short, max_new_tokens=2))
+    resumed, _, err = cli(source, "-o", out, "-m", endless_folder)
+    assert resumed == 0 and "5 of 5 lines answered · 4 of them before" in err
+    assert set(out.read_text().splitlines()[1:]) == done
+
+
+def test_a_file_of_something_else_is_not_overwritten(cli, tmp_path):
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_bytes(requests("system"))
+    for text in ('{"a": 1}\n', "diary\nof a week\n", "diary", "[]\n"):
+        out.write_text(text)
+        code, _, err = cli(source, "-o", out)
+        assert code == 2 and "is not an output of nanokv batch" in err and out.read_text() == text
+    assert read_output(tmp_path / "absent") == {}
+
+
+def test_a_full_disk_leaves_the_finished_lines(tiny_folder, tmp_path):
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(requests("system", max_new_tokens=2))
+    with open("/dev/full", "wb") as full:
+        process = spawn_cli("batch", source, "-m", tiny_folder, stdout=full)
+        _, err = process.communicate(timeout=120)
+    assert process.returncode == 2 and b"No space left" in err and b"Traceback" not in err
+
+
+def test_a_line_is_parsed_strictly():
+    assert parse_line(b'{"prompt": "a", "stop": "b"}') == {"prompt": "a", "stop": ["b"]}
+    with pytest.raises(NanoKVError) as error:
+        parse_line(b'{"prompt": "a", "max_tokens": 3}')
+    assert "max_new_tokens" in error.value.hint

@@ -1,0 +1,199 @@
+"""`nanokv memory`: published numbers, the built-in table against published files, formulas against nbytes."""
+
+import inspect
+import json
+import subprocess
+import sys
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from cli_helpers import environment
+from nanokv import costs, memory
+from nanokv.cli import main
+from nanokv.config import Config
+from nanokv.errors import NanoKVError
+from nanokv.memory import FAMILY, Estimate, binary, decimal, most_tokens, parse_size
+
+SMALL = {
+    "model_type": "qwen3", "vocab_size": 99, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128,
+    "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+}  # fmt: skip
+
+
+@pytest.fixture
+def cli(monkeypatch, capsys):
+    """cli(*argv) → (exit code, stdout, stderr)."""
+    for name in ("NANOKV_MODEL", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+
+    def call(*argv):
+        code = main([str(a) for a in argv])
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return call
+
+
+@pytest.fixture
+def small(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(SMALL))
+    return tmp_path
+
+
+def test_the_published_rows(cli):
+    """Formula with numbers, GB and GiB; the cache of 0.6B is as large as its weights at 10,394 tokens."""
+    code, out, err = cli("memory", "Qwen/Qwen3-0.6B", "--context", 32768, "--batch", 4)
+    assert (code, err) == (0, "")
+    rows = [line.split() for line in out.splitlines()[:3]]
+    assert " ".join(rows[0]) == "weights 596,049,920 × 2 B (bf16) 1.192 GB 1.110 GiB"
+    assert " ".join(rows[1]) == "KV / token 2 × 28 layers × 8 KV heads × 128 × 2 B 114,688 B 112 KiB"
+    assert " ".join(rows[2]) == (
+        "KV total 114,688 × 32,768 × 4 15.03 GB 14.00 GiB equals the weights at 10,394 tokens"
+    )
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_the_built_in_table_equals_the_published_configs(qwen3_files, name):
+    assert FAMILY[name] == Config.from_folder(qwen3_files / name.removeprefix("Qwen/Qwen3-"))
+
+
+def test_the_family_needs_neither_torch_nor_network():
+    """A config-only question must answer at once, and on a plane."""
+    code = (
+        "import sys; sys.modules['socket'] = None; from nanokv.cli import main; "
+        "assert main(['memory', 'Qwen/Qwen3-14B', '--json']) == 0; assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=environment(), check=True)
+    assert json.loads(done.stdout)["parameters"] == 14_768_307_200
+
+
+@pytest.mark.parametrize("where", ["", "config.json"])
+def test_a_folder_and_a_file(cli, small, where):
+    code, out, _ = cli("memory", small / where, "--context", 64, "--json")
+    report = json.loads(out)
+    config = Config.from_dict(SMALL)
+    assert code == 0 and report["weights_bytes"] == 2 * costs.parameters(config)
+    assert report["kv_bytes"] == 2 * 2 * 2 * 8 * 2 * 64 == report["cache"]["bytes"]
+    assert [row["model"] for row in report["family"]][1:] == list(FAMILY)
+
+
+def test_bf16_or_fp32_halves_or_doubles(cli, small):
+    half, whole = (json.loads(cli("memory", small, "--dtype", d, "--json")[1]) for d in ("bf16", "fp32"))
+    for key in ("weights_bytes", "kv_bytes_per_token", "kv_bytes"):
+        assert 2 * half[key] == whole[key]
+    assert half["crossover_tokens"] == whole["crossover_tokens"]
+
+
+def test_check_allocates_every_cache(cli, small):
+    from nanokv.cache import CACHES
+
+    code, out, _ = cli("memory", small, "--context", 100, "--batch", 3, "--check", "--json")
+    check = json.loads(out)["check"]
+    assert code == 0 and set(check["caches"]) == set(CACHES) and (check["tokens"], check["batch"]) == (100, 3)
+
+
+@pytest.mark.parametrize("cache", ["paged:page=7", "quantized:k_bits=8:v_bits=4:group=16:residual=0",
+                                   "sliding:window=9:sinks=2", "batch:of=quantized:bits=2", "static"])  # fmt: skip
+def test_check_with_options(cli, small, cache):
+    assert cli("memory", small, "--context", 75, "--batch", 2, "--cache", cache, "--check")[0] == 0
+
+
+def test_a_wrong_formula_is_our_bug(cli, small, monkeypatch):
+    monkeypatch.setattr(costs, "kv_bytes", lambda *_: 1)
+    code, _, err = cli("memory", small, "--check")
+    assert code == 1 and "the formula says 1" in err
+
+
+def test_the_names_and_options_are_those_of_make_cache():
+    from nanokv.cache import CACHES
+
+    assert set(memory.KINDS) == set(CACHES)
+    for name, known in memory.KINDS.items():
+        parameters = inspect.signature(CACHES[name]).parameters.values()
+        options = {p.name for p in parameters if p.kind == p.KEYWORD_ONLY} - {"pool"}
+        assert known is None or set(known) == options
+
+
+@given(st.sampled_from(list(FAMILY)), st.sampled_from(["float32", "bfloat16"]), st.integers(1, 9),
+       st.integers(1, 50_000), st.integers(0, 1 << 38),
+       st.sampled_from(["dict", "static", "growing", "paged", "sliding"]))  # fmt: skip
+@settings(max_examples=60, deadline=None)
+def test_what_fits_fits_and_one_more_does_not(name, dtype, batch, context, size, kind):
+    estimate = Estimate(name, FAMILY[name], dtype, context, batch, kind)
+    assume(estimate.cached(context, 1) > 0)  # a window of one token keeps nothing, and any number fits
+    rows, tokens = estimate.max_batch(size), estimate.max_context(size)
+    room = size - estimate.weights
+    assert rows == 0 or estimate.cached(context, rows) <= room
+    assert estimate.cached(context, rows + 1) > room
+    assert tokens == 0 or estimate.cached(tokens, batch) <= room
+    assert estimate.cached(tokens + 1, batch) > room
+
+
+def test_crossover():
+    estimate = Estimate("x", FAMILY["Qwen/Qwen3-0.6B"], "bfloat16", 32768)
+    assert estimate.crossover == 10_394
+    assert estimate.cached(10_394, 1) <= estimate.weights < estimate.cached(10_395, 1)
+    window = Estimate("x", estimate.config, "bfloat16", 32768, 1, "sliding", {"window": 100})
+    assert window.crossover is None
+
+
+def test_fits_text(cli):
+    code, out, _ = cli("memory", "Qwen/Qwen3-8B", "--fits", "24GiB", "--context", 4096)
+    room = 24 * 2**30 - 2 * 8_190_735_360
+    assert code == 0 and f"{room // (147_456 * 4096)} sequences of 4,096 tokens" in out
+    assert f"1 of a context of {room // 147_456:,} (the model is made for 40,960)" in out
+    code, out, _ = cli("memory", "Qwen/Qwen3-32B", "--fits", "24GiB")
+    assert code == 0 and "does not hold the weights: 39.75 GB" in out
+
+
+@pytest.mark.parametrize(("text", "size"), [("24GiB", 24 * 2**30), ("24 gb", 24 * 10**9), ("1.5MiB", 3 * 2**19)])
+def test_sizes(text, size):
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["24", "24G", "GiB", "-1GB", "0GiB", "1e9B", "24Gib/s"])
+def test_ambiguous_sizes_are_refused(text):
+    with pytest.raises(NanoKVError, match="is not an amount of memory"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize(("argv", "message"), [
+    (["no-such-model"], "no model"), (["Qwen/Qwen3-0.6B", "--cache", "pagd"], "no cache is called 'pagd'"),
+    (["Qwen/Qwen3-0.6B", "--cache", "paged:page=0"], "page is 0"), (["tiny", "--batch", "0"], "--batch"),
+    (["Qwen/Qwen3-0.6B", "--cache", "dict:page=4"], "no option page"),
+    (["Qwen/Qwen3-0.6B", "--cache", "quantized:bits=3"], "bits is 3"),
+    (["Qwen/Qwen3-0.6B", "--fits", "lots"], "'lots' is not an amount"),
+])  # fmt: skip
+def test_refusals(cli, argv, message):
+    code, out, err = cli("memory", *argv, "--offline")
+    assert (code, out) == (2, "") and message in err and len(err.splitlines()) <= 2
+
+
+def test_more_context_than_the_model_has_is_said(cli):
+    code, out, err = cli("memory", "Qwen/Qwen3-0.6B", "--context", 131072)
+    assert code == 0 and "more than the model's 40,960 positions" in err and "131,072" in out
+
+
+def test_plot(cli, tmp_path):
+    pytest.importorskip("matplotlib")
+    code, _, err = cli("memory", "Qwen/Qwen3-0.6B", "--plot", tmp_path / "memory.svg")
+    assert code == 0 and "memory.svg" in err and "Qwen3-32B" not in err
+    assert (tmp_path / "memory.svg").read_text().startswith("<?xml")
+    assert cli("memory", "Qwen/Qwen3-0.6B", "--plot", tmp_path / "memory.exe")[0] == 2
+
+
+@pytest.mark.parametrize(("count", "ten", "two"), [
+    (114_688, "114,688 B", "112 KiB"), (1_192_099_840, "1.192 GB", "1.110 GiB"), (0, "0 B", "0 B"),
+    (15_032_385_536, "15.03 GB", "14.00 GiB"), (999_999, "999,999 B", "976.6 KiB"), (10**15, "1.000 PB", "909.5 TiB"),
+    (9_999_600_000, "10.00 GB", "9.313 GiB"), (2**30, "1.074 GB", "1.000 GiB"),
+])  # fmt: skip
+def test_number_texts(count, ten, two):
+    assert (decimal(count), binary(count)) == (ten, two)
+
+
+def test_bisection_ends():
+    assert most_tokens(lambda n: n <= 7) == 7 and most_tokens(lambda n: False) == 0
+    assert most_tokens(lambda n: True) is None
