@@ -1,9 +1,13 @@
 """Fixtures that every test file may use: published Qwen3 files (never part of the repository) and a tiny checkpoint."""
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
+
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell's background job; children would inherit deafness
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
