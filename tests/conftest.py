@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 
-if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell's background job; children would inherit deafness
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# A background job or nohup ignores these, and children would inherit the deafness that tests then take for a fault.
+for number, handler in ((signal.SIGINT, signal.default_int_handler), (getattr(signal, "SIGHUP", None), signal.SIG_DFL)):
+    if number is not None and signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, handler)
+
 
 
 @pytest.fixture(autouse=True)
