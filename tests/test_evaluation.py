@@ -354,10 +354,11 @@ def test_the_bundled_model_answers():
 
 @needs_model
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [101, 102])
-def test_the_bundled_model_reaches_its_targets(seed):
+def test_the_bundled_model_reaches_its_targets():
+    """400 cases a task over four seeds: with 100, one lucky or unlucky draw in two is worth two points."""
     model, tokenizer = nanokv.load("tiny")
-    found = {task: share for task, share, _ in evaluate.evaluate(model, tokenizer, 100, seed=seed)}
+    runs = [{task: share for task, share, _ in evaluate.evaluate(model, tokenizer, 100, seed)} for seed in range(4)]
+    found = {task: sum(run[task] for run in runs) / len(runs) for task in TARGETS}
     assert {task: found[task] for task, target in TARGETS.items() if found[task] < target} == {}
 
 
