@@ -60,6 +60,7 @@ def readme() -> str:
 
 
 def reason_not_to_run(command: str) -> str | None:
+    command = command.removeprefix(".venv/bin/")
     return next((reason for reason, pattern in NOT_RUN.items() if re.search(pattern, command)), None)
 
 
