@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import nanokv
-import weights_loader
 from nanokv.cache import make_cache
 from nanokv.inference import score
 from nanokv.quality import Scheme, log_likelihood, measure, measure_cache
@@ -68,8 +67,6 @@ def test_the_real_cache_is_no_worse_than_the_measure_says(model):
 @pytest.fixture(scope="module")
 def bundled():
     """(model, ids (4,T)): the bundled model and conversations about words that it never saw in training."""
-    if not (weights_loader.BUNDLED["tiny"] / "model.safetensors").exists():
-        pytest.skip("the bundled checkpoint is not in weights_loader/checkpoints/tiny")
     model, tokenizer = nanokv.load("tiny")
     texts = [render(conversation(random.Random(f"quality:{i}"), 16, held_out=True)) for i in range(4)]
     ids = [tokenizer.encode(text) for text in texts]

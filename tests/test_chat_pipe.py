@@ -143,13 +143,6 @@ def test_resume_reads_a_saved_session_and_leaves_it_alone(talk, tmp_path):
     assert talk(b"Hi\n", "--resume", "nothing-like-it")[0] == 2
 
 
-def bundled():
-    from weights_loader import BUNDLED
-
-    return os.path.exists(BUNDLED["tiny"] / "model.safetensors")
-
-
-@pytest.mark.skipif("not bundled()", reason="the bundled checkpoint is not trained yet")
 def test_the_bundled_model_recalls_over_piped_turns(talk):
     code, out, err = talk(b"My name is Zorbla.\nWhat is 12 + 30?\nWhat is my name?\n", model="tiny")
     answers = out.splitlines()

@@ -5,7 +5,6 @@ bundled model is then held to the targets.
 """
 
 import json
-import os
 import re
 
 import pytest
@@ -335,16 +334,6 @@ def test_exit_code_says_whether_targets_are_reached(folder, capsys, monkeypatch,
 # --- the bundled model -----------------------------------------------------------------------------------------------
 
 
-def bundled() -> bool:
-    from weights_loader import BUNDLED
-
-    return os.path.exists(BUNDLED["tiny"] / "model.safetensors")
-
-
-needs_model = pytest.mark.skipif("not bundled()", reason="the bundled checkpoint is not trained yet")
-
-
-@needs_model
 def test_the_bundled_model_answers():
     """Twelve cases a task: at most one or two wrong where the target allows 5 % or 10 %."""
     model, tokenizer = nanokv.load("tiny")
@@ -352,7 +341,6 @@ def test_the_bundled_model_answers():
     assert {task: found[task] for task in TARGETS if found[task] < 10 / 12} == {}
 
 
-@needs_model
 @pytest.mark.slow
 def test_the_bundled_model_reaches_its_targets():
     """400 cases a task over four seeds: with 100, one lucky or unlucky draw in two is worth two points."""
@@ -362,7 +350,6 @@ def test_the_bundled_model_reaches_its_targets():
     assert {task: found[task] for task, target in TARGETS.items() if found[task] < target} == {}
 
 
-@needs_model
 @pytest.mark.slow
 def test_the_bundled_model_lives_from_its_cache():
     """Right cache: recalled. Cleared cache: under 20 %. Wrong positions change answers and logits."""

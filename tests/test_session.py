@@ -4,7 +4,6 @@ Models are tiny and random; what they say is nonsense, so equality is asked of i
 """
 
 import itertools
-import os
 
 import pytest
 import torch
@@ -465,13 +464,6 @@ def test_thinking_that_the_prompt_opened_or_nobody_closed():
 # --- the bundled model --------------------------------------------------------------------------------------------
 
 
-def bundled():
-    from weights_loader import BUNDLED
-
-    return os.path.exists(BUNDLED["tiny"] / "model.safetensors")
-
-
-@pytest.mark.skipif("not bundled()", reason="the bundled checkpoint is not trained yet")
 def test_the_bundled_model_recalls_a_made_up_name_over_turns():
     session = Session(*nanokv.load("tiny"))
     session.ask("My name is Zorbla.")
@@ -480,7 +472,6 @@ def test_the_bundled_model_recalls_a_made_up_name_over_turns():
     assert session.last.reused > session.last.new
 
 
-@pytest.mark.skipif("not bundled()", reason="the bundled checkpoint is not trained yet")
 def test_the_bundled_model_forgets_with_the_conversation():
     session = Session(*nanokv.load("tiny"))
     session.ask("My name is Zorbla.")

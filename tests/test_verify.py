@@ -15,7 +15,6 @@ from cli_helpers import run_cli
 from nanokv.debug import OPERATIONS
 from tiny_checkpoint import write_tiny_checkpoint
 from verify_helpers import report_of, rows, verify_command  # noqa: F401 (the fixture `verify`)
-from weights_loader import BUNDLED
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 CHECKPOINTS = {
@@ -69,7 +68,6 @@ def test_bf16_is_compared_with_the_tolerance_of_bf16(verify, tiny_folder):
     assert next(s for s in report["operations"] if s["operation"] == "embed_tokens")["tolerance"] >= 1e-2
 
 
-@pytest.mark.skipif(not (BUNDLED["tiny"] / "config.json").is_file(), reason="the bundled model is not trained yet")
 def test_the_bundled_model_is_equal(verify):
     code, out, _ = verify("tiny")
     assert code == 0, out
