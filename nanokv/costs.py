@@ -4,6 +4,8 @@ Nothing is measured here. `itemsize` is bytes a value: 4 for fp32, 2 for bf16 an
 """
 
 from nanokv.config import Config
+from nanokv.errors import CacheError, CapacityError
+from nanokv.kinds import check_options
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -68,18 +70,28 @@ def prefill_flops(config: Config, tokens: int, start_pos: int = 0) -> int:
     return 2 * L * matrices * tokens + 4 * L * H * D * seen + 2 * config.vocab_size * C
 
 
-def cache_bytes(name: str, config: Config, tokens: int, batch_size=1, itemsize=2, capacity=None, **options) -> int:
-    """Bytes that a cache of this kind holds after so many tokens a row: equal to its `nbytes`, to the byte."""
+def cache_bytes(name: str, config: Config, tokens: int, batch_size=1, itemsize=2, capacity=None, last=1,
+                **options) -> int:  # fmt: skip
+    """Bytes that a cache of this kind holds after so many tokens a row: equal to its `nbytes`, to the byte.
+
+    `last`: how many of them the last append brought (a decode: 1). Only a quantized cache keeps those exact.
+    """
+    check_options(name, options, objects=True)
+    for what, value in (("tokens", tokens), ("batch_size", batch_size), ("last", last)):
+        if type(value) is not int or value < 0:
+            raise CacheError(f"{what} is {value!r}: a whole number ≥ 0 was expected")
     if name == "batch":
         name = options.pop("of", "dict")
     if name == "quantized":
-        return quantized_bytes(config, tokens, batch_size, itemsize, **options)
+        return quantized_bytes(config, tokens, batch_size, itemsize, last=last, **options)
     return kv_bytes(config, cache_slots(name, config, tokens, capacity, **options), batch_size, itemsize)
 
 
 def cache_slots(name, config: Config, tokens: int, capacity=None, *, page=16, window=0, sinks=0, **_) -> int:
     """Slots of K and V a row that a cache holding so many tokens has taken."""
     whole = capacity or config.max_position_embeddings
+    if name == "static" and tokens > whole:
+        raise CapacityError(f"{tokens} tokens do not fit into a static cache of {whole}")
     return {
         "static": lambda: whole if tokens else 0,
         "growing": lambda: max(16, 1 << (tokens - 1).bit_length()) if tokens else 0,
@@ -96,9 +108,10 @@ def quantized_bytes(config: Config, tokens: int, batch_size: int, itemsize: int,
 
 
 def quantized_parts(config: Config, tokens: int, itemsize: int, *,
-                    bits=8, k_bits=0, v_bits=0, group=32, residual=32, **_) -> tuple[int, int, int]:  # fmt: skip
+                    bits=8, k_bits=0, v_bits=0, group=32, residual=32, last=1,
+                    **_) -> tuple[int, int, int]:  # fmt: skip
     """Packed codes; two fp16 numbers a channel of each block of keys and two a token of values; the rest exact."""
-    old = max(0, (tokens - residual) // group * group)  # quantized tokens
+    old = max(0, (tokens - last - residual) // group * group)  # what the last append found and quantized
     D, pair = config.head_dim, 2 * 2  # scale and low, 2 bytes each
     keys = old * D * (k_bits or bits) // 8 + old // group * D * pair
     values = old * D * (v_bits or bits) // 8 + old * pair

@@ -17,7 +17,7 @@ from torch import nn
 
 from nanokv.attention import causal_mask
 from nanokv.config import Config
-from nanokv.errors import ConfigError
+from nanokv.errors import CacheError, ConfigError
 from nanokv.model import apply_rope
 
 
@@ -53,6 +53,8 @@ class LatentCache:
 
     def truncate(self, n: int):
         """Forget positions ≥ n."""
+        if type(n) is not int or n < 0:
+            raise CacheError(f"truncate({n!r}): a number of tokens ≥ 0 was expected")
         if self.key is not None:
             self.latent, self.key = self.latent[:, :n].clone(), self.key[:, :n].clone()
 

@@ -148,8 +148,9 @@ class Qwen3(nn.Module):
             raise ValueError(  # a wrong position gives fluent nonsense, so it is an error and not a guess
                 f"start_pos is {start_pos}, but the cache holds {cache.length} tokens: pass start_pos={cache.length}"
             )
-        if len(cache) != len(self.layers):
-            raise ValueError(f"the cache has {len(cache)} layers, the model {len(self.layers)}")
+        if len(cache) != len(self.layers) or cache.config not in (None, self.config):  # keys may fit and be wrong
+            theirs = cache.config if len(cache) == len(self.layers) else f"{len(cache)} layers"
+            raise ValueError(f"the cache was made for another model, with {theirs}: make_cache(name, model.config)")
         x = self.embed_tokens(tokens)  # (B,T,C)
         steps = torch.arange(tokens.shape[1], device=tokens.device)
         positions = torch.as_tensor(start_pos, device=tokens.device)[..., None] + steps  # (T,) or (B,T)

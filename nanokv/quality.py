@@ -12,7 +12,7 @@ import torch
 
 from nanokv.attention import causal_mask, prefill_attention
 from nanokv.cache.base import NoCache
-from nanokv.cache.quantized import dequantize, hadamard, quantize
+from nanokv.cache.codes import dequantize, hadamard, quantize
 from nanokv.inference import score, verify
 
 

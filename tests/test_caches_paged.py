@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nanokv.cache import make_cache
-from nanokv.cache.paged import PagePool
+from nanokv.cache.pool import PagePool
 from nanokv.cache.prefix import PrefixPool
 from nanokv.errors import CacheError, CapacityError
 from nanokv.inference import decode, prefill, score

@@ -8,9 +8,9 @@ import torch
 
 from nanokv import costs
 from nanokv.cache import KVCache, make_cache
-from nanokv.cache.quantized import dequantize, hadamard, pack, quantize, unpack
+from nanokv.cache.codes import dequantize, hadamard, pack, quantize, unpack
 from nanokv.errors import CacheError
-from nanokv.inference import decode, prefill, score
+from nanokv.inference import decode, prefill, score, verify
 from oracle import SHAPES, gap, pair, random_ids
 
 SMALL = {"group": 4, "residual": 3}
@@ -115,9 +115,10 @@ def test_codes_once_made_never_change(model):
     """transformers quantizes everything again at each flush: errors add up and each flush costs O(S)."""
     cache, ids = new(model, bits=4, rotate="hadamard"), random_ids(1, 1, 40)
     prefill(model, ids[:, :11], cache)
+    decode(model, ids[:, 11:12], cache, start_pos=11)
     old = [[x.clone() for x in (*layer.codes, *layer.scales)] for layer in cache]
     assert old[0][0].shape[2] == 8
-    for i in range(11, 40):
+    for i in range(12, 40):
         decode(model, ids[:, i : i + 1], cache, start_pos=i)
     for layer, before in zip(cache, old, strict=True):
         assert layer.codes[0].shape[2] == 36
@@ -127,13 +128,19 @@ def test_codes_once_made_never_change(model):
 
 @pytest.mark.parametrize("chunks", [(30,), (1,) * 30, (7, 1, 22), (29, 1)], ids=str)
 def test_chunks_do_not_change_what_is_stored(chunks):
-    """The same tensors in, the same codes out, however they were cut (a model's own keys depend on what it read)."""
+    """The same tensors in, the same codes out, however they were cut (a model's own keys depend on what it read).
+
+    What an append brings is exact until the next one, so one more token makes all equal.
+    """
     model = pair(**SHAPES["G2-tied"])[1]
     k, v = randn(2, 1, 2, 30, 32), randn(3, 1, 2, 30, 32)
     whole, cut = new(model)[0], new(model)[0]
     whole.append(k, v)
     for a, b in zip(k.split(chunks, 2), v.split(chunks, 2), strict=True):
         cut.append(a, b)
+    assert whole.blocks == []
+    for layer in (whole, cut):
+        layer.append(k[:, :, :1], v[:, :, :1])
     assert whole.blocks == cut.blocks == [4] * 6
     for name, tensor in whole.state().items():
         assert torch.equal(cut.state()[name], tensor), name
@@ -168,7 +175,9 @@ def test_what_is_read_back_is_within_half_a_step_and_the_newest_is_exact(model, 
 def test_truncate_forgets_and_leaves_the_rest_alone(model, keep):
     """Group-wise crop in transformers reports the old length, and fails when nothing exact is left."""
     cache = new(model, 2, bits=4)
-    prefill(model, random_ids(2, 2, 21), cache)
+    prefill(model, random_ids(2, 2, 20), cache)
+    decode(model, random_ids(2, 2, 21)[:, 20:], cache, start_pos=20)
+    assert cache[0].blocks == [4] * 4
     before = [tuple(x.clone() for x in layer.dense()) for layer in cache]
     bytes_before = cache.nbytes
     cache.truncate(keep)
@@ -191,12 +200,21 @@ def test_a_guess_within_rollback_leaves_no_trace(model):
     ids, cache = random_ids(4, 1, 40), new(model, bits=2)
     for i in range(24):
         decode(model, ids[:, i : i + 1], cache, start_pos=i)
-        before, room = {k: x.clone() for k, x in cache[0].state().items()}, cache.rollback
-        assert room == 3 + 4 - 1 - cache[0].exact[0].shape[2]
-        if room:
-            prefill(model, ids[:, i + 1 : i + 1 + room], cache, start_pos=i + 1)
-            cache.truncate(i + 1)
-            assert all(torch.equal(cache[0].state()[k], x) for k, x in before.items())
+        room, plain = cache.rollback, cache.fork()
+        assert 1 <= room <= 7
+        guess = verify(model, ids[:, i + 1 : i + 1 + room], cache, start_pos=i + 1)
+        for n in range(1, room + 1):  # plain decoding sees nothing in codes that the guess saw exactly
+            assert gap(decode(model, ids[:, i + n : i + n + 1], plain, start_pos=i + n), guess[:, n - 1]) < 1e-4
+        plain.truncate(i + 1)
+        cache.truncate(i + 1)
+        assert all(torch.equal(cache[0].state()[k], x) for k, x in plain[0].state().items())
+    full = new(model, bits=2)
+    prefill(model, ids[:, :5], full)
+    plain, room = full.fork(), full.rollback
+    guess = verify(model, ids[:, 5 : 6 + room], full, start_pos=5)[:, -1]
+    for n in range(5, 6 + room):
+        last = decode(model, ids[:, n : n + 1], plain, start_pos=n)
+    assert gap(last, guess) > 1e-3  # one token more, and it would
 
 
 def test_rows_move_with_their_scales(model):

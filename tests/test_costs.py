@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanokv import costs
-from nanokv.attention import square_attention
+from nanokv.attention import causal_attention
 from nanokv.cache import NoCache, make_cache
 from nanokv.config import Config
 from nanokv.inference import decode, prefill
@@ -132,5 +132,5 @@ def test_item_sizes():
 def test_the_null_cache_costs_nothing():
     _, model = pair()
     cache = NoCache(3)
-    model(random_ids(2, 1, 4), cache, 0, square_attention)
+    model(random_ids(2, 1, 4), cache, 0, causal_attention)
     assert cache.nbytes == 0

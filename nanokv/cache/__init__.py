@@ -4,24 +4,29 @@
 capacity as a limit that it does not need. Options that a cache does not know raise with the list of the known ones.
 """
 
-import difflib
-import inspect
 from functools import partial
+
+import torch
 
 from nanokv.cache.base import KVCache, LayerCache, NoCache
 from nanokv.cache.batch import BatchCache
 from nanokv.cache.dict_cache import DictCache
-from nanokv.cache.offloaded import DiskStore, HostStore, OffloadedCache
-from nanokv.cache.paged import ElasticPool, PagedCache, PagePool
+from nanokv.cache.offloaded import OffloadedCache
+from nanokv.cache.paged import PagedCache
+from nanokv.cache.pool import ElasticPool, PagePool
 from nanokv.cache.prefix import ElasticPrefixPool, PrefixCache, PrefixPool
 from nanokv.cache.quantized import QuantizedCache
 from nanokv.cache.sliding import SlidingCache
 from nanokv.cache.static import GrowingCache, StaticCache
+from nanokv.cache.stores import DiskStore, HostStore
 from nanokv.errors import CacheError
+from nanokv.kinds import check_options
 
 __all__ = [
     "CACHES", "BatchCache", "DictCache", "KVCache", "LayerCache", "NoCache", "PagePool", "PrefixPool", "make_cache",
 ]  # fmt: skip
+
+FIRST_PAGES = 4  # of a pool that grows: it doubles from here
 
 
 def make_dict(config, batch_size, capacity) -> KVCache:
@@ -40,25 +45,23 @@ def make_growing(config, batch_size, capacity) -> KVCache:
     return KVCache((GrowingCache() for _ in range(config.num_hidden_layers)), config)
 
 
-def make_paged(config, batch_size, capacity, *, page: int = 16, pages: int = 0, pool=None) -> KVCache:
-    """Pages from a pool: `pool` is one to share, `pages` makes one of that size; without both it grows as needed."""
-    check("page", page, 1)
-    check("pages", pages, 0)
-    slots = capacity or config.max_position_embeddings
-    needed = batch_size * -(-slots // page)
-    pool = pool or (PagePool(config, pages, page) if pages else ElasticPool(config, needed, page))
+def make_paged(config, batch_size, capacity, *, page: int = 0, pages: int = 0, pool=None) -> KVCache:
+    """Pages of 16 tokens or `page`, from a pool: `pool` is one to share, `pages` makes one of that size; without both
+    it grows as needed."""
+    if pool is None:
+        page = page or 16
+        pool = PagePool(config, pages, page) if pages else ElasticPool(config, FIRST_PAGES, page)
+    check_pool(pool, PagePool, config, page, pages)
     return PagedCache(pool, batch_size)
 
 
-def make_prefix(config, batch_size, capacity, *, page: int = 16, pages: int = 0, pool=None, salt: str = "") -> KVCache:
+def make_prefix(config, batch_size, capacity, *, page: int = 0, pages: int = 0, pool=None, salt: str = "") -> KVCache:
     """Pages that later requests with the same beginning find again; pool and pages as for the paged cache."""
-    check("page", page, 1)
-    check("pages", pages, 0)
-    if not isinstance(salt, str):
-        raise CacheError(f"salt is {salt!r}: a string was expected")
-    slots = capacity or config.max_position_embeddings
-    needed = batch_size * -(-slots // page)
-    pool = pool or (PrefixPool(config, pages, page) if pages else ElasticPrefixPool(config, needed, page))
+    if pool is None:
+        page, slots = page or 16, capacity or config.max_position_embeddings
+        keep = batch_size * -(-slots // page)  # pages of one request as long as the context
+        pool = PrefixPool(config, pages, page) if pages else ElasticPrefixPool(config, FIRST_PAGES, page, keep)
+    check_pool(pool, PrefixPool, config, page, pages)
     cache = PrefixCache(pool, batch_size)
     cache.salt = salt
     return cache
@@ -67,32 +70,24 @@ def make_prefix(config, batch_size, capacity, *, page: int = 16, pages: int = 0,
 def make_sliding(config, batch_size, capacity, *, window: int = 0, sinks: int = 0) -> KVCache:
     """The last `window` positions (default: capacity, then the model's context) and the first `sinks`."""
     window = window or capacity or config.max_position_embeddings
-    check("window", window, 1)
-    check("sinks", sinks, 0)
-    return KVCache((SlidingCache(config, window, sinks) for _ in range(config.num_hidden_layers)), config)
+    cache = KVCache((SlidingCache(config, window, sinks) for _ in range(config.num_hidden_layers)), config)
+    cache.options = {"window": window}  # decided here: a file must not depend on how long the context was
+    return cache
 
 
 def make_quantized(config, batch_size, capacity, *, bits: int = 8, k_bits: int = 0, v_bits: int = 0, group: int = 32,
                    residual: int = 32, rotate: str = "none") -> KVCache:  # fmt: skip
     """`bits` for both, or k_bits and v_bits apart (K8V4: k_bits=8, v_bits=4); rotate=hadamard turns the keys first."""
     k_bits, v_bits = k_bits or bits, v_bits or bits
-    for name, value in (("k_bits", k_bits), ("v_bits", v_bits)):
-        if value not in (2, 4, 8):
-            raise CacheError(f"{name} is {value!r}: 2, 4 and 8 are implemented")
+    for value in (k_bits, v_bits):
         if config.head_dim % (8 // value):
             raise CacheError(f"head_dim {config.head_dim} cannot be packed in {value} bits")
-    check("group", group, 1)
-    check("residual", residual, 0)
-    if rotate not in ("none", "hadamard"):
-        raise CacheError(f"rotate is {rotate!r}: none and hadamard are implemented")
     layers = (QuantizedCache(k_bits, v_bits, group, residual, rotate) for _ in range(config.num_hidden_layers))
     return KVCache(layers, config)
 
 
 def make_offloaded(config, batch_size, capacity, *, to: str = "disk", folder=None) -> KVCache:
     """Layers in a file each (to=disk, in `folder` or the system's temporary folder) or in host memory (to=host)."""
-    if to not in ("disk", "host"):
-        raise CacheError(f"to is {to!r}: disk and host are implemented")
     return OffloadedCache(config, partial(DiskStore, folder) if to == "disk" else HostStore)
 
 
@@ -110,34 +105,32 @@ CACHES = {
 def make_cache(name, config, batch_size: int = 1, capacity=None, dtype=None, device=None, **options) -> KVCache:
     """An empty cache of the named kind for a model of this config; capacity in tokens a row.
 
-    Memory is taken by the first append, in the dtype and on the device of what the model writes; dtype and device are
-    accepted for every kind so that callers need not care.
+    Memory is taken by the first append, in the dtype and on the device of what the model writes; if `dtype` or
+    `device` is given, an append of another one is refused.
     """
-    if name not in CACHES:
-        near = difflib.get_close_matches(str(name), CACHES, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else ""
-        raise CacheError(f"no cache is called {name!r}: there are {', '.join(CACHES)}", hint=hint)
+    check_options(name, options, objects=True)
     check("batch_size", batch_size, 1)
     if capacity is not None:
         check("capacity", capacity, 1)
-    known = options_of(name)
-    if name == "batch":  # hands the rest on to its rows
-        of = options.get("of", "dict")
-        if of not in CACHES or of == "batch":
-            raise CacheError(f"of is {of!r}: there are {', '.join(kind for kind in CACHES if kind != 'batch')}")
-        known += options_of(of)
-    if unknown := sorted(set(options) - set(known)):
-        listed = ", ".join(known) or "no options"
-        raise CacheError(f"cache {name!r} has no option {', '.join(unknown)}: it knows {listed}")
     cache = CACHES[name](config, batch_size, capacity, **options)
-    cache.name, cache.options, cache.asked = name, options, capacity
+    cache.name, cache.options = name, options | cache.options
+    cache.asked, cache.asked_rows = capacity, batch_size
+    expects = config.num_key_value_heads, config.head_dim, dtype, device and torch.device(device)
+    for part in (*getattr(cache, "rows", ()), cache):
+        for layer in part:
+            layer.expects = expects
     return cache
 
 
-def options_of(name: str) -> list[str]:
-    """What may follow the sizes in make_cache(name, …)."""
-    parameters = inspect.signature(CACHES[name]).parameters.values()
-    return [p.name for p in parameters if p.kind == p.KEYWORD_ONLY]
+def check_pool(pool, kind, config, page: int, pages: int):
+    """A pool of this kind, for this config, of the sizes that were asked for (0 = not asked)."""
+    if not isinstance(pool, kind):
+        raise CacheError(f"pool is {pool!r}: a {kind.__name__} was expected")
+    if pool.config != config:
+        raise CacheError("the pool was made for a model of another config: its keys would fit and be wrong")
+    for name, asked, has in (("page", page, pool.page_size), ("pages", pages, len(pool.references))):
+        if asked not in (0, has):
+            raise CacheError(f"{name}={asked} contradicts the pool, which has {name}={has}", hint=f"leave {name}= out")
 
 
 def check(name: str, value, low: int):

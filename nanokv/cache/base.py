@@ -5,17 +5,31 @@ A cache is plugged into the model from outside. What `append` returns goes strai
 else it can do; what it cannot do raises UnsupportedError.
 """
 
-import hashlib
-import json
-import os
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from nanokv.attention import causal_mask
+from nanokv.cache import saving
+from nanokv.cache.checks import check_index
 from nanokv.errors import CacheError, UnsupportedError
+
+
+@dataclass
+class Pages:
+    """Where the keys and values of every row lie, for an attention that reads them there instead of from a copy.
+
+    Row b holds `lengths[b]` tokens, in pages `table[b]`, oldest first; without a table in page b, one for each row.
+    """
+
+    keys: torch.Tensor  # (P,Hk,page,D)
+    values: torch.Tensor
+    lengths: torch.Tensor  # (B,) int32; a list will do
+    table: torch.Tensor | None = None  # (B,n) int32
+    struct: object = None  # the same for a kernel in C, made by the first that asks
+
+    def __post_init__(self):
+        self.lengths = torch.as_tensor(self.lengths, dtype=torch.int32)
 
 
 class LayerCache:
@@ -23,11 +37,23 @@ class LayerCache:
 
     length: int = 0
     capacity: int | None = None  # the most tokens that fit; None = as memory allows
+    in_place = False  # can `room` be asked? Then a decode step needs no mask either: the pages say each row's length
     rollback: int | None = None  # tokens that one append may bring and truncate take back without a trace; None = any
+    expects = (None, None, None, None)  # (Hk, D, dtype, device) that make_cache was told; None = whatever comes first
 
     def append(self, k, v):
         """(B,Hk,T,D) ×2, keys already rotated → (B,Hk,S,D) ×2, oldest first; the last T rows are the new ones."""
         raise NotImplementedError
+
+    def place(self, k, v) -> Pages:
+        """`append` for an attention that reads keys and values where they are. One token a row."""
+        keys, values = self.append(k, v)
+        return Pages(keys, values, [keys.shape[2]] * keys.shape[0])
+
+    def room(self, like) -> Pages:
+        """Room for one more token a row, counted as seen: the caller writes its key and value (B,Hk,1,D), in the shape
+        and dtype of `like`, at the last place of each row, lengths − 1."""
+        raise UnsupportedError(f"{type(self).__name__} does not store in place")
 
     def mask(self, T: int):
         """Which keys the next T queries see: None = all, else bool (T,S), bottom-right causal. Changes nothing."""
@@ -45,6 +71,19 @@ class LayerCache:
     def truncate(self, n: int):
         """Forget positions ≥ n (a rejected draft, an edited turn). Absolute, and harmless when repeated."""
         raise UnsupportedError(f"{type(self).__name__} cannot truncate")
+
+    def check_truncate(self, n: int):
+        """Raise what truncate(n) would, and change nothing: asked of all layers and rows before the first is cut."""
+        if type(n) is not int or n < 0:
+            raise CacheError(f"truncate({n!r}): a number of tokens ≥ 0 was expected")
+
+    def mark(self):
+        """What `back` needs to take the next append back, even if truncate could not. Copies nothing."""
+        return self.length
+
+    def back(self, mark):
+        """As if the append since `mark` had never been."""
+        self.truncate(mark)
 
     def fork(self) -> "LayerCache":
         """An independent copy: appending to it leaves this one as it is."""
@@ -71,9 +110,11 @@ class LayerCache:
 class KVCache(list):
     """One LayerCache per layer. Made by `nanokv.make_cache(name, config)`."""
 
-    name, batch_size = "dict", 1
+    name = "dict"
     options: dict = {}  # what make_cache was called with, besides sizes
     asked: int | None = None  # the capacity that make_cache was called with
+    asked_rows = 1  # its batch_size
+    tokens: tuple | list = ()  # of a loaded cache: the ids that were saved with it
 
     def __init__(self, layers=(), config=None):
         super().__init__(layers)
@@ -107,12 +148,14 @@ class KVCache(list):
 
     def mask(self, T: int):
         """The mask that all layers share, asked once per forward, before any layer appends."""
+        if not self:
+            raise CacheError("this cache has no layers: make_cache(name, config) gives it one for each of the model's")
         return self[0].mask(T)
 
     def truncate(self, n: int):
         """Forget positions ≥ n in every layer; also mends layers of unequal length after a failed forward."""
-        if type(n) is not int or n < 0:
-            raise CacheError(f"truncate({n!r}): a number of tokens ≥ 0 was expected")
+        for layer in self:
+            layer.check_truncate(n)
         for layer in self:
             layer.truncate(n)
 
@@ -128,10 +171,24 @@ class KVCache(list):
         copy = type(self)((layer.fork() for layer in self), self.config)
         return copy.made_like(self)
 
+    def __copy__(self):
+        return self.fork()  # a shallow copy would append to the same layers, and give pages back that it never took
+
+    def __deepcopy__(self, memo):
+        return self.fork()
+
     def made_like(self, other) -> "KVCache":
-        """Take over what make_cache wrote on another cache."""
-        self.name, self.options, self.asked = other.name, other.options, other.asked
+        """Take over what make_cache wrote on another cache, and the ids it was saved with."""
+        for name in ("name", "options", "asked", "asked_rows", "tokens"):
+            setattr(self, name, getattr(other, name))
+        for mine, theirs in zip(self, other, strict=False):
+            mine.expects = theirs.expects
         return self
+
+    @property
+    def batch_size(self) -> int:
+        """Rows held; of an empty cache, rows that it was made for."""
+        return self.rows_held() or self.asked_rows
 
     def rows_held(self) -> int | None:
         """Rows of the batch; None while nothing is stored."""
@@ -139,105 +196,27 @@ class KVCache(list):
 
     def reorder(self, index):
         """Row b of every layer becomes old row index[b]; the rows may repeat, and the batch may grow or shrink."""
-        index = check_index(index, self.rows_held())
+        index = check_index(index, self.batch_size)
         for layer in self:
             layer.reorder(index)
+        self.asked_rows = len(index)
 
     def save(self, path, tokens=(), model_fingerprint: str = ""):
         """Write keys and values as safetensors, with the config, the tokens and a checksum; replaces `path` atomically.
 
-        `tokens` (the ids that are in the cache) and `model_fingerprint` are stored so that `load` can refuse a file
-        that belongs to other text or other weights.
+        `tokens` (the ids that are in the cache; for several rows one list for all, or one each) and
+        `model_fingerprint` are stored so that `load` can refuse a file of other text or other weights.
         """
-        states = [layer.state() for layer in self]
-        tensors = {f"layers.{i}.{key}": t.contiguous() for i, state in enumerate(states) for key, t in state.items()}
-        tensors = _unshared(tensors)
-        meta = {
-            "format": "nanokv-cache-1",
-            "cache": self.name,
-            "options": json.dumps({k: v for k, v in self.options.items() if isinstance(v, str | int)}, sort_keys=True),
-            "rows": str(self.batch_size),
-            "capacity": json.dumps(self.asked),
-            "length": json.dumps(torch.as_tensor(self.length).tolist()),
-            "config": json.dumps(self.config.to_dict(), sort_keys=True),
-            "tokens": json.dumps([int(i) for i in tokens]),
-            "model": model_fingerprint,
-        }
-        meta["sha256"] = _digest(meta, tensors)
-        path = Path(path)
-        temporary = path.with_name(path.name + ".tmp")
-        try:
-            save_file(tensors, temporary, metadata=meta)
-            with open(temporary, "rb") as file:
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        saving.save(self, path, tokens, model_fingerprint)
 
     @classmethod
     def load(cls, path, config, model_fingerprint: str = "", device="cpu", **options) -> "KVCache":
         """Rebuild a saved cache. Refuses another config, other weights, an edited or a truncated file, saying which.
 
-        The ids that were saved with it are in `.tokens` of the result. `options` (a page pool, another capacity)
-        override those that were saved.
+        The ids that were saved with it are in `.tokens` of the result. `options` may say where the bytes go (a page
+        pool, a folder, another capacity); what would change the stored tokens' meaning is refused.
         """
-        from nanokv.cache import make_cache
-
-        try:
-            with safe_open(path, framework="pt", device=str(device)) as file:
-                meta = dict(file.metadata() or {})
-                tensors = {key: file.get_tensor(key) for key in file.keys()}
-        except (OSError, SafetensorError) as error:
-            raise CacheError(f"{path} is not a readable cache file: {error}") from error
-        if meta.get("format") != "nanokv-cache-1":
-            raise CacheError(f"{path} is not a saved KV cache (format {meta.get('format')!r})")
-        if meta.pop("sha256", None) != _digest(meta, tensors):
-            raise CacheError(f"{path} was changed after it was saved: its checksum does not match")
-        saved = json.loads(meta["config"])
-        if saved != json.loads(json.dumps(config.to_dict())):
-            differ = sorted(k for k in saved | config.to_dict() if saved.get(k) != config.to_dict().get(k))
-            raise CacheError(f"{path} belongs to another model: {', '.join(differ)} differ")
-        if model_fingerprint and meta["model"] and meta["model"] != model_fingerprint:
-            raise CacheError(f"{path} belongs to other weights: {meta['model'][:12]}, not {model_fingerprint[:12]}")
-        sizes = {"batch_size": int(meta["rows"]), "capacity": json.loads(meta["capacity"])}
-        cache = make_cache(meta["cache"], config, **(sizes | json.loads(meta["options"]) | options))
-        for i, layer in enumerate(cache):
-            prefix = f"layers.{i}."
-            layer.restore({k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix)})
-        cache.tokens = json.loads(meta["tokens"])
-        return cache
-
-
-def _unshared(tensors: dict) -> dict:
-    """Forked rows share tensors, which a file cannot: each but the first is copied."""
-    seen: set[int] = set()
-    for name, tensor in tensors.items():
-        if tensor.data_ptr() in seen:
-            tensors[name] = tensor.clone()
-        seen.add(tensor.data_ptr())
-    return tensors
-
-
-def check_index(index, rows=None):
-    """Row numbers as an int64 tensor; `rows` = how many there are."""
-    index = torch.as_tensor(index)
-    if index.dim() != 1 or index.numel() == 0 or index.dtype not in (torch.int64, torch.int32) or index.min() < 0:
-        raise CacheError(f"reorder({index.tolist()!r}): a list of row numbers ≥ 0 was expected")
-    if rows is not None and index.max() >= rows:
-        raise CacheError(f"reorder: row {int(index.max())} of a cache with {rows} rows")
-    return index.long().cpu()  # a CPU index selects rows on any device
-
-
-def check_append(held, k):
-    """Keys (B,Hk,T,D) must be of the batch, heads, width, dtype and device of what is held, (B,Hk,S,D).
-
-    `cat` would promote another dtype without a word, and a slab would broadcast another batch.
-    """
-    kinds = [(*x.shape[:2], x.shape[3], x.dtype, x.device) for x in (held, k)]
-    if kinds[0] != kinds[1]:
-        have, new = (f"{tuple(x.shape)} {x.dtype}" for x in (held, k))
-        devices = "" if held.device == k.device else f": the keys are on {k.device}, the cache on {held.device}"
-        raise CacheError(f"cannot append keys {new} to a cache of {have} (B,Hk,S,D){devices}")
+        return saving.load(path, config, model_fingerprint, device, options)
 
 
 class NoCache(KVCache):
@@ -261,13 +240,3 @@ class _KeepNothing(LayerCache):
 
     def truncate(self, n: int):
         pass
-
-
-def _digest(meta: dict, tensors: dict) -> str:
-    """sha256 over the metadata and every tensor's name, dtype, shape and bytes."""
-    digest = hashlib.sha256(json.dumps({k: v for k, v in meta.items() if k != "sha256"}, sort_keys=True).encode())
-    for key in sorted(tensors):
-        tensor = tensors[key].detach().cpu().contiguous()
-        digest.update(f"{key} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.flatten().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()

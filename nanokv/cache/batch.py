@@ -9,7 +9,8 @@ prefilled alone and joined here.
 import torch
 import torch.nn.functional as F
 
-from nanokv.cache.base import KVCache, LayerCache, check_index
+from nanokv.cache.base import KVCache, LayerCache
+from nanokv.cache.checks import check_append, check_index
 from nanokv.errors import CacheError, UnsupportedError
 
 
@@ -17,7 +18,7 @@ class BatchLayer(LayerCache):
     """Layer i of every row."""
 
     def __init__(self, parts):
-        self.parts = parts  # LayerCaches of batch size 1
+        self.parts, self.expects = parts, parts[0].expects  # LayerCaches of batch size 1
 
     @property
     def rows(self) -> int:
@@ -26,28 +27,37 @@ class BatchLayer(LayerCache):
     @property
     def length(self):
         """An int while all rows agree, else (B,) int64."""
-        return _one_or_each([row.length for row in self.parts])
+        return one_or_each([row.length for row in self.parts])
 
     def append(self, k, v):
+        check_append(k, v, expects=self.expects)
         if k.shape[0] != len(self.parts):
             raise CacheError(f"cannot append keys {tuple(k.shape)} to {len(self.parts)} rows")
-        before, pairs = [row.length for row in self.parts], []
+        marks, pairs = [row.mark() for row in self.parts], []
         try:
             for b, row in enumerate(self.parts):
                 pairs.append(row.append(k[b : b + 1], v[b : b + 1]))  # (1,Hk,S_b,D) ×2
-        except Exception:  # row b has no room: nothing is written, in the rows before it neither
-            for row, length in zip(self.parts[: len(pairs)], before, strict=False):
-                row.truncate(length)
+            longest = max(key.shape[2] for key, _ in pairs)
+            keys, values = zip(*pairs, strict=True)
+            return _pad_left(keys, longest), _pad_left(values, longest)  # (B,Hk,S,D) ×2
+        except BaseException:  # no room in row b, or Ctrl-C: nothing is written, in the rows before it neither
+            for row, mark in zip(self.parts, marks, strict=True):
+                row.back(mark)
             raise
-        longest = max(key.shape[2] for key, _ in pairs)
-        keys, values = zip(*pairs, strict=True)
-        return _pad_left(keys, longest), _pad_left(values, longest)  # (B,Hk,S,D) ×2
 
     @property
     def rollback(self) -> int | None:
         return min((row.rollback for row in self.parts if row.rollback is not None), default=None)
 
+    def width(self, T: int) -> int:
+        return max(row.width(T) for row in self.parts)
+
+    def check_truncate(self, n: int):
+        for row in self.parts:
+            row.check_truncate(n)
+
     def truncate(self, n: int):
+        self.check_truncate(n)
         for row in self.parts:
             row.truncate(n)
 
@@ -68,13 +78,23 @@ class BatchCache(KVCache):
 
     def __init__(self, rows, config):
         self.rows = list(rows)
+        if not self.rows:
+            raise CacheError("a batch of no rows: at least one cache was expected")
+        if len({id(row) for row in self.rows}) < len(self.rows):
+            raise CacheError("one cache is given as two rows, which would append to each other", hint="pass row.fork()")
+        if wrong := [row.config for row in self.rows if row.config not in (None, config)]:
+            raise CacheError(f"a row was made for another model than the batch: {wrong[0]}")
         self.name, self.asked = "batch", self.rows[0].asked
         self.options = {"of": self.rows[0].name} | self.rows[0].options
-        super().__init__((BatchLayer(list(layers)) for layers in zip(*self.rows, strict=True)), config)
+        super().__init__(self.layers(), config)
+
+    def layers(self) -> list[BatchLayer]:
+        """Layer i of all rows, for every i."""
+        return [BatchLayer(list(parts)) for parts in zip(*self.rows, strict=True)]
 
     @property
     def length(self):
-        return _one_or_each([row.length for row in self.rows])
+        return one_or_each([row.length for row in self.rows])
 
     @property
     def batch_size(self) -> int:
@@ -95,20 +115,23 @@ class BatchCache(KVCache):
         return torch.stack([F.pad(mask, (max(widths) - mask.shape[1], 0)) for mask in every])[:, None]  # padding: False
 
     def truncate(self, n):
-        """One length for all rows, or one a row."""
+        """One length for all rows, or one a row; if one of them cannot go back so far, none does."""
         lengths = torch.as_tensor(n).tolist() if isinstance(n, torch.Tensor | list | tuple) else [n] * len(self.rows)
         if len(lengths) != len(self.rows) or any(type(length) is not int or length < 0 for length in lengths):
             raise CacheError(f"truncate({n!r}): a number of tokens ≥ 0 for each of {len(self.rows)} rows was expected")
         for row, length in zip(self.rows, lengths, strict=True):
+            for layer in row:
+                layer.check_truncate(length)
+        for row, length in zip(self.rows, lengths, strict=True):
             row.truncate(length)
 
     def fork(self) -> "BatchCache":
-        return BatchCache([row.fork() for row in self.rows], self.config).made_like(self)
+        return type(self)([row.fork() for row in self.rows], self.config).made_like(self)
 
     def reorder(self, index):
         index = check_index(index, rows=len(self.rows)).tolist()
         self.rows = [self.rows[i].fork() for i in index]
-        self[:] = BatchCache(self.rows, self.config)
+        self[:] = self.layers()
 
     def save(self, path, tokens=(), model_fingerprint: str = ""):
         first = self.rows[0]
@@ -117,8 +140,9 @@ class BatchCache(KVCache):
         super().save(path, tokens, model_fingerprint)
 
 
-def _one_or_each(lengths):
-    return lengths[0] if len(set(lengths)) == 1 else torch.tensor(lengths)  # (B,)
+def one_or_each(lengths):
+    """An int if all are equal, else (B,) int64."""
+    return lengths[0] if len(set(lengths)) == 1 else torch.tensor(lengths)
 
 
 def _pad_left(tensors, longest: int):

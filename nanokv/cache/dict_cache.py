@@ -6,7 +6,8 @@ to append one, so N steps copy O(N²) bytes (Qwen3-0.6B at 4,096 tokens: 470 MB 
 
 import torch
 
-from nanokv.cache.base import LayerCache, check_append
+from nanokv.cache.base import LayerCache
+from nanokv.cache.checks import check_append
 
 
 class DictCache(LayerCache, dict):
@@ -21,14 +22,15 @@ class DictCache(LayerCache, dict):
         return self["key"].shape[0] if self else None
 
     def append(self, k, v):
+        check_append(k, v, self.get("key"), self.expects)
         if self:
-            check_append(self["key"], k)
             k = torch.cat((self["key"], k), dim=2)  # (B,Hk,S,D): copies the whole past
             v = torch.cat((self["value"], v), dim=2)  # (B,Hk,S,D)
         self["key"], self["value"] = k, v
         return k, v
 
     def truncate(self, n: int):
+        self.check_truncate(n)
         if n == 0:
             self.clear()
         elif n < self.length:

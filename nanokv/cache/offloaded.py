@@ -5,66 +5,15 @@ the arithmetic if it is fast enough: every step moves the whole cache once. Bit-
 Reference: transformers' offloaded DynamicCache (CUDA only), FlexGen (arXiv 2303.06865).
 """
 
-import tempfile
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from nanokv.cache.base import KVCache, LayerCache, check_append
-from nanokv.errors import CacheError
+from nanokv.cache.base import KVCache, LayerCache
+from nanokv.cache.checks import check_append
 
 READER = ThreadPoolExecutor(1, thread_name_prefix="nanokv-offload")  # one: transfers share one bus anyway
-
-
-class HostStore:
-    """Rows of tokens in host memory, pinned so that the copy to the GPU does not wait for the host."""
-
-    def __init__(self):
-        self.rows = None  # (N,2,B,Hk,D): tokens first, so growing appends at the end
-
-    def write(self, start: int, new):
-        """new (T,2,B,Hk,D) at token `start`."""
-        if start == 0 and self.rows is not None and self.rows.shape[1:] != new.shape[1:]:
-            self.rows = None  # another batch size: beams that were multiplied
-        held = 0 if self.rows is None else self.rows.shape[0]
-        if start + new.shape[0] > held:
-            with torch.inference_mode(False):
-                shape = (max(64, 2 * held, start + new.shape[0]), *new.shape[1:])
-                grown = torch.empty(shape, dtype=new.dtype, pin_memory=new.is_cuda)
-            if start:
-                grown[:start] = self.rows[:start]
-            self.rows = grown
-        self.rows[start : start + new.shape[0]] = new
-
-    def read(self, tokens: int, like):
-        """(tokens,2,B,Hk,D) on the device that computes."""
-        return self.rows[:tokens].to(like.device, non_blocking=True)
-
-
-class DiskStore:
-    """The same rows in a file of their own without a name: it is gone when the cache is."""
-
-    def __init__(self, folder=None):
-        self.file = tempfile.TemporaryFile(dir=folder, prefix="nanokv-", buffering=0)
-
-    def write(self, start: int, new):
-        data = new.cpu().contiguous().view(torch.uint8).numpy().data.cast("B")
-        self.file.seek(start * new[0].nbytes)
-        while data:
-            data = data[self.file.write(data) :]
-
-    def read(self, tokens: int, like):
-        """Read, not mapped: mapped pages would be waited for one by one when attention touches them."""
-        rows = torch.empty(tokens, *like.shape[1:], dtype=like.dtype)
-        target = memoryview(rows.view(torch.uint8).numpy()).cast("B")
-        self.file.seek(0)
-        while target:
-            count = self.file.readinto(target)
-            if not count:
-                raise CacheError(f"the file of an offloaded cache is shorter than {tokens} tokens")
-            target = target[count:]
-        return rows.to(like.device)
 
 
 class OffloadedLayer(LayerCache):
@@ -79,9 +28,9 @@ class OffloadedLayer(LayerCache):
         return self.like.shape[2] if self.length else None
 
     def append(self, k, v):
+        held = self.like[:, 0].permute(1, 2, 0, 3).expand(-1, -1, self.length, -1) if self.length else None
+        check_append(k, v, held, self.expects)
         new = torch.stack((k, v)).permute(3, 0, 1, 2, 4)  # (T,2,B,Hk,D)
-        if self.length:
-            check_append(self.like[:, 0].permute(1, 2, 0, 3).expand(-1, -1, self.length, -1), k)
         past = self.near()
         self.like = new[:1].clone()  # a view would keep the whole chunk near
         self.parent[(self.number + 1) % len(self.parent)].fetch()  # while this layer computes
@@ -105,6 +54,7 @@ class OffloadedLayer(LayerCache):
         return rows if tokens == self.length else self.store.read(self.length, self.like)
 
     def truncate(self, n: int):
+        self.check_truncate(n)
         self.length = min(n, self.length)
 
     def state(self) -> dict:

@@ -7,7 +7,8 @@ padding costs as many bytes and FLOPs as real tokens. The ragged BatchCache has 
 
 import torch
 
-from nanokv.cache.base import KVCache, check_index
+from nanokv.cache.base import KVCache
+from nanokv.cache.checks import check_index
 from nanokv.errors import CacheError, UnsupportedError
 
 

@@ -2,95 +2,19 @@
 
 A sequence owns a table of page numbers, shared by all layers; page p of layer i is `pool.keys[i][p]`. Nothing is
 reserved: a page is taken when the first token of it comes, and goes back when its last owner lets go of it. Forked
-sequences share pages; whoever writes into a shared page copies it first. The attention function gets dense keys,
-gathered from the pages: one copy of S rows a layer a step, the price of keeping every kernel out of this file.
+sequences share pages; whoever writes into a shared page copies it first. `append` gives dense keys, gathered from the
+pages: one copy of S rows a layer a step, the price of any attention function. `place` and `room` copy nothing: they
+say where the pages lie.
 """
 
 import weakref
-from collections import Counter
 
 import torch
 
-from nanokv.cache.base import KVCache, LayerCache, check_index
-from nanokv.errors import CacheError, CapacityError
-
-
-class PagePool:
-    """`pages` pages of `page_size` tokens for all layers; reference counts say how many tables hold each page."""
-
-    def __init__(self, config, pages: int, page_size: int):
-        self.config, self.page_size = config, page_size
-        self.references = [0] * pages
-        self.free = list(range(pages - 1, -1, -1))  # a stack: the page that was freed last is still in the CPU's cache
-        self.keys = self.values = None  # (L,P,Hk,page,D) once the dtype is known
-
-    def storage(self, like):
-        """Take the memory, at the first append: P · page · 2·L·Hk·D values."""
-        if self.keys is None:
-            L, P, D = self.config.num_hidden_layers, len(self.references), self.config.head_dim
-            shape = (L, P, self.config.num_key_value_heads, self.page_size, D)
-            with torch.inference_mode(False):
-                self.keys, self.values = (torch.empty(shape, dtype=like.dtype, device=like.device) for _ in "kv")
-        page, new = ((x.shape[-3], x.shape[-1], x.dtype, x.device) for x in (self.keys, like))
-        if page != new:  # a broadcast or a cast would hide the mistake
-            have, new = (f"{tuple(x.shape[-4:])} {x.dtype}" for x in (self.keys, like))
-            where = "" if self.keys.device == like.device else f": on {like.device}, not {self.keys.device}"
-            raise CacheError(f"cannot append keys {new} to a cache of {have} (pages,Hk,page,D){where}")
-
-    def take(self, count: int) -> list[int]:
-        """So many free pages, or CapacityError and nothing changed."""
-        if count > len(self.free):
-            self.exhausted(count)
-        taken = [self.free.pop() for _ in range(count)]
-        for page in taken:
-            self.references[page] = 1
-        return taken
-
-    def exhausted(self, count: int):
-        """What a pool does that is too small: this one refuses."""
-        raise CapacityError(
-            f"the page pool is exhausted: {count} pages of {self.page_size} tokens wanted, "
-            f"{len(self.free)} of {len(self.references)} free",
-            hint="free a sequence, or make the pool larger",
-        )
-
-    @property
-    def limit(self) -> int | None:
-        """Tokens that fit at most; None = as memory allows."""
-        return len(self.references) * self.page_size
-
-    def share(self, pages):
-        """One more owner for each."""
-        for page in pages:
-            self.references[page] += 1
-
-    def release(self, pages):
-        """One owner less; a page without an owner is free."""
-        for page in pages:
-            self.references[page] -= 1
-            if self.references[page] == 0:
-                self.free.append(page)
-
-    @property
-    def bytes_per_page(self) -> int:
-        """2 (K and V) · L · Hk · page · D · itemsize."""
-        return 0 if self.keys is None else 2 * self.keys[:, 0].nbytes
-
-
-class ElasticPool(PagePool):
-    """A pool that takes more memory when it runs out: it at least doubles, so a page is copied once or twice."""
-
-    limit = None
-
-    def exhausted(self, count: int):
-        held = len(self.references)
-        pages = max(count - len(self.free), held)
-        self.references += [0] * pages
-        self.free = list(range(held + pages - 1, held - 1, -1)) + self.free
-        if self.keys is not None:
-            with torch.inference_mode(False):
-                more = [torch.empty_like(x[:, :1]).expand(-1, pages, -1, -1, -1) for x in (self.keys, self.values)]
-                self.keys, self.values = torch.cat((self.keys, more[0]), 1), torch.cat((self.values, more[1]), 1)
+from nanokv.cache.base import KVCache, LayerCache, Pages
+from nanokv.cache.checks import check_append, check_index
+from nanokv.cache.pool import PagePool
+from nanokv.cache.view import View, next_view
 
 
 class PagedCache(KVCache):
@@ -98,7 +22,7 @@ class PagedCache(KVCache):
 
     def __init__(self, pool: PagePool, batch_size: int = 1):
         super().__init__((PagedLayer(self, i) for i in range(pool.config.num_hidden_layers)), pool.config)
-        self.pool, self.tables = pool, [[] for _ in range(batch_size)]
+        self.pool, self.tables, self.view = pool, [[] for _ in range(batch_size)], None
 
     @property
     def batch_size(self) -> int:
@@ -112,33 +36,23 @@ class PagedCache(KVCache):
         return None if pool.limit is None else len(pool.references) // len(self.tables) * pool.page_size
 
     def reserve(self, start: int, end: int):
-        """Pages for positions start … end−1 of every row, none of them shared; every layer asks, the first one gets."""
-        size, pool = self.pool.page_size, self.pool
-        first, last = start // size, -(-end // size)  # pages that will be written: first … last − 1
-        shared, seen = [], Counter()
-        for row, table in enumerate(self.tables):
-            for i in range(first, min(last, len(table))):
-                seen[table[i]] += 1
-                if pool.references[table[i]] > seen[table[i]]:  # the last owner of a page keeps it
-                    shared.append((row, i))
-        missing = sum(max(0, last - len(table)) for table in self.tables)
-        fresh = pool.take(len(shared) + missing)  # all or nothing
-        for row, i in shared:  # copy on write
-            old, new = self.tables[row][i], fresh.pop()
-            pool.keys[:, new], pool.values[:, new] = pool.keys[:, old], pool.values[:, old]
-            pool.release([old])
-            self.tables[row][i] = new
-        for table in self.tables:
-            while len(table) < last:
-                table.append(fresh.pop())
+        """Pages for positions start … end−1 of every row, none of them shared."""
+        self.pool.reserve(self.tables, [start] * len(self.tables), end - start)
 
     def truncate(self, n: int):
         super().truncate(n)
-        n = max((layer.length for layer in self), default=0)  # what an append that failed had reserved goes as well
-        keep = -(-n // self.pool.page_size)
+        self.trim()
+
+    def trim(self):
+        """Give back the pages that no token is in; what an append that failed had reserved goes as well."""
+        keep, self.view = self.pages_of(max(layer.length for layer in self)), None
         for table in self.tables:
             self.pool.release(table[keep:])
             del table[keep:]
+
+    def pages_of(self, tokens: int) -> int:
+        """Pages that so many tokens of a row take."""
+        return -(-tokens // self.pool.page_size)
 
     def resize(self, rows: int):
         """Another number of rows, as long as nothing is stored."""
@@ -151,17 +65,18 @@ class PagedCache(KVCache):
 
     def fork(self) -> "PagedCache":
         copy = type(self)(self.pool, len(self.tables))
-        copy._adopt(self.tables, self.length)
+        copy.adopt(self.tables, self.length)
         return copy.made_like(self)
 
     def reorder(self, index):
         index, old = check_index(index, rows=len(self.tables)), self.tables
-        self._adopt([old[i] for i in index.tolist()], self.length)
+        self.adopt([old[i] for i in index.tolist()], self.length)
         for table in old:
             self.pool.release(table)
 
-    def _adopt(self, tables, length: int):
-        self.tables = [list(table) for table in tables]
+    def adopt(self, tables, length: int):
+        """Become another owner of the pages in which `length` tokens of each row lie."""
+        self.tables, self.view = [table[: self.pages_of(length)] for table in tables], None
         for table in self.tables:
             self.pool.share(table)
         for layer in self:
@@ -180,49 +95,63 @@ class PagedCache(KVCache):
 class PagedLayer(LayerCache):
     """One layer's view of the pages."""
 
+    in_place = True
+
     def __init__(self, parent: PagedCache, layer: int):
         self.parent, self.layer, self.length = weakref.proxy(parent), layer, 0  # no cycle: pages go back at once
 
     def append(self, k, v):
-        pool, start, end = self.parent.pool, self.length, self.length + k.shape[2]
-        if k.shape[0] != len(self.parent.tables):
-            raise CacheError(f"cannot append keys {tuple(k.shape)} to {len(self.parent.tables)} rows")
-        pool.storage(k)
-        self.parent.reserve(start, end)
-        position = torch.arange(start, end, device=k.device)  # (T,)
-        page = self.table(k.device)[:, position // pool.page_size]  # (B,T)
-        slot = position % pool.page_size  # (T,)
-        pool.keys[self.layer][page, :, slot] = k.transpose(1, 2)  # (B,T,Hk,D)
-        pool.values[self.layer][page, :, slot] = v.transpose(1, 2)
-        self.length = end
-        return self.gather(pool.keys), self.gather(pool.values)
+        table = self.write(k, v).table
+        return self.gather(self.parent.pool.keys, table), self.gather(self.parent.pool.values, table)
+
+    def place(self, k, v) -> Pages:
+        return self.write(k, v).pages[self.layer]
+
+    def room(self, like) -> Pages:
+        return self.step(1, like).pages[self.layer]
+
+    def write(self, k, v) -> View:
+        check_append(k, v)
+        view = self.step(k.shape[2], k)
+        view.write(self.layer, k, v)
+        return view
+
+    def step(self, T: int, like) -> View:
+        """Pages for T more tokens, which count as seen from now on."""
+        view = next_view(self.parent, self.layer, [self.length] * len(self.parent.tables), T, like)
+        self.length += T
+        return view
 
     @property
     def rows(self) -> int:
         return len(self.parent.tables)
 
-    def table(self, device):
-        return torch.tensor(self.parent.tables, device=device)  # (B,pages)
-
-    def gather(self, pages):
+    def gather(self, pages, table):
         """Dense (B,Hk,S,D): every page of every row, copied."""
-        used = self.table(pages.device)[:, : -(-self.length // self.parent.pool.page_size)]  # (B,n)
+        used = table[:, : self.parent.pages_of(self.length)]  # (B,n)
         dense = pages[self.layer][used].transpose(1, 2)  # (B,n,Hk,page,D) → (B,Hk,n,page,D)
         return dense.flatten(2, 3)[:, :, : self.length]  # (B,Hk,S,D)
 
     def truncate(self, n: int):
+        self.check_truncate(n)
         self.length = min(n, self.length)
 
+    def back(self, mark):
+        self.truncate(mark)
+        self.parent.trim()
+
     def state(self) -> dict:
+        pool = self.parent.pool
         if not self.length:
             return {}
-        return {"key": self.gather(self.parent.pool.keys), "value": self.gather(self.parent.pool.values)}
+        table = torch.tensor(self.parent.tables, device=pool.keys.device)  # (B,n)
+        return {"key": self.gather(pool.keys, table), "value": self.gather(pool.values, table)}
 
     def restore(self, state: dict):
         self.length = 0
         if state:
             self.parent.resize(state["key"].shape[0])
-            self.append(state["key"], state["value"])
+            self.write(state["key"], state["value"])
 
     @property
     def nbytes(self) -> int:

@@ -12,7 +12,9 @@ import hashlib
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from nanokv.cache.paged import ElasticPool, PagedCache, PagePool
+from nanokv.cache.paged import PagedCache
+from nanokv.cache.pool import ElasticPool, PagePool
+from nanokv.errors import CacheError
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +44,7 @@ class PrefixPool(PagePool):
 
     def chain(self, tokens, salt: str):
         """(hash, tokens) of every full page of a sequence."""
-        key = hashlib.sha256(salt.encode()).digest()
+        key = hashlib.sha256(salt.encode(errors="surrogatepass")).digest()
         for start in range(0, len(tokens) - self.page_size + 1, self.page_size):
             part = tuple(tokens[start : start + self.page_size])
             key = self.hash(key, part)
@@ -83,7 +85,16 @@ class PrefixPool(PagePool):
 
 
 class ElasticPrefixPool(PrefixPool, ElasticPool):
-    """Evicts what it can, then grows."""
+    """Grows until it has `keep` pages, then evicts what it can, and grows further only for pages that are in use."""
+
+    def __init__(self, config, pages: int, page_size: int, keep: int):
+        super().__init__(config, pages, page_size)
+        self.keep = keep
+
+    def take(self, count: int) -> list[int]:
+        if count > len(self.free) and len(self.references) < self.keep:
+            self.exhausted(count)
+        return super().take(count)
 
 
 class PrefixCache(PagedCache):
@@ -99,15 +110,26 @@ class PrefixCache(PagedCache):
         self.truncate(0)
         pages = self.pool.find(tokens[: len(tokens) - 1], self.salt)
         self.hits = len(pages) * self.pool.page_size
-        self._adopt([pages], self.hits)
+        self.adopt([pages], self.hits)
         return self.hits
 
     def remember(self, tokens):
-        """Offer the full pages of these tokens (what the cache holds, from the start) to later requests."""
+        """Offer the full pages of these tokens to later requests: the ids of what the cache holds, from the start.
+
+        Nobody can check them against keys: other ids than those that were fed give wrong answers to whoever reuses
+        them. More than the cache holds are cut; fewer are refused, because then the caller has lost count.
+        """
+        tokens = [int(token) for token in tokens]
+        if len(tokens) < self.length:
+            raise CacheError(f"remember: {len(tokens)} tokens for a cache that holds {self.length}")
         if len(self.tables) == 1:
-            self.pool.remember([int(token) for token in tokens][: self.length], self.tables[0], self.salt)
+            self.pool.remember(tokens[: self.length], self.tables[0], self.salt)
+
+    def truncate(self, n: int):
+        super().truncate(n)
+        self.hits = min(self.hits, n)
 
     def fork(self):
         copy = super().fork()
-        copy.salt = self.salt
+        copy.salt, copy.hits = self.salt, self.hits
         return copy

@@ -1,61 +1,18 @@
 """Keys and values in 8, 4 or 2 bits, as KIVI does (Liu et al. 2024, arXiv 2402.02750).
 
 Keys have a few channels that are far larger than the rest, so each channel of a block of `group` tokens gets its own
-scale; values have none, so each token gets one. The newest tokens stay exact: blocks are quantized once, when
-`residual + group` exact tokens are there, and never again. A Hadamard rotation of the keys may spread the large
+scale; values have none, so each token gets one. The newest tokens stay exact: blocks are quantized once, when an
+append finds `residual + group` exact tokens, and never again. What an append brings stays exact until the next one, so
+a forward that failed can be repeated and gives the same answer. A Hadamard rotation of the keys may spread the large
 channels first. Every append hands out a dense copy (2·S·Hk·D values a layer): memory is saved, not bandwidth.
 """
 
-import functools
-
 import torch
 
-from nanokv.cache.base import LayerCache, check_append
-
-ULP, TINY = 2**-10, 2**-24  # fp16: relative distance of neighbours, and the smallest number
-
-
-def quantize(x, bits: int, dim: int):
-    """x → (codes uint8, scale, low), asymmetric along `dim`: x ≈ codes · scale + low, off by at most scale / 2.
-
-    Scale and low are fp16, and made before the codes. Low is rounded down and scale up: to nearest, the smallest and
-    the largest value could fall outside the codes' range by more than half a step.
-    """
-    x = x.float()
-    low = x.amin(dim, keepdim=True)
-    low = (low - low.abs() * ULP - TINY).half()
-    scale = ((x.amax(dim, keepdim=True) - low.float()) / (2**bits - 1) * (1 + ULP) + TINY).half()
-    codes = ((x - low.float()) / scale.float()).round().clamp(0, 2**bits - 1)
-    return codes.to(torch.uint8), scale, low
-
-
-def dequantize(codes, scale, low):
-    """fp32 values; `scale` and `low` broadcast over the dimension that they were taken along."""
-    return codes * scale.float() + low.float()
-
-
-def pack(codes, bits: int):
-    """(…,D) codes of `bits` bits → (…,D·bits/8) bytes: 4-bit codes really take half a byte."""
-    per_byte = 8 // bits
-    parts = codes.unflatten(-1, (-1, per_byte))  # (…,D/n,n)
-    shifts = torch.arange(per_byte, device=codes.device, dtype=torch.uint8) * bits
-    return (parts << shifts).sum(-1, dtype=torch.uint8)
-
-
-def unpack(packed, bits: int):
-    """The inverse of pack."""
-    shifts = torch.arange(8 // bits, device=packed.device, dtype=torch.uint8) * bits
-    return ((packed[..., None] >> shifts) & (2**bits - 1)).flatten(-2)
-
-
-@functools.cache
-def hadamard(D: int, device=None):
-    """(D,D) orthogonal and symmetric, so its own inverse: Sylvester's blocks of the largest power of two in D."""
-    with torch.inference_mode(False):
-        block = torch.ones(1, 1, device=device)
-        while D % (2 * block.shape[0]) == 0:
-            block = torch.cat((torch.cat((block, block), 1), torch.cat((block, -block), 1)))
-        return torch.block_diag(*[block / block.shape[0] ** 0.5] * (D // block.shape[0]))
+from nanokv.cache.base import LayerCache
+from nanokv.cache.checks import check_append
+from nanokv.cache.codes import LARGEST, dequantize, hadamard, pack, quantize, unpack
+from nanokv.errors import CacheError
 
 
 class QuantizedCache(LayerCache):
@@ -73,33 +30,54 @@ class QuantizedCache(LayerCache):
 
     @property
     def length(self) -> int:
-        return sum(self.blocks) + (self.exact[0].shape[2] if self.exact else 0)
+        return sum(self.blocks) + self.newest
 
     @property
     def rows(self) -> int | None:
         return self.exact[0].shape[0] if self.exact else None
 
     def append(self, k, v):
-        if self.exact:
-            check_append(self.exact[0], k)
+        check_append(k, v, self.exact[0] if self.exact else None, self.expects)
+        self.check_range(k, v)
+        if self.due:
+            self.flush(self.due)
         self.exact = _cat(self.exact, (k, v))
-        dense = self.dense()  # before the flush: the newest tokens are exact in the call that brings them
-        blocks = (self.exact[0].shape[2] - self.residual) // self.group
-        if blocks > 0:
-            self.flush(blocks)
-        return dense
+        return self.dense()
+
+    def check_range(self, k, v):
+        """fp16 scales end at 65,504; the look at the largest value makes a GPU wait once a layer."""
+        for name, x in (("keys", self.rotated(k)), ("values", v)):
+            largest = x.abs().max().item()
+            if not largest <= LARGEST:  # NaN too
+                raise CacheError(
+                    f"cannot quantize {name} of size {largest:g}: {LARGEST:g} is the largest that fp16 scales allow",
+                    hint="use a cache that keeps them as they are",
+                )
+
+    def rotated(self, k):
+        """In the basis in which keys are quantized; its own inverse."""
+        return k.float() @ hadamard(k.shape[-1], k.device) if self.rotate == "hadamard" else k
+
+    @property
+    def newest(self) -> int:
+        """Exact tokens."""
+        return self.exact[0].shape[2] if self.exact else 0
+
+    @property
+    def due(self) -> int:
+        """Blocks that the next append will quantize."""
+        return max(0, (self.newest - self.residual) // self.group)
 
     @property
     def rollback(self) -> int:
-        """As long as nothing is quantized: codes stay codes, even if what came after them is taken back."""
-        return max(0, self.residual + self.group - 1 - (self.exact[0].shape[2] if self.exact else 0))
+        """Until plain decoding would have quantized a block, which the guess would still have seen exactly."""
+        return self.residual + self.group - (self.newest - self.due * self.group)
 
     def flush(self, blocks: int):
         """Quantize the oldest so many groups of exact tokens; codes that exist already are not touched."""
         n = blocks * self.group
         k, v = (x[:, :, :n] for x in self.exact)  # (B,Hk,n,D)
-        if self.rotate == "hadamard":
-            k = k.float() @ hadamard(k.shape[-1], k.device)
+        k = self.rotated(k)
         k, k_scale, k_low = quantize(k.unflatten(2, (blocks, self.group)), self.bits[0], dim=3)  # a channel of a block
         v, v_scale, v_low = quantize(v, self.bits[1], dim=3)  # a token
         self.codes = _cat(self.codes, (pack(k.flatten(2, 3), self.bits[0]), pack(v, self.bits[1])))
@@ -114,13 +92,12 @@ class QuantizedCache(LayerCache):
         k_scale, k_low, v_scale, v_low = self.scales
         times = torch.tensor(self.blocks, device=k_scale.device)
         k_scale, k_low = (x.repeat_interleave(times, dim=2) for x in (k_scale, k_low))  # (B,Hk,q,D)
-        k = dequantize(unpack(self.codes[0], self.bits[0]), k_scale, k_low)
+        k = self.rotated(dequantize(unpack(self.codes[0], self.bits[0]), k_scale, k_low))
         v = dequantize(unpack(self.codes[1], self.bits[1]), v_scale, v_low)
-        if self.rotate == "hadamard":
-            k = k @ hadamard(k.shape[-1], k.device)
         return tuple(torch.cat((old.to(new.dtype), new), 2) for old, new in zip((k, v), self.exact, strict=True))
 
     def truncate(self, n: int):
+        self.check_truncate(n)
         quantized = sum(self.blocks)
         if n == 0:
             self.clear()
@@ -135,10 +112,16 @@ class QuantizedCache(LayerCache):
         elif n < self.length:
             self.exact = tuple(x[:, :, : n - quantized].clone() for x in self.exact)
 
+    def mark(self):
+        return self.exact, self.codes, self.scales, list(self.blocks)  # no tensor is ever written in place
+
+    def back(self, mark):
+        self.exact, self.codes, self.scales, self.blocks = mark
+
     def fork(self):
         copy = QuantizedCache(*self.bits, self.group, self.residual, self.rotate)
-        copy.exact, copy.codes, copy.scales, copy.blocks = self.exact, self.codes, self.scales, list(self.blocks)
-        return copy  # tensors are shared: none is ever written in place
+        copy.back(self.mark())
+        return copy
 
     def reorder(self, index):
         for name in ("exact", "codes", "scales"):

@@ -8,7 +8,8 @@ query gets its own copy of the few sink keys, rotated on by as many positions as
 
 import torch
 
-from nanokv.cache.base import LayerCache, check_append
+from nanokv.cache.base import LayerCache
+from nanokv.cache.checks import check_append
 from nanokv.errors import UnsupportedError
 from nanokv.model import apply_rope, rope_frequencies
 
@@ -17,6 +18,7 @@ class SlidingCache(LayerCache):
     """`keys`, `values` (B,Hk,n,D): the sinks, then at most window − 1 past tokens; `length` counts all seen."""
 
     def __init__(self, config, window: int, sinks: int):
+        self.expects = config.num_key_value_heads, config.head_dim, None, None
         self.config, self.window, self.sinks, self.length = config, window, sinks, 0
         self.keys = self.values = None
 
@@ -25,8 +27,8 @@ class SlidingCache(LayerCache):
         return None if self.keys is None else self.keys.shape[0]
 
     def append(self, k, v):
+        check_append(k, v, self.keys, self.expects)
         if self.keys is not None:
-            check_append(self.keys, k)
             keys, values = torch.cat((self.keys, k), 2), torch.cat((self.values, v), 2)  # (B,Hk,n+T,D)
         else:
             keys, values = k, v
@@ -80,21 +82,31 @@ class SlidingCache(LayerCache):
         """As long as nothing leaves the window."""
         return max(0, self.sinks + self.window - 1 - self.length)
 
+    def check_truncate(self, n: int):
+        super().check_truncate(n)
+        held = 0 if self.keys is None else self.keys.shape[2]
+        if 0 < n < self.length and held < self.length:
+            raise UnsupportedError(
+                f"a sliding cache cannot go back to {n}: {self.length - held} of its {self.length} tokens are gone",
+                hint="truncate(0) and prefill again",
+            )
+
+    def mark(self):
+        return self.length, self.keys, self.values  # never written in place, so what falls out is still here
+
+    def back(self, mark):
+        self.length, self.keys, self.values = mark
+
     def truncate(self, n: int):
+        self.check_truncate(n)
         if n == 0:
             self.length, self.keys, self.values = 0, None, None
         elif n < self.length:
-            held = self.keys.shape[2]
-            if held < self.length:
-                raise UnsupportedError(
-                    f"a sliding cache cannot go back to {n}: {self.length - held} of its {self.length} tokens are gone",
-                    hint="truncate(0) and prefill again",
-                )
             self.length, self.keys, self.values = n, self.keys[:, :, :n].clone(), self.values[:, :, :n].clone()
 
     def fork(self):
         copy = SlidingCache(self.config, self.window, self.sinks)
-        copy.length, copy.keys, copy.values = self.length, self.keys, self.values  # never written in place
+        copy.back(self.mark())
         return copy
 
     def reorder(self, index):

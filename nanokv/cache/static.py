@@ -6,26 +6,42 @@ StaticCache, which cannot roll back; this one can, because a length is all there
 
 import torch
 
-from nanokv.cache.base import LayerCache, check_append
+from nanokv.cache.base import LayerCache, Pages
+from nanokv.cache.checks import check_append
 from nanokv.errors import CapacityError
 
 
 class StaticCache(LayerCache):
     """`keys` and `values` (B,Hk,N,D), the first `length` of N slots in use; the first append takes the memory."""
 
+    in_place = True
+
     def __init__(self, capacity: int | None):
         self.capacity, self.length, self.keys, self.values = capacity, 0, None, None
+        self.pages = None  # for `room`
 
     @property
     def rows(self) -> int | None:
         return None if self.keys is None else self.keys.shape[0]
 
     def append(self, k, v):
+        check_append(k, v, self.keys, self.expects)
         start, end = self.length, self.length + k.shape[2]
         self.make_room(end, like=k)
         self.keys[:, :, start:end], self.values[:, :, start:end] = k, v  # T slots written, whatever S is
         self.length = end
         return self.keys[:, :, :end], self.values[:, :, :end]  # (B,Hk,S,D) ×2: views, nothing is copied
+
+    def room(self, like) -> Pages:
+        held, new = self.pages and self.pages.keys, (len(like), like.dtype)
+        same = held is not None and held is self.keys and (len(held), held.dtype) == new  # as in the step before
+        if not same or self.length == held.shape[2]:
+            check_append(like, like, self.keys, self.expects)
+            self.make_room(self.length + 1, like)
+            self.pages = Pages(self.keys, self.values, [0] * like.shape[0])
+        self.length += 1
+        self.pages.lengths.fill_(self.length)
+        return self.pages
 
     def make_room(self, slots: int, like):
         """Check before anything is written: layer 0 refuses what does not fit, so no layer has begun."""
@@ -36,9 +52,9 @@ class StaticCache(LayerCache):
             )
         if self.keys is None:
             self.keys, self.values = empty_slab(like, self.capacity), empty_slab(like, self.capacity)
-        check_append(self.keys, like)
 
     def truncate(self, n: int):
+        self.check_truncate(n)
         self.length = min(n, self.length)  # the slots behind it are written again before they are read again
 
     def fork(self):
@@ -72,10 +88,7 @@ class GrowingCache(StaticCache):
         super().__init__(capacity)
 
     def make_room(self, slots: int, like):
-        held = 0 if self.keys is None else self.keys.shape[2]
-        if held:
-            check_append(self.keys, like)
-        if slots > held:
+        if slots > (0 if self.keys is None else self.keys.shape[2]):
             size = growing_slots(slots)
             keys, values = empty_slab(like, size), empty_slab(like, size)  # (B,Hk,2N,D)
             if self.length:

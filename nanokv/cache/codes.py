@@ -1,0 +1,51 @@
+"""Numbers in 8, 4 or 2 bits: rounding to codes with a scale and an offset, packing, and the rotation of KIVI's kin."""
+
+import functools
+
+import torch
+
+ULP, TINY = 2**-10, 2**-24  # fp16: relative distance of neighbours, and the smallest number
+LARGEST = 65_000.0  # what quantize can take: its low and scale must stay below fp16's 65,504
+
+
+def quantize(x, bits: int, dim: int):
+    """x → (codes uint8, scale, low), asymmetric along `dim`: x ≈ codes · scale + low, off by at most scale / 2.
+
+    Scale and low are fp16, and made before the codes. Low is rounded down and scale up: to nearest, the smallest and
+    the largest value could fall outside the codes' range by more than half a step.
+    """
+    x = x.float()
+    low = x.amin(dim, keepdim=True)
+    low = (low - low.abs() * ULP - TINY).half()
+    scale = ((x.amax(dim, keepdim=True) - low.float()) / (2**bits - 1) * (1 + ULP) + TINY).half()
+    codes = ((x - low.float()) / scale.float()).round().clamp(0, 2**bits - 1)
+    return codes.to(torch.uint8), scale, low
+
+
+def dequantize(codes, scale, low):
+    """fp32 values; `scale` and `low` broadcast over the dimension that they were taken along."""
+    return codes * scale.float() + low.float()
+
+
+def pack(codes, bits: int):
+    """(…,D) codes of `bits` bits → (…,D·bits/8) bytes: 4-bit codes really take half a byte."""
+    per_byte = 8 // bits
+    parts = codes.unflatten(-1, (-1, per_byte))  # (…,D/n,n)
+    shifts = torch.arange(per_byte, device=codes.device, dtype=torch.uint8) * bits
+    return (parts << shifts).sum(-1, dtype=torch.uint8)
+
+
+def unpack(packed, bits: int):
+    """The inverse of pack."""
+    shifts = torch.arange(8 // bits, device=packed.device, dtype=torch.uint8) * bits
+    return ((packed[..., None] >> shifts) & (2**bits - 1)).flatten(-2)
+
+
+@functools.cache
+def hadamard(D: int, device=None):
+    """(D,D) orthogonal and symmetric, so its own inverse: Sylvester's blocks of the largest power of two in D."""
+    with torch.inference_mode(False):
+        block = torch.ones(1, 1, device=device)
+        while D % (2 * block.shape[0]) == 0:
+            block = torch.cat((torch.cat((block, block), 1), torch.cat((block, -block), 1)))
+        return torch.block_diag(*[block / block.shape[0] ** 0.5] * (D // block.shape[0]))

@@ -1,0 +1,78 @@
+"""Rows of different lengths over one page pool: a decode step of many requests without a copy of what they hold.
+
+`room` and `place` take one page table for all rows, so an attention that reads pages gets the whole batch at once.
+`append` is the batch cache's: dense, padded on the left, for the plain model.
+"""
+
+import weakref
+
+import torch
+
+from nanokv.cache.base import Pages
+from nanokv.cache.batch import BatchCache, BatchLayer
+from nanokv.cache.checks import check_append
+from nanokv.cache.view import next_view
+from nanokv.errors import CacheError
+
+
+class PagedBatchLayer(BatchLayer):
+    """Layer i of every row."""
+
+    in_place = True
+
+    def __init__(self, parent: "PagedBatch", layer: int, parts):
+        super().__init__(parts)
+        self.parent, self.layer = weakref.proxy(parent), layer
+
+    def append(self, k, v):
+        check_append(k, v, expects=self.expects)
+        next_view(self.parent, self.layer, [row.length for row in self.parts], k.shape[2], k)  # pages for all, or none
+        return super().append(k, v)
+
+    def place(self, k, v) -> Pages:
+        check_append(k, v, expects=self.expects)
+        view = self.step(k.shape[2], k)
+        view.write(self.layer, k, v)  # one write for all rows
+        return view.pages[self.layer]
+
+    def room(self, like) -> Pages:
+        return self.step(1, like).pages[self.layer]
+
+    def step(self, T: int, like):
+        """Pages for T more tokens of every row, which count as seen from now on."""
+        view = next_view(self.parent, self.layer, [row.length for row in self.parts], T, like)
+        for row in self.parts:
+            row.length += T
+        return view
+
+
+class PagedBatch(BatchCache):
+    """`rows[b]` is a paged cache of one sequence; all have one pool. A step takes pages for all rows, or for none.
+
+    The rows stay caches of their own: what is appended here is in them, and a step that failed is undone by truncating
+    every row (or this cache) to what it held before.
+    """
+
+    def __init__(self, rows, config):
+        super().__init__(rows, config)
+        self.pool, self.view = getattr(self.rows[0], "pool", None), None
+        alike = all(getattr(row, "pool", None) is self.pool and row.batch_size == 1 for row in self.rows)
+        if self.pool is None or not alike:
+            raise CacheError("the rows of a paged batch must be paged caches of one sequence over one pool")
+
+    def layers(self) -> list[PagedBatchLayer]:
+        return [PagedBatchLayer(self, i, list(parts)) for i, parts in enumerate(zip(*self.rows, strict=True))]
+
+    @property
+    def tables(self) -> list[list[int]]:
+        """Of each row, oldest page first."""
+        return [row.tables[0] for row in self.rows]
+
+    def mask(self, T: int):
+        """(B,1,T,S) bool: causal behind each row's padding; None or (T,S) while all rows are equally long."""
+        lengths = [row[0].length for row in self.rows]
+        if len(set(lengths)) == 1:
+            return self.rows[0].mask(T)
+        column = torch.arange(max(lengths) + T)  # (S,)
+        real = column >= max(lengths) - torch.tensor(lengths)[:, None, None, None]  # (B,1,1,S)
+        return real & (column <= column[-T:, None])  # (B,1,T,S)

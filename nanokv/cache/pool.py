@@ -1,0 +1,119 @@
+"""The memory that paged caches share: pages of a few tokens, how many tables hold each of them, and who gets which.
+
+A pool holds the keys of one model: its config is checked wherever a cache joins, its weights are the caller's word,
+as two checkpoints of one config look alike from here.
+"""
+
+from collections import Counter
+
+import torch
+
+from nanokv.errors import CacheError, CapacityError
+
+
+class PagePool:
+    """`pages` pages of `page_size` tokens for all layers; reference counts say how many tables hold each page."""
+
+    def __init__(self, config, pages: int, page_size: int):
+        self.config, self.page_size = config, page_size
+        self.references = [0] * pages
+        self.free = list(range(pages - 1, -1, -1))  # a stack: the page that was freed last is still in the CPU's cache
+        self.keys = self.values = None  # (L,P,Hk,page,D) once the dtype is known
+
+    def storage(self, like):
+        """Take the memory, at the first append of keys like these: P · page · 2·L·Hk·D values."""
+        if self.keys is None:
+            self.keys, self.values = (self.empty(len(self.references), like) for _ in "kv")
+        held, new = self.keys, like.shape
+        fits = (held.shape[2], held.shape[4]) == (new[1], new[3])
+        if not fits or held.dtype != like.dtype or held.device != like.device:  # a broadcast would hide the mistake
+            have, new = (f"{tuple(x.shape[-4:])} {x.dtype}" for x in (held, like))
+            where = "" if held.device == like.device else f": on {like.device}, not {held.device}"
+            raise CacheError(f"cannot append keys {new} to a cache of {have} (pages,Hk,page,D){where}")
+
+    def empty(self, pages: int, like):
+        """(L,pages,Hk,page,D), not written. Usable outside inference mode too."""
+        c = self.config
+        shape = c.num_hidden_layers, pages, c.num_key_value_heads, self.page_size, c.head_dim
+        with torch.inference_mode(False):
+            return torch.empty(shape, dtype=like.dtype, device=like.device)
+
+    def reserve(self, tables, starts, T: int):
+        """Pages for T tokens from starts[b] on in every row, none of them shared: for all rows, or for none."""
+        size, shared, missing, seen = self.page_size, [], [], Counter()
+        for table, start in zip(tables, starts, strict=True):
+            last = -(-(start + T) // size)  # pages start // size … last − 1 will be written
+            for i in range(start // size, min(last, len(table))):
+                seen[table[i]] += 1
+                if self.references[table[i]] > seen[table[i]]:  # the last owner of a page keeps it
+                    shared.append((table, i))
+            missing += [table] * (last - len(table))
+        fresh = self.take(len(shared) + len(missing))
+        for table, i in shared:  # copy on write
+            old, table[i] = table[i], fresh.pop()
+            self.keys[:, table[i]], self.values[:, table[i]] = self.keys[:, old], self.values[:, old]
+            self.release([old])
+        for table in missing:
+            table.append(fresh.pop())
+
+    def take(self, count: int) -> list[int]:
+        """So many free pages, or CapacityError and nothing changed."""
+        if count > len(self.free):
+            self.exhausted(count)
+        taken = [self.free.pop() for _ in range(count)]
+        for page in taken:
+            self.references[page] = 1
+        return taken
+
+    def exhausted(self, count: int):
+        """What a pool does that is too small: this one refuses."""
+        raise CapacityError(
+            f"the page pool is exhausted: {count} pages of {self.page_size} tokens wanted, "
+            f"{len(self.free)} of {len(self.references)} free",
+            hint="free a sequence, or make the pool larger",
+        )
+
+    @property
+    def limit(self) -> int | None:
+        """Tokens that fit at most; None = as memory allows."""
+        return len(self.references) * self.page_size
+
+    def share(self, pages):
+        """One more owner for each."""
+        for page in pages:
+            self.references[page] += 1
+
+    def release(self, pages):
+        """One owner less; a page without an owner is free."""
+        for page in pages:
+            if self.references[page] < 1:  # who lists it would soon read the tokens of somebody else
+                raise CacheError(f"page {page} was given back twice: two caches hold one table")
+            self.references[page] -= 1
+            if self.references[page] == 0:
+                self.free.append(page)
+
+    @property
+    def bytes_per_page(self) -> int:
+        """2 (K and V) · L · Hk · page · D · itemsize."""
+        return 0 if self.keys is None else 2 * self.keys[:, 0].nbytes
+
+    @property
+    def nbytes(self) -> int:
+        """Of all pages, used or not."""
+        return len(self.references) * self.bytes_per_page
+
+
+class ElasticPool(PagePool):
+    """A pool that takes more memory when it runs out: it at least doubles, so N pages cost fewer than 2N copies."""
+
+    limit = None
+
+    def exhausted(self, count: int):
+        held = len(self.references)
+        more = max(count - len(self.free), held)
+        if self.keys is not None:
+            grown = [self.empty(held + more, like=self.keys) for _ in "kv"]
+            grown[0][:, :held], grown[1][:, :held] = self.keys, self.values
+            self.keys, self.values = grown
+        self.references += [0] * more
+        self.free = list(range(held + more - 1, held - 1, -1)) + self.free

@@ -1,0 +1,151 @@
+"""A cache as a file: safetensors with a checksum over everything, so that a file which loads is the one that was saved.
+
+What is in it: the kind of cache with its options, the config and the fingerprint of the model, the ids, and what
+`state` of every layer gave. A salt is not: it is a secret between tenants, and the file is readable by anyone.
+"""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from nanokv.errors import CacheError
+
+FORMAT = "nanokv-cache-1"
+MAY_CHANGE = {  # options that say where the bytes go, and nothing about what they mean
+    "paged": {"pool", "page", "pages"}, "prefix": {"pool", "page", "pages", "salt"}, "offloaded": {"to", "folder"},
+}  # fmt: skip
+
+
+def save(cache, path, tokens=(), model_fingerprint: str = ""):
+    """See KVCache.save."""
+    states, path = [layer.state() for layer in cache], Path(path)
+    if cache.config is None:
+        raise CacheError("a cache without a config cannot be saved: nobody could tell whose keys it holds",
+                         hint="make it with make_cache(name, config)")  # fmt: skip
+    if not path.parent.is_dir():
+        raise CacheError(f"{path} cannot be written: there is no folder {path.parent}", hint="create the folder first")
+    tensors = {f"layers.{i}.{key}": t.contiguous() for i, state in enumerate(states) for key, t in state.items()}
+    tensors, length = _unshared(tensors), torch.as_tensor(cache.length).tolist()
+    options = {k: v for k, v in cache.options.items() if isinstance(v, str | int) and k != "salt"}
+    meta = {
+        "format": FORMAT,
+        "cache": cache.name,
+        "options": json.dumps(options, sort_keys=True),
+        "salted": json.dumps(bool(cache.options.get("salt"))),
+        "rows": str(cache.batch_size),
+        "capacity": json.dumps(cache.asked),
+        "length": json.dumps(length),
+        "config": json.dumps(cache.config.to_dict(), sort_keys=True),
+        "tokens": json.dumps(_ids(tokens, length, cache.batch_size)),
+        "model": model_fingerprint,
+    }
+    meta["sha256"] = _digest(meta, tensors)
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        save_file(tensors, temporary, metadata=meta)
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)  # who has the old file open goes on reading the old one
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def load(path, config, model_fingerprint: str, device, options: dict):
+    """See KVCache.load."""
+    from nanokv.cache import make_cache
+
+    meta, tensors = _read(path, device)
+    _check_model(path, meta, config, model_fingerprint)
+    name, saved = meta["cache"], json.loads(meta["options"])
+    sizes = {"batch_size": int(meta["rows"]), "capacity": options.pop("capacity", json.loads(meta["capacity"]))}
+    _check_options(path, saved.get("of", name), saved, options, salted=json.loads(meta["salted"]))
+    if "pool" in options:  # has pages of its own size
+        saved = {key: value for key, value in saved.items() if key not in ("page", "pages")}
+    cache = make_cache(name, config, **sizes, **(saved | options))
+    for i, layer in enumerate(cache):
+        prefix = f"layers.{i}."
+        layer.restore({k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix)})
+    length, restored = json.loads(meta["length"]), torch.as_tensor(cache.length).tolist()
+    if restored != length:
+        raise CacheError(f"{path} says {length} tokens, but a {name} cache reads {restored} from it")
+    cache.tokens = json.loads(meta["tokens"])
+    return cache
+
+
+def _read(path, device):
+    """(metadata, tensors) of a whole, unchanged file."""
+    try:
+        with safe_open(path, framework="pt", device=str(device)) as file:
+            meta = dict(file.metadata() or {})
+            tensors = {key: file.get_tensor(key) for key in file.keys()}
+    except (OSError, SafetensorError) as error:
+        raise CacheError(f"{path} is not a readable cache file: {error}") from error
+    if meta.get("format") != FORMAT:
+        raise CacheError(f"{path} is not a saved KV cache (format {meta.get('format')!r})")
+    if meta.pop("sha256", None) != _digest(meta, tensors):
+        raise CacheError(f"{path} was changed after it was saved: its checksum does not match")
+    return meta, tensors
+
+
+def _check_model(path, meta: dict, config, model_fingerprint: str):
+    """The same config, and the same weights if the caller says which."""
+    saved, mine = json.loads(meta["config"]), json.loads(json.dumps(config.to_dict()))
+    if saved != mine:
+        differ = sorted(k for k in saved | mine if saved.get(k) != mine.get(k))
+        raise CacheError(f"{path} belongs to another model: {', '.join(differ)} differ")
+    if model_fingerprint and not meta["model"]:
+        raise CacheError(f"{path} does not say which weights it belongs to: it was saved without model_fingerprint")
+    if model_fingerprint and meta["model"] != model_fingerprint:
+        raise CacheError(f"{path} belongs to other weights: {meta['model'][:12]}, not {model_fingerprint[:12]}")
+
+
+def _check_options(path, kind: str, saved: dict, options: dict, salted: bool):
+    """Options that contradict the stored tokens would change what they mean."""
+    for name, value in options.items():
+        if name not in MAY_CHANGE.get(kind, ()) and saved.get(name) != value:
+            stored = repr(saved[name]) if name in saved else "the default"
+            raise CacheError(f"{name}={value!r} contradicts {path}, which was saved with {stored}")
+    if salted and "salt" not in options:
+        raise CacheError(f"{path} was saved by a cache with a salt, which is not stored", hint="pass salt= to load")
+
+
+def _ids(tokens, length, rows: int) -> list:
+    """The ids as JSON: one list, or one list a row; as many as there are tokens."""
+    tokens = tokens.tolist() if isinstance(tokens, torch.Tensor) else list(tokens)
+    each = bool(tokens) and isinstance(tokens[0], list | tuple)
+    lists, lengths = tokens if each else [tokens], length if isinstance(length, list) else [length] * rows
+    if each and len(lists) != rows:
+        raise CacheError(f"{len(lists)} lists of tokens for a cache of {rows} rows")
+    if tokens and not each and len(set(lengths)) > 1:
+        raise CacheError(f"rows of {lengths} tokens cannot all hold the same ids", hint="pass a list of ids for each")
+    for ids, n in zip(lists, lengths, strict=False):
+        if wrong := [i for i in ids if type(i) is not int]:
+            raise CacheError(f"tokens hold {wrong[0]!r}: whole numbers were expected")
+        if tokens and len(ids) != n:
+            raise CacheError(f"{len(ids)} tokens do not belong to a cache that holds {n}", hint="pass tokens[:length]")
+    return tokens
+
+
+def _unshared(tensors: dict) -> dict:
+    """Forked rows share tensors, which a file cannot: each but the first is copied."""
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        if tensor.data_ptr() in seen:
+            tensors[name] = tensor.clone()
+        seen.add(tensor.data_ptr())
+    return tensors
+
+
+def _digest(meta: dict, tensors: dict) -> str:
+    """sha256 over the metadata and every tensor's name, dtype, shape and bytes."""
+    digest = hashlib.sha256(json.dumps({k: v for k, v in meta.items() if k != "sha256"}, sort_keys=True).encode())
+    for key in sorted(tensors):
+        tensor = tensors[key].detach().cpu().contiguous()
+        digest.update(f"{key} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,62 @@
+"""Where an offloaded layer keeps its tokens: rows (N,2,B,Hk,D) in host memory, or in a file without a name."""
+
+import tempfile
+
+import torch
+
+from nanokv.errors import CacheError
+
+
+class HostStore:
+    """Rows of tokens in host memory, pinned so that the copy to the GPU does not wait for the host."""
+
+    def __init__(self):
+        self.rows = None  # (N,2,B,Hk,D): tokens first, so growing appends at the end
+
+    def write(self, start: int, new):
+        """new (T,2,B,Hk,D) at token `start`; it at least doubles when it is full: fewer than 2N copies for N tokens."""
+        kinds = {(x.shape[1:], x.dtype) for x in (self.rows, new) if x is not None}
+        if start == 0 and len(kinds) > 1:
+            self.rows = None  # another batch size: beams that were multiplied; or another dtype
+        held = 0 if self.rows is None else self.rows.shape[0]
+        if start + new.shape[0] > held:
+            with torch.inference_mode(False):
+                shape = (max(64, 2 * held, start + new.shape[0]), *new.shape[1:])
+                grown = torch.empty(shape, dtype=new.dtype, pin_memory=new.is_cuda)
+            if start:
+                grown[:start] = self.rows[:start]
+            self.rows = grown
+        self.rows[start : start + new.shape[0]] = new
+
+    def read(self, tokens: int, like):
+        """(tokens,2,B,Hk,D) on the device that computes."""
+        return self.rows[:tokens].to(like.device, non_blocking=True)
+
+
+class DiskStore:
+    """The same rows in a file of their own without a name: it is gone when the cache is."""
+
+    def __init__(self, folder=None):
+        try:
+            self.file = tempfile.TemporaryFile(dir=folder, prefix="nanokv-", buffering=0)
+        except OSError as error:
+            raise CacheError(f"no file can be made in {folder}: {error.strerror}", "pass another folder=") from error
+
+    def write(self, start: int, new):
+        """new (T,2,B,Hk,D) at token `start`."""
+        data = new.cpu().contiguous().view(torch.uint8).numpy().data.cast("B")
+        self.file.seek(start * new[0].nbytes)
+        while data:
+            data = data[self.file.write(data) :]
+
+    def read(self, tokens: int, like):
+        """Read, not mapped: mapped pages would be waited for one by one when attention touches them."""
+        rows = torch.empty(tokens, *like.shape[1:], dtype=like.dtype)
+        target = memoryview(rows.view(torch.uint8).numpy()).cast("B")
+        self.file.seek(0)
+        while target:
+            count = self.file.readinto(target)
+            if not count:
+                raise CacheError(f"the file of an offloaded cache is shorter than {tokens} tokens")
+            target = target[count:]
+        return rows.to(like.device)

@@ -1,0 +1,55 @@
+"""The kinds of cache and the options that each knows, with their legal values: one table for make_cache and for the
+command line, which checks `--cache` before torch is imported. What the options mean is said where the caches are made.
+"""
+
+import difflib
+import os
+
+from nanokv.errors import CacheError
+
+
+def at_least(low: int):
+    return lambda value: type(value) is int and value >= low, f"a whole number ≥ {low} was expected"
+
+
+def one_of(*values):
+    """1.0 and True are not 1."""
+    listed = ", ".join(map(str, values))
+    return lambda value: any(type(value) is type(x) and value == x for x in values), f"{listed} are implemented"
+
+
+TEXT = lambda value: isinstance(value, str), "a string was expected"
+FOLDER = lambda value: value is None or isinstance(value, str | os.PathLike), "the path of a folder was expected"
+OBJECT = None  # only a program can pass it
+PAGES = {"page": at_least(1), "pages": at_least(0), "pool": OBJECT}
+BITS = (2, 4, 8)
+KINDS = {  # cache → its options → (legal?, what is legal)
+    "dict": {}, "static": {}, "growing": {},
+    "paged": PAGES, "prefix": PAGES | {"salt": TEXT},
+    "sliding": {"window": at_least(0), "sinks": at_least(0)},
+    "quantized": {"bits": one_of(*BITS), "k_bits": one_of(0, *BITS), "v_bits": one_of(0, *BITS), "group": at_least(1),
+                  "residual": at_least(0), "rotate": one_of("none", "hadamard")},
+    "offloaded": {"to": one_of("disk", "host"), "folder": FOLDER},
+    "batch": {"of": TEXT},  # and what its rows know
+}  # fmt: skip
+
+
+def check_options(name, options: dict, objects: bool = False):
+    """CacheError if there is no such cache, or if it has no such option or value; `objects`: a program asks."""
+    if name not in KINDS:
+        near = difflib.get_close_matches(str(name), KINDS, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else ""
+        raise CacheError(f"no cache is called {name!r}: there are {', '.join(KINDS)}", hint)
+    known = dict(KINDS[name])
+    if name == "batch":
+        of = options.get("of", "dict")
+        if type(of) is not str or of not in KINDS or of == "batch":
+            raise CacheError(f"of is {of!r}: there are {', '.join(kind for kind in KINDS if kind != 'batch')}")
+        known |= KINDS[of]
+    known = {key: rule for key, rule in known.items() if objects or rule is not OBJECT}
+    if unknown := sorted(set(options) - set(known)):
+        listed = ", ".join(known) or "no options"
+        raise CacheError(f"cache {name!r} has no option {', '.join(unknown)}: it knows {listed}")
+    for key, value in options.items():
+        if known[key] is not OBJECT and not known[key][0](value):
+            raise CacheError(f"{key} is {value!r}: {known[key][1]}")

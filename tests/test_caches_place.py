@@ -1,0 +1,255 @@
+"""Keys and values where they lie: `place` and `room` of paged caches, and many requests over one pool as one batch.
+
+The attention here reads pages one token at a time, as a kernel would; the reference is the dense `append`.
+"""
+
+import gc
+import math
+
+import pytest
+import torch
+
+from nanokv.attention import decode_attention, prefill_attention
+from nanokv.cache import BatchCache, make_cache
+from nanokv.cache.paged_batch import PagedBatch
+from nanokv.cache.pool import ElasticPool, PagePool
+from nanokv.errors import CacheError, CapacityError
+from nanokv.inference import decode, prefill
+from oracle import SHAPES, TOLERANCE, gap, pair, random_ids
+
+PAGE = 4
+
+
+@pytest.fixture(scope="module")
+def model():
+    return pair(**SHAPES["G2-untied-bias"])[1]
+
+
+@pytest.fixture
+def pool(model):
+    """24 pages of 4 tokens; checks at the end that every page is back."""
+    pool = PagePool(model.config, 24, PAGE)
+    yield pool
+    gc.collect()
+    assert sorted(pool.free) == list(range(24))
+
+
+def randn(seed, *shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def read_pages(q, pages):
+    """(B,H,1,D) and Pages → (B,H,1,D): every key looked up on its own."""
+    size, G, out = pages.keys.shape[2], q.shape[1] // pages.keys.shape[1], []
+    for b, length in enumerate(pages.lengths.tolist()):
+        row = [b] if pages.table is None else pages.table[b].tolist()
+        places = [(row[s // size], s % size) for s in range(length)]
+        k, v = (torch.stack([x[p, :, slot] for p, slot in places], 1) for x in (pages.keys, pages.values))  # (Hk,S,D)
+        k, v = (x.repeat_interleave(G, 0) for x in (k, v))  # (H,S,D)
+        out.append((q[b] @ k.mT / math.sqrt(q.shape[-1])).softmax(-1) @ v)
+    return torch.stack(out)
+
+
+def fill(model, pool, lengths, name="paged"):
+    rows = []
+    for b, length in enumerate(lengths):
+        rows.append(make_cache(name, model.config, pool=pool))
+        if length:
+            prefill(model, random_ids(b, 1, length), rows[-1])
+    return rows
+
+
+def state_of(rows):
+    return [{name: x.clone() for name, x in layer.state().items()} for row in rows for layer in row]
+
+
+def equal(a, b):
+    return all(x.keys() == y.keys() and all(torch.equal(x[k], y[k]) for k in x) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("T", [1, 3])
+def test_place_is_append_without_the_copy(model, pool, T):
+    """Over page boundaries and in shared pages: same content, same lengths, and the table says where."""
+    one = make_cache("paged", model.config, batch_size=2, pool=pool)
+    prefill(model, random_ids(0, 2, 6), one)
+    two = one.fork()
+    for step in range(5):
+        for i, (a, b) in enumerate(zip(one, two, strict=True)):
+            k, v = randn(step * 9 + i, 2, 2, T, 32), randn(step * 9 + i + 5, 2, 2, T, 32)
+            keys, values = a.append(k, v)
+            pages = b.place(k, v)
+            assert pages.lengths.tolist() == [6 + T * (step + 1)] * 2
+            assert pages.table.dtype == torch.int32
+            assert pages.keys.data_ptr() == pool.keys[i].data_ptr()  # where they lie, not a copy
+            q = randn(99, 2, 4, 1, 32)
+            assert gap(read_pages(q, pages), decode_attention(q, keys, values)) <= TOLERANCE
+        assert two.length == one.length
+    assert equal(state_of([one]), state_of([two]))
+
+
+def test_the_tables_are_made_once_a_page_and_not_once_a_layer(model, pool):
+    cache = make_cache("paged", model.config, pool=pool)
+    prefill(model, random_ids(0, 1, 5), cache)
+    k = randn(1, 1, 2, 1, 32)
+    first = [layer.place(k, k) for layer in cache]
+    assert len({id(pages.table) for pages in first}) == len({id(pages.lengths) for pages in first}) == 1
+    again = [layer.place(k, k) for layer in cache]
+    assert all(a is b for a, b in zip(first, again, strict=True))  # so what a kernel made of them can be kept
+    for _ in range(2):
+        last = [layer.place(k, k) for layer in cache]
+    assert last[0].table.shape == (1, 3) and last[0] is not first[0]  # 9 tokens: a third page
+
+
+def test_room_leaves_the_writing_to_the_caller(model, pool):
+    """What a kernel does: it writes key and value to the last place of each row itself."""
+    rows = fill(model, pool, (7, 3))
+    other = [row.fork() for row in rows]
+    for batch, write in ((PagedBatch(rows, model.config), True), (PagedBatch(other, model.config), False)):
+        for step in range(6):
+            for i, layer in enumerate(batch):
+                k, v = randn(step * 9 + i, 2, 2, 1, 32), randn(step * 9 + i + 5, 2, 2, 1, 32)
+                if not write:
+                    layer.place(k, v)
+                    continue
+                pages = layer.room(k)
+                for b, length in enumerate(pages.lengths.tolist()):
+                    page, slot = pages.table[b, (length - 1) // PAGE], (length - 1) % PAGE
+                    pages.keys[page, :, slot], pages.values[page, :, slot] = k[b, :, 0], v[b, :, 0]
+    assert [row.length for row in rows] == [13, 9]
+    assert equal(state_of(rows), state_of(other))
+
+
+@pytest.mark.parametrize("lengths", [(5, 14, 1, 8), (6, 6, 6), (3,), (0, 4)], ids=str)
+def test_a_paged_batch_equals_the_dense_batch(model, pool, lengths):
+    rows = fill(model, pool, lengths)
+    dense, paged = BatchCache([row.fork() for row in rows], model.config), PagedBatch(rows, model.config)
+    B = len(lengths)
+    for step in range(6):
+        mask = dense.mask(1)
+        for i, (a, b) in enumerate(zip(dense, paged, strict=True)):
+            k, v, q = randn(step * 9 + i, B, 2, 1, 32), randn(step * 9 + i + 5, B, 2, 1, 32), randn(7, B, 4, 1, 32)
+            keys, values = a.append(k, v)
+            assert gap(read_pages(q, b.place(k, v)), decode_attention(q, keys, values, mask)) <= TOLERANCE
+        assert torch.equal(torch.as_tensor(paged.length), torch.as_tensor(dense.length))
+    assert equal(state_of(rows), state_of(dense.rows))
+    assert paged.nbytes >= dense[0].nbytes
+
+
+@pytest.mark.parametrize("T", [1, 2, 5])
+@pytest.mark.parametrize("lengths", [(5, 14, 1, 8), (6, 6, 6), (0, 4)], ids=str)
+def test_the_plain_model_runs_over_a_paged_batch(model, pool, lengths, T):
+    rows = fill(model, pool, lengths)
+    dense, paged = BatchCache([row.fork() for row in rows], model.config), PagedBatch(rows, model.config)
+    a, b = dense.mask(T), paged.mask(T)
+    assert (a is None) == (b is None)
+    assert a is None or torch.equal(a.expand(len(lengths), 1, *a.shape[-2:]), b.expand(len(lengths), 1, *a.shape[-2:]))
+    ids, step = random_ids(40, len(lengths), T), decode if T == 1 else prefill
+    expected = step(model, ids, dense, dense.length)
+    assert gap(step(model, ids, paged, paged.length), expected) <= TOLERANCE
+    assert equal(state_of(rows), state_of(dense.rows))
+
+
+@pytest.mark.parametrize("path", ["place", "append"])
+def test_a_paged_batch_takes_pages_for_all_rows_or_for_none(model, path):
+    pool = PagePool(model.config, 5, PAGE)
+    rows = fill(model, pool, (8, 4, 4))  # 4 of 5 pages, all full: three more are needed
+    batch, before = PagedBatch(rows, model.config), (list(pool.references), [list(row.tables[0]) for row in rows])
+    k = randn(0, 3, 2, 1, 32)
+    with pytest.raises(CapacityError, match="3 pages of 4 tokens wanted, 1 of 5 free"):
+        getattr(batch[0], path)(k, k)
+    assert (list(pool.references), batch.tables) == before
+    assert [row.length for row in rows] == [8, 4, 4]
+
+
+def test_a_failed_step_is_undone_by_truncating_each_row(model, pool, monkeypatch):
+    """Two layers have the new token, one has not; afterwards pages, lengths and answers are as without the failure."""
+    rows = fill(model, pool, (7, 4, 12))
+    clean = BatchCache([row.fork() for row in rows], model.config)
+    batch, k, books = PagedBatch(rows, model.config), randn(0, 3, 2, 1, 32), None
+    for layer in list(batch)[:2]:
+        layer.place(k, k)
+    with pytest.raises(CacheError, match="failed half-way"):
+        _ = batch.length
+    for row, n in zip(rows, (7, 4, 12), strict=True):
+        row.truncate(n)
+    books = [len(row.tables[0]) for row in rows]
+    assert books == [2, 1, 3]
+    assert batch.length.tolist() == [7, 4, 12]
+    ids = random_ids(50, 3, 1)
+    assert gap(decode(model, ids, batch, batch.length), decode(model, ids, clean, clean.length)) <= TOLERANCE
+
+
+def test_rows_of_a_paged_batch_that_share_pages_copy_before_they_write(model, pool):
+    """Both rows stand in the middle of one page: one of them must get a copy, and only one."""
+    row = fill(model, pool, (6,))[0]
+    batch, k = PagedBatch([row, row.fork()], model.config), randn(0, 2, 2, 1, 32)
+    pages = [layer.place(k, k) for layer in batch]
+    assert len(pool.free) == 24 - 3
+    assert pages[0].table[0, 0] == pages[0].table[1, 0]
+    for layer in batch:
+        for b, part in enumerate(layer.parts):
+            assert torch.equal(part.state()["key"][0, :, -1], k[b, :, 0])
+
+
+def test_rows_come_and_go(model, pool):
+    """Continuous batching: a batch is made anew for each step, and from rows that moved on alone in between."""
+    rows = fill(model, pool, (7, 4, 12))
+    alone = [row.fork() for row in rows]
+    for members in ([0, 1, 2], [2, 0], [1], [0, 1, 2]):
+        batch, ids = PagedBatch([rows[b] for b in members], model.config), random_ids(60 + len(members), 3, 1)
+        logits = decode(model, ids[members], batch, batch.length)
+        for i, b in enumerate(members):
+            expected = decode(model, ids[b : b + 1], alone[b], alone[b].length)
+            assert gap(logits[i : i + 1], expected) <= TOLERANCE
+    batch = PagedBatch(rows, model.config).fork()
+    batch.reorder([1, 1])
+    assert type(batch) is PagedBatch and batch.length == rows[1].length
+    decode(model, random_ids(70, 2, 1), batch, batch.length)
+    assert rows[1].length + 1 == batch.length
+
+
+def test_what_is_no_paged_row_over_the_same_pool_is_refused(model, pool):
+    row = fill(model, pool, (3,))[0]
+    for other in (
+        make_cache("dict", model.config),
+        make_cache("paged", model.config, page=PAGE),
+        make_cache("paged", model.config, batch_size=2, pool=pool),
+    ):
+        with pytest.raises(CacheError, match="one sequence over one pool"):
+            PagedBatch([row, other], model.config)
+    with pytest.raises(CacheError, match="two rows"):
+        PagedBatch([row, row], model.config)
+
+
+def test_a_pool_that_grows_under_a_view_moves_the_view(model):
+    """Another cache takes pages, all memory moves, and the next step must not write where the pages were."""
+    pool = ElasticPool(model.config, 2, PAGE)
+    cache, other = (make_cache("paged", model.config, pool=pool) for _ in range(2))
+    k = randn(0, 1, 2, 1, 32)
+    for layer in cache:
+        layer.place(k, k)
+    prefill(model, random_ids(1, 1, 40), other)
+    pages = [layer.place(2 * k, 2 * k) for layer in cache]
+    assert pages[0].keys.data_ptr() == pool.keys[0].data_ptr()
+    assert torch.equal(cache[2].state()["key"], torch.cat((k, 2 * k), 2))
+
+
+def test_a_view_made_in_inference_mode_serves_outside(model, pool):
+    rows = fill(model, pool, (3, 5))
+    batch, ids = PagedBatch(rows, model.config), random_ids(80, 2, 1)
+    decode(model, ids, batch, batch.length)
+    k = randn(0, 2, 2, 1, 32)
+    for layer in batch:
+        layer.place(k, k)
+    assert batch.length.tolist() == [5, 7]
+
+
+def test_in_place_kinds_say_so(model, pool):
+    for name in ("paged", "prefix", "static", "growing"):
+        assert make_cache(name, model.config)[0].in_place, name
+    for name in ("dict", "sliding", "quantized", "offloaded", "batch"):
+        assert not make_cache(name, model.config)[0].in_place, name
+    q, cache = randn(1, 1, 4, 2, 32), make_cache("dict", model.config)
+    k = randn(2, 1, 2, 2, 32)
+    pages = cache[0].place(k, k)
+    assert gap(read_pages(q[:, :, 1:], pages), prefill_attention(q[:, :, 1:], k, k)) <= TOLERANCE
