@@ -4,14 +4,14 @@
     generate_ragged   a cache of its own for every row: prefilled one by one, joined, decoded together
 
 Both give every row the answer that it would get alone; which is cheaper depends on how unequal the prompts are. Rows
-that ended leave the batch, so they cost nothing more. All start together: for requests that come and go see engine.
+that ended leave the batch, so they cost no more time. All start together: for requests that come and go see engine.
 """
 
 import torch
 
-from nanokv.cache import KVCache, make_cache
+from nanokv.cache import BatchCache, KVCache, make_cache
 from nanokv.cache.padded import PaddedCache
-from nanokv.errors import CacheError, GenerationError
+from nanokv.errors import CacheError, CapacityError, GenerationError
 from nanokv.generation import Generation, SamplingParams
 from nanokv.inference import decode, prefill_chunks
 from nanokv.sample import sample
@@ -25,7 +25,7 @@ def generate_padded(model, prompts, cache: KVCache | None = None, max_new_tokens
 
     prompts: lists of ids. cache: empty, any kind, made for len(prompts) rows; it is used up. params: one for all rows,
     or a list with one a row (its seed too: a row draws what it would draw alone). Costs B·(longest prompt) tokens of
-    prefill, whatever the others are.
+    prefill, whatever the others are. CapacityError where padding would take slots that an answer may need.
     """
     prompts = _prompts(prompts)
     if cache is None:
@@ -35,20 +35,19 @@ def generate_padded(model, prompts, cache: KVCache | None = None, max_new_tokens
     rows = _rows(model, prompts, [cache] * len(prompts), params, max_new_tokens, eos_token_ids, chunk)
     longest = max(len(row.ids) for row in rows)
     pads = [longest - len(row.ids) for row in rows]
-    if cache.capacity is not None:  # padding takes slots: the rows fill up together
-        for row in rows:
-            row.room = min(row.room, cache.capacity - longest + 1)
+    _refuse_padding_that_cuts(cache.capacity, longest, rows)
     ids = torch.tensor([[0] * pad + row.ids for row, pad in zip(rows, pads, strict=True)])  # (B,P)
     padded = PaddedCache(cache, pads)
     logits = prefill_chunks(model, ids, padded, start_pos=padded.length, chunk=chunk)  # (B,V)
-    return _decode(model, padded, rows, logits)
+    return _decode(model, padded, rows, logits, _drop_rows)
 
 
 def generate_ragged(model, prompts, cache: KVCache | None = None, max_new_tokens: int = 64, params=GREEDY,
                     eos_token_ids=None, chunk: int = 512) -> list[list[int]]:  # fmt: skip
     """As generate_padded, without padding. cache: make_cache("batch", config, len(prompts), of="paged" …).
 
-    Rows that hold a beginning already go on from it: prompts are the tokens that are not yet in the cache.
+    Rows that hold a beginning already go on from it: prompts are the tokens that are not yet in the cache. Afterwards
+    each holds its prompt and its answer but for the last token; after an exception, what it held before.
     """
     prompts = _prompts(prompts)
     if cache is None:
@@ -56,11 +55,17 @@ def generate_ragged(model, prompts, cache: KVCache | None = None, max_new_tokens
     if len(getattr(cache, "rows", ())) != len(prompts):
         raise CacheError(f"{len(prompts)} prompts need a batch cache of as many rows", 'make_cache("batch", config, B)')
     rows = _rows(model, prompts, cache.rows, params, max_new_tokens, eos_token_ids, chunk)
-    logits = [
-        prefill_chunks(model, [row.ids], own, start_pos=own.length, chunk=chunk)  # (1,V)
-        for row, own in zip(rows, cache.rows, strict=True)
-    ]
-    return _decode(model, cache, rows, torch.cat(logits))
+    before = [own.length for own in cache.rows]
+    try:
+        logits = [
+            prefill_chunks(model, [row.ids], own, start_pos=own.length, chunk=chunk)  # (1,V)
+            for row, own in zip(rows, cache.rows, strict=True)
+        ]
+        return _decode(model, cache, rows, torch.cat(logits), _some_rows)
+    except BaseException:  # KeyboardInterrupt too: some rows and layers have new tokens, others do not
+        for own, length in zip(cache.rows, before, strict=True):
+            own.truncate(length)
+        raise
 
 
 class Row:
@@ -70,28 +75,53 @@ class Row:
         """From the Generation that would answer it alone, which has checked the arguments and drawn the seed."""
         self.ids, self.tokens, self.eos = alone.ids, [], alone.eos_token_ids
         self.room = min(alone.max_new_tokens, alone.context - alone.cached_tokens - len(alone.ids) + 1)
-        self.values = {name: value for name, value in vars(alone.params).items() if name != "seed"}
-        self.generator = torch.Generator(alone.model.embed_tokens.weight.device).manual_seed(alone.seed)
+        self.values, self.generator = alone.values, alone.generator
 
     def take(self, logits) -> bool:
         """Draw from logits (1,V) with this row's own generator; False when the answer is complete."""
-        previous = torch.tensor([self.ids + self.tokens], device=logits.device)  # (1,N)
+        previous = None
+        if self.values["repetition_penalty"] != 1:
+            previous = torch.tensor([self.ids + self.tokens], device=logits.device)  # (1,N)
         self.tokens.append(int(sample(logits, **self.values, previous=previous, generator=self.generator)))
         return self.tokens[-1] not in self.eos and len(self.tokens) < self.room
 
 
-def _decode(model, cache, rows, logits) -> list[list[int]]:
-    """One decode a step for all rows that go on; logits (B,V) follow the prompts."""
+def _decode(model, cache, rows, logits, narrow) -> list[list[int]]:
+    """One decode a step for all rows that go on; logits (B,V) follow the prompts. `narrow(cache, keep)` → their cache.
+    """
     going = rows
     while True:
         keep = [b for b, row in enumerate(going) if row.take(logits[b : b + 1])]
         if not keep:
             return [row.tokens for row in rows]
         if len(keep) < len(going):
-            cache.reorder(keep)
+            cache = narrow(cache, keep)
             going = [going[b] for b in keep]
         token = torch.tensor([row.tokens[-1:] for row in going])  # (B',1)
         logits = decode(model, token, cache, start_pos=cache.length)  # (B',V)
+
+
+def _drop_rows(cache, keep):
+    """The rectangle gets smaller."""
+    cache.reorder(keep)
+    return cache
+
+
+def _some_rows(cache, keep):
+    """The very rows that go on, nothing is copied; the caller's cache keeps them all."""
+    return BatchCache([cache.rows[i] for i in keep], cache.config)
+
+
+def _refuse_padding_that_cuts(capacity, longest: int, rows):
+    """Padding takes slots, so rows fill up together: a row that could say less than alone would end without a word."""
+    for b, row in enumerate(rows):
+        left = row.room if capacity is None else capacity - longest + 1
+        if left < row.room:
+            raise CapacityError(
+                f"prompt {b} ({len(row.ids):,} tokens) may have {row.room:,} new tokens alone, but {left:,} after "
+                f"{longest - len(row.ids):,} columns of padding in a cache of {capacity:,}",
+                f"a capacity of {longest + row.room - 1:,}, max_new_tokens={left}, or generate_ragged",
+            )
 
 
 def _prompts(prompts) -> list:

@@ -2,23 +2,27 @@
 
 The prompt is prefilled once, as one row; then the cache is forked and its row is repeated k times (transformers
 prefills k copies of the prompt). From there on a step is one decode of k rows and a reorder of the cache: a beam that
-lost is replaced by a copy of one that won. The caller's cache keeps the prompt only, so it can be used again.
+lost is replaced by a copy of one that won. The caller's cache keeps the prompt only, so it can be used again;
+BeamGeneration, for a conversation, puts the winner into it as well.
 Sequences and scores equal transformers' `generate(num_beams=k, do_sample=False)` (5.23: generation/utils.py,
 `_beam_search`), whose rules are kept to the letter: with many eos ids, a length penalty or ties they decide.
 """
 
+from time import perf_counter
 from typing import NamedTuple
 
 import torch
 
 from nanokv.cache import make_cache
-from nanokv.errors import GenerationError
-from nanokv.generation import Generation, SamplingParams
-from nanokv.inference import decode, prefill_chunks
+from nanokv.errors import GenerationError, UnsupportedError
+from nanokv.generation import Generation, SamplingParams, Step, never
+from nanokv.inference import decode, verify
+from nanokv.sample import logprob
 from nanokv.sample import repetition_penalty as penalise
 
 NEVER = -1e9  # the score of a beam that does not exist; finite, because -inf × 0 is NaN
 EARLY = (False, True, "never")
+REPLAY = 32  # tokens of the winner in one forward: its logits are REPLAY·V values
 
 
 class Beam(NamedTuple):
@@ -28,44 +32,109 @@ class Beam(NamedTuple):
     score: float
 
 
-@torch.inference_mode()
 def beam_search(model, ids, beams=4, max_new_tokens=64, length_penalty=1.0, early_stopping=False, eos_token_ids=None,
-                num_return=1, cache=None, repetition_penalty=1.0, chunk=512) -> list[Beam]:  # fmt: skip
+                num_return=1, cache=None, repetition_penalty=1.0, chunk=512,
+                should_stop=never) -> list[Beam]:  # fmt: skip
     """The `num_return` best of `beams` continuations of ids (a list, (T,) or (1,T); not yet in the cache), best first.
 
     Scores are divided by length^length_penalty: above 0 favours long answers. early_stopping: True = end when `beams`
     answers ended; False = also when the best running one, at its present length, is worse than all of them; "never" =
     only when no length could make it better. The cache: one row, able to fork and reorder; a paged one
     needs pages for `beams` rows. Costs one prefill of one row, then at most max_new_tokens − 1 decodes of k rows.
+    `should_stop` is read before each of these: the best so far are returned then, none if the prefill was not done.
     """
     if cache is None:
         cache = make_cache("dict", model.config)
     params = SamplingParams(repetition_penalty=repetition_penalty)
-    request = Generation(model, ids, cache, params, max_new_tokens, eos_token_ids, chunk=chunk)  # checks, draws nothing
-    eos = torch.tensor(sorted(set(request.eos_token_ids)), dtype=torch.int64)
-    _check(model.config.vocab_size, beams, num_return, length_penalty, early_stopping, len(eos))
-    most = min(max_new_tokens, request.context - cache.length - len(request.ids) + 1)  # the last token is never fed
-    search = Search(beams, most, float(length_penalty), early_stopping, eos)
-    prompt = torch.tensor([request.ids])  # (1,T)
-    before = cache.length
-    try:
-        logits = prefill_chunks(model, prompt, cache, start_pos=before, chunk=chunk)  # (1,V)
-    except BaseException:
-        cache.truncate(before)
-        raise
-    rows = cache.fork()
-    rows.reorder([0] * beams)
-    logits = logits.repeat(beams, 1)  # (1,V) → (k,V)
-    while True:
-        log_probs = logits.float().log_softmax(-1).to("cpu")  # (k,V), fp32 as the reference: scores are sums of them
-        if repetition_penalty != 1:
-            log_probs = penalise(log_probs, torch.cat((prompt.repeat(beams, 1), search.tokens), 1), repetition_penalty)
-        parents = search.step(log_probs)  # (k,)
-        if search.ended:
-            return [Beam(search.answers[i], search.scores[i].item()) for i in range(num_return)]
-        if parents.tolist() != list(range(beams)):
-            rows.reorder(parents)
-        logits = decode(model, search.tokens[:, -1:], rows, start_pos=rows.length)  # (k,V)
+    search = BeamGeneration(
+        model, ids, cache, params, max_new_tokens, eos_token_ids, should_stop=should_stop, chunk=chunk,
+        beams=beams, length_penalty=length_penalty, early_stopping=early_stopping,
+    )  # fmt: skip
+    if type(num_return) is not int or not 1 <= num_return <= beams:
+        raise GenerationError(f"num_return is {num_return!r}: it must be an integer from 1 to beams = {beams}")
+    return search.find()[:num_return]
+
+
+class BeamGeneration(Generation):
+    """The best beam as a Generation: its tokens come all at once, when the search is over.
+
+    Nothing is drawn: of the params only the repetition penalty counts, and there is no seed. As after every Generation
+    the cache holds what was fed, so the winner is fed once more, in a few forwards, to the row of the prompt.
+    """
+
+    def __init__(self, *args, beams=4, length_penalty=1.0, early_stopping=False, **options):
+        super().__init__(*args, **options)
+        self.seed = None
+        eos = torch.tensor(sorted(set(self.eos_token_ids)), dtype=torch.int64)
+        _check(self.model.config.vocab_size, beams, length_penalty, early_stopping, len(eos))
+        most = min(self.max_new_tokens, self.context - self.cached_tokens - len(self.ids) + 1)  # the last is never fed
+        self.search = Search(beams, most, float(length_penalty), early_stopping, eos)
+
+    def find(self) -> list[Beam]:
+        """All beams, best first; the cache keeps the prompt only."""
+        logits = self._prefill()
+        if logits is not None:
+            self._explore(logits)
+        return self.search.best()
+
+    @torch.inference_mode()
+    def _explore(self, logits):
+        """Run the search from the logits (1,V) after the prompt."""
+        search, penalty = self.search, self.params.repetition_penalty
+        prompt = torch.tensor([self._history + self.ids])  # (1,N)
+        rows = self.cache.fork()
+        rows.reorder([0] * search.beams)
+        logits = logits.repeat(search.beams, 1)  # (1,V) → (k,V)
+        while True:
+            log_probs = logits.float().log_softmax(-1).to("cpu")  # (k,V), fp32 as the reference: scores are sums
+            if penalty != 1:
+                seen = torch.cat((prompt.repeat(search.beams, 1), search.tokens), 1)  # (k,N+n)
+                log_probs = penalise(log_probs, seen, penalty)
+            parents = search.step(log_probs)  # (k,)
+            if search.ended:
+                return
+            if self.should_stop():
+                self.finish_reason = "interrupted"
+                return
+            if parents.tolist() != list(range(search.beams)):
+                rows.reorder(parents)
+            logits = decode(self.model, search.tokens[:, -1:], rows, start_pos=rows.length)  # (k,V)
+
+    def _run(self):
+        began = perf_counter()
+        logits = self._prefill()
+        self.timings.prefill_seconds = perf_counter() - began
+        if logits is None:
+            return
+        self._explore(logits)
+        ids = self.search.best()[0].ids
+        logprobs = self._feed(logits, ids)
+        self.timings.first_token_seconds = perf_counter() - began
+        self.timings.decode_seconds = self.timings.first_token_seconds - self.timings.prefill_seconds
+        try:
+            for token, score in zip(ids, logprobs, strict=True):
+                self.tokens.append(token)
+                self.logprobs.append(score)
+                self.finish_reason = self.finish_reason or self._reason_to_end()
+                yield Step(token, score)
+        finally:  # closed in the middle: what nobody took is forgotten
+            self._forget_the_rest()
+
+    def _feed(self, logits, ids) -> list[float]:
+        """All but the last of ids into the cache → the log-probability of each; logits (1,V) follow the prompt."""
+        prompt, tokens = self.cache.length, torch.tensor(ids, device=logits.device)  # (n,)
+        scores = logprob(logits, tokens[:1]).tolist()
+        for start in range(0, len(ids) - 1, REPLAY):
+            part = tokens[start : min(start + REPLAY, len(ids) - 1)]  # (t,)
+            logits = self._forward(verify, part[None], back_to=prompt)[0]  # (t,V)
+            scores += logprob(logits, tokens[start + 1 : start + 1 + len(part)]).tolist()
+        return scores
+
+    def _forget_the_rest(self):
+        try:
+            self.cache.truncate(self.fed)
+        except UnsupportedError:  # a window that has moved on cannot go back: better nothing than another text
+            self.cache.truncate(0)
 
 
 class Search:
@@ -124,12 +193,20 @@ class Search:
         length = self.most if longest else self.tokens.shape[1]
         return bool(self.running[0] / length**self.length_penalty > self.scores.min())
 
+    def best(self) -> list[Beam]:
+        """Best first: the answers that ended and, while the search is not over, the beams that still grow."""
+        ended = zip(self.answers, self.scores.tolist(), self.done.tolist(), strict=True)
+        found = [Beam(ids, score) for ids, score, done in ended if done]
+        if not self.ended:
+            scores = self.running / max(1, self.tokens.shape[1]) ** self.length_penalty
+            growing = zip(self.tokens.tolist(), scores.tolist(), strict=True)
+            found += [Beam(ids, score) for ids, score in growing if ids and score > NEVER / 2]
+        return sorted(found, key=lambda beam: beam.score, reverse=True)[: self.beams]
 
-def _check(vocabulary: int, beams, num_return, length_penalty, early_stopping, eos: int):
+
+def _check(vocabulary: int, beams, length_penalty, early_stopping, eos: int):
     if type(beams) is not int or beams < 1:
         raise GenerationError(f"beams is {beams!r}: it must be an integer ≥ 1")
-    if type(num_return) is not int or not 1 <= num_return <= beams:
-        raise GenerationError(f"num_return is {num_return!r}: it must be an integer from 1 to beams = {beams}")
     if not isinstance(length_penalty, int | float) or not abs(length_penalty) <= 5:  # NaN fails too
         raise GenerationError(f"length_penalty is {length_penalty!r}: it must be a number from -5 to 5")
     if not any(early_stopping is value or early_stopping == value == "never" for value in EARLY):

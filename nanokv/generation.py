@@ -9,14 +9,14 @@ exception or Ctrl-C: a failed forward leaves layers of different lengths, and th
 """
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from time import perf_counter
 
 import torch
 
 from nanokv.cache import make_cache
-from nanokv.errors import ContextError, GenerationError
+from nanokv.errors import ContextError, GenerationError, UnsupportedError
 from nanokv.inference import decode, prefill
 from nanokv.sample import check_sampling, logprob, sample
 from nanokv.tokenizer import StreamDecoder
@@ -40,8 +40,16 @@ class SamplingParams:
     seed: int | None = None  # None: drawn for each generation and reported as its .seed
 
     def __post_init__(self):
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        check_sampling(**{name: value for name, value in values.items() if name != "seed" or value is not None})
+        check_sampling(**self.values(), **({} if self.seed is None else {"seed": self.seed}))
+
+    def values(self) -> dict:
+        """The keyword arguments of `sample`: all but the seed, which is what a generator begins with."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "seed"}
+
+    def generator(self, device) -> torch.Generator:
+        """Random numbers of one answer; its `initial_seed()` repeats them, also where no seed was given."""
+        seed = secrets.randbits(32) if self.seed is None else self.seed
+        return torch.Generator(device).manual_seed(seed)
 
     @classmethod
     def from_checkpoint(cls, generation_config, **overrides) -> "SamplingParams":
@@ -77,8 +85,7 @@ def generate(model, ids, cache=None, max_new_tokens=64, temperature=0.0, top_k=0
     """
     params = SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty, seed)
     if cache is None:
-        weight = model.embed_tokens.weight
-        cache = make_cache("dict", model.config, dtype=weight.dtype, device=weight.device)
+        cache = make_cache("dict", model.config)
     generation = Generation(model, ids, cache, params, max_new_tokens, eos_token_ids, chunk=LONGEST_PREFILL)
     return (step.token for step in generation)
 
@@ -119,9 +126,8 @@ class Generation:
                 f"({cache.length:,} in the cache + {len(self.ids):,} new)",
                 "shorten the prompt or start with an empty cache",
             )
-        self.seed = secrets.randbits(32) if params.seed is None else params.seed
-        self._values = {name: value for name, value in vars(params).items() if name != "seed"}
-        self._generator = torch.Generator(model.embed_tokens.weight.device).manual_seed(self.seed)
+        self.values, self.generator = params.values(), params.generator(model.embed_tokens.weight.device)
+        self.seed = self.generator.initial_seed()
         self._history = list(history or ()) if params.repetition_penalty != 1 else []
         self.tokens, self.logprobs, self.timings, self.finish_reason = [], [], Timings(), None
         self._steps = self._run()
@@ -161,7 +167,7 @@ class Generation:
 
     def _round(self):
         """One forward for the newest token → the Steps that it gives: one here, more where more were guessed."""
-        token = torch.tensor([self.tokens[-1:]], device=self._generator.device)  # (1,1)
+        token = torch.tensor([self.tokens[-1:]], device=self.generator.device)  # (1,1)
         return self._choose(self._forward(decode, token, back_to=self.cache.length))
 
     def _prefill(self):
@@ -171,7 +177,7 @@ class Generation:
             if self.should_stop():
                 self.finish_reason = "interrupted"
                 return None
-            part = torch.tensor([self.ids[start : start + self.chunk]], device=self._generator.device)  # (1,t)
+            part = torch.tensor([self.ids[start : start + self.chunk]], device=self.generator.device)  # (1,t)
             logits = self._forward(prefill, part, back_to=self.cached_tokens)
         return logits
 
@@ -179,15 +185,18 @@ class Generation:
         try:
             return path(self.model, tokens, self.cache, start_pos=self.cache.length)
         except BaseException:  # KeyboardInterrupt too: some layers have the new tokens, others do not
-            self.cache.truncate(back_to)
+            try:
+                self.cache.truncate(back_to)
+            except UnsupportedError:  # a window that has moved on: empty is still a prefix of what it held
+                self.cache.truncate(0)
             raise
 
     def _choose(self, logits):
         """logits (1,V) → [Step]"""
-        values, previous = self._values, None
+        values, previous = self.values, None
         if values["repetition_penalty"] != 1:
             previous = torch.tensor([self._history + self.ids + self.tokens], device=logits.device)  # (1,N)
-        token = sample(logits, **values, previous=previous, generator=self._generator)  # (1,)
+        token = sample(logits, **values, previous=previous, generator=self.generator)  # (1,)
         return [Step(int(token), float(logprob(logits, token)))]
 
     def _reason_to_end(self):
@@ -211,12 +220,9 @@ class TextStream:
     """
 
     def __init__(self, generation: Generation, tokenizer, stop=(), is_loop=never):
-        stop = (stop,) if isinstance(stop, str) else tuple(stop)
-        if not all(isinstance(text, str) and text for text in stop):
-            raise GenerationError(f"stop strings must be non-empty texts, got {list(stop)!r}")
-        self.generation, self.stop, self.is_loop, self.text = generation, stop, is_loop, ""
+        self.generation, self.is_loop, self.text = generation, is_loop, ""
+        self._stops = StopStrings(stop)
         self._decoder = StreamDecoder(tokenizer, skip=tokenizer.control_ids | set(generation.eos_token_ids))
-        self._held = ""
         self._chunks = self._run()
 
     @property
@@ -234,27 +240,49 @@ class TextStream:
             yield from self._show(self._decoder.put(step.token))
             if self.generation.finish_reason is None and self.is_loop(step.token):
                 self.generation.finish("loop")
-        if self.finish_reason != "stop_string":
-            yield from self._show(self._decoder.flush())
-            if self.finish_reason != "stop_string":
-                yield from self._deliver(self._held)
+        yield from self._show(self._decoder.flush())
+        yield from self._deliver(self._stops.flush())
 
     def _show(self, text):
-        self._held += text
-        found = [(at + len(stop), at) for stop in self.stop if (at := self._held.find(stop)) >= 0]
-        if found:  # the first one to be complete, so that the cut does not depend on how tokens split the text
-            self.generation.finish("stop_string")
-            yield from self._deliver(self._held[: min(found)[1]])
-            return
-        keep = max((_overlap(self._held, stop) for stop in self.stop), default=0)
-        shown = self._held[: len(self._held) - keep]
-        self._held = self._held[len(shown) :]
-        yield from self._deliver(shown)
+        if not self._stops.found:
+            shown = self._stops.put(text)
+            if self._stops.found:
+                self.generation.finish("stop_string")
+            yield from self._deliver(shown)
 
     def _deliver(self, text):
         if text:
             self.text += text
             yield text
+
+
+class StopStrings:
+    """Text in pieces, up to the first stop string to be complete: however tokens split it, the cut is the same."""
+
+    def __init__(self, stop=()):
+        stop = (stop,) if isinstance(stop, str) else tuple(stop)
+        if not all(isinstance(text, str) and text for text in stop):
+            raise GenerationError(f"stop strings must be non-empty texts, got {list(stop)!r}")
+        self.stop, self.found = stop, False
+        self._held = ""  # may be the beginning of a stop string
+
+    def put(self, text: str) -> str:
+        """What can be shown by now; with the last of it, `found` becomes true."""
+        self._held += text
+        ends = [(at + len(stop), at) for stop in self.stop if (at := self._held.find(stop)) >= 0]
+        if ends:
+            self.found = True
+            shown, self._held = self._held[: min(ends)[1]], ""
+            return shown
+        keep = max((_overlap(self._held, stop) for stop in self.stop), default=0)
+        shown = self._held[: len(self._held) - keep]
+        self._held = self._held[len(shown) :]
+        return shown
+
+    def flush(self) -> str:
+        """What was held back, at the end of the text."""
+        shown, self._held = self._held, ""
+        return shown
 
 
 class LoopGuard:
@@ -297,7 +325,7 @@ def prompt_ids(ids, vocab_size) -> list[int]:
 
 def eos_ids(ids) -> tuple[int, ...]:
     """One id, several or none, as a tuple."""
-    ids = (ids,) if isinstance(ids, int) else tuple(ids)
-    if not all(type(id) is int and id >= 0 for id in ids):
-        raise GenerationError(f"eos_token_ids is {list(ids)!r}: an id or a list of ids ≥ 0 was expected")
-    return ids
+    each = (ids,) if isinstance(ids, int) or not isinstance(ids, Iterable) else tuple(ids)
+    if not all(type(id) is int and id >= 0 for id in each):
+        raise GenerationError(f"eos_token_ids is {ids!r}: an id or a list of ids ≥ 0 was expected")
+    return each

@@ -4,29 +4,19 @@ Arithmetic over a Config with the counts of costs.py; no torch, no weights, no n
 its --check allocates every cache and compares. Not here: activations (a chunk of a prefill) and the program itself.
 """
 
-import difflib
 import re
 from dataclasses import dataclass, field
 
 from nanokv import costs
 from nanokv.config import Config
-from nanokv.errors import CacheError, NanoKVError
+from nanokv.errors import NanoKVError
 
 SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 UNITS = {"B": 1} | {f"{p}B": 1000**i for i, p in enumerate("kMGT", 1)} | {
     f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)
 }  # fmt: skip
+LARGEST = 1e24  # bytes: a yottabyte is a slip of the finger
 MOST_TOKENS = 1 << 40  # where a search for "how many tokens fit" ends
-BITS = (2, 4, 8)
-KINDS = {  # cache → its options that may be set, with the least or the possible values; CACHES says the same
-    "dict": {}, "static": {}, "growing": {},
-    "paged": {"page": 1, "pages": 0}, "prefix": {"page": 1, "pages": 0, "salt": None},
-    "sliding": {"window": 0, "sinks": 0},
-    "quantized": {"bits": BITS, "k_bits": (0, *BITS), "v_bits": (0, *BITS), "group": 1, "residual": 0,
-                  "rotate": ("none", "hadamard")},
-    "offloaded": {"to": ("disk", "host"), "folder": None},
-    "batch": None,  # what its rows know
-}  # fmt: skip
 
 
 def _qwen3(C: int, width: int, L: int, H: int, tied: bool) -> Config:
@@ -139,36 +129,14 @@ def most_tokens(fits) -> int | None:
     return low
 
 
-def check_kind(name: str, options: dict):
-    """A cache that exists, with options that it knows: the refusal of make_cache, without torch."""
-    if name not in KINDS:
-        near = difflib.get_close_matches(name, KINDS, n=1)
-        raise CacheError(
-            f"no cache is called {name!r}: there are {', '.join(KINDS)}", f"did you mean {near[0]!r}?" if near else ""
-        )
-    if name == "batch":
-        rows = {key: value for key, value in options.items() if key != "of"}
-        return check_kind(options.get("of", "dict"), rows)
-    known = KINDS[name]
-    if unknown := sorted(set(options) - set(known)):
-        listed = ", ".join(known) or "no options"
-        raise CacheError(f"cache {name!r} has no option {', '.join(unknown)}: it knows {listed}")
-    for key, value in options.items():
-        allowed = known[key]
-        if isinstance(allowed, tuple) and value not in allowed:
-            raise CacheError(f"{key} is {value!r}: {', '.join(map(str, allowed))} are possible")
-        if isinstance(allowed, int) and (type(value) is not int or value < allowed):
-            raise CacheError(f"{key} is {value!r}: a whole number ≥ {allowed} was expected")
-
-
 def parse_size(text: str) -> int:
     """24GiB, 24 GB, 512MiB → bytes. A bare G is refused: 24 G is 24.0 or 25.8 billion bytes."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", text)
     units = {unit.lower(): size for unit, size in UNITS.items()}
-    size = int(float(found[1]) * units[found[2].lower()]) if found and found[2].lower() in units else 0
-    if size < 1:
+    size = float(found[1]) * units[found[2].lower()] if found and found[2].lower() in units else 0
+    if not 1 <= size < LARGEST:
         raise NanoKVError(f"{text!r} is not an amount of memory", "24GiB (1024³) or 24GB (1000³)")
-    return size
+    return int(size)
 
 
 def decimal(count: int) -> str:

@@ -12,6 +12,7 @@ Every turn renders the whole conversation, keeps the longest common prefix of th
 from dataclasses import dataclass, field
 
 from nanokv.cache import make_cache
+from nanokv.costs import parameters
 from nanokv.errors import ContextError, SessionError, UnsupportedError
 from nanokv.generation import Generation, LoopGuard, SamplingParams, TextStream, context_limit
 from nanokv.prefix import common_prefix, incomplete_bytes, inside_thinking, split_thinking, token_roles, why_broken
@@ -250,5 +251,4 @@ class Session:
 
 def prefill_chunk(model) -> int:
     """Prompt tokens per forward: about 0.1 s at 50 GFLOP/s (2 FLOPs a weight and token), so that Ctrl-C is heard."""
-    weights = sum(p.numel() for p in model.parameters())
-    return int(min(max(0.1 * 50e9 / (2 * weights), 16), 256))
+    return int(min(max(0.1 * 50e9 / (2 * parameters(model.config)), 16), 256))

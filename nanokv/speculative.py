@@ -17,7 +17,7 @@ from torch import nn
 
 from nanokv.cache import make_cache
 from nanokv.errors import CapacityError, GenerationError
-from nanokv.generation import Generation, SamplingParams, Step, context_limit
+from nanokv.generation import LONGEST_PREFILL, Generation, SamplingParams, Step, context_limit
 from nanokv.inference import decode, prefill_chunks, verify
 from nanokv.model import Qwen3
 from nanokv.prefix import common_prefix
@@ -127,8 +127,9 @@ def speculate(model, ids, draft, cache=None, max_new_tokens=64, temperature=0.0,
     """
     params = SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty, seed)
     cache = make_cache("dict", model.config) if cache is None else cache
-    whole = model.config.max_position_embeddings  # one prefill
-    return Tokens(Speculation(model, ids, cache, params, max_new_tokens, eos_token_ids, draft=draft, chunk=whole))
+    return Tokens(
+        Speculation(model, ids, cache, params, max_new_tokens, eos_token_ids, draft=draft, chunk=LONGEST_PREFILL)
+    )
 
 
 class Tokens(Iterator):
@@ -188,13 +189,13 @@ class Speculation(Generation):
         room = room if self.cache.rollback is None else min(room, self.cache.rollback)
         if room < 2:  # the newest token takes one place
             return [], None
-        guesses, q = self.draft.propose(self._text + self.tokens, room - 1, self._distribution, self._generator)
+        guesses, q = self.draft.propose(self._text + self.tokens, room - 1, self._distribution, self.generator)
         end = next((i for i, token in enumerate(guesses, 1) if token in self.eos_token_ids), len(guesses))
         return guesses[:end], q if q is None else q[:end]
 
     def _check(self, guesses):
         """(guesses, logits (n+1,V)) after the newest token and each guess."""
-        tokens = torch.tensor([[self.tokens[-1], *guesses]], device=self._generator.device)  # (1,n+1)
+        tokens = torch.tensor([[self.tokens[-1], *guesses]], device=self.generator.device)  # (1,n+1)
         try:
             logits = self._forward(verify if guesses else decode, tokens, back_to=self.cache.length)
         except CapacityError:
@@ -205,14 +206,14 @@ class Speculation(Generation):
 
     def _accept(self, logits, guesses, q):
         p = self._distribution(logits, guesses)  # (n+1,V)
-        kept, token = speculative_sample(guesses, q if guesses else None, p, self._generator)
+        kept, token = speculative_sample(guesses, q if guesses else None, p, self.generator)
         tokens = [*guesses[:kept], token]
         scores = logprob(logits[: kept + 1], torch.tensor(tokens, device=logits.device))
         return [Step(token, score) for token, score in zip(tokens, scores.tolist(), strict=True)]
 
     def _distribution(self, logits, guesses):
         """(T,V) for the last T positions of text + guesses, each penalised for what stands before it."""
-        values, previous, T = self._values, None, logits.shape[0]
+        values, previous, T = self.values, None, logits.shape[0]
         if values["repetition_penalty"] != 1:
             text = self._text + self.tokens + guesses
             rows = [text[: len(text) - i] + text[:1] * i for i in reversed(range(T))]  # filler: an id counts once

@@ -14,7 +14,7 @@ from cli_helpers import environment
 from nanokv.batching import generate_padded, generate_ragged
 from nanokv.cache import CACHES, make_cache
 from nanokv.cache.padded import PaddedCache
-from nanokv.errors import CacheError, ContextError, GenerationError, UnsupportedError
+from nanokv.errors import CacheError, CapacityError, ContextError, GenerationError, UnsupportedError
 from nanokv.generation import SamplingParams, generate
 from nanokv.inference import prefill, prefill_chunks, score
 from oracle import SHAPES, TOLERANCE, gap, pair, random_ids
@@ -163,13 +163,54 @@ def test_what_a_padded_cache_cannot_do_is_refused(models, tmp_path):
         PaddedCache(make_cache("dict", config, 2), [-1, 0])
 
 
-def test_a_full_cache_ends_the_rows(models, way):
-    """Ragged rows fill up one by one, padded ones together: padding takes slots."""
+def test_a_full_cache_ends_the_ragged_rows_one_by_one(models):
     _, model = models
-    kind = {"of": "static"} if way is generate_ragged else {}
-    cache = make_cache("batch" if kind else "static", model.config, len(PROMPTS), capacity=13, **kind)
-    lengths = [len(row) for row in way(model, PROMPTS, cache, 50, eos_token_ids=[])]
-    assert lengths == ([11, 3, 13, 7] if kind else [3] * 4)
+    cache = make_cache("batch", model.config, len(PROMPTS), capacity=13, of="static")
+    answers = generate_ragged(model, PROMPTS, cache, 50, eos_token_ids=[])
+    assert [len(row) for row in answers] == [11, 3, 13, 7]
+    assert [row.length for row in cache.rows] == [13] * 4  # every row holds all but its last token
+
+
+def test_padding_that_would_cut_an_answer_is_refused(models):
+    """Alone, a prompt of 3 has 11 new tokens in 13 slots; behind 8 columns of padding only 3."""
+    _, model = models
+
+    def static(capacity):
+        return make_cache("static", model.config, len(PROMPTS), capacity=capacity)
+
+    with pytest.raises(CapacityError, match=r"prompt 0 \(3 tokens\) may have 11 new tokens alone, but 3 after 8") as e:
+        generate_padded(model, PROMPTS, static(13), 50, eos_token_ids=[])
+    assert e.value.hint == "a capacity of 21, max_new_tokens=3, or generate_ragged"
+    with pytest.raises(CapacityError, match="but 3 after"):
+        generate_padded(model, [[1] * 4, [1] * 14], make_cache("static", model.config, 2, capacity=16), NEW)
+    expected = [list(generate(model, prompt, max_new_tokens=3, eos_token_ids=[])) for prompt in PROMPTS]
+    assert generate_padded(model, PROMPTS, static(13), 3, eos_token_ids=[]) == expected
+
+
+@pytest.mark.parametrize("at", [1, 2, 4, 5, 9])
+@pytest.mark.parametrize("kind", ["dict", "paged"])
+def test_an_interrupted_ragged_batch_leaves_every_row_as_it_was(models, alone, monkeypatch, kind, at):
+    """In a prefill or in a decode, after rows have left: all rows are there, and go on from before."""
+    _, model = models
+    cache = make_cache("batch", model.config, len(PROMPTS), of=kind)
+    prefill(model, [PROMPTS[1][:2]], cache.rows[1], 0)
+    rest = [PROMPTS[0], PROMPTS[1][2:], *PROMPTS[2:]]
+    layer, calls, eos = model.layers[1], [], [alone[0][1]]
+    forward = type(layer).forward
+
+    def break_once(self, *args):
+        if self is layer:
+            calls.append(1)
+            if len(calls) == at:
+                raise KeyboardInterrupt
+        return forward(self, *args)
+
+    monkeypatch.setattr(type(layer), "forward", break_once)
+    with pytest.raises(KeyboardInterrupt):
+        generate_ragged(model, rest, cache, NEW, eos_token_ids=eos)
+    monkeypatch.undo()
+    assert [{part.length for part in row} for row in cache.rows] == [{0}, {2}, {0}, {0}]
+    assert generate_ragged(model, rest, cache, NEW, eos_token_ids=[]) == alone
 
 
 def test_wrong_batches_are_refused_before_any_work(models, way):
@@ -217,8 +258,12 @@ def test_a_chunk_is_at_least_one_token(models, chunk):
 
 
 PEAK = """
-import resource, sys, torch
+import pathlib, re, resource, sys, torch
 torch.set_num_threads(1)
+def peak():  # in kB; ru_maxrss alone would begin with what the test process had when it started this one
+    if sys.platform != "linux":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return int(re.search(r"VmHWM:[^0-9]*([0-9]+)", pathlib.Path("/proc/self/status").read_text())[1])
 from nanokv.config import Config
 from nanokv.inference import prefill, prefill_chunks
 from nanokv.cache import make_cache
@@ -233,9 +278,9 @@ def run(tokens):
     chunk = int(sys.argv[1])
     return prefill_chunks(model, tokens, cache, 0, chunk) if chunk else prefill(model, tokens, cache, 0)
 run(ids[:, :32])  # libraries and thread buffers are not what is measured
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before = peak()
 logits = run(ids)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, *logits[0].tolist())
+print(peak() - before, *logits[0].tolist())
 """
 
 

@@ -7,16 +7,19 @@ made eos, so that beams end early and often: there length penalty, early stoppin
 import io
 import json
 import sys
+from functools import partial
 
 import pytest
 import torch
 
+import nanokv.beam as beam_module
 from cli_helpers import run_cli
-from nanokv.beam import beam_search
+from nanokv.beam import REPLAY, BeamGeneration, beam_search
 from nanokv.cache import CACHES, make_cache
 from nanokv.errors import ContextError, GenerationError
 from nanokv.generation import generate
 from nanokv.inference import prefill, score
+from nanokv.prefix import common_prefix
 from oracle import SHAPES, pair, random_ids
 
 V = 31
@@ -208,6 +211,92 @@ def test_nan_logits_are_an_error_and_not_an_answer(models, monkeypatch):
         beam_search(model, [1, 2, 3], 2)
 
 
+# --- stopping, and one answer of a conversation -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 5])
+def test_a_stopped_search_returns_the_best_so_far(models, steps):
+    """`should_stop` is read before the prefill and each decode; beams that still grow are compared at their length."""
+    _, model = models
+    ids, calls = random_ids(7, 1, 9, V), []
+    cache = make_cache("dict", model.config)
+
+    def should_stop():
+        calls.append(1)
+        return len(calls) > steps
+
+    found = beam_search(model, ids, 3, 12, eos_token_ids=EOS, num_return=3, cache=cache, should_stop=should_stop)
+    assert cache.length == (9 if steps else 0) and len(calls) == steps + 1
+    assert [beam.score for beam in found] == sorted((beam.score for beam in found), reverse=True)
+    assert len(found) == (3 if steps else 0) and max((len(beam.ids) for beam in found), default=0) == steps
+    for beam in found:
+        whole = torch.cat((ids, torch.tensor([beam.ids])), 1)
+        log_probs = score(model, whole)[0, 8:-1].log_softmax(-1)
+        total = log_probs.gather(1, torch.tensor(beam.ids)[:, None]).sum().item()
+        assert beam.score == pytest.approx(total / len(beam.ids), abs=1e-5)
+
+
+@pytest.mark.parametrize("name", sorted(CACHES))
+def test_a_beam_as_a_generation_leaves_the_cache_as_decoding_would(models, name):
+    """The winner of beam_search, with the raw log-probabilities; the cache holds it all but its last token."""
+    _, model = models
+    ids = random_ids(7, 1, 9, V)
+    cache = make_cache(name, model.config, capacity=96, **{"quantized": {"residual": 64}}.get(name, {}))
+    expected = beam_search(model, ids, 3, 40, eos_token_ids=[], length_penalty=0.7)[0]
+    answer = BeamGeneration(model, ids, cache, max_new_tokens=40, eos_token_ids=[], beams=3, length_penalty=0.7)
+    steps = list(answer)
+    assert [step.token for step in steps] == answer.tokens == expected.ids and len(expected.ids) > REPLAY
+    assert (answer.finish_reason, answer.seed) == ("length", None)
+    assert sum(step.logprob for step in steps) / 40**0.7 == pytest.approx(expected.score, abs=1e-4)
+    assert {layer.length for layer in cache} == {9 + 39} and cache.rows_held() == 1
+    after = list(generate(model, expected.ids[-1:], cache, 4, eos_token_ids=[]))
+    assert after == list(generate(model, ids[0].tolist() + expected.ids, max_new_tokens=4, eos_token_ids=[]))
+
+
+def test_a_beam_that_nobody_takes_to_its_end_is_forgotten(models):
+    _, model = models
+    ids, cache = random_ids(7, 1, 9, V), make_cache("static", model.config, capacity=60)
+    answer = BeamGeneration(model, ids, cache, max_new_tokens=12, eos_token_ids=[], beams=3)
+    taken = [next(answer).token for _ in range(4)]
+    answer.finish("loop")
+    assert list(answer) == [] and answer.tokens == taken and {layer.length for layer in cache} == {9 + 3}
+    window = make_cache("sliding", model.config, window=4)  # cannot go back: empty rather than another text
+    answer = BeamGeneration(model, ids, window, max_new_tokens=12, eos_token_ids=[], beams=3)
+    next(answer)
+    answer.finish("loop")
+    assert window.length == 0
+
+
+def test_a_stopped_generation_of_beams_says_so(models):
+    _, model = models
+    ids, cache, calls = random_ids(7, 1, 9, V), make_cache("dict", model.config), []
+
+    def should_stop():
+        calls.append(1)
+        return len(calls) == 4
+
+    answer = BeamGeneration(model, ids, cache, max_new_tokens=12, eos_token_ids=[], beams=3, should_stop=should_stop)
+    assert len(list(answer)) == 3 and answer.finish_reason == "interrupted" and cache.length == 9 + 2
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+def test_a_failure_while_the_winner_is_fed_leaves_the_prompt(models, monkeypatch, error):
+    _, model = models
+    ids, cache = random_ids(7, 1, 9, V), make_cache("dict", model.config)
+    answer = BeamGeneration(model, ids, cache, max_new_tokens=12, eos_token_ids=[], beams=2)
+
+    def fail(*args, **options):
+        verify(*args, **options)
+        cache[0].truncate(10)
+        raise error
+
+    verify = beam_module.verify
+    monkeypatch.setattr(beam_module, "verify", fail)
+    with pytest.raises(error):
+        next(answer)
+    assert {layer.length for layer in cache} == {9}
+
+
 # --- nanokv generate --beams ----------------------------------------------------------------------------------------
 
 PROMPT = "Once upon a time there was a"
@@ -242,16 +331,18 @@ def test_the_command_prints_the_best_beam_of_transformers(tiny_folder):
     [
         (["--beams", "2", "-t", "0.7"], "draws nothing: --temperature", "leave out --temperature"),
         (["--beams", "2", "--top-k", "5"], "draws nothing: --top-k", "leave out --top-k"),
+        (["--beams", "2", "--seed", "1"], "draws nothing: --seed", "leave out --seed"),
         (["--beams", "2", "--stop", "x"], "--stop works on a stream", "leave out --stop"),
         (["--beams", "2", "--speculate", "ngram"], "--speculate works on a stream", "leave out --speculate"),
         (["--length-penalty", "2"], "--length-penalty is part of beam search", "--beams 4"),
         (["--beams", "0"], "--beams: 0 is not a whole number", ""),
     ],
 )
-def test_flags_that_beams_would_ignore_are_refused(capsys, flags, message, hint):
+@pytest.mark.parametrize("words", [["generate", "x"], ["chat"]])
+def test_flags_that_beams_would_ignore_are_refused(capsys, words, flags, message, hint):
     from nanokv.cli import main
 
-    assert main(["generate", "x", *flags]) == 2
+    assert main([*words, *flags]) == 2
     out, err = capsys.readouterr()
     assert out == "" and message in err and hint in err
 
@@ -266,7 +357,7 @@ def test_beams_that_do_not_fit_into_memory_are_refused(capsys, monkeypatch, tiny
     no_stdin(monkeypatch)
     each = 512  # 2 layers · 2 (K, V) · 2 heads · 16 · 4 bytes at least: 40 tokens are more than 20 kB
     monkeypatch.setattr(loading, "available_memory", lambda device: 100 * each)
-    monkeypatch.setattr(loading, "check_memory", lambda plan, available: None)
+    monkeypatch.setattr(loading, "check_memory", lambda plan, available, guessing=0: None)
     assert main(["generate", "x", "-m", str(tiny_folder), "-n", "40", "--beams", "9"]) == 2
     err = capsys.readouterr().err
     assert "--beams 9 needs" in err and "51.2 kB are free" in err and "--max-new-tokens" in err
@@ -278,3 +369,128 @@ def test_greedy_temperature_goes_with_beams(monkeypatch, tiny_folder):
 
     no_stdin(monkeypatch)
     assert main(["generate", "x", "-m", str(tiny_folder), "-n", "2", "--beams", "2", "-t", "0", "--top-p", "1"]) == 0
+
+
+@pytest.mark.parametrize("flags", [["-n", "300"], [], ["-n", "9"], ["--cache", "paged:page=4:pages=12"]])
+def test_the_reason_to_end_is_that_of_plain_generate(capsys, monkeypatch, endless_folder, flags):
+    """No eos: both end at the length that was asked for, or at the end of context or pool, and say which it was."""
+    from nanokv.cli import main
+
+    reasons = []
+    for beams in ([], ["--beams", "2"]):
+        no_stdin(monkeypatch)
+        where = ["-m", str(endless_folder), "--context", "24"]
+        assert main(["generate", PROMPT, *where, *flags, *beams, "--json", "-q"]) == 0
+        reasons.append(json.loads(capsys.readouterr().out)["finish_reason"])
+    assert reasons == ["length" if "9" in flags else "context"] * 2
+
+
+@pytest.mark.parametrize("at", [0, 4])
+@pytest.mark.parametrize("form", ["json", "text"])
+def test_ctrl_c_prints_the_best_beam_so_far(capsys, monkeypatch, endless_folder, at, form):
+    """Without it, a search of 90,000 tokens could not be left; before the first token there is nothing to print."""
+    import os
+    import signal
+
+    from nanokv.cli import main
+
+    decodes = []
+
+    def press(step):
+        def call(*args, **options):
+            decodes.append(1)
+            if len(decodes) == max(1, at):
+                os.kill(os.getpid(), signal.SIGINT)
+            return step(*args, **options)
+
+        return call
+
+    no_stdin(monkeypatch)
+    monkeypatch.setattr("nanokv.cli.terminal.SWALLOW_S", 0)
+    name = "nanokv.beam.decode" if at else "nanokv.generation.prefill"
+    monkeypatch.setattr(name, press(beam_module.decode if at else prefill))
+    words = "name " * 600 if at == 0 else PROMPT
+    argv = ["generate", words, "-m", str(endless_folder), "--beams", "3", "-n", "90000"]
+    assert main([*argv, *(["--json"] if form == "json" else [])]) == 130
+    out, err = capsys.readouterr()
+    assert "interrupted" in err and len(decodes) == max(1, at)
+    if form == "json":
+        answer = json.loads(out)
+        assert answer["finish_reason"] == "interrupted" and len(answer["ids"]) == (5 if at else 0)
+        assert len(answer["beams"]) == (3 if at else 0)
+    else:
+        assert bool(out) == bool(at)
+
+
+# --- nanokv chat --beams ----------------------------------------------------------------------------------------------
+
+
+def chat(monkeypatch, capsys, folder, data, *flags):
+    from nanokv.cli import main
+
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+    code = main(["chat", "-m", str(folder), *flags])
+    return code, *capsys.readouterr()
+
+
+def test_each_answer_of_a_chat_is_the_best_beam_and_the_next_turn_reuses_it(monkeypatch, capsys, tiny_folder):
+    from nanokv.loading import load
+
+    model, tokenizer = load(tiny_folder)
+    flags = ("--beams", "3", "--length-penalty", "0.5", "-n", "8", "--jsonl")
+    code, out, err = chat(monkeypatch, capsys, tiny_folder, b"My name is Zorbla.\nWho am I?\n", *flags)
+    turns, messages, held = [json.loads(line) for line in out.splitlines()], [], []
+    assert (code, err, len(turns)) == (0, "", 2)
+    for text, turn in zip(("My name is Zorbla.", "Who am I?"), turns, strict=True):
+        messages.append({"role": "user", "content": text})
+        ids = tokenizer.encode(tokenizer.render(messages, add_generation_prompt=True))
+        best = beam_search(model, ids, 3, 8, length_penalty=0.5)[0]
+        assert turn["ids"] == best.ids and turn["seed"] is None and turn["new"] + turn["reused"] == len(ids)
+        assert turn["cache"]["tokens"] == len(ids) + len(best.ids) - 1
+        assert turn["reused"] == common_prefix(held, ids)
+        messages.append({"role": "assistant", "content": turn["answer"]})
+        held = ids + best.ids[:-1]
+
+
+def test_the_winner_is_not_computed_again(tiny_folder):
+    """/continue feeds one token, the last of what it keeps (a character that was cut in the middle is left out)."""
+    from nanokv.loading import load
+    from nanokv.session import Session
+
+    make = partial(BeamGeneration, beams=3)
+    session = Session(*load(tiny_folder), params={"max_new_tokens": 8}, make_generation=make)
+    session.ask("My name is Zorbla.")
+    assert session.last.out == 8 and session.cached_ids == session.prompt_ids + session.last.ids[:-1]
+    held = len(session.cached_ids)
+    for _ in session.resume():
+        pass
+    assert session.last.new == 1 and session.last.reused > held - 4
+    assert session.cache.length == len(session.cached_ids)
+
+
+def test_a_chat_looks_at_the_memory_of_its_beams(monkeypatch, capsys, tiny_folder):
+    from nanokv.cli import loading
+
+    monkeypatch.setattr(loading, "check_memory", lambda plan, available, guessing=0: None)
+    monkeypatch.setattr(loading, "available_memory", lambda device: 50_000)
+    code, out, err = chat(monkeypatch, capsys, tiny_folder, b"Hi\n", "--beams", "9", "-n", "8")
+    assert (code, out) == (2, "") and "--beams 9 needs" in err and "50.0 kB are free" in err
+
+
+def test_settings_that_beams_would_ignore_cannot_be_set_in_a_chat():
+    from types import SimpleNamespace
+
+    from nanokv.cli import chat_commands
+    from nanokv.errors import NanoKVError
+
+    said = []
+    talk = SimpleNamespace(
+        args=SimpleNamespace(beams=3), session=SimpleNamespace(params={}), view=SimpleNamespace(say=said.append)
+    )
+    with pytest.raises(NanoKVError, match="draws nothing: temperature"):
+        chat_commands.set_value(talk, "temperature 0.5")
+    chat_commands.set_value(talk, "temperature 0")
+    chat_commands.set_value(talk, "max_new_tokens 5")
+    talk.args.beams = None
+    chat_commands.set_value(talk, "seed 5")
+    assert talk.session.params == {"temperature": 0, "max_new_tokens": 5, "seed": 5} and len(said) == 3

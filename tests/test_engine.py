@@ -349,3 +349,185 @@ def test_a_step_never_feeds_more_than_its_budget(model):
         fed = engine.metrics.prefill_tokens + engine.metrics.decode_tokens
         assert fed - done <= 11 and len(engine.scheduler.running) <= 5
         done = fed
+
+
+# --- who computes what --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step_tokens", [16, 50, 256])
+def test_a_beginning_of_requests_that_arrive_together_is_computed_once(model, step_tokens):
+    """All are admitted while nothing is in the index yet; whoever is fed later finds what the first has computed."""
+    engine = Engine(model, pages=200, page_size=4, step_tokens=step_tokens)
+    shared = prompt(3, 40)
+    requests = [engine.submit([*shared, i, i + 1], max_new_tokens=4) for i in range(5)]
+    engine.run()
+    assert engine.metrics.prefill_tokens == 40 + 5 * 2 and engine.metrics.reused_tokens == 4 * 40
+    assert [request.reused_tokens for request in requests] == [0, 40, 40, 40, 40]
+    for request in requests:
+        assert request.tokens == alone(model, request.prompt, max_new_tokens=4)
+    assert all_free(engine)
+
+
+def test_a_longer_beginning_that_was_computed_meanwhile_is_found(model):
+    """At admission the index held 8 tokens of it, by its first chunk 20."""
+    engine = Engine(model, pages=200, page_size=4)
+    shared = prompt(3, 21)
+    engine.submit(shared[:9], max_new_tokens=1)
+    engine.run()
+    first, second = (engine.submit([*shared, i], max_new_tokens=3) for i in range(2))
+    engine.run()
+    assert (first.reused_tokens, second.reused_tokens) == (8, 20)
+    assert engine.metrics.prefill_tokens == 9 + 14 + 2 and engine.metrics.reused_tokens == 28
+    assert second.tokens == alone(model, second.prompt, max_new_tokens=3) and all_free(engine)
+
+
+def test_a_running_request_gets_a_token_in_every_step_of_a_long_prefill(model):
+    """Decodes come first: a long prompt fills what they leave of the budget."""
+    engine = Engine(model, pages=200, page_size=4, step_tokens=6)
+    long, short = prompt(1, 60), prompt(0, 3)
+    one = engine.submit(short, max_new_tokens=30)
+    engine.step()
+    two = engine.submit(long, max_new_tokens=2)
+    for tokens in range(2, 14):
+        engine.step()
+        assert len(one.tokens) == tokens
+    assert len(two.tokens) == 1  # 60 tokens, 5 a step
+
+
+def test_the_oldest_prefill_leaves_the_decodes_their_place(model):
+    """The preempted older one is fed again, in chunks, while the younger decodes."""
+    engine, seen = Engine(model, pages=200, page_size=4, step_tokens=4), []
+    young = engine.submit(prompt(0, 2), max_new_tokens=12)
+    engine.step()
+    old = engine.submit(prompt(1, 30), max_new_tokens=3)
+    old.number = -1  # arrived before
+    while old.cache is None or old.pending > 1 or not old.tokens:
+        before = len(young.tokens)
+        engine.step()
+        seen.append(len(young.tokens) - before)
+    assert seen == [1] * len(seen) and len(seen) >= 10
+
+
+def test_nobody_is_admitted_into_the_page_that_a_running_request_takes_next(model):
+    """Two prompts of two full pages fit into four; but the first needs a third page for its answer."""
+    engine = Engine(model, pages=4, page_size=4)
+    requests = [engine.submit(prompt(i, 8), max_new_tokens=4) for i in range(2)]
+    engine.run()
+    assert engine.metrics.preemptions == 0
+    assert [request.tokens for request in requests] == [alone(model, prompt(i, 8), max_new_tokens=4) for i in range(2)]
+
+
+def test_the_pages_of_an_answer_are_found_by_the_next_turn(model):
+    """What a request leaves behind includes its answer, whether it ended or was preempted."""
+    engine = Engine(model, pages=64, page_size=4)
+    ids = prompt(6, 6)
+    first = engine.submit(ids, max_new_tokens=10)
+    engine.run()
+    second = engine.submit([*ids, *first.tokens, 7], max_new_tokens=2)
+    engine.run()
+    assert second.reused_tokens == 12  # of 15 that were in the cache
+    ids = prompt(8, 6)
+    third = engine.submit(ids, max_new_tokens=16)
+    while len(third.tokens) < 11:
+        engine.step()
+    computed, reused = engine.metrics.prefill_tokens, engine.metrics.reused_tokens
+    engine.scheduler.preempt(third)
+    engine.run()
+    assert engine.metrics.reused_tokens == reused + 16 and engine.metrics.prefill_tokens <= computed + 1
+    assert third.tokens == alone(model, ids, max_new_tokens=16) and third.reused_tokens == 0 and all_free(engine)
+
+
+# --- interrupts in callbacks, and what ends one request only ------------------------------------------------------
+
+
+@pytest.mark.parametrize("at", [1, 3])
+def test_an_interrupt_in_a_callback_neither_adds_nor_loses_tokens(model, at):
+    """At the last token too: the request is finished then, and what was drawn comes with the next step."""
+    engine, hit = Engine(model, pages=20, page_size=4), []
+
+    def interrupt_once(request, step):
+        if len(request.tokens) == at and request is requests[1] and not hit:
+            hit.append(1)
+            raise KeyboardInterrupt
+
+    requests = [engine.submit(prompt(i, 6), max_new_tokens=3, on_token=interrupt_once) for i in range(3)]
+    seen = {request: [] for request in requests}
+    with pytest.raises(KeyboardInterrupt):
+        for request, step in engine:
+            seen[request].append(step.token)
+    for request, step in engine:
+        seen[request].append(step.token)
+    for i, request in enumerate(requests):
+        assert request.tokens == seen[request] == alone(model, prompt(i, 6), max_new_tokens=3)
+        assert request.finish_reason == "length"
+    assert engine.metrics.finished == 3 and all_free(engine)
+
+
+def test_tokens_of_an_interrupted_last_step_are_still_handed_out(model):
+    engine, hit = Engine(model, pages=20, page_size=4), []
+
+    def interrupt(request, step):
+        hit.append(step.token)
+        raise KeyboardInterrupt
+
+    request = engine.submit(prompt(0, 6), max_new_tokens=1, on_token=interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        list(engine)
+    assert engine.idle and [(r, step.token) for r, step in engine] == [(request, hit[0])] and list(engine) == []
+
+
+def test_an_interrupt_before_the_end_is_noticed_does_not_add_a_token(model):
+    """The request says that it is over, but the engine was interrupted before it could let it go."""
+    engine = Engine(model, pages=20, page_size=4)
+    request = engine.submit(prompt(0, 6), max_new_tokens=2)
+    finish, hit = engine._finish, []
+
+    def interrupted(request):
+        if not hit:
+            hit.append(1)
+            raise KeyboardInterrupt
+        finish(request)
+
+    engine._finish = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        engine.run()
+    engine.run()
+    assert request.tokens == alone(model, prompt(0, 6), max_new_tokens=2) and all_free(engine)
+
+
+@pytest.mark.parametrize("wrong", ["callback", "nan"])
+def test_any_error_of_one_request_ends_only_that_one(model, monkeypatch, wrong):
+    def fail(request, step):
+        raise ValueError("injected")
+
+    engine = Engine(model, pages=64, page_size=4)
+    bad = engine.submit(prompt(0, 5), max_new_tokens=6, on_token=fail if wrong == "callback" else None)
+    good = engine.submit(prompt(1, 5), max_new_tokens=6)
+    if wrong == "nan":
+        draw = type(bad).draw
+
+        def poisoned(request):
+            if request is bad and len(request.tokens) == 2:
+                request.logits = request.logits * torch.nan
+            return draw(request)
+
+        monkeypatch.setattr(type(bad), "draw", poisoned)
+    engine.run()
+    assert bad.finish_reason == "error" and isinstance(bad.error, ValueError)
+    assert "injected" in str(bad.error) if wrong == "callback" else "cannot be sampled" in str(bad.error)
+    assert good.tokens == alone(model, prompt(1, 5), max_new_tokens=6) and good.finish_reason == "length"
+    assert all_free(engine)
+
+
+@pytest.mark.parametrize(("wrong", "message"), [
+    ({"salt": None}, "salt is None"), ({"salt": 5}, "salt is 5"), ({"on_token": "print"}, "on_token is 'print'"),
+    ({"eos_token_ids": 1.5}, "eos_token_ids is 1.5"), ({"eos_token_ids": [1.5]}, "eos_token_ids is"),
+    ({"eos_token_ids": "2"}, "eos_token_ids is '2'"), ({"salt": "\ud800"}, "salt is"),
+])  # fmt: skip
+def test_a_wrong_argument_is_refused_at_submit_and_poisons_nothing(model, wrong, message):
+    engine = Engine(model, pages=64, page_size=4)
+    with pytest.raises(GenerationError, match=message):
+        engine.submit(prompt(0, 5), **wrong)
+    good = engine.submit(prompt(1, 5), max_new_tokens=3)
+    engine.run()
+    assert good.tokens == alone(model, prompt(1, 5), max_new_tokens=3)

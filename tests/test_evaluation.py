@@ -205,7 +205,7 @@ class Stub(torch.nn.Module):
         assert start_pos == cache.length
         self.seen = self.seen[:start_pos] + tokens[0].tolist()
         for layer in cache:
-            layer.append(torch.zeros(1, 1, tokens.shape[1], 1), torch.zeros(1, 1, tokens.shape[1], 1))
+            layer.append(*torch.zeros(2, 1, SMALL.num_key_value_heads, tokens.shape[1], SMALL.head_dim))
         text = self.bpe.decode(self.seen, skip_special_tokens=False)
         turns = tuple(re.findall(r"<\|im_start\|>user\n(.*?)<\|im_end\|>", text))
         said = text.rpartition("<|im_start|>assistant\n")[2]

@@ -9,7 +9,7 @@ import nanokv.generation as module
 from nanokv.cache import make_cache
 from nanokv.config import GenerationConfig
 from nanokv.errors import CapacityError, ContextError, GenerationError
-from nanokv.generation import Generation, LoopGuard, SamplingParams, TextStream, generate
+from nanokv.generation import Generation, LoopGuard, SamplingParams, StopStrings, TextStream, generate
 from nanokv.tokenizer import Tokenizer
 from oracle import pair
 
@@ -290,6 +290,19 @@ def test_a_failure_in_a_later_chunk_goes_back_to_the_start(models, monkeypatch):
     assert list(generate(ours, ids, cache, max_new_tokens=9)) == reference_tokens(reference, ids, 9, do_sample=False)
 
 
+def test_a_window_that_has_moved_on_is_emptied_and_the_error_stays_what_it_was(models, monkeypatch):
+    """A sliding cache cannot go back; UnsupportedError in place of Ctrl-C would hide the cause."""
+    _, ours = models
+    ids, cache = prompt(12, 20), make_cache("sliding", ours.config, window=8)
+    expected = list(generate(ours, ids, make_cache("sliding", ours.config, window=8), max_new_tokens=6))
+    with monkeypatch.context() as patch:
+        fail_in_layer(patch, ours, 1, 3, KeyboardInterrupt)
+        with pytest.raises(KeyboardInterrupt, match="injected"):
+            list(generate(ours, ids, cache, max_new_tokens=6))
+    assert {layer.length for layer in cache} == {0}
+    assert list(generate(ours, ids, cache, max_new_tokens=6)) == expected
+
+
 def test_a_capacity_error_mid_way_is_repaired_too(model, monkeypatch):
     """A cache that did not announce its limit refuses in its second layer."""
     cache = new_cache(model)
@@ -457,3 +470,26 @@ def test_loop_guard_lets_longer_runs_and_fewer_repeats_pass():
 def test_a_loop_ends_the_stream(tokenizer):
     stream, _, script = shown(tokenizer, "ab" * 100, is_loop=LoopGuard())
     assert stream.finish_reason == "loop" and stream.text == "ab" * 20 and script.ended
+
+
+@pytest.mark.parametrize("wrong", [1.5, "2", [1.5], [True], -1, True, {"a": 1}])
+def test_eos_ids_are_ids(model, wrong):
+    with pytest.raises(GenerationError, match="eos_token_ids is"):
+        generate(model, [1, 2], eos_token_ids=wrong)
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3, 50])
+def test_stop_strings_cut_the_same_text_however_it_is_split(cut):
+    """The first stop string to be complete decides; text that may begin one is held back, never more."""
+    text, shown = "an ab abc abcd xyz", []
+    stops = StopStrings(["abcd", "abc ", "cd"])
+    for start in range(0, len(text), cut):
+        if not stops.found:
+            shown.append(stops.put(text[start : start + cut]))
+    assert stops.found and "".join(shown) + stops.flush() == "an ab "
+    stops = StopStrings("abcd")
+    shown = [stops.put(piece) for piece in ("x a", "b", "c", "abc")]
+    assert shown == ["x ", "", "", "abc"] and not stops.found and stops.flush() == "abc" and stops.flush() == ""
+    for wrong in ([""], [3]):
+        with pytest.raises(GenerationError, match="non-empty"):
+            StopStrings(wrong)

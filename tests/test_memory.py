@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import re
 import subprocess
 import sys
 
@@ -10,10 +11,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from cli_helpers import environment
-from nanokv import costs, memory
+from nanokv import costs
 from nanokv.cli import main
 from nanokv.config import Config
-from nanokv.errors import NanoKVError
+from nanokv.errors import CacheError, NanoKVError
+from nanokv.kinds import KINDS
 from nanokv.memory import FAMILY, Estimate, binary, decimal, most_tokens, parse_size
 
 SMALL = {
@@ -110,11 +112,36 @@ def test_a_wrong_formula_is_our_bug(cli, small, monkeypatch):
 def test_the_names_and_options_are_those_of_make_cache():
     from nanokv.cache import CACHES
 
-    assert set(memory.KINDS) == set(CACHES)
-    for name, known in memory.KINDS.items():
+    assert list(KINDS) == list(CACHES)
+    for name, known in KINDS.items():
         parameters = inspect.signature(CACHES[name]).parameters.values()
-        options = {p.name for p in parameters if p.kind == p.KEYWORD_ONLY} - {"pool"}
-        assert known is None or set(known) == options
+        assert list(known) == [p.name for p in parameters if p.kind == p.KEYWORD_ONLY]
+
+
+@pytest.mark.parametrize("text", [
+    "paged:pool=3", "prefix:pool=none", "batch:of=5", "batch:of=batch", "batch:of=paged:pool=1", "prefix:salt=5",
+    "offloaded:folder=5", "quantized:bits=8.0", "quantized:k_bits=false", "sliding:window=-1", "paged:pages=1.5",
+    "offloaded:to=tape", "batch:of=static:page=3", "quantized:rotate=2", "paged:page=true",
+])  # fmt: skip
+@pytest.mark.parametrize("command", ["memory", "generate"])
+def test_both_commands_refuse_the_same_options_before_any_work(cli, monkeypatch, small, command, text):
+    """`small` has no weights: a `generate` that did not look first would complain about them."""
+    monkeypatch.setattr("sys.stdin", None)
+    argv = ["memory", small] if command == "memory" else ["generate", "x", "-m", small]
+    code, out, err = cli(*argv, "--cache", text)
+    assert (code, out) == (2, "") and len(err.splitlines()) <= 2
+    option = text.split(":")[-1].split("=")[0]
+    assert re.search(rf"{option} is |has no option {option}: it knows ", err), err
+
+
+def test_a_program_may_pass_a_pool_but_nothing_else_as_one():
+    from nanokv.cache import PagePool, PrefixPool, make_cache
+
+    config = Config.from_dict(SMALL)
+    make_cache("batch", config, of="paged", pool=PagePool(config, 4, 4))
+    for name, pool in (("paged", 3), ("prefix", PagePool(config, 4, 4)), ("batch", PrefixPool(config, 4, 4))):
+        with pytest.raises(CacheError, match="pool"):
+            make_cache(name, config, pool=pool)
 
 
 @given(st.sampled_from(list(FAMILY)), st.sampled_from(["float32", "bfloat16"]), st.integers(1, 9),
@@ -154,7 +181,8 @@ def test_sizes(text, size):
     assert parse_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["24", "24G", "GiB", "-1GB", "0GiB", "1e9B", "24Gib/s"])
+@pytest.mark.parametrize("text", ["24", "24G", "GiB", "-1GB", "0GiB", "1e9B", "24Gib/s", "9" * 400 + "GB", "9e9TB",
+                                  "9" * 30 + "B"])
 def test_ambiguous_sizes_are_refused(text):
     with pytest.raises(NanoKVError, match="is not an amount of memory"):
         parse_size(text)

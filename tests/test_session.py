@@ -321,15 +321,14 @@ def test_interrupt_is_read_before_every_chunk_and_token(loaded, fed):
         session.clear()
 
 
-def test_prefill_chunks_are_small_enough_for_200_ms():
+def test_prefill_chunks_are_small_enough_for_200_ms(loaded):
     from types import SimpleNamespace
 
+    from nanokv.memory import FAMILY
     from nanokv.session import prefill_chunk
 
-    def of(weights):
-        return prefill_chunk(SimpleNamespace(parameters=lambda: [SimpleNamespace(numel=lambda: weights)]))
-
-    assert (of(3_100_000), of(596_000_000)) == (256, 16)
+    assert prefill_chunk(loaded[0]) == 256
+    assert prefill_chunk(SimpleNamespace(config=FAMILY["Qwen/Qwen3-0.6B"])) == 16
 
 
 def test_interrupt_in_prefill_takes_the_message_back(loaded, fed):

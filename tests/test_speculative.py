@@ -164,11 +164,11 @@ def test_greedy_is_plain_decoding_on_every_cache(model, name, options):
 def test_a_quantized_cache_is_guessed_for_only_until_its_next_block(model):
     """A longer guess would quantize its own rejected tokens, or let the first of them see what should be codes."""
     cache = make_cache("quantized", model.config, group=8, residual=4)
-    assert cache.rollback == 11
+    assert cache.rollback == 12
     prefill(model, [prompt(1, 9)], cache)
-    assert cache.rollback == 2
+    assert cache.rollback == 3
     prefill(model, [prompt(1, 9)], cache, 9)
-    assert cache.rollback == 11 - 2 - 8 and len(cache[0].blocks) == 1
+    assert cache.rollback == 12 - 18 + 8 and len(cache[0].blocks) == 0  # the next append finds a block to quantize
     window = make_cache("sliding", model.config, window=8, sinks=2)
     prefill(model, [prompt(1, 6)], window)
     assert window.rollback == 3
@@ -201,6 +201,39 @@ def test_an_eos_in_the_middle_of_a_run_ends_it_there(model):
         assert list(generate(model, cut[-1:], cache, 5, eos_token_ids=[])) == list(
             generate(model, ids + cut, max_new_tokens=5, eos_token_ids=[])
         )
+
+
+class Fixed(Draft):
+    """Guesses the same words whatever was said."""
+
+    def __init__(self, words):
+        self.words = words
+
+    def propose(self, ids, count, distribution, generator):
+        return self.words[:count], None
+
+
+def test_guesses_after_an_eos_are_not_even_checked(model):
+    """They could not be used: the forward feeds them for nothing, and they would count as refused."""
+    ids = prompt(7, 5)
+    free = list(generate(model, ids, max_new_tokens=4, eos_token_ids=[]))
+    eos = next(id for id in range(V) if id not in free)
+    for words in ([free[1], eos, 3, 4, 5], [eos, eos, eos, eos, eos]):
+        tokens = speculate(model, ids, Fixed(words), max_new_tokens=8, eos_token_ids=[eos])
+        next(tokens), next(tokens)
+        assert tokens.report.rounds == [(words.index(eos) + 1, words.index(eos))]
+
+
+def test_a_long_prompt_is_prefilled_in_parts(model, monkeypatch):
+    """One forward for all of it would need a T×S mask and T rows of the MLP at once."""
+    monkeypatch.setattr(module, "LONGEST_PREFILL", 4)
+    shapes, ids = [], prompt(7, 11)
+    hook = model.register_forward_pre_hook(lambda module, args: shapes.append(args[0].shape[1]))
+    try:
+        assert next(speculate(model, ids, PromptLookup())) == next(generate(model, ids))
+    finally:
+        hook.remove()
+    assert shapes[:3] == [4, 4, 3]
 
 
 @pytest.mark.parametrize("n", range(1, 14))

@@ -9,7 +9,8 @@ from time import perf_counter
 
 import torch
 
-from nanokv.cache import BatchCache, PrefixPool
+from nanokv.cache import PrefixPool
+from nanokv.cache.paged_batch import PagedBatch
 from nanokv.engine.metrics import Metrics
 from nanokv.engine.request import FINISHED, Request
 from nanokv.engine.scheduler import Scheduler
@@ -35,7 +36,7 @@ class Engine:
         self.pool = PrefixPool(model.config, pages, page_size)
         self.scheduler = Scheduler(model.config, self.pool, step_tokens, max_running)
         self.metrics = Metrics()
-        self._submitted = 0
+        self._submitted, self._drawn = 0, []  # (request, Step) that no step has handed out yet
 
     # --- in and out -----------------------------------------------------------------------------------------------
 
@@ -48,6 +49,10 @@ class Engine:
         equal beginnings only under the same `salt`.
         """
         check_sampling(max_new_tokens=max_new_tokens)
+        if not isinstance(salt, str) or salt.encode("utf-8", "ignore").decode() != salt:  # half a character
+            raise GenerationError(f"salt is {salt!r}: a string was expected", 'salt="" shares with all that have none')
+        if on_token is not None and not callable(on_token):
+            raise GenerationError(f"on_token is {on_token!r}: a function of (request, step), or None, was expected")
         params = SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty, seed)
         prompt = prompt_ids(ids, self.config.vocab_size)
         eos = eos_ids(self.model.generation_config.eos_token_ids if eos_token_ids is None else eos_token_ids)
@@ -90,7 +95,7 @@ class Engine:
         return not (self.scheduler.waiting or self.scheduler.running)
 
     def __iter__(self):
-        while not self.idle:
+        while self._drawn or not self.idle:
             yield from self.step()
 
     def run(self):
@@ -113,8 +118,9 @@ class Engine:
 
     def step(self) -> list:
         """Plan, run the forwards, draw the tokens: [(request, Step)]. After an exception it can simply be called again:
-        every cache is as it was before the forward that failed, and logits that were computed are not lost."""
-        drawn = self._draw()  # of a step that was interrupted
+        every cache is as it was before the forward that failed, logits that were computed are not lost, and tokens
+        that were drawn are handed out then."""
+        self._draw()  # of a step that was interrupted
         work = self.scheduler.plan()
         if not work and self.scheduler.waiting:
             raise self._stuck()
@@ -127,23 +133,26 @@ class Engine:
                 self._prefill(request, tokens)
         self._decode(decodes)
         self.metrics.note_step(self.pool, self.scheduler)
-        return drawn + self._draw()
+        self._draw()
+        drawn, self._drawn = self._drawn, []
+        return drawn
 
     def _prefill(self, request: Request, tokens: int):
-        """The next chunk of one request; the logits count only when it was the last."""
-        start = request.cache.length
+        """The next chunk of one request, of which others can reuse the full pages; the last one gives its logits."""
+        self.scheduler.reuse(request)  # who came with it may have computed its beginning since it was admitted
+        tokens, start = min(tokens, request.pending), request.cache.length
         part = request.known[start : start + tokens]
         logits = self._forward(prefill, [request], request.cache, [part])
         self.metrics.prefill_tokens += tokens
+        request.cache.remember(request.known)
         if request.pending == 0:
             request.logits = logits
-            request.cache.remember(request.known)
 
     def _decode(self, requests):
         """One token of each, rows of any length."""
         if not requests:
             return
-        cache = BatchCache([request.cache for request in requests], self.config)
+        cache = PagedBatch([request.cache for request in requests], self.config)
         logits = self._forward(decode, requests, cache, [request.known[-1:] for request in requests])  # (B,V)
         self.metrics.decode_tokens += len(requests)
         for row, request in enumerate(requests):
@@ -159,23 +168,24 @@ class Engine:
                 request.cache.truncate(length)
             raise
 
-    def _draw(self) -> list:
+    def _draw(self):
         """A token for every request whose logits are there. One that cannot go on ends alone, the others go on."""
-        drawn = []
         for request in list(self.scheduler.running):
-            if request.logits is None:
-                continue
             try:
-                step = request.draw()
-                request.first_token = self.clock() if request.first_token is None else request.first_token
-                drawn.append((request, step))
-                if request.on_token is not None:
-                    request.on_token(request, step)
+                if request.logits is not None:
+                    self._draw_one(request)
             except Exception as error:  # NaN logits, or a callback that failed
                 request.finish_reason, request.error = "error", error
-            if request.finish_reason is not None and request.state != FINISHED:
-                self._finish(request)
-        return drawn
+            finally:  # also when Ctrl-C leaves through the callback of the last token: no other may follow it
+                if request.finish_reason is not None and request.state != FINISHED:
+                    self._finish(request)
+
+    def _draw_one(self, request: Request):
+        step = request.draw()
+        request.first_token = self.clock() if request.first_token is None else request.first_token
+        self._drawn.append((request, step))
+        if request.on_token is not None:
+            request.on_token(request, step)
 
     def _finish(self, request: Request):
         self.scheduler.finish(request)

@@ -5,7 +5,6 @@ request has its whole prompt pending, a running one its newest token, a preempte
 what is pending and draws a token when nothing is. So a preempted request needs no state of its own.
 """
 
-import secrets
 from dataclasses import dataclass, field
 
 import torch
@@ -44,8 +43,8 @@ class Request:
     finished: float | None = None
 
     def __post_init__(self):
-        self.seed = secrets.randbits(32) if self.params.seed is None else self.params.seed
-        self.generator = torch.Generator(self.device).manual_seed(self.seed)
+        self.generator = self.params.generator(self.device)
+        self.seed = self.generator.initial_seed()
 
     @property
     def known(self) -> list[int]:
@@ -68,11 +67,10 @@ class Request:
 
     def draw(self) -> Step:
         """A token from `logits`, with this request's own generator; says in `finish_reason` if it was the last one."""
-        values = {name: value for name, value in vars(self.params).items() if name != "seed"}
         logits, previous = self.logits, None
         if self.params.repetition_penalty != 1:
             previous = torch.tensor([self.known], device=logits.device)  # (1,N)
-        token = sample(logits, **values, previous=previous, generator=self.generator)  # (1,)
+        token = sample(logits, **self.params.values(), previous=previous, generator=self.generator)  # (1,)
         step = Step(int(token), float(logprob(logits, token)))
         self.logits = None
         self.tokens.append(step.token)

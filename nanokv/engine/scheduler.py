@@ -39,9 +39,8 @@ class Scheduler:
         """Waiting requests move in while there is room for all that they know, behind what is promised already."""
         while self.waiting and len(self.running) < self.max_running:
             request = self.waiting[0]
-            cache = make_cache("prefix", self.config, pool=self.pool, salt=request.salt)
-            hits = cache.reuse(request.known)  # its pages are no longer evictable: count what is free after that
-            request.cache = cache
+            cache = request.cache = make_cache("prefix", self.config, pool=self.pool, salt=request.salt)
+            cache.reuse(request.known)  # its pages are no longer evictable: count what is free after that
             size = self.pool.page_size
             promised = sum(other.pages_needed(size) for other in self.running) + len(self.running)  # one page ahead
             if request.pages_needed(size) + promised > self.available():
@@ -50,10 +49,21 @@ class Scheduler:
                 return
             self.waiting.pop(0)
             request.state = RUNNING
-            self.reused_tokens += hits
-            if request.preemptions == 0:
-                request.reused_tokens = hits
+            self.count_reused(request, cache.hits)
             insort(self.running, request, key=lambda other: other.number)
+
+    def reuse(self, request: Request):
+        """Look once more for its beginning, as long as it has computed none of it: nothing that it holds gets lost."""
+        cache, before = request.cache, request.cache.hits
+        if cache.length <= before:
+            cache.truncate(0)
+            self.count_reused(request, cache.reuse(request.known) - before)
+
+    def count_reused(self, request: Request, tokens: int):
+        """Found in the index; of a request that was preempted only the engine's sum tells."""
+        self.reused_tokens += tokens
+        if request.preemptions == 0:
+            request.reused_tokens += tokens
 
     def available(self) -> int:
         """Pages that are free or that only the index holds."""
