@@ -19,6 +19,7 @@ import sys
 
 import pytest
 
+import nanokv
 from cli_helpers import command, environment, run_cli, spawn_cli
 from nanokv.cli import COMMANDS, arguments, generate, main, make_parser
 from nanokv.cli.text import read_prompt_bytes
@@ -406,6 +407,78 @@ def test_too_little_memory_is_refused_with_three_numbers_and_a_context_that_fits
     assert "--dtype bfloat16 --context" in hint
     assert 0 < int(fitting) * 1536 < float(numbers[3].split()[0]) * 1.01e9
     assert ids_of(cli, "x", "-m", folder, "--context", str(int(fitting) // 2))["ids"]
+
+
+def memory_refusal(cli, monkeypatch, available, *argv):
+    """(message, hint) of a run with so many bytes free, or None if it was let through."""
+    monkeypatch.setattr("nanokv.cli.loading.available_memory", lambda device: available)
+    code, _, err = cli("generate", "x", "-q", "-n", "1", *argv)
+    assert code in (0, 2), err
+    return errors_in(err) if code else None
+
+
+def test_weights_and_cache_must_fit_together_to_the_byte(cli, monkeypatch, tiny_folder):
+    from nanokv.config import Config
+    from nanokv.costs import kv_bytes, weight_bytes
+
+    config = Config.from_folder(tiny_folder)
+    needed = weight_bytes(config, 4) + kv_bytes(config, 512, 1, 4)
+    message, hint = memory_refusal(cli, monkeypatch, needed - 1, "-m", tiny_folder)
+    assert "needs" in message and hint.startswith("--context 448 or --dtype bfloat16")
+    assert memory_refusal(cli, monkeypatch, needed, "-m", tiny_folder) is None
+    assert memory_refusal(cli, monkeypatch, weight_bytes(config, 4), "-m", tiny_folder, "--context", "2")
+
+
+@pytest.mark.parametrize("flags", [
+    ["--cache", "sliding:window=8"], ["--cache", "quantized:bits=4"], ["--cache", "batch:of=sliding:window=8"],
+    ["--cache", "offloaded"], ["--cache", "paged:pages=2"], ["--context", "64"],
+])  # fmt: skip
+def test_a_cache_that_takes_less_is_not_refused(cli, monkeypatch, tiny_folder, flags):
+    """The weights and half of what an exact cache of the whole context takes are free."""
+    from nanokv.config import Config
+    from nanokv.costs import kv_bytes, weight_bytes
+
+    config = Config.from_folder(tiny_folder)
+    available = weight_bytes(config, 4) + kv_bytes(config, 512, 1, 4) * 3 // 4
+    assert memory_refusal(cli, monkeypatch, available, "-m", tiny_folder, *flags) is None
+    for other in ("dict", "static", "growing", "paged", "offloaded:to=host"):
+        assert memory_refusal(cli, monkeypatch, available, "-m", tiny_folder, "--cache", other), other
+
+
+def test_a_pool_is_counted_as_a_whole(cli, monkeypatch, tiny_folder):
+    """2 × 3 layers × 2 KV heads × 32 × 4 B are 1,536 B a token; a pool takes its bytes with the first of them."""
+    argv = ("-m", tiny_folder, "--cache")
+    message, hint = memory_refusal(cli, monkeypatch, 20_000_000, *argv, "paged:pages=500000000")
+    assert "12.3 TB for a pool of 500,000,000 pages" in message and "20.0 MB are free" in message
+    flag, value = hint.split(" or ")[0].split()
+    assert flag == "--cache" and re.fullmatch(r"paged:pages=\d+", value)
+    assert memory_refusal(cli, monkeypatch, 20_000_000, *argv, value) is None
+    pages = int(value.split("=")[1])
+    assert memory_refusal(cli, monkeypatch, 20_000_000, *argv, f"paged:pages={pages + 1}")
+    message, _ = memory_refusal(cli, monkeypatch, 20_000_000, *argv, f"batch:of=prefix:page=8:pages={2 * pages + 2}")
+    assert "for a pool of" in message
+    assert "no context fits" in memory_refusal(cli, monkeypatch, 1_000, *argv, "paged:pages=5")[1]
+
+
+def test_who_guesses_is_counted_before_anything_is_loaded(cli, monkeypatch, tiny_folder):
+    from nanokv.config import Config
+    from nanokv.costs import kv_bytes, weight_bytes
+
+    config = Config.from_folder(tiny_folder)
+    one = weight_bytes(config, 4) + kv_bytes(config, 512, 1, 4)
+    loads = []
+    load = nanokv.loading.load
+    monkeypatch.setattr("nanokv.loading.load", lambda *args, **options: (loads.append(1), load(*args, **options))[1])
+    draft = ("-m", tiny_folder, "--speculate", f"draft:{tiny_folder}")
+    message, hint = memory_refusal(cli, monkeypatch, 2 * one - 1, *draft)
+    assert re.search(r"for weights \+ 786 kB for the cache of 512 tokens \+ ([\d.]+ [kM]B) for --speculate", message)
+    assert "--context" in hint and not loads
+    assert memory_refusal(cli, monkeypatch, 2 * one, *draft) is None and len(loads) == 2
+    assert memory_refusal(cli, monkeypatch, one, *draft)[1] == "leave out --speculate"
+    early = ("-m", tiny_folder, "--speculate", "early-exit:1")  # one of three layers has a cache of its own
+    assert memory_refusal(cli, monkeypatch, one + kv_bytes(config, 512, 1, 4) // 3 - 1, *early)
+    assert memory_refusal(cli, monkeypatch, one + kv_bytes(config, 512, 1, 4) // 3, *early) is None
+    assert memory_refusal(cli, monkeypatch, one, "-m", tiny_folder, "--speculate", "ngram") is None
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from nanokv.errors import NanoKVError
 
 EXIT_CODES = """exit codes:
   0 done · 1 our bug · 2 flag, model, file, network, memory · 130 Ctrl-C · 141 reader closed the pipe · 143 SIGTERM"""
+DEFAULT_NEW_TOKENS = 1024
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -198,6 +199,15 @@ def add_model_arguments(parser) -> None:
         help="at most N tokens in the cache (default: the model's limit)",
     )
     group.add_argument("--offline", action="store_true", help="never ask the network")
+
+
+def add_speed_arguments(parser) -> None:
+    """nanokv.optimize, for the commands that answer."""
+    group = parser.add_argument_group("speed")
+    group.add_argument("--fast", action="store_true", help="decode with the native kernels of nanokv.optimize")
+    group.add_argument(
+        "--quantize", choices=("int8", "int4"), metavar="BITS", help="weights in int8 or int4; implies --fast"
+    )
 
 
 def add_sampling_arguments(parser) -> None:

@@ -14,13 +14,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from nanokv.cli import arguments, terminal
-from nanokv.cli.batch_lines import SAMPLING, digest, parse_line, read_lines
+from nanokv.cli.arguments import DEFAULT_NEW_TOKENS
+from nanokv.cli.batch_lines import SAMPLING, digest, parse_line, read_lines, texts
 from nanokv.cli.batch_output import OrderedOutput, Progress, ResumableOutput, summary
-from nanokv.cli.generate import DEFAULT_NEW_TOKENS, room
-from nanokv.cli.loading import available_memory, load_model
+from nanokv.cli.generate import room
+from nanokv.cli.loading import PAGE, available_memory, load_model
 from nanokv.cli.text import refuse_special
 from nanokv.costs import kv_bytes_per_token
 from nanokv.errors import NanoKVError
+from nanokv.kinds import check_options
 
 EXAMPLES = (
     "nanokv batch prompts.jsonl -o answers.jsonl",
@@ -42,6 +44,7 @@ def add_arguments(parser) -> None:
     )
     parser.add_argument("--allow-special", action="store_true", help="control tokens spelled out in prompts are meant")
     arguments.add_model_arguments(parser)
+    arguments.add_speed_arguments(parser)
     arguments.add_sampling_arguments(parser)
 
 
@@ -60,16 +63,17 @@ class Job:
 
 def run(args) -> int:
     """Read, load, answer, put in order. Exit 2 if a line failed, after all others are done."""
-    options = pool_options(args)
+    pool_options(args)
     lines = read_lines(args.file)
     if args.output is not None and args.file != "-" and args.output.exists() and args.output.samefile(args.file):
         raise NanoKVError(f"-o {args.output} is the input itself", "choose another file for the answers")
     output = OrderedOutput() if args.output is None else ResumableOutput(args.output)
-    loaded = load_model(args)
+    loaded = load_model(args)  # before anything is written: a wrong -m leaves OUT as it is
+    output.begin()
     jobs = prepare(args, loaded, lines, output)
     with terminal.Interrupt() as stop:
         if jobs:
-            answer_all(args, loaded, jobs, output, options, stop)
+            answer_all(args, loaded, jobs, output, stop)
         done = not stop.requested
         output.close(done)
         terminal.notice(summary(output, len(output.wanted), done, args), args)
@@ -77,16 +81,13 @@ def run(args) -> int:
     return 130 if not done else 2 if output.failed else 0
 
 
-def pool_options(args) -> dict:
+def pool_options(args) -> None:
     """--cache prefix:page=P:pages=N sizes the pool; the engine knows no other cache."""
     name, options = args.cache
     if (name not in ("dict", "prefix")) or set(options) - {"page", "pages"}:
         raise NanoKVError(f"--cache {name} with batch", "batch runs on a page pool: --cache prefix:page=16:pages=256")
-    for key, value in options.items():
-        if type(value) is not int or value < 1:
-            raise NanoKVError(f"--cache: {key} is {value!r}: a whole number ≥ 1 was expected")
-    args.cache = ("prefix", {"page": options.get("page", 16)})
-    return options
+    check_options("prefix", options)
+    args.cache = ("prefix", {"page": PAGE} | options)
 
 
 # --- the lines ----------------------------------------------------------------------------------------------------
@@ -94,21 +95,24 @@ def pool_options(args) -> dict:
 
 def prepare(args, loaded, lines, output) -> list[Job]:
     """The jobs that are still to do; a line that is no request becomes its error at once."""
-    jobs, defaults = [], common_settings(args, loaded)
+    from nanokv.fingerprint import fingerprint
+
+    jobs, settings = [], common_settings(args, loaded)
+    eos = list(loaded.model.generation_config.eos_token_ids)
+    common = [fingerprint(loaded.model), eos, loaded.context, settings]
     for number, data in lines:
         output.want(number)
         try:
             fields = parse_line(data)
-            job = Job(number, fields, digest([args.model, loaded.dtype_name, loaded.context, defaults, fields]))
-            if output.has(number, job.digest):
-                continue
-            job.ids = encode(args, loaded, fields)
-            jobs.append(job)
+            ids = encode(args, loaded, fields)
+            job = Job(number, fields, digest([*common, fields, ids]), ids)
+            if not output.has(number, job.digest):
+                jobs.append(job)
         except NanoKVError as error:
             fail(args, output, number, error)
     if output.stale:
         what = f"{output.stale:,} answers in {args.output} are to other requests or settings"
-        terminal.warning(f"{what}: they are computed again")
+        terminal.warning(f"{what}: they are left out at the end")
     return jobs
 
 
@@ -127,9 +131,8 @@ def encode(args, loaded, fields: dict) -> list[int]:
     messages = fields["messages"]
     if not isinstance(messages, list) or not messages:
         raise NanoKVError("messages is no list of messages", '[{"role": "user", "content": "…"}]')
-    for message in messages:
-        content = message.get("content") if isinstance(message, dict) else None
-        refuse_special(content if isinstance(content, str) else "", tokenizer, args.allow_special)
+    for text in texts(messages):
+        refuse_special(text, tokenizer, args.allow_special)
     return tokenizer.encode(tokenizer.render(messages, add_generation_prompt=True))
 
 
@@ -143,12 +146,12 @@ def fail(args, output, number: int, error: Exception) -> None:
 # --- the engine ---------------------------------------------------------------------------------------------------
 
 
-def answer_all(args, loaded, jobs, output, options: dict, stop) -> None:
+def answer_all(args, loaded, jobs, output, stop) -> None:
     """Feed the engine a few requests ahead, so that a long file costs no memory; write each answer when it is done."""
     from nanokv.engine import Engine
 
     page = args.cache[1]["page"]
-    pages = options.get("pages") or pool_pages(args, loaded, jobs, page)
+    pages = args.cache[1].get("pages") or pool_pages(args, loaded, jobs, page)
     engine = Engine(loaded.model, pages, page, args.step_tokens, args.running)
     progress, waiting, active = Progress(args, len(jobs)), list(reversed(jobs)), []
     while (waiting or active) and not stop.requested:
@@ -206,18 +209,25 @@ class Answer:
     """The text of one request, token by token; ends the request when a stop string is complete."""
 
     def __init__(self, engine, tokenizer, stop):
+        from nanokv.generation import StopStrings
         from nanokv.tokenizer import StreamDecoder
 
-        self.engine, self.stop, self.text, self.skip = engine, stop, "", set(tokenizer.control_ids)
+        self.engine, self.stops, self.pieces, self.skip = engine, StopStrings(stop), [], set(tokenizer.control_ids)
         self.decoder = StreamDecoder(tokenizer, skip=self.skip)
 
     def put(self, request, step) -> None:
         """The engine's callback."""
-        self.text += self.decoder.put(step.token) + (self.decoder.flush() if request.finish_reason else "")
-        found = [(at + len(stop), at) for stop in self.stop if (at := self.text.find(stop)) >= 0]
-        if found:  # the first one to be complete, as in generate
-            self.text = self.text[: min(found)[1]]
+        over = request.finish_reason is not None
+        self.pieces.append(self.stops.put(self.decoder.put(step.token) + (self.decoder.flush() if over else "")))
+        if self.stops.found:
             self.engine.cancel(request, "stop")
+        elif over:
+            self.pieces.append(self.stops.flush())
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        return "".join(self.pieces)
 
 
 def result(loaded, job: Job) -> dict:

@@ -5,13 +5,16 @@ Names and shapes are checked here, values (a temperature below 0) by the engine 
 
 import hashlib
 import json
+import math
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from nanokv.cli.arguments import nearest
 from nanokv.errors import NanoKVError
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+DEEPEST = 64
 KNOWN = ("prompt", "messages", "max_new_tokens", "stop", "id", *SAMPLING)
 
 
@@ -23,18 +26,20 @@ def read_lines(source: str) -> list[tuple[int, bytes]]:
 
 
 def digest(value) -> str:
-    """16 hex digits of what a request is."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+    """32 hex digits of what a request is."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def parse_line(data: bytes) -> dict:
     """Bytes → the request's fields, names and shapes checked; values are checked by the engine."""
     try:
-        fields = json.loads(data.decode("utf-8"))
+        fields = json.loads(data.decode("utf-8"), parse_constant=_finite, parse_float=_finite)
     except UnicodeDecodeError as error:
         raise NanoKVError(f"not UTF-8: byte 0x{data[error.start]:02x} at position {error.start}") from None
     except (ValueError, RecursionError) as error:
         raise NanoKVError(f"not JSON: {error}") from None
+    if _too_deep(fields):
+        raise NanoKVError(f"nested more than {DEEPEST} levels deep")
     if not isinstance(fields, dict):
         raise NanoKVError(f"a JSON object was expected, not {type(fields).__name__}", '{"prompt": "…"}')
     if unknown := [name for name in fields if name not in KNOWN]:
@@ -50,3 +55,29 @@ def parse_line(data: bytes) -> dict:
     if not isinstance(fields["stop"], list) or not all(isinstance(text, str) and text for text in fields["stop"]):
         raise NanoKVError(f"stop is {stop!r}: a non-empty text or a list of them was expected")
     return fields
+
+
+def _finite(text: str) -> float:
+    """NaN and Infinity are no JSON; 1e999 is, but no float: neither could be written into the answer."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is no finite number")
+    return value
+
+
+def _too_deep(value, levels: int = DEEPEST) -> bool:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return levels < 0 or any(_too_deep(part, levels - 1) for part in inner)
+
+
+def texts(value) -> Iterator[str]:
+    """Every string in a JSON value, names included: a template may print any of them."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for name, inner in value.items():
+            yield name
+            yield from texts(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from texts(inner)

@@ -1,14 +1,17 @@
 """What `nanokv batch` writes: answers in order to stdout, or into a file that can be resumed; progress to stderr.
 
 The file of a run in progress holds finished lines in any order, each flushed when it is done; a last line that was cut
-by a kill is dropped. A finished line counts only if it answers the same request (the digest covers the line, the model
-and the settings). Errors are tried again. At the end the file is replaced as a whole, in the input's order.
+by a kill is dropped. A finished line is found by what it answers (the digest covers prompt, settings and weights), not
+by its number, so lines may be inserted. Errors are tried again. At the end the file is replaced as a whole, in the
+input's order.
 """
 
 import json
 import os
+import shutil
 import sys
 import time
+from collections import defaultdict
 from pathlib import Path
 
 from nanokv.cli import terminal
@@ -24,7 +27,15 @@ class OrderedOutput:
     def __init__(self):
         self.wanted: list[int] = []
         self.results: dict[int, dict] = {}
-        self.kept = self.stale = self.printed = 0
+        self.kept = self.printed = 0
+
+    def begin(self) -> None:
+        """The model is there: from now on something may be written."""
+
+    @property
+    def stale(self) -> int:
+        """Old answers to something else."""
+        return 0
 
     def want(self, line: int) -> None:
         """This line will get a result."""
@@ -66,21 +77,34 @@ class ResumableOutput(OrderedOutput):
     """A file; `old` are the answers that an earlier run left in it."""
 
     def __init__(self, path: Path):
+        """Reads what is there; nothing is written before `begin`."""
         super().__init__()
-        self.path, self.old = path, read_output(path)
-        if self.old is None:
+        self.path = Path(os.path.realpath(path))  # a link stays a link
+        if self.path.exists() and not self.path.is_file():
+            raise NanoKVError(f"{path} is no regular file", "choose another file, or leave out -o and redirect stdout")
+        if not self.path.parent.is_dir():
+            raise NanoKVError(f"{self.path.parent} is no folder", "create it first")
+        answers = read_output(self.path)
+        if answers is None:
             raise NanoKVError(f"{path} is not an output of nanokv batch", "choose another file, or remove it")
-        replace(path, self.old.values())  # without the torn line and the errors
-        self.file = open(path, "a", encoding="utf-8")
+        self.old = defaultdict(list)  # request → its answers, more than one where a line occurs more than once
+        for answer in answers:
+            self.old[answer.get("request")].append(answer)
+
+    def begin(self) -> None:
+        replace(self.path, [answer for same in self.old.values() for answer in same])  # no torn line, no errors
+        self.file = open(self.path, "a", encoding="utf-8")
+
+    @property
+    def stale(self) -> int:
+        return sum(map(len, self.old.values()))
 
     def has(self, line: int, request: str) -> bool:
-        found = self.old.get(line, {}).get("request") == request
-        if found:
-            self.results[line] = self.old[line]
-            self.kept += 1
-        elif line in self.old:
-            self.stale += 1
-        return found
+        if not self.old[request]:
+            return False
+        self.results[line] = self.old[request].pop(0) | {"line": line}
+        self.kept += 1
+        return True
 
     def write(self, result: dict) -> None:
         self.file.write(to_json(result) + "\n")
@@ -93,30 +117,34 @@ class ResumableOutput(OrderedOutput):
             replace(self.path, [self.results[line] for line in self.wanted if line in self.results])
 
 
-def read_output(path: Path) -> dict[int, dict] | None:
-    """{line: answer}; None if the file holds something else. The last line may be torn."""
+def read_output(path: Path) -> list[dict] | None:
+    """The answers in it; None if the file holds something else. The last line may be torn, by a kill or, with zeros
+    behind it, by a machine that went down."""
     if not path.exists():
-        return {}
-    *whole, torn = path.read_bytes().split(b"\n")
-    answers = {}
-    for data in whole:
+        return []
+    answers, start = [], b'{"line":'
+    lines = [line.strip() for line in path.read_bytes().rstrip(b"\0").split(b"\n")]
+    for number, data in enumerate(lines, 1):
         try:
-            result = json.loads(data)
-        except ValueError:
+            result = json.loads(data) if data else {"line": 0, "error": "blank"}
+        except (ValueError, RecursionError):
+            if number == len(lines) and (data.startswith(start) or start.startswith(data)):
+                break
             return None
         if not isinstance(result, dict) or type(result.get("line")) is not int:
             return None
         if "error" not in result:
-            answers[result["line"]] = result
-    start = b'{"line":'
-    return answers if torn.startswith(start) or start.startswith(torn) else None
+            answers.append(result)
+    return answers
 
 
 def replace(path: Path, results) -> None:
-    """Write all of it to a temporary file beside, then take its place: a full disk leaves the old one."""
-    temporary = path.with_name(path.name + ".tmp")
+    """Write all of it to a temporary file beside, then take its place and mode: a full disk leaves the old one."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "w", encoding="utf-8") as file:
+        with open(temporary, "x", encoding="utf-8") as file:
+            if path.exists():
+                shutil.copymode(path, temporary)  # while it is empty
             file.writelines(to_json(result) + "\n" for result in results)
             file.flush()
             os.fsync(file.fileno())

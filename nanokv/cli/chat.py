@@ -4,8 +4,13 @@ A person at both ends gets the prompt (chat_repl.py); anything else is a script 
 (chat_pipe.py). This file is imported before arguments are parsed: no torch, no prompt_toolkit.
 """
 
-from nanokv.cli import speculation
-from nanokv.cli.arguments import add_model_arguments, add_sampling_arguments, add_system_argument
+from nanokv.cli import beams, speculation
+from nanokv.cli.arguments import (
+    add_model_arguments,
+    add_sampling_arguments,
+    add_speed_arguments,
+    add_system_argument,
+)
 from nanokv.cli.terminal import is_interactive, sanitize_line, write_out
 
 EXAMPLES = (
@@ -22,10 +27,12 @@ DESCRIPTION = (
 def add_arguments(parser):
     """Flags of chat beyond the general ones."""
     add_model_arguments(parser)
+    add_speed_arguments(parser)
     add_sampling_arguments(parser)
     add_system_argument(parser)
     group = parser.add_argument_group("chat")
     speculation.add_argument(group)
+    beams.add_arguments(parser)
     group.add_argument("--resume", metavar="ID", nargs="?", const="", help="go on with the last session, or with ID")
     group.add_argument("--list", action="store_true", help="saved sessions, newest first")
     group.add_argument("--no-save", action="store_true", help="keep this conversation off the disk")
@@ -42,6 +49,7 @@ def add_arguments(parser):
 
 def run(args) -> int:
     """Exit code of the command."""
+    beams.check(args)
     if args.list:
         return list_sessions()
     if is_interactive() and not args.jsonl:
@@ -79,8 +87,9 @@ def make_session(args, loaded, saved=None):
     if system:
         refuse_special(system, loaded.tokenizer, args.allow_special)
     thinking = {"enable_thinking": False} if args.thinking == "off" else {}
+    kind = beams.generation_type(args, loaded) if args.beams else speculation.generation_type(args.speculate, loaded)
     return Session(
         loaded.model, loaded.tokenizer, cache=loaded.make_cache(), params=params, system=system, context=loaded.context,
         template_kwargs=thinking, overflow=args.overflow, loop_guard="off" if args.no_loop_guard else "on",
-        make_generation=speculation.generation_type(args.speculate, loaded),
+        make_generation=kind,
     )

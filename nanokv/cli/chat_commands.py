@@ -13,6 +13,7 @@ from pathlib import Path
 
 from nanokv.cli import chat_files, inspector
 from nanokv.cli.arguments import SETTINGS, nearest, parse_setting
+from nanokv.cli.beams import refuse_draw
 from nanokv.cli.terminal import bytes_text, is_tty, sanitize, sanitize_line, write_err
 from nanokv.cli.text import read_prompt_bytes
 from nanokv.errors import NanoKVError, SessionError
@@ -93,7 +94,10 @@ def set_value(chat, rest):
     else:
         if not value.strip() and name in SETTINGS:
             raise NanoKVError(f"/set {name} needs a value", f"now {chat.session.params.get(name)}")
-        chat.session.params[name] = parse_setting(name, value) if value.strip() else parse_setting(name, "0")
+        new = parse_setting(name, value) if value.strip() else parse_setting(name, "0")
+        if chat.args.beams:
+            refuse_draw(name, new, name)
+        chat.session.params[name] = new
         chat.view.say(f"{name} {chat.session.params[name]}")
 
 

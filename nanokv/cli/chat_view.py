@@ -170,7 +170,8 @@ class Progress:
         now = time.monotonic()
         if now >= self.next and not self.done and not self.view.quiet:
             self.next = now + (0.1 if self.moves else 10.0)
-            text = f"  prefill {self.session.cache.length:,}/{len(self.session.prompt_ids):,}"
+            read, prompt = self.session.cache.length, len(self.session.prompt_ids)
+            text = f"  prefill {read:,}/{prompt:,}" if read < prompt else "  looking for the best beam"
             write_err(("\r" + self.view.err.dim(text)) if self.moves else text + "\n")
             self.width = len(text) if self.moves else 0
         return self.stop()

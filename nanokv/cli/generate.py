@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from nanokv.cli import arguments, beams, speculation, terminal
+from nanokv.cli.arguments import DEFAULT_NEW_TOKENS
 from nanokv.cli.loading import Loaded, load_model
 from nanokv.cli.text import clean, read_prompt_bytes, refuse_special
 from nanokv.errors import ContextError, NanoKVError
@@ -22,7 +23,6 @@ EXAMPLES = (
     'nanokv generate --chat "Who are you?" --json',
 )
 DESCRIPTION = "Continue a prompt. stdout carries the answer (or one JSON object) only; status goes to stderr."
-DEFAULT_NEW_TOKENS = 1024
 PATIENCE_S = 2.0  # a stdin that stays silent for this long is mentioned
 
 
@@ -45,6 +45,7 @@ def add_arguments(parser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
     arguments.add_model_arguments(parser)
+    arguments.add_speed_arguments(parser)
     arguments.add_sampling_arguments(parser)
     speculation.add_argument(parser)
     beams.add_arguments(parser)
@@ -81,16 +82,18 @@ def run(args) -> int:
 
 
 def run_beams(args, loaded: Loaded, ids: list[int]) -> int:
-    """Nothing to stream: search, then print the best (--json: all)."""
-    found = beams.search(args, loaded, ids, room(args, loaded, ids))
+    """Nothing to stream: search, then print the best (--json: all); after Ctrl-C the best so far, if there is one."""
+    with terminal.Interrupt() as stop:
+        found = beams.search(args, loaded, ids, room(args, loaded, ids), stop)
     if args.json:
         terminal.write_out(to_json(found.as_dict()) + "\n")
-    else:
+    elif found.beams:
         out = TextOutput(args, loaded, ids)
         out.put(found.text)
         out.flush()
     terminal.notice(found.status(), args)
-    return 0
+    stop.finish()
+    return 130 if found.interrupted else 0
 
 
 # --- the prompt ---------------------------------------------------------------------------------------------------

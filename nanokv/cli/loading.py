@@ -8,18 +8,23 @@ import math
 import os
 import re
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from nanokv import __version__
+from nanokv.cli import speculation
 from nanokv.cli.arguments import environment, integer
-from nanokv.cli.terminal import bytes_text, sanitize_line
+from nanokv.cli.terminal import bytes_text, notice, sanitize_line
 from nanokv.config import Config
-from nanokv.costs import ITEMSIZE, kv_bytes_per_token, parameters
+from nanokv.costs import ITEMSIZE, cache_bytes, kv_bytes_per_token, parameters, weight_bytes
 from nanokv.errors import ContextError, NanoKVError
+from nanokv.kinds import check_options
+from nanokv.memory import most_tokens
 
 SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+PAGE = 16  # tokens a page where --cache does not say
+NOTHING_FITS = "no context fits; -m tiny does"
 
 
 @dataclass
@@ -82,13 +87,27 @@ def load_model(args, announce=None) -> Loaded:
     if announce and not early:
         announce(plan)
     dtype = getattr(torch, plan.dtype_name)
-    _make_cache(plan, dtype)  # a wrong --cache is told before the weights are read; a dict cache is empty, 0 bytes
-    check_memory(plan, available_memory(plan.device))
+    guessing = speculation.memory(getattr(args, "speculate", None), plan)
+    check_memory(plan, available_memory(plan.device), guessing)
+    _make_cache(plan, dtype)  # what this model cannot have is told before the weights are read; empty, 0 bytes
     torch.set_num_threads(plan.threads)
     from nanokv.loading import load
 
     model, tokenizer = load(plan.folder, dtype=dtype, device=plan.device)
+    model = faster(model, args)
     return Loaded(**vars(plan), model=model, tokenizer=tokenizer, dtype=dtype, load_s=time.perf_counter() - start)
+
+
+def faster(model, args):
+    """The model as --fast and --quantize want it, and a line that says which code runs."""
+    quantize = getattr(args, "quantize", None)
+    if not quantize and not getattr(args, "fast", False):
+        return model
+    from nanokv.fast import native, optimize
+
+    model = optimize(model, quantize)
+    notice(f"fast: {model.weights} weights, {native.library()[1]}", args)
+    return model
 
 
 def plan_model(args) -> Plan:
@@ -97,12 +116,13 @@ def plan_model(args) -> Plan:
         os.environ["HF_HUB_OFFLINE"] = "1"  # read by huggingface_hub when it is imported
     if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", args.device):
         raise NanoKVError(f"--device {args.device!r} is not auto, cpu, cuda, cuda:N or mps", "--device auto")
+    name, options = args.cache
+    check_options(name, options)
     threads = args.threads or thread_count()
     import weights_loader
 
     folder = Path(weights_loader.resolve(args.model, revision=args.revision))
     config = Config.from_folder(folder)
-    name, options = args.cache
     plan = Plan(
         display_name(args.model), folder, config, choose_dtype(args, config, "cpu"), threads, "cpu",
         choose_context(args.context, config), name, options,
@@ -233,31 +253,68 @@ def _free_address_space() -> int | None:
     return None if soft == resource.RLIM_INFINITY or used is None else soft - used
 
 
-def check_memory(plan: Plan, available: int | None) -> None:
-    """Refuse before allocation: weights + keys and values of a full context must fit into what is free."""
+def check_memory(plan: Plan, available: int | None, guessing: int = 0) -> None:
+    """Refuse before allocation: weights, the cache of a full context, and what guesses tokens must fit into memory."""
     if available is None:
         return
-    itemsize = ITEMSIZE[plan.dtype_name]
-    weights = parameters(plan.config) * itemsize
-    cached = kv_bytes_per_token(plan.config, itemsize) * plan.context
-    if weights + cached <= available:
+    weights, cached = weight_bytes(plan.config, ITEMSIZE[plan.dtype_name]), cache_memory(plan)
+    if weights + cached + guessing <= available:
         return
+    pages = plan.cache_options.get("pages")
+    holder = f"a pool of {pages:,} pages" if pages else f"the cache of {plan.context:,} tokens"
+    guess = f" + {bytes_text(guessing)} for --speculate" if guessing else ""
     raise NanoKVError(
-        f"{plan.name} needs {bytes_text(weights)} for weights + {bytes_text(cached)} for the cache of {plan.context:,} "
-        f"tokens in {SHORT[plan.dtype_name]}; {bytes_text(available)} are free",
-        memory_hint(plan, available),
+        f"{plan.name} needs {bytes_text(weights)} for weights + {bytes_text(cached)} for {holder}{guess} in "
+        f"{SHORT[plan.dtype_name]}; {bytes_text(available)} are free",
+        memory_hint(plan, available - guessing) or ("leave out --speculate" if guessing else NOTHING_FITS),
     )
 
 
+def cache_memory(plan: Plan, tokens: int | None = None) -> int:
+    """Bytes that the cache of --cache takes with so many tokens (default: a full context).
+
+    A pool of given size is taken as a whole; an offloaded cache keeps two layers near, the others are elsewhere.
+    """
+    tokens, options = plan.context if tokens is None else tokens, dict(plan.cache_options)
+    config, itemsize = plan.config, ITEMSIZE[plan.dtype_name]
+    name = options.pop("of", "dict") if plan.cache_name == "batch" else plan.cache_name
+    if options.get("pages"):
+        return options["pages"] * options.get("page", PAGE) * kv_bytes_per_token(config, itemsize)
+    if name == "offloaded" and (options.get("to", "disk") == "disk" or plan.device != "cpu"):
+        config = replace(config, num_hidden_layers=min(2, config.num_hidden_layers))
+    return cache_bytes(name, config, tokens, 1, itemsize, capacity=tokens, **options)
+
+
 def memory_hint(plan: Plan, available: int) -> str:
-    """The nearest flags that fit: the same dtype with a smaller context, or two bytes a value."""
+    """The nearest flags that fit, or "": the same dtype with a smaller context or pool, or two bytes a value."""
     fits = []
     for dtype in dict.fromkeys((plan.dtype_name, "bfloat16")):
-        room = available - parameters(plan.config) * ITEMSIZE[dtype]
-        context = min(plan.context, room // kv_bytes_per_token(plan.config, ITEMSIZE[dtype]))
-        context = context // 64 * 64 if 64 <= context < plan.context else context
-        flags = [] if dtype == plan.dtype_name else [f"--dtype {dtype}"]
-        flags += [f"--context {context}"] if context < plan.context else []
-        if context >= 2 and ITEMSIZE[dtype] <= ITEMSIZE[plan.dtype_name]:
-            fits.append(" ".join(flags))
-    return " or ".join(dict.fromkeys(fits)) or "no context fits; -m tiny does"
+        if ITEMSIZE[dtype] > ITEMSIZE[plan.dtype_name]:
+            continue
+        other = replace_plan(plan, dtype_name=dtype)
+        room = available - weight_bytes(plan.config, ITEMSIZE[dtype])
+        flag = smaller_pool(other, room) if plan.cache_options.get("pages") else smaller_context(other, room)
+        if flag is not None:
+            fits.append(" ".join(filter(None, ("" if dtype == plan.dtype_name else f"--dtype {dtype}", flag))))
+    return " or ".join(dict.fromkeys(fits))
+
+
+def smaller_context(plan: Plan, room: int) -> str | None:
+    """`--context N` that fits into `room` bytes, "" if the whole one does, None if none does."""
+    most = most_tokens(lambda tokens: cache_memory(plan, tokens) <= room)
+    context = plan.context if most is None else min(plan.context, most)
+    context = context // 64 * 64 if 64 <= context < plan.context else context
+    return None if context < 2 else f"--context {context}" if context < plan.context else ""
+
+
+def smaller_pool(plan: Plan, room: int) -> str | None:
+    """The same for `pages` of --cache."""
+    options = plan.cache_options
+    pages = min(options["pages"], room * options["pages"] // cache_memory(plan))
+    values = "".join(f":{key}={value}" for key, value in (options | {"pages": pages}).items())
+    return None if pages < 1 else f"--cache {plan.cache_name}{values}" if pages < options["pages"] else ""
+
+
+def replace_plan(plan: Plan, **changes) -> Plan:
+    """The plan with other flags, also of one that was carried out already."""
+    return Plan(**{field.name: getattr(plan, field.name) for field in fields(Plan)} | changes)

@@ -15,7 +15,8 @@ from nanokv.cli.arguments import add_model_arguments, integer
 from nanokv.cli.loading import available_memory, choose_dtype, display_name
 from nanokv.config import Config
 from nanokv.errors import NanoKVError
-from nanokv.memory import FAMILY, KINDS, SHORT, Estimate, binary, check_kind, decimal, parse_size
+from nanokv.kinds import KINDS, check_options
+from nanokv.memory import FAMILY, SHORT, Estimate, binary, decimal, parse_size
 
 EXAMPLES = (
     "nanokv memory Qwen/Qwen3-0.6B --context 32768 --batch 4",
@@ -59,7 +60,7 @@ def plan(args) -> Estimate:
     """Model, dtype, cache and sizes of the flags; nothing is downloaded but a config.json that is not built in."""
     args.model = args.source or args.model
     name, options = args.cache
-    check_kind(name, options)
+    check_options(name, options)
     config = find_config(args)
     context = args.context or config.max_position_embeddings
     dtype = choose_dtype(args, config, "cpu" if args.device == "auto" else args.device)
@@ -213,7 +214,8 @@ def compare(estimate: Estimate, name: str, options: dict, tokens: int, batch: in
     rows = torch.zeros(batch, c.num_key_value_heads, tokens, c.head_dim, dtype=dtype)  # (B,Hk,T,D)
     for layer in cache:
         layer.append(rows, rows.clone())
-    return cache.nbytes, costs.cache_bytes(name, c, tokens, batch, estimate.itemsize, capacity=tokens, **options)
+    formula = costs.cache_bytes(name, c, tokens, batch, estimate.itemsize, capacity=tokens, last=tokens, **options)
+    return cache.nbytes, formula
 
 
 def expect(what: str, measured: int, formula: int):

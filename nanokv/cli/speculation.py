@@ -5,10 +5,13 @@ temperature 0 the answer is the one without the flag; when sampling, a seed give
 """
 
 import argparse
+from dataclasses import replace
 from functools import partial
 
 from nanokv.cli.arguments import integer, nearest
 from nanokv.cli.terminal import sanitize_line
+from nanokv.config import Config
+from nanokv.costs import ITEMSIZE, kv_bytes, weight_bytes
 from nanokv.errors import NanoKVError
 
 KINDS = {"ngram": "ngram[:N]", "early-exit": "early-exit:K", "draft": "draft:MODEL"}
@@ -49,6 +52,22 @@ def generation_type(how, loaded):
         "draft": lambda: speculative.DraftModel(load_draft(value, loaded)),
     }[kind]
     return partial(speculative.Speculation, draft=make())
+
+
+def memory(how, plan) -> int:
+    """Bytes that guessing takes beside the model: a draft's weights, and the cache of whoever guesses."""
+    kind, value = how or (None, None)
+    if kind not in ("draft", "early-exit"):
+        return 0
+    itemsize, weights = ITEMSIZE[plan.dtype_name], 0
+    if kind == "draft":
+        import weights_loader
+
+        config = Config.from_folder(weights_loader.resolve(value))
+        weights = weight_bytes(config, itemsize)
+    else:
+        config = replace(plan.config, num_hidden_layers=min(value, plan.config.num_hidden_layers))
+    return weights + kv_bytes(config, min(plan.context, config.max_position_embeddings), 1, itemsize)
 
 
 def load_draft(source: str, loaded):
