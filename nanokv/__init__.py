@@ -25,6 +25,7 @@ _HOME = {
     "beam_search": "nanokv.beam",
     "decode": "nanokv.inference",
     "generate": "nanokv.generation",
+    "optimize": "nanokv.fast",
     "generate_padded": "nanokv.batching",
     "generate_ragged": "nanokv.batching",
     "load": "nanokv.loading",
@@ -35,8 +36,8 @@ _HOME = {
     "speculate": "nanokv.speculative",
 }
 _MODULES = (
-    "attention", "batching", "beam", "cache", "config", "costs", "debug", "engine", "errors", "generation", "inference",
-    "model", "sample", "session", "speculative", "tokenizer",
+    "attention", "batching", "beam", "cache", "config", "costs", "course", "debug", "engine", "errors", "generation",
+    "inference", "model", "sample", "session", "speculative", "tokenizer",
 )  # fmt: skip
 
 __all__ = sorted([*_HOME, "__version__"])

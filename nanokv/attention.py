@@ -20,15 +20,18 @@ def causal_mask(T: int, S: int, device=None):
     return torch.ones(T, S, dtype=torch.bool, device=device).tril(S - T)
 
 
-def is_square_causal(mask) -> bool:
-    """Is this the plain causal mask of an empty cache? Then SDPA can skip the upper triangle, half of the work."""
-    return mask is not None and mask.dim() == 2 and mask.shape[0] == mask.shape[1] and bool(
-        torch.equal(mask, causal_mask(*mask.shape, mask.device))
-    )
+def is_causal(mask) -> bool:
+    """Is this the plain causal mask and nothing else? Then half of the work can be skipped."""
+    return mask is not None and mask.dim() == 2 and bool(torch.equal(mask, causal_mask(*mask.shape, mask.device)))
 
 
-def square_attention(q, k, v):
-    """Prefill from an empty cache: S == T, causal. q (B,H,T,D), k and v (B,Hk,T,D) → (B,H,T,D)."""
+def causal_attention(q, k, v, mask=None):
+    """The T queries are the last of S positions; `mask` says the same and is needed where T < S: SDPA aligns top-left.
+
+    q (B,H,T,D), k and v (B,Hk,S,D) → (B,H,T,D). A function of its own, so that a kernel that needs no mask can tell.
+    """
+    if q.shape[2] < k.shape[2]:
+        return prefill_attention(q, k, v, mask)
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch.overrides import TorchFunctionMode
 
-from nanokv.attention import square_attention
+from nanokv.attention import causal_attention
 from nanokv.cache import make_cache
 
 # Operations of a layer in the order of the forward pass → (module, whether its input or its output is that value).
@@ -166,7 +166,7 @@ class _QuerySpy(TorchFunctionMode):
 
 def _run_ours(model, ids) -> list:
     cache = make_cache("dict", model.config, batch_size=len(ids))
-    model.lm_head(model(ids, cache, 0, square_attention))
+    model.lm_head(model(ids, cache, 0, causal_attention))
     return [(layer["key"], layer["value"]) for layer in cache]
 
 

@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from nanokv.attention import decode_attention, is_square_causal, prefill_attention, square_attention
+from nanokv.attention import causal_attention, decode_attention, is_causal, prefill_attention
 from nanokv.cache.base import NoCache
 
 
@@ -20,7 +20,7 @@ from nanokv.cache.base import NoCache
 def score(model, tokens):
     """Logits of every position without a cache. tokens (B,T) → (B,T,V); V·T·4 bytes: 622 MB at T 1024, V 151,936."""
     cache = NoCache(model.config.num_hidden_layers)
-    hidden = model(_ids(model, tokens), cache, 0, square_attention)  # (B,T,C)
+    hidden = model(_ids(model, tokens), cache, 0, causal_attention)  # (B,T,C)
     return model.lm_head(hidden)  # (B,T,V)
 
 
@@ -56,7 +56,7 @@ def decode(model, token, cache, start_pos: int):
     if token.shape[1] != 1:
         raise ValueError(f"decode takes one token a row, got {token.shape[1]}: prefill takes any number")
     mask = cache.mask(1)  # None, unless rows differ in length
-    attend = partial(decode_attention, mask=mask if mask is None else mask.to(token.device))
+    attend = decode_attention if mask is None else partial(decode_attention, mask=mask.to(token.device))
     hidden = model(token, cache, start_pos, attend)  # (B,1,C)
     return model.lm_head(hidden[:, -1])  # (B,V)
 
@@ -76,7 +76,7 @@ def _append(model, tokens, cache, start_pos):
     tokens = _ids(model, tokens)
     mask = cache.mask(tokens.shape[1])  # asked once, before the first append
     mask = mask if mask is None else mask.to(tokens.device)
-    attend = square_attention if is_square_causal(mask) else partial(prefill_attention, mask=mask)
+    attend = partial(causal_attention if is_causal(mask) else prefill_attention, mask=mask)
     return model(tokens, cache, start_pos, attend)
 
 

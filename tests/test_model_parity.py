@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 
 from nanokv.attention import (
+    causal_attention,
     causal_mask,
     decode_attention,
-    is_square_causal,
+    is_causal,
     prefill_attention,
-    square_attention,
 )
 from nanokv.cache import NoCache, make_cache
 from nanokv.errors import ConfigError
@@ -330,18 +330,18 @@ def test_causal_mask_by_hand():
     assert causal_mask(2, 5).dtype == torch.bool
 
 
-def test_square_causal_is_recognised_and_nothing_else():
-    assert is_square_causal(causal_mask(4, 4))
-    assert not is_square_causal(None)
-    assert not is_square_causal(causal_mask(4, 6))
-    assert not is_square_causal(torch.ones(4, 4, dtype=torch.bool))
-    assert not is_square_causal(causal_mask(4, 4)[None, None])
+def test_causal_masks_are_recognised_and_nothing_else():
+    assert is_causal(causal_mask(4, 4)) and is_causal(causal_mask(4, 6))
+    assert not is_causal(None)
+    assert not is_causal(causal_mask(4, 6).roll(1, dims=1))
+    assert not is_causal(torch.ones(4, 4, dtype=torch.bool))
+    assert not is_causal(causal_mask(4, 4)[None, None])
 
 
 @pytest.mark.parametrize(("H", "Hk"), [(4, 4), (4, 2), (6, 2), (4, 1)])
 def test_prefill_attention_equals_the_formula(H, Hk):
     q, k, v = qkv(H, Hk, 5, 5)
-    assert gap(square_attention(q, k, v), by_hand(q, k, v, causal_mask(5, 5))) <= 1e-6
+    assert gap(causal_attention(q, k, v), by_hand(q, k, v, causal_mask(5, 5))) <= 1e-6
     q, k, v = qkv(H, Hk, 3, 8)
     mask = causal_mask(3, 8)
     assert gap(prefill_attention(q, k, v, mask=mask), by_hand(q, k, v, mask)) <= 1e-6

@@ -1,0 +1,239 @@
+// Prefill in C++: what stands between torch's large products. Many rows at once, arithmetic instead of bytes.
+//
+// torch's matrix products are as fast as the machine; what it does between them is not: norms, rotation and gating go
+// through memory several times over, and its attention reaches a quarter of what the products do. Here each of them
+// reads its input once and writes its output once.
+//
+//     M = B·T rows · H query heads · Hk KV heads · D head dim · S keys
+
+#include "vectors.h"
+
+template <class T>
+static void norm_all(T* y, const float* x, int64_t M, int64_t C, const float* weight, float eps) {
+#pragma omp parallel for
+    for (int64_t m = 0; m < M; m++) rms_norm(y + m * C, x + m * C, weight, C, eps);
+}
+
+// qkv (B,T,(H+2·Hk),D) → q (B,H,T,D), k and v (B,Hk,T,D): q and k normed and rotated, v as it is
+template <class T>
+static void split_all(const T* qkv, int64_t B, int64_t tokens, int64_t H, int64_t Hk, int64_t D, const float* q_norm,
+                      const float* k_norm, float eps, const float* cos, const float* sin, int64_t batch_stride, T* q, T* k,
+                      T* v) {
+#pragma omp parallel
+    {
+        std::vector<float> head(D);
+#pragma omp for
+        for (int64_t m = 0; m < B * tokens; m++) {
+            int64_t b = m / tokens, t = m % tokens, heads = H + 2 * Hk;
+            const float *c = cos + b * batch_stride + t * D, *s = sin + b * batch_stride + t * D;
+            for (int64_t h = 0; h < heads; h++) {
+                const T* from = qkv + (m * heads + h) * D;
+                if (h >= H + Hk) {
+                    memcpy(v + ((b * Hk + h - H - Hk) * tokens + t) * D, from, D * sizeof(T));
+                    continue;
+                }
+                rms_norm(head.data(), from, h < H ? q_norm : k_norm, D, eps);
+                rotate(head.data(), c, s, D);
+                T* to = h < H ? q + ((b * H + h) * tokens + t) * D : k + ((b * Hk + h - H) * tokens + t) * D;
+                for (int64_t i = 0; i < D; i++) store(to + i, head[i]);
+            }
+        }
+    }
+}
+
+template <class T>
+static void gate_all(T* y, const T* both, int64_t M, int64_t I) {
+#pragma omp parallel for
+    for (int64_t m = 0; m < M; m++) {
+        const T *gate = both + m * 2 * I, *up = gate + I;
+        int64_t i = 0;
+        for (; i + 16 <= I; i += 16) {
+            f32x16 g = load16(gate + i), value = g / (1 + exp16(-g)) * load16(up + i);
+            store16(y + m * I + i, value);
+        }
+        for (; i < I; i++) store(y + m * I + i, to_float(gate[i]) / (1 + expf(-to_float(gate[i]))) * to_float(up[i]));
+    }
+}
+
+template <class T>
+static void add_all(float* x, const T* y, int64_t count) {
+    const int64_t part = 1 << 14;
+#pragma omp parallel for
+    for (int64_t from = 0; from < count; from += part)
+        for (int64_t i = from; i < from + part && i < count; i++) x[i] += to_float(y[i]);
+}
+
+// --- causal attention, block by block (FlashAttention), for processors that multiply bf16 ----------------------------------------
+
+#if defined(__AVX512BF16__)
+
+const int BLOCK = 64;  // queries, and keys: 64 × D of each fit into the first-level cache
+
+// Keys of one head in the order in which they are multiplied: of 16 keys at a time, pairs of neighbouring dims.
+static void pack_keys(const bf16* k, int64_t n, int64_t D, bf16* to) {
+    uint32_t* pairs = (uint32_t*)to;
+    for (int64_t s = 0; s < BLOCK; s++)
+        for (int64_t d = 0; d < D / 2; d++) {
+            uint32_t two = 0;
+            if (s < n) memcpy(&two, k + s * D + 2 * d, 4);
+            pairs[(s / 16 * D / 2 + d) * 16 + s % 16] = two;
+        }
+}
+// Values likewise: pairs of neighbouring keys.
+static void pack_values(const bf16* v, int64_t n, int64_t D, bf16* to) {
+    for (int64_t s = 0; s < BLOCK; s += 2) {
+        const bf16 *even = v + s * D, *odd = even + D;
+        for (int64_t d = 0; d < D; d++) {
+            to[(s * D / 2 + d) * 2] = s < n ? even[d] : bf16{0};
+            to[(s * D / 2 + d) * 2 + 1] = s + 1 < n ? odd[d] : bf16{0};
+        }
+    }
+}
+
+static inline __m512bh pair(const bf16* p) {
+    int32_t two;
+    memcpy(&two, p, 4);
+    return (__m512bh)_mm512_set1_epi32(two);
+}
+
+// scores (4,64) = q (4,D) · keys
+static inline void score_block(const bf16* q, const bf16* keys, int64_t D, float scale, f32x16 (*scores)[4]) {
+    __m512 sum[4][4] = {};
+    for (int64_t d = 0; d < D / 2; d++) {
+        __m512bh k[4];
+        for (int i = 0; i < 4; i++) k[i] = (__m512bh)_mm512_loadu_si512(keys + (i * D / 2 + d) * 32);
+#pragma GCC unroll 4
+        for (int r = 0; r < 4; r++) {
+            __m512bh two = pair(q + r * D + 2 * d);
+            for (int i = 0; i < 4; i++) sum[r][i] = _mm512_dpbf16_ps(sum[r][i], two, k[i]);
+        }
+    }
+    for (int r = 0; r < 4; r++) for (int i = 0; i < 4; i++) scores[r][i] = (f32x16)sum[r][i] * scale;
+}
+
+// out (4,16·N dims) = out · keep + p (4,64) · values
+template <int N>
+static inline void mix_block(const bf16* p, const bf16* values, int64_t D, const float* keep, float* out) {
+    __m512 sum[4][N];
+    for (int r = 0; r < 4; r++)
+        for (int i = 0; i < N; i++) sum[r][i] = (__m512)(load16(out + r * D + 16 * i) * keep[r]);
+    for (int64_t s = 0; s < BLOCK / 2; s++) {
+        __m512bh v[N];
+        for (int i = 0; i < N; i++) v[i] = (__m512bh)_mm512_loadu_si512(values + (s * D + 16 * i) * 2);
+#pragma GCC unroll 4
+        for (int r = 0; r < 4; r++) {
+            __m512bh two = pair(p + r * BLOCK + 2 * s);
+            for (int i = 0; i < N; i++) sum[r][i] = _mm512_dpbf16_ps(sum[r][i], two, v[i]);
+        }
+    }
+    for (int r = 0; r < 4; r++)
+        for (int i = 0; i < N; i++) *(f32x16*)(out + r * D + 16 * i) = (f32x16)sum[r][i];
+}
+
+// One block of 64 queries of one head over all keys that they see. `first` = position of query 0 among the keys.
+static void attend_block(const bf16* q, int64_t n, int64_t first, const bf16* keys, const bf16* values, int64_t D, bf16* y,
+                         int64_t y_stride) {
+    std::vector<float> out(BLOCK * D);
+    float most[BLOCK], total[BLOCK], scale = 1 / sqrtf((float)D);
+    for (int r = 0; r < BLOCK; r++) most[r] = -INFINITY, total[r] = 0;
+    std::vector<bf16> padded(BLOCK * D);
+    memcpy(padded.data(), q, n * D * sizeof(bf16));
+    for (int64_t from = 0; from < first + n; from += BLOCK, keys += BLOCK * D, values += BLOCK * D)
+        for (int64_t r = 0; r < n; r += 4) {
+            f32x16 scores[4][4];
+            alignas(64) bf16 p[4 * BLOCK];
+            float keep[4];
+            score_block(&padded[r * D], keys, D, scale, scores);
+            for (int i = 0; i < 4; i++) {
+                float* row = (float*)scores[i];
+                for (int64_t s = first + r + i + 1 - from; s < BLOCK; s++) row[s < 0 ? 0 : s] = -1e30f;  // not yet visible
+                f32x16 high = scores[i][0];
+                for (int j = 1; j < 4; j++) high = scores[i][j] > high ? scores[i][j] : high;
+                float largest = fmaxf(most[r + i], _mm512_reduce_max_ps((__m512)high));
+                keep[i] = most[r + i] == -INFINITY ? 0 : expf(most[r + i] - largest);
+                f32x16 sum = {};
+                for (int j = 0; j < 4; j++) {
+                    f32x16 e = exp16(scores[i][j] - largest);
+                    store16(p + i * BLOCK + 16 * j, e);
+                    sum += e;
+                }
+                total[r + i] = total[r + i] * keep[i] + sum16(sum), most[r + i] = largest;
+            }
+            int64_t d = 0;
+            for (; d + 64 <= D; d += 64) mix_block<4>(p, values + 2 * d, D, keep, &out[r * D + d]);
+            for (; d < D; d += 16) mix_block<1>(p, values + 2 * d, D, keep, &out[r * D + d]);
+        }
+    for (int64_t r = 0; r < n; r++)
+        for (int64_t d = 0; d < D; d++) store(y + r * y_stride + d, out[r * D + d] / total[r]);
+}
+
+#endif
+
+// --- what Python calls -----------------------------------------------------------------------------------------------------------
+
+extern "C" {
+
+// x (M,C) fp32 → y (M,C) in `format` (0 fp32, 1 bf16)
+void norm_rows(void* y, const float* x, int64_t M, int64_t C, const float* weight, float eps, int32_t format) {
+    format == FP32 ? norm_all((float*)y, x, M, C, weight, eps) : norm_all((bf16*)y, x, M, C, weight, eps);
+}
+
+void split_rows(const void* qkv, int64_t B, int64_t T, int64_t H, int64_t Hk, int64_t D, const float* q_norm,
+                const float* k_norm, float eps, const float* cos, const float* sin, int64_t batch_stride, void* q, void* k,
+                void* v, int32_t format) {
+    if (format == FP32)
+        split_all((const float*)qkv, B, T, H, Hk, D, q_norm, k_norm, eps, cos, sin, batch_stride, (float*)q, (float*)k,
+                  (float*)v);
+    else
+        split_all((const bf16*)qkv, B, T, H, Hk, D, q_norm, k_norm, eps, cos, sin, batch_stride, (bf16*)q, (bf16*)k, (bf16*)v);
+}
+
+// both (M,2·I) → y (M,I) = silu(gate) · up
+void gate_rows(void* y, const void* both, int64_t M, int64_t I, int32_t format) {
+    format == FP32 ? gate_all((float*)y, (const float*)both, M, I) : gate_all((bf16*)y, (const bf16*)both, M, I);
+}
+
+// x += y
+void add_rows(float* x, const void* y, int64_t count, int32_t format) {
+    format == FP32 ? add_all(x, (const float*)y, count) : add_all(x, (const bf16*)y, count);
+}
+
+// Is there a flash_attention for this head width?
+int32_t has_flash(int64_t D) {
+#if defined(__AVX512BF16__)
+    return D % 16 == 0;
+#else
+    return 0;
+#endif
+}
+
+// q (B,H,T,D), k and v (B,Hk,S,D) with strides of batch and head (tokens lie D apart) → y (B,T,H,D), all bf16; causal,
+// the T queries are the last of the S positions
+void flash_attention(void* y, const void* q, const void* k, const void* v, int64_t B, int64_t H, int64_t Hk, int64_t T,
+                     int64_t S, int64_t D, int64_t batch_stride, int64_t head_stride) {
+#if defined(__AVX512BF16__)
+    int64_t blocks = (S + BLOCK - 1) / BLOCK, queries = (T + BLOCK - 1) / BLOCK, G = H / Hk;
+    std::vector<bf16> keys(B * Hk * blocks * BLOCK * D), values(keys.size());
+#pragma omp parallel
+    {
+#pragma omp for collapse(2)
+        for (int64_t row = 0; row < B * Hk; row++)
+            for (int64_t block = 0; block < blocks; block++) {
+                int64_t from = row / Hk * batch_stride + row % Hk * head_stride + block * BLOCK * D;
+                int64_t to = (row * blocks + block) * BLOCK * D, n = S - block * BLOCK < BLOCK ? S - block * BLOCK : BLOCK;
+                pack_keys((const bf16*)k + from, n, D, &keys[to]);
+                pack_values((const bf16*)v + from, n, D, &values[to]);
+            }
+#pragma omp for schedule(dynamic) collapse(2)
+        for (int64_t i = 0; i < queries; i++)
+            for (int64_t head = 0; head < B * H; head++) {
+                int64_t block = queries - 1 - i, b = head / H, h = head % H, first = block * BLOCK;  // the longest first
+                int64_t n = T - first < BLOCK ? T - first : BLOCK, at = (b * Hk + h / G) * blocks * BLOCK * D;
+                attend_block((const bf16*)q + (head * T + first) * D, n, S - T + first, &keys[at], &values[at], D,
+                             (bf16*)y + ((b * T + first) * H + h) * D, H * D);
+            }
+    }
+#endif
+}
+
+}  // extern "C"

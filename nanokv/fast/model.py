@@ -1,0 +1,193 @@
+"""optimize(model): the same model, caches and functions, with blocks whose decode step runs at the memory's speed.
+
+What changes, in order of gain: one row of activations goes through kernels that read every weight once, in the format
+it is stored in; keys and values are read once, where the cache keeps them; q, k and v are one product, gate and up are
+another. Activations and logits are fp32, so sums are rounded less often than in the plain bf16 model, not more.
+Prefill and everything else runs on torch's operators, over the same fused weights.
+"""
+
+import ctypes
+import functools
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nanokv.attention import causal_attention, decode_attention
+from nanokv.errors import ConfigError
+from nanokv.fast import native
+from nanokv.fast.weights import FEW_ROWS, FORMATS, Dense, Int8
+from nanokv.model import Qwen3, apply_rope
+
+
+class Block(nn.Module):
+    """One layer of `plain`, two halves in one: attention and MLP, each with its norm, its weights fused."""
+
+    def __init__(self, plain, config, make_matrix):
+        super().__init__()
+        attention, mlp = plain.self_attn, plain.mlp
+        self.heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        self.eps, self.dtype = config.rms_norm_eps, attention.q_proj.weight.dtype  # dtype of cached keys and values
+        self.like = torch.empty(1, self.heads[1], 1, self.heads[2], dtype=self.dtype)  # what one token adds to a cache
+        self.qkv = make_matrix(*fused(attention.q_proj, attention.k_proj, attention.v_proj))
+        self.o = make_matrix(attention.o_proj.weight, attention.o_proj.bias)
+        self.gate_up = make_matrix(*fused(mlp.gate_proj, mlp.up_proj))
+        self.down = make_matrix(mlp.down_proj.weight)
+        norms = plain.input_layernorm, attention.q_norm, attention.k_norm, plain.post_attention_layernorm
+        for name, norm in zip(("norm", "q_norm", "k_norm", "mlp_norm"), norms, strict=True):
+            self.register_buffer(name, norm.weight.float())
+
+    @functools.cached_property
+    def struct(self):
+        """The layer as the kernels take it; addresses never change."""
+        matrices = (matrix.struct for matrix in (self.qkv, self.o, self.gate_up, self.down))
+        norms = (norm.data_ptr() for norm in (self.norm, self.q_norm, self.k_norm, self.mlp_norm))
+        return native.Layer(*matrices, *norms, *self.heads, self.eps, native.FORMATS[self.dtype])
+
+    def forward(self, x, rope, cache, attend):
+        """x (B,T,C) fp32 → (B,T,C)."""
+        kernels, _ = native.library()
+        if kernels and x.shape[1] == 1 and x.device.type == "cpu" and (attend is decode_attention or cache.in_place):
+            return self.step(kernels, x, rope, cache)
+        if kernels and x.device.type == "cpu" and x.shape[0] * x.shape[1] > FEW_ROWS:
+            return self.many(kernels, x, rope, cache, attend)
+        return self.torch_path(x, rope, cache, attend)
+
+    def step(self, kernels, x, rope, cache):
+        """One token a row; x is written over. A cache that stores in place gets no key and no value: only room."""
+        layer, B, (cos, sin), (H, Hk, D) = ctypes.byref(self.struct), x.shape[0], rope, self.heads
+        angles = cos.data_ptr(), sin.data_ptr(), D if cos.numel() > D else 0
+        if cache.in_place:
+            pages = cache.room(self.like if B == 1 else self.like.expand(B, -1, -1, -1))
+            kernels.step(layer, x.data_ptr(), B, *angles, native.pages_struct(pages))
+            return x
+        q = torch.empty(B, H, D)
+        k, v = torch.empty(2, B, Hk, 1, D, dtype=self.dtype)
+        kernels.before_cache(layer, x.data_ptr(), B, *angles, q.data_ptr(), k.data_ptr(), v.data_ptr())
+        pages = cache.place(k, v)
+        kernels.after_cache(layer, x.data_ptr(), B, q.data_ptr(), native.pages_struct(pages))
+        return x
+
+    def many(self, kernels, x, rope, cache, attend):
+        """Many tokens: torch's products, and kernels for all that is between them; x is written over."""
+        (B, T, _), (H, Hk, D), dtype = x.shape, self.heads, self.dtype
+        q, k, v = (torch.empty(B, heads, T, D, dtype=dtype) for heads in (H, Hk, Hk))
+        (cos, sin), form = (angle.contiguous() for angle in rope), native.FORMATS[dtype]
+        qkv = self.qkv.product(self.rows_normed(kernels, x, self.norm))  # (B,T,(H+2Hk)·D)
+        kernels.split_rows(
+            qkv.data_ptr(), B, T, H, Hk, D, self.q_norm.data_ptr(), self.k_norm.data_ptr(), self.eps, cos.data_ptr(),
+            sin.data_ptr(), T * D if cos.numel() > T * D else 0, q.data_ptr(), k.data_ptr(), v.data_ptr(), form,
+        )  # fmt: skip
+        y = self.o.product(self.attended(kernels, q, *cache.append(k, v), attend))  # (B,T,C)
+        kernels.add_rows(x.data_ptr(), y.data_ptr(), x.numel(), form)
+        both = self.gate_up.product(self.rows_normed(kernels, x, self.mlp_norm))  # (B,T,2I)
+        hidden = torch.empty(B, T, both.shape[-1] // 2, dtype=dtype)
+        kernels.gate_rows(hidden.data_ptr(), both.data_ptr(), B * T, hidden.shape[-1], form)
+        y = self.down.product(hidden)
+        kernels.add_rows(x.data_ptr(), y.data_ptr(), x.numel(), form)
+        return x
+
+    def rows_normed(self, kernels, x, weight):
+        """(B,T,C) fp32 → the same in the weights' dtype."""
+        y, (B, T, C) = torch.empty_like(x, dtype=self.dtype), x.shape
+        kernels.norm_rows(
+            y.data_ptr(), x.data_ptr(), B * T, C, weight.data_ptr(), self.eps, native.FORMATS[self.dtype]
+        )
+        return y
+
+    def attended(self, kernels, q, k, v, attend):
+        """q (B,H,T,D), k and v (B,Hk,S,D) → (B,T,H·D)."""
+        (B, H, T, D), (Hk, S) = q.shape, k.shape[1:3]
+        strides = k.stride()
+        plain = strides == v.stride() and strides[2:] == (D, 1)
+        causal = getattr(attend, "func", attend) is causal_attention  # then no mask has to be read
+        if not causal or q.dtype != torch.bfloat16 or not plain or not kernels.has_flash(D):
+            return attend(q, k, v).transpose(1, 2).reshape(B, T, H * D)
+        y = torch.empty(B, T, H * D, dtype=q.dtype)
+        kernels.flash_attention(
+            y.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr(), B, H, Hk, T, S, D, strides[0], strides[1]
+        )
+        return y
+
+    def torch_path(self, x, rope, cache, attend):
+        """Any number of tokens, any mask, any device; norms in fp32, products and attention in the weights' dtype."""
+        (B, T, _), (H, Hk, D) = x.shape, self.heads
+        qkv = self.qkv(self.normed(x, self.norm)).view(B, T, H + 2 * Hk, D)  # (B,T,H+2Hk,D)
+        q, k, v = qkv.split((H, Hk, Hk), dim=2)
+        q, k = self.normed(q, self.q_norm), self.normed(k, self.k_norm)
+        q, k = apply_rope(q.transpose(1, 2), rope), apply_rope(k.transpose(1, 2), rope)  # (B,H,T,D), (B,Hk,T,D)
+        k, v = cache.append(k.to(self.dtype), v.transpose(1, 2).to(self.dtype))  # (B,Hk,S,D) ×2
+        y = attend(q.to(self.dtype), k, v)  # (B,H,T,D)
+        x = x + self.o(y.transpose(1, 2).reshape(B, T, -1))
+        gate, up = self.gate_up(self.normed(x, self.mlp_norm)).chunk(2, dim=-1)  # (B,T,I) ×2
+        return x + self.down(F.silu(gate) * up)
+
+    def normed(self, x, weight):
+        return F.rms_norm(x, weight.shape, weight, self.eps)
+
+
+class Embedding(nn.Module):
+    """Rows of the table, fp32; a tied head is the same matrix."""
+
+    def __init__(self, table):
+        super().__init__()
+        self.table = table
+
+    @property
+    def weight(self):
+        return self.table.weight
+
+    def forward(self, tokens):
+        return self.table.rows(tokens)  # (B,T,C)
+
+
+class Norm(nn.Module):
+    """The last norm, fp32."""
+
+    def __init__(self, plain):
+        super().__init__()
+        self.register_buffer("weight", plain.weight.float())
+        self.eps = plain.eps
+
+    def forward(self, x):
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+def optimize(model, weights=None):
+    """A model that decodes faster and answers the same: for every function and cache that takes the plain one.
+
+    `weights`: None (as loaded), "fp32", "bf16", "int8" or "int4". int4 keeps the embedding and the head in int8, as
+    llama.cpp keeps them in more bits than the rest. As loaded, the weights are shared: those of `model` become views of
+    the fused ones. Logits are fp32. Raises ConfigError for another name, or a shape that has no whole groups.
+    """
+    dtype = model.embed_tokens.weight.dtype
+    own = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+    weights = weights or own.get(dtype)
+    if weights not in FORMATS or (weights in own.values() and weights != own.get(dtype)):
+        known = ", ".join([*([own[dtype]] if dtype in own else []), "int8", "int4"])
+        raise ConfigError(
+            f"weights={weights!r} is not a format for a model in {str(dtype).removeprefix('torch.')}",
+            hint=f"one of: {known}; load the model in another dtype for the rest",
+        )
+    make_matrix = FORMATS[weights]
+    with torch.no_grad(), torch.device("meta"):
+        fast = Qwen3(model.config)
+    make_table = Int8 if weights in ("int8", "int4") else Dense
+    table = make_table(model.embed_tokens.weight)
+    tied = model.lm_head.weight is model.embed_tokens.weight
+    fast.embed_tokens, fast.norm = Embedding(table), Norm(model.norm)
+    fast.lm_head = table if tied else make_table(model.lm_head.weight)
+    fast.layers = nn.ModuleList(Block(layer, model.config, make_matrix) for layer in model.layers)
+    fast.generation_config, fast.weights = model.generation_config, weights
+    return fast.requires_grad_(False).eval()
+
+
+def fused(*linears):
+    """Weights and biases one below the other; the parts become views, so that they are not stored twice."""
+    weight = torch.cat([part.weight for part in linears])  # (ΣN,K)
+    bias = None if linears[0].bias is None else torch.cat([part.bias for part in linears])
+    start = 0
+    for part in linears:
+        part.weight = nn.Parameter(weight[start : start + part.out_features], requires_grad=False)
+        start += part.out_features
+    return weight, bias

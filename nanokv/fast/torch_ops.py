@@ -1,0 +1,57 @@
+"""What public torch offers for one row of activations, where the native kernels cannot be built.
+
+nn.Linear is far from the memory's speed for a single row: bf16 weights are re-laid out at every call, fp32 goes
+through a general matrix product. torch has faster operators, some of them private; each is used in this file alone,
+falls back to a plain product where it is missing, and is compared with one in the tests, so that a release that
+changes it is noticed.
+"""
+
+import torch
+import torch.nn.functional as F
+
+
+def linear(x, weight):
+    """x (…,K) · weightᵀ in their common dtype. bf16: torch's own dot products; fp32: oneDNN's inner product."""
+    if x.numel() == weight.shape[1] and weight.dtype == torch.bfloat16:
+        with torch.backends.mkldnn.flags(enabled=False):  # oneDNN re-lays the whole weight out at every call
+            return F.linear(x, weight)
+    if weight.dtype == torch.float32 and has(torch.ops.mkldnn, "_linear_pointwise"):
+        return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+    return F.linear(x, weight)
+
+
+def linear_int8(x, codes, scale):
+    """x (…,K) with int8 codes (N,K) and scales (N,) → fp32 (…,N)."""
+    rows = x.reshape(-1, x.shape[-1])
+    if has(torch.ops.aten, "_weight_int8pack_mm"):  # in fp32 it is ten times slower
+        y = torch.ops.aten._weight_int8pack_mm(rows.bfloat16(), codes, scale.bfloat16())
+    else:
+        y = F.linear(rows.bfloat16(), codes.bfloat16()) * scale.bfloat16()
+    return y.float().reshape(*x.shape[:-1], -1)
+
+
+def pack_int4(codes, scale):
+    """int8 codes (N,K) in −8 … 7 and scales (N,K/32) → what linear_int4 takes."""
+    if has(torch.ops.aten, "_weight_int4pack_mm_for_cpu") and len(codes) % 16 == 0:
+        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu((codes + 8).int(), 1)
+        return packed, torch.stack((scale, torch.zeros_like(scale)), -1).transpose(0, 1).contiguous()  # (K/32,N,2)
+    return codes, scale
+
+
+def linear_int4(x, packed, group: int):
+    """x (…,K) with weights from pack_int4 → fp32 (…,N)."""
+    weight, scale = packed
+    rows = x.reshape(-1, x.shape[-1]).bfloat16()
+    if weight.dtype == torch.uint8:  # packed
+        y = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, weight, group, scale)
+    else:
+        y = F.linear(rows, (weight.bfloat16().unflatten(1, (-1, group)) * scale[..., None]).flatten(1))
+    return y.float().reshape(*x.shape[:-1], -1)
+
+
+def has(namespace, name: str) -> bool:
+    """Does this torch have the operator?"""
+    try:
+        return getattr(namespace, name) is not None
+    except (AttributeError, RuntimeError):
+        return False

@@ -1,0 +1,375 @@
+"""nanokv.optimize: the fast model gives what the plain one gives, on every cache, with the kernels and without them.
+
+fp32 is compared at 1e-5. bf16, int8 and int4 are other numbers; their distance is bounded on the bundled model, by the
+log-likelihood of text, and each kernel against the same arithmetic in fp64 over the weights that it really holds.
+"""
+
+import ctypes
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import nanokv
+from nanokv.attention import causal_mask
+from nanokv.bench.profile import parts_of
+from nanokv.cache import BatchCache, make_cache
+from nanokv.cache.base import Pages
+from nanokv.cache.paged_batch import PagedBatch
+from nanokv.errors import ConfigError
+from nanokv.fast import native, optimize, torch_ops, weights
+from nanokv.inference import decode, prefill, prefill_chunks, score, verify
+from nanokv.loading import build
+from nanokv.model import Qwen3
+from nanokv.quality import log_likelihood
+from nanokv.training.corpus import conversation
+from nanokv.training.data import render
+
+KERNELS = native.library()[0]
+needs_kernels = pytest.mark.skipif(KERNELS is None, reason=f"no native kernels here: {native.library()[1]}")
+
+
+def small(dtype=torch.float32, **changes):
+    """(model, 40 ids): 3 layers, G = 2, a head width that is no multiple of C / H; norms that are not 1."""
+    sizes = {
+        "vocab_size": 97, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512, "tie_word_embeddings": True,
+    }  # fmt: skip
+    config = nanokv.Config(**sizes | changes)
+    generator = torch.Generator().manual_seed(5)
+    with torch.device("meta"):
+        shapes = {name: p.shape for name, p in Qwen3(config).named_parameters()}
+    state = {
+        name: (torch.randn(shape, generator=generator) * 0.3 + ("norm" in name)).to(dtype)
+        for name, shape in shapes.items()
+    }
+    ids = torch.randint(config.vocab_size, (1, 40), generator=generator)
+    return build(config, state), ids
+
+
+def run(model, ids, cache, steps=24):
+    """Logits of a prefill and of `steps` decodes."""
+    out = [prefill(model, ids, cache)]
+    for i in range(steps):
+        out.append(decode(model, torch.full((ids.shape[0], 1), (7 * i + 3) % 97), cache, cache.length))
+    return torch.stack(out).float()
+
+
+def gap(a, b):
+    return float((a - b).abs().max() / b.abs().max())
+
+
+@pytest.fixture(params=["kernels", "torch"])
+def code(request, monkeypatch):
+    """With the native kernels, and with torch's operators alone."""
+    if request.param == "torch":
+        monkeypatch.setattr(native, "library", lambda: (None, "torch operators (test)"))
+    elif KERNELS is None:
+        pytest.skip(native.library()[1])
+    return request.param
+
+
+# --- equal to the plain model ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("changes", [
+    {}, {"num_key_value_heads": 4}, {"num_key_value_heads": 1}, {"num_attention_heads": 6, "num_key_value_heads": 2},
+    {"tie_word_embeddings": False}, {"attention_bias": True}, {"head_dim": 8}, {"hidden_size": 72, "head_dim": 20},
+])  # fmt: skip
+def test_fp32_is_equal_on_every_shape(code, changes):
+    model, ids = small(**changes)
+    expected = run(model, ids, make_cache("dict", model.config))
+    assert gap(run(optimize(model), ids, make_cache("static", model.config, capacity=100)), expected) <= 1e-5
+    assert gap(score(optimize(model), ids), score(model, ids)) <= 1e-5
+
+
+@pytest.mark.parametrize("name", nanokv.CACHES)
+def test_fp32_is_equal_on_every_cache(code, name):
+    model, ids = small()
+    expected = run(model, ids, make_cache(name, model.config, capacity=100))
+    assert gap(run(optimize(model), ids, make_cache(name, model.config, capacity=100)), expected) <= 1e-5
+
+
+def test_more_keys_than_one_task_takes(code):
+    """300 keys are two parts of the attention, put together afterwards; pages of 16 lie in any order."""
+    model, _ = small()
+    ids = torch.randint(97, (2, 300), generator=torch.Generator().manual_seed(1))
+    expected = run(model, ids, make_cache("dict", model.config), steps=6)
+    for name in ("static", "paged", "dict"):
+        cache = make_cache(name, model.config, batch_size=2, capacity=400)
+        assert gap(run(optimize(model), ids, cache, steps=6), expected) <= 1e-5
+
+
+def test_chunks_verify_and_truncate(code):
+    model, ids = small()
+    fast = optimize(model)
+    cache = make_cache("static", model.config, capacity=100)
+    assert gap(prefill_chunks(fast, ids, cache, chunk=7), prefill(model, ids, make_cache("dict", model.config))) <= 1e-5
+    cache.truncate(20)
+    assert gap(verify(fast, ids[:, 20:25], cache, 20), score(model, ids)[:, 20:25]) <= 1e-5
+    cache.truncate(22)
+    assert gap(decode(fast, ids[:, 22:23], cache, 22), score(model, ids)[:, 22]) <= 1e-5
+
+
+def test_ragged_rows_in_one_step(code):
+    """Rows of lengths 5, 17 and 33 over one pool: each gets what it gets alone, and so does a plain batch."""
+    model, ids = small()
+    fast = optimize(model)
+    pool = make_cache("paged", model.config, page=4).pool
+    rows = [make_cache("paged", model.config, pool=pool) for _ in range(3)]
+    for row, n in zip(rows, (5, 17, 33), strict=True):
+        prefill(fast, ids[:, :n], row)
+    batch = PagedBatch(rows, model.config)
+    for step in range(6):
+        logits = decode(fast, torch.full((3, 1), step), batch, batch.length)
+    for row, n in enumerate((5, 17, 33)):
+        alone = torch.cat((ids[:, :n], torch.arange(6)[None]), 1)
+        assert gap(logits[row], score(model, alone)[0, -1]) <= 1e-5
+    dense = BatchCache([make_cache("dict", model.config) for _ in range(2)], model.config)
+    for row, n in zip(dense.rows, (3, 9), strict=True):
+        prefill(fast, ids[:, :n], row)
+    logits = decode(fast, torch.tensor([[1], [1]]), dense, dense.length)
+    assert gap(logits[0], score(model, torch.cat((ids[:, :3], torch.tensor([[1]])), 1))[0, -1]) <= 1e-5
+
+
+def test_generation_beams_engine_and_speculation_run_on_it(code):
+    model, ids = small()
+    fast, prompt = optimize(model), ids[0].tolist()
+    expected = list(nanokv.generate(model, prompt, max_new_tokens=20, eos_token_ids=[]))
+    assert list(nanokv.generate(fast, prompt, max_new_tokens=20, eos_token_ids=[])) == expected
+    engine = nanokv.Engine(fast, pages=40, page_size=4)
+    requests = [engine.submit(prompt[:n], max_new_tokens=8, eos_token_ids=[]) for n in (40, 11, 23)]
+    list(engine)
+    for request, n in zip(requests, (40, 11, 23), strict=True):
+        assert request.tokens == list(nanokv.generate(model, prompt[:n], max_new_tokens=8, eos_token_ids=[]))
+
+
+def test_weights_are_shared_with_the_plain_model():
+    model, ids = small()
+    before = score(model, ids)
+    fast = optimize(model)
+    layer, plain = fast.layers[1], model.layers[1]
+    assert plain.self_attn.q_proj.weight.data_ptr() == layer.qkv.weight.data_ptr()
+    assert plain.mlp.up_proj.weight.untyped_storage().data_ptr() == layer.gate_up.weight.untyped_storage().data_ptr()
+    assert fast.embed_tokens.weight.data_ptr() == model.embed_tokens.weight.data_ptr()
+    assert torch.equal(score(model, ids), before)
+
+
+def test_a_format_that_is_not_there_is_named():
+    model, _ = small()
+    with pytest.raises(ConfigError, match="'int3'"):
+        optimize(model, "int3")
+    with pytest.raises(ConfigError, match="float32"):
+        optimize(model, "bf16")
+    with pytest.raises(ConfigError, match="groups of 32"):
+        optimize(small(hidden_size=72)[0], "int8")
+
+
+# --- fewer bits -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "bound"), [("int8", 0.009), ("int4", 0.1)])
+def test_codes_are_as_near_as_their_bits_allow(name, bound):
+    weight = torch.randn(64, 288, generator=torch.Generator().manual_seed(0))
+    matrix = weights.FORMATS[name](weight)
+    assert float((matrix.dense() - weight).abs().mean() / weight.abs().mean()) <= bound
+    step = matrix.scale[:, None] if name == "int8" else matrix.scale.float().repeat_interleave(32, 1)[:, :288]
+    assert bool(((matrix.dense() - weight).abs() <= step.abs() * 1.01).all())
+
+
+def test_bytes_of_the_formats():
+    weight = torch.randn(64, 288)
+    assert weights.Int8(weight).nbytes == 64 * 288 + 64 * 4
+    assert weights.Int4(weight).nbytes == 64 * 320 // 2 + 64 * 10 * 2  # 9 groups, filled up to 10
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+@pytest.mark.parametrize("rows", [1, 2, 5])
+@pytest.mark.parametrize("K", [32, 64, 96, 288])
+def test_products_with_codes(code, name, rows, K):
+    """Activations are rounded to 8 bits by the kernels and to bf16 by torch: both within 1.5 % of the largest."""
+    matrix = weights.FORMATS[name](torch.randn(37, K, generator=torch.Generator().manual_seed(0)))
+    x = torch.randn(rows, K, generator=torch.Generator().manual_seed(1))
+    assert gap(matrix(x).double(), x.double() @ matrix.dense().double().T) <= 0.015
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 2, 3, 9, 33])
+@pytest.mark.parametrize(("N", "K"), [(8, 32), (37, 40), (101, 288), (1, 7)])
+def test_products_with_dense_weights(code, dtype, rows, N, K):
+    matrix = weights.Dense(torch.randn(N, K, generator=torch.Generator().manual_seed(0)).to(dtype), torch.ones(N))
+    x = torch.randn(rows, K, generator=torch.Generator().manual_seed(1))
+    expected = x.double() @ matrix.weight.double().T + 1
+    assert gap(matrix(x).double(), expected) <= (1e-5 if dtype == torch.float32 else 0.01)
+
+
+@pytest.mark.parametrize("weights_name", [None, "int8", "int4"])
+def test_bundled_model_keeps_its_likelihoods(code, weights_name):
+    """Mean |Δ log-likelihood| a token of held-out conversations: bf16 0.01, int8 0.03, int4 0.4."""
+    plain, tokenizer = nanokv.load("tiny")
+    model = optimize(nanokv.load("tiny", dtype=torch.bfloat16)[0] if weights_name is None else plain, weights_name)
+    text = render(conversation(random.Random("fast:0"), 16, held_out=True))
+    ids = torch.tensor([tokenizer.encode(text)[:200]])
+    cache, out = make_cache("static", plain.config, capacity=200), []
+    for i in range(ids.shape[1]):
+        out.append(decode(model, ids[:, i : i + 1], cache, i))
+    found = log_likelihood(torch.stack(out, 1), ids) - log_likelihood(score(plain, ids), ids)
+    assert float(found.abs().mean()) <= {None: 0.01, "int8": 0.03, "int4": 0.4}[weights_name]
+
+
+def test_int4_takes_the_best_of_its_scales():
+    x = torch.randn(50, 4, 32, generator=torch.Generator().manual_seed(2))
+    codes, scale = weights.quantize_int4(x)
+    error = ((codes.float() - 8) * scale.float()[..., None] - x).square().sum()
+    plain = x.gather(-1, x.abs().argmax(-1, keepdim=True)) / -8
+    naive = ((x / plain).round().clamp(-8, 7) * plain - x).square().sum()
+    assert error < naive
+    zeros, scale = weights.quantize_int4(torch.zeros(1, 1, 32))
+    assert bool(((zeros.float() - 8) * scale.float()[..., None] == 0).all())
+
+
+# --- kernels ----------------------------------------------------------------------------------------------------------
+
+
+@needs_kernels
+@pytest.mark.parametrize(("B", "H", "Hk", "T", "S", "D"), [
+    (1, 4, 2, 70, 70, 64), (2, 4, 2, 33, 100, 128), (1, 2, 2, 200, 333, 32), (1, 3, 1, 5, 64, 16), (1, 8, 2, 1, 65, 48),
+])  # fmt: skip
+def test_flash_attention(B, H, Hk, T, S, D):
+    if not KERNELS.has_flash(D):
+        pytest.skip("this processor does not multiply bf16")
+    g = torch.Generator().manual_seed(0)
+    q = torch.randn(B, H, T, D, generator=g).bfloat16()
+    k, v = (torch.randn(B, Hk, S + 7, D, generator=g).bfloat16()[:, :, :S] for _ in "kv")
+    y = torch.empty(B, T, H, D, dtype=torch.bfloat16)
+    KERNELS.flash_attention(
+        y.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr(), B, H, Hk, T, S, D, k.stride(0), k.stride(1)
+    )
+    mask = causal_mask(T, S)
+    expected = F.scaled_dot_product_attention(q.float(), k.float(), v.float(), attn_mask=mask, enable_gqa=True)
+    assert gap(y.float(), expected.transpose(1, 2)) <= 0.01
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("G", [1, 2, 3, 4, 5, 8])
+def test_decode_attention_over_scattered_pages(dtype, G):
+    """Lengths 1, 16, 17 and 700 in pages of 16, in a random order, among pages full of NaN."""
+    Hk, D, page, lengths = 2, 48, 16, [1, 16, 17, 700]
+    g = torch.Generator().manual_seed(0)
+    keys, values = (torch.full((80, Hk, page, D), torch.nan, dtype=dtype) for _ in "kv")
+    table, free, dense = torch.zeros(4, 44, dtype=torch.int32), torch.randperm(80, generator=g).tolist(), []
+    for b, n in enumerate(lengths):
+        k, v = (torch.randn(Hk, n, D, generator=g).to(dtype) for _ in "kv")
+        dense.append((k, v))
+        for i in range(-(-n // page)):
+            table[b, i] = at = free.pop()
+            part = slice(i * page, min(n, (i + 1) * page))
+            keys[at, :, : part.stop - part.start], values[at, :, : part.stop - part.start] = k[:, part], v[:, part]
+    pages = Pages(keys, values, lengths, table)
+    y, expected = attended(pages, torch.randn(4, Hk * G, D, generator=g), Hk, dtype, dense)
+    assert gap(y, expected) <= (1e-5 if dtype == torch.float32 else 2e-5)  # sums in fp32 over the very same bf16 values
+
+
+def attended(pages, q, Hk, dtype, dense):
+    """(kernel, formula) for queries q (B,H,D); the kernel is reached through a layer whose other parts do nothing."""
+    B, H, D = q.shape
+    identity = weights.Dense(torch.eye(H * D))
+    nothing, down = weights.Dense(torch.zeros(64, H * D)), weights.Dense(torch.zeros(H * D, 32))
+    ones = torch.ones(H * D)
+    layer = native.Layer(
+        nothing.struct, identity.struct, nothing.struct, down.struct, *[ones.data_ptr()] * 4, H, Hk, D, 1e-6,
+        native.FORMATS[dtype],
+    )  # fmt: skip
+    x, scratch = torch.zeros(B, H * D), q.clone()
+    KERNELS.after_cache(ctypes.byref(layer), x.data_ptr(), B, scratch.data_ptr(), native.pages_struct(pages))
+    rows = []
+    for b, (k, v) in enumerate(dense):
+        k, v = (t.double().repeat_interleave(H // Hk, 0) for t in (k, v))  # (H,n,D)
+        p = torch.softmax(q[b].double()[:, None] @ k.transpose(1, 2) / D**0.5, -1)  # (H,1,n)
+        rows.append((p @ v).flatten())
+    return x.double(), torch.stack(rows)
+
+
+@needs_kernels
+def test_a_step_asks_torch_for_almost_nothing_whatever_the_context():
+    """Two small operators a layer, as many at 200 tokens as at 20; nobody copies, joins or multiplies."""
+    called = {(layers, n): operators_of_a_step(layers, n) for layers in (3, 6) for n in (20, 200)}
+    for counts in called.values():
+        assert not set(counts) & {"aten::mm", "aten::addmm", "aten::bmm", "aten::scaled_dot_product_attention"}
+        assert counts.get("aten::cat", 0) <= 1  # the angles
+    totals = {key: sum(counts.values()) for key, counts in called.items()}
+    assert totals[3, 20] == totals[3, 200]
+    assert totals[6, 20] - totals[3, 20] <= 3 * 2
+
+
+def operators_of_a_step(layers: int, n: int) -> dict:
+    """{operator: calls} of one decode step over n tokens in a static cache; its storage stays where it is."""
+    model, ids = small(num_hidden_layers=layers)
+    fast, cache = optimize(model), make_cache("static", model.config, capacity=300)
+    prefill(fast, ids[:, :1].expand(1, n).contiguous(), cache)
+    decode(fast, ids[:, :1], cache, cache.length)
+    at = cache[0].keys.data_ptr()
+    with torch.profiler.profile() as profiler:
+        decode(fast, ids[:, :1], cache, cache.length)
+    assert cache[0].keys.data_ptr() == at
+    return {event.key: event.count for event in profiler.key_averages() if event.key.startswith("aten::")}
+
+
+@needs_kernels
+def test_times_of_the_kernels_are_told_apart():
+    model, ids = small()
+    fast, cache = optimize(model), make_cache("static", model.config, capacity=100)
+    prefill(fast, ids, cache)
+    found = parts_of(lambda: decode(fast, ids[:, :1], cache, cache.length), cache)
+    assert found["weights"] > 0 and found["attention"] > 0 and found["cache update"] > 0
+
+
+def test_kernels_can_be_left_out(monkeypatch):
+    monkeypatch.setenv("NANOKV_KERNELS", "off")
+    native.library.cache_clear()
+    try:
+        assert native.library() == (None, "torch operators (NANOKV_KERNELS=off)")
+    finally:
+        monkeypatch.undo()
+        native.library.cache_clear()
+
+
+def test_a_compiler_that_fails_is_named(monkeypatch, tmp_path):
+    broken = tmp_path / "cxx"
+    broken.write_text("#!/bin/sh\necho no such luck >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    monkeypatch.setenv("NANOKV_CACHE", str(tmp_path))
+    native.library.cache_clear()
+    try:
+        kernels, why = native.library()
+        assert kernels is None and "no such luck" in why
+    finally:
+        monkeypatch.undo()
+        native.library.cache_clear()
+
+
+# --- torch's own operators: a release that changes one is noticed here -----------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["_weight_int8pack_mm", "_weight_int4pack_mm_for_cpu"])
+def test_low_bit_operators_exist_and_mean_what_they_meant(name):
+    assert torch_ops.has(torch.ops.aten, name), f"torch {torch.__version__} has no {name}: torch_ops falls back"
+    codes = torch.randint(-8, 8, (64, 128), dtype=torch.int8, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(1, 128, generator=torch.Generator().manual_seed(1))
+    if "int8" in name:
+        scale = torch.rand(64) + 0.5
+        expected = x.bfloat16().double() @ (codes * scale[:, None].bfloat16()).double().T
+        assert gap(torch_ops.linear_int8(x, codes, scale).double(), expected) <= 0.01
+    else:
+        scale = (torch.rand(64, 4) + 0.5).bfloat16()
+        expected = x.bfloat16().double() @ (codes.double() * scale.double().repeat_interleave(32, 1)).T
+        assert gap(torch_ops.linear_int4(x, torch_ops.pack_int4(codes, scale), 32).double(), expected) <= 0.02
+
+
+def test_pointwise_operator_of_onednn():
+    assert torch_ops.has(torch.ops.mkldnn, "_linear_pointwise")
+    x, weight = torch.randn(1, 1, 64), torch.randn(32, 64)
+    assert gap(torch_ops.linear(x, weight).double(), x.double() @ weight.double().T) <= 1e-5
