@@ -25,10 +25,10 @@ LAYERS = [
     {"nanokv.session", "nanokv.loading", "nanokv.batching", "nanokv.beam", "nanokv.engine"},
     {"nanokv.speculative"},
     {"nanokv.generation", "nanokv.debug", "nanokv.quality", "nanokv.memory"},
-    {"nanokv.inference", "nanokv.prefix"},
+    {"nanokv.inference", "nanokv.prefix", "nanokv.fast"},
     {"nanokv.cache", "nanokv.latent"},
     {"nanokv.model", "nanokv.costs"},
-    {"nanokv.config", "nanokv.attention", "nanokv.sample", "nanokv.tokenizer", "nanokv.fingerprint"},
+    {"nanokv.config", "nanokv.attention", "nanokv.sample", "nanokv.tokenizer", "nanokv.fingerprint", "nanokv.kinds"},
     {"nanokv.template"},
     {"nanokv.sandbox"},
     {"nanokv.errors", "weights_loader"},
@@ -41,7 +41,7 @@ ONLY = {
     "nanokv.errors": set(),
     "nanokv.inference": {"nanokv.attention", ("nanokv.cache.base", "NoCache"), ("nanokv.cache", "NoCache")},
     "nanokv.cache": {
-        ("nanokv.attention", "causal_mask"), "nanokv.errors", "nanokv.cache",
+        ("nanokv.attention", "causal_mask"), "nanokv.errors", "nanokv.kinds", "nanokv.cache",
         ("nanokv.model", "apply_rope"), ("nanokv.model", "rope_frequencies"),  # sinks move: their keys are turned on
     },
     "weights_loader": {"weights_loader"},

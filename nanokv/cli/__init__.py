@@ -22,6 +22,7 @@ COMMANDS = {  # name → (module, what it does)
     "batch": ("nanokv.cli.batch", "answer many prompts of a JSONL file together"),
     "memory": ("nanokv.cli.memory", "weights and cache of a model in bytes, from its config alone"),
     "bench": ("nanokv.cli.bench", "prefill and decode speed here, beside the memory bandwidth"),
+    "profile": ("nanokv.cli.profile", "where a prefill and a decode step spend their time"),
     "train": ("nanokv.cli.train", "train the bundled model from nothing"),
     "verify": ("nanokv.cli.verify", "compare a checkpoint with transformers, layer by layer"),
     "env": ("nanokv.cli.env", "show the settings that apply and where they come from"),

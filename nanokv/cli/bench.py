@@ -1,87 +1,184 @@
-"""`nanokv bench`: the table of nanokv/bench.py, with a bar on a terminal, JSON on request, and a word about noise."""
+"""`nanokv bench`: the table of nanokv/bench, with a bar on a terminal, JSON and a picture on request."""
 
 import json
-import os
 import sys
+import tempfile
+import time
+from pathlib import Path
 
 from nanokv.cli import terminal
-from nanokv.cli.arguments import add_model_arguments, integer
+from nanokv.cli.arguments import add_model_arguments, cache_name, integer
 from nanokv.cli.loading import load_model
+from nanokv.cli.random_model import RANDOM, load_random
 from nanokv.errors import NanoKVError
 
-EXAMPLES = ("nanokv bench", "nanokv bench --contexts 128,512,1024 --repeat 7", "nanokv bench --json > bench.json")
-DESCRIPTION = "Prefill and decode speed of a model here, beside the memory bandwidth measured in the same run."
-NOISY = 0.15  # spread of the decode times from which on the table says so
+EXAMPLES = (
+    "nanokv bench",
+    "nanokv bench --weights plain,fast,int8 --contexts 128,512,1024 --plot bench.png",
+    "nanokv bench -m qwen3-0.6b-random --dtype bf16 --against transformers,llama.cpp --json > bench.json",
+)
+DESCRIPTION = "Prefill and decode speed here, beside the memory bandwidth measured in the same run."
+WEIGHTS = ("plain", "fast", "int8", "int4")
+AGAINST = ("transformers", "transformers:static", "llama.cpp", "llama.cpp:q8_0", "llama.cpp:q4_0")
+NOISY = 0.15  # spread of the decode times, or cores that others keep busy, from which on the table says so
 
 
 def add_arguments(parser) -> None:
     """What to measure."""
     parser.add_argument("--contexts", default="128,1024", metavar="N,N", help="cached tokens (default: %(default)s)")
+    parser.add_argument("--caches", metavar="KIND,KIND", help="cache kinds (default: the one of --cache)")
+    parser.add_argument(
+        "--weights", default="plain,fast", metavar="W,W",
+        help="plain = the model that is read, fast = nanokv.optimize, int8, int4 (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--batch", default="1", metavar="N,N", help="rows decoded together (default: %(default)s)")
+    parser.add_argument("--uncached", action="store_true", help="also without a cache: every token again at every step")
+    parser.add_argument("--against", metavar="X,X", help=f"other runtimes in the same rotation: {', '.join(AGAINST)}")
+    parser.add_argument("--steps", type=integer(1), default=16, help="decode steps a measurement (default: 16)")
     parser.add_argument("--repeat", type=integer(1), default=5, help="rounds; medians are shown (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    parser.add_argument("--plot", metavar="FILE", help="a picture as well: .png or .svg")
     add_model_arguments(parser)
 
 
 def run(args) -> int:
     """Measure, then print what was finished; Ctrl-C prints the rounds that are done and leaves with 130."""
-    contexts = parse_contexts(args.contexts)
-    loaded = load_model(args)
-    from nanokv.bench import STEPS, measure, read_bandwidth, summarize
-
-    longest = loaded.context - STEPS
+    contexts, batches = numbers("--contexts", args.contexts), numbers("--batch", args.batch)
+    weights = names("--weights", args.weights, WEIGHTS)
+    against = names("--against", args.against, AGAINST) if args.against else []
+    if args.plot and Path(args.plot).suffix not in (".png", ".svg"):
+        raise NanoKVError(f"--plot {args.plot!r} does not end in .png or .svg", "--plot bench.png")
+    loaded = load_random(args) if args.model in RANDOM else load_model(args)
+    longest = loaded.context - args.steps
     if max(contexts) > longest:
-        raise NanoKVError(f"--contexts {max(contexts):,} leaves no room for {STEPS} steps: at most {longest:,}")
-    samples = []
-    with terminal.Interrupt() as stop:
-        bandwidth = read_bandwidth()
-        for sample in measure(loaded.model, loaded.cache_name, contexts, args.repeat):
-            samples.append(sample)
-            progress(len(samples), args.repeat * len(contexts), args)
+        raise NanoKVError(f"--contexts {max(contexts):,} leaves no room for {args.steps} steps: at most {longest:,}")
+    from nanokv.bench.machine import Others, gemm_peak
+    from nanokv.bench.rotation import Rotation
+
+    with tempfile.TemporaryDirectory() as folder, terminal.Interrupt() as stop:
+        runners = make_runners(args, loaded, weights, batches, against, max(contexts) + args.steps, Path(folder))
+        peak, others = gemm_peak(loaded.dtype, loaded.device), Others()
+        rotation = Rotation(runners, contexts, loaded.config.vocab_size, loaded.device, args.repeat, args.steps)
+        began = time.perf_counter()
+        for done, _ in enumerate(rotation.run(), start=1):
+            progress(done, rotation.total, time.perf_counter() - began, args)
             if stop.requested:
                 break
-    rows = summarize(loaded.model, loaded.cache_name, samples, bandwidth)
-    (print_json if args.json else print_table)(loaded, rows, bandwidth)
+    report(args, loaded, rotation, peak, others.cores())
     stop.finish()
     return 130 if stop.requested else 0
 
 
-def parse_contexts(text: str) -> list[int]:
+def make_runners(args, loaded, weights, batches, against, room: int, folder: Path) -> list:
+    """Every combination that was asked for; models are shared."""
+    from nanokv.bench.runners import Ours, Uncached
+    from nanokv.fast import optimize
+
+    caches = [cache_name(text) for text in args.caches.split(",")] if args.caches else [args.cache]
+    made = {"plain": loaded.model}
+    for name in weights:
+        if name != "plain":
+            made[name] = optimize(loaded.model, None if name == "fast" else name)
+    runners = [
+        Ours(made[name], name, kind, options, batch, loaded.dtype)
+        for batch in batches for name in weights for kind, options in caches
+    ]  # fmt: skip
+    if args.uncached:
+        runners += [Uncached(made[name], name, 1, loaded.dtype) for name in weights]
+    return runners + [other(name, loaded, room, folder) for name in against]
+
+
+def other(name: str, loaded, room: int, folder: Path):
+    """A runner of somebody else's code."""
+    from nanokv.bench import gguf
+    from nanokv.bench.runners import LlamaCpp, Transformers
+
+    engine, _, variant = name.partition(":")
+    if engine == "transformers":
+        return Transformers(loaded.model, variant or "dynamic", 1)
+    path = folder / "model.gguf"
+    if not path.exists():
+        gguf.write(loaded.model, path)
+    if variant:
+        path = gguf.quantize(path, variant)
+    return LlamaCpp(loaded.model, path, variant or "bf16", room, loaded.threads)
+
+
+def numbers(flag: str, text: str) -> list[int]:
     """"128,1024" → [128, 1024]."""
     try:
-        contexts = [int(part) for part in text.split(",")]
+        found = [int(part) for part in text.split(",")]
     except ValueError:
-        contexts = []
-    if not contexts or min(contexts) < 1:
-        raise NanoKVError(f"--contexts {text!r} is not a list of numbers ≥ 1", hint="--contexts 128,1024")
-    return contexts
+        found = []
+    if not found or min(found) < 1:
+        raise NanoKVError(f"{flag} {text!r} is not a list of numbers ≥ 1", hint=f"{flag} 128,1024")
+    return found
 
 
-def progress(done: int, total: int, args) -> None:
-    """One line that is written over, on a terminal only."""
+def names(flag: str, text: str, known) -> list[str]:
+    """A comma-separated choice."""
+    found = text.split(",")
+    wrong = [name for name in found if name not in known]
+    if wrong:
+        raise NanoKVError(f"{flag}: {wrong[0]!r} is not one of {', '.join(known)}", hint=f"{flag} {known[0]}")
+    return found
+
+
+def progress(done: int, total: int, seconds: float, args) -> None:
+    """One line that is written over, on a terminal only, with the time that is left."""
     if terminal.is_tty(sys.stderr) and not args.quiet:
-        bar = "#" * (20 * done // total)
-        terminal.write_err(f"\r[{bar:<20}] {done}/{total}" + ("\n" if done == total else ""))
+        bar, left = "#" * (20 * done // total), seconds / done * (total - done)
+        terminal.write_err(f"\r[{bar:<20}] {done}/{total} · {left:,.0f} s left " + ("\n" if done == total else ""))
 
 
-def print_json(loaded, rows, bandwidth) -> None:
-    """Raw figures: seconds and bytes."""
-    table = [vars(row) | {"gigabytes_per_second": row.gigabytes_per_second, "share": row.share} for row in rows]
-    report = {"model": loaded.name, "dtype": loaded.dtype_name, "threads": loaded.threads, "bandwidth": bandwidth}
-    terminal.write_out(json.dumps(report | {"rows": table}) + "\n")
+def report(args, loaded, rotation, peak: float, others: float | None) -> None:
+    """Table or JSON, and the picture."""
+    from nanokv.fast import native
+
+    rows = rotation.finished()
+    rate = rows[0].bandwidth if rows else 0.0
+    head = f"{loaded.name} {loaded.dtype_name} · {loaded.threads} threads · read bandwidth {rate / 1e9:.1f} GB/s"
+    head += f" · products {peak / 1e9:,.0f} GFLOP/s (measured now)"
+    if args.json:
+        facts = {
+            "model": loaded.name, "dtype": loaded.dtype_name, "threads": loaded.threads, "bandwidth": rate,
+            "bandwidths": rotation.bandwidth.rates, "gemm_flops": peak, "other_cores": others,
+            "code": native.library()[1], "peak_bytes": peak_bytes(),
+        }  # fmt: skip
+        terminal.write_out(json.dumps(facts | {"rows": [row.figures() for row in rows]}) + "\n")
+    else:
+        print_table(head, rows, others, native.library()[1])
+    if args.plot and rows:
+        from nanokv.bench.plot import plot
+
+        plot(rows, head, args.plot)
 
 
-def print_table(loaded, rows, bandwidth) -> None:
+def peak_bytes() -> int | None:
+    """The most memory that this process has held."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def print_table(head: str, rows, others: float | None, code: str) -> None:
     """tok/s never without GB/s and the share of the limit."""
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    machine = f"{loaded.threads} threads · read bandwidth {bandwidth / 1e9:.1f} GB/s (measured now)"
-    head = f"{loaded.name} {loaded.dtype_name} · {machine}"
-    noisy = max((row.spread for row in rows), default=0) > NOISY
-    noise = f" · noisy: load {load:.1f}, spread ±{max(row.spread for row in rows) / 2:.0%}" if noisy else ""
-    terminal.write_out(head + noise + "\n")
-    columns = ("cache", "context", "prefill tok/s", "decode tok/s", "ms/token", "GB/s", "% of limit")
-    terminal.write_out("{:<10}{:>8}{:>15}{:>14}{:>10}{:>8}{:>12}\n".format(*columns))
+    spread = max((row.spread for row in rows), default=0)
+    noise = []
+    if spread > NOISY:
+        noise.append(f"spread ±{spread / 2:.0%}")
+    if (others or 0) > NOISY:
+        noise.append(f"others keep {others:.1f} cores busy")
+    terminal.write_out(head + (f" · noisy: {', '.join(noise)}" if noise else "") + f"\n{code}\n")
+    wide = max((len(row.runner.label) for row in rows), default=6)
+    columns = ("context", "prefill tok/s", "decode tok/s", "ms/step", "±", "MB/step", "GB/s", "% of limit")
+    terminal.write_out(" " * wide + "{:>8}{:>15}{:>14}{:>10}{:>6}{:>11}{:>8}{:>12}\n".format(*columns))
     for row in rows:
+        f = row.figures()
         terminal.write_out(
-            f"{row.cache:<10}{row.context:>8,}{row.context / row.prefill_s:>15,.0f}{1 / row.decode_s:>14,.1f}"
-            f"{row.decode_s * 1e3:>10.2f}{row.gigabytes_per_second:>8.2f}{row.share:>12.1%}\n"
+            f"{row.runner.label:<{wide}}{row.context:>8,}{f['prefill_tok_s']:>15,.0f}{f['decode_tok_s']:>14,.1f}"
+            f"{row.decode_s * 1e3:>10.2f}{row.spread / 2:>6.0%}{row.bytes / 1e6:>11,.1f}"
+            f"{f['gigabytes_per_second']:>8.2f}{row.share:>12.1%}\n"
         )

@@ -1,0 +1,69 @@
+"""What this machine can do, measured now: read bandwidth, matrix products, and how much of it others take."""
+
+import os
+import time
+
+import torch
+
+BUFFER = 1 << 29  # bytes read by the bandwidth probe: far more than a cache of the processor holds
+SIDE = 1024  # rows and columns of the matrices whose product is timed
+
+
+class Bandwidth:
+    """Bytes a second that a sum over a large buffer streams from memory; probed once a round, the median counts."""
+
+    def __init__(self, device="cpu"):
+        self.buffer, self.rates = torch.ones(BUFFER // 4, device=device), []
+        self.probe()  # the first pass meets pages that nobody has touched
+        self.rates.clear()
+
+    def probe(self) -> float:
+        """One pass over the buffer."""
+        began = now(self.buffer.device)
+        self.buffer.sum()
+        self.rates.append(BUFFER / (now(self.buffer.device) - began))
+        return self.rates[-1]
+
+
+def gemm_peak(dtype, device="cpu", repeat: int = 5) -> float:
+    """FLOPs a second of a square product, best of `repeat`."""
+    a, b = (torch.randn(SIDE, SIDE, device=device).to(dtype) for _ in "ab")
+    times = []
+    for _ in range(repeat + 1):
+        began = now(a.device)
+        a @ b
+        times.append(now(a.device) - began)
+    return 2 * SIDE**3 / min(times[1:])
+
+
+def now(device) -> float:
+    """Seconds, once all that was asked of the device is done."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+class Others:
+    """Processor time that other processes take while this one measures."""
+
+    def __init__(self):
+        self.began = _busy()
+
+    def cores(self) -> float | None:
+        """Cores that others kept busy since the start, on average; None where the system does not say."""
+        if self.began is None:
+            return None
+        (busy, own, clock), (busy0, own0, clock0) = _busy(), self.began
+        return max(0.0, (busy - busy0 - (own - own0)) / max(clock - clock0, 1e-9))
+
+
+def _busy():
+    """(seconds all cores were busy, seconds of this process, clock); time stolen by a hypervisor counts as busy."""
+    try:
+        with open("/proc/stat") as file:
+            user, nice, system, _, _, irq, softirq, steal = map(int, file.readline().split()[1:9])
+    except (OSError, ValueError):
+        return None
+    ticks = os.sysconf("SC_CLK_TCK")
+    own = os.times()
+    return (user + nice + system + irq + softirq + steal) / ticks, own.user + own.system, time.perf_counter()

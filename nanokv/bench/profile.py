@@ -1,0 +1,140 @@
+"""Where the time of one prefill and of one decode step goes, part by part, each beside its floor.
+
+The floor of a decode part is its bytes over the measured bandwidth, of a prefill part its FLOPs over the speed of a
+large product in the same dtype. The two phases are timed apart: the first new token comes out of the prefill.
+"""
+
+import statistics
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from nanokv import costs
+from nanokv.bench.machine import Bandwidth, gemm_peak
+from nanokv.cache import make_cache
+from nanokv.fast import native
+from nanokv.inference import decode, prefill
+
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::_weight_int8pack_mm", "mkldnn::_linear_pointwise")
+REPEAT = 5
+
+
+@dataclass(frozen=True)
+class Part:
+    """Seconds a step, the least that the machine allows, and what has to be done in it."""
+
+    name: str
+    seconds: float
+    floor: float
+    work: str
+
+
+@dataclass(frozen=True)
+class Phase:
+    """`seconds` = median wall time; the parts add up to it."""
+
+    name: str
+    seconds: float
+    parts: list[Part]
+
+    @property
+    def floor(self) -> float:
+        return sum(part.floor for part in self.parts)
+
+
+def phases(model, cache_name: str, options: dict, context: int, weight_bytes: int, dtype) -> list[Phase]:
+    """The prefill of `context` tokens and one decode step behind them."""
+    config, device = model.config, model.embed_tokens.weight.device
+    bandwidth, peak = Bandwidth(device), gemm_peak(dtype, device)
+    for _ in range(3):
+        bandwidth.probe()
+    rate = statistics.median(bandwidth.rates)
+    ids = torch.randint(config.vocab_size, (1, context), generator=torch.Generator().manual_seed(0)).to(device)
+    cache = make_cache(cache_name, config, capacity=context + 2 * REPEAT, **options)
+
+    def fill():
+        cache.truncate(0)
+        prefill(model, ids, cache)
+
+    def step():
+        decode(model, ids[:, :1], cache, start_pos=cache.length)
+
+    scores = 2 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * context * (context + 1)
+    flops = costs.prefill_flops(config, context)
+    kv = costs.kv_bytes_per_token(config, dtype.itemsize)
+    floors = {
+        "weights": ((flops - scores) / peak, f"{(flops - scores) / 1e9:,.1f} GFLOP"),
+        "attention": (scores / peak, f"{scores / 1e9:,.1f} GFLOP"),
+        "cache update": (context * kv / rate, f"{context * kv / 1e6:,.2f} MB written"),
+    }
+    first = measure(f"prefill of {context:,} tokens", fill, cache, floors)
+    floors = {
+        "weights": (weight_bytes / rate, f"{weight_bytes / 1e6:,.1f} MB read"),
+        "attention": (context * kv / rate, f"{context * kv / 1e6:,.1f} MB read"),
+        "cache update": (kv / rate, f"{kv:,} B written"),
+    }
+    return [first, measure(f"decode step at {context:,} tokens", step, cache, floors)]
+
+
+def measure(name: str, run, cache, floors: dict) -> Phase:
+    """Wall time without a profiler, then the shares of the parts with one; what is in no part is the rest."""
+    run()
+    times = []
+    for _ in range(REPEAT):
+        began = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - began)
+    total = statistics.median(times)
+    spent = min((parts_of(run, cache) for _ in range(3)), key=lambda parts: sum(parts.values()))
+    parts = [Part(part, spent[part], *floors[part]) for part in floors]
+    rest = max(0.0, total - sum(spent.values()))
+    return Phase(name, total, [*parts, Part("the rest", rest, 0.0, "Python, dispatch, norms, rotation")])
+
+
+def parts_of(run, cache) -> dict[str, float]:
+    """Seconds in weights, attention and cache update of one run."""
+    kernels, _ = native.library()
+    clock = kernels.times().contents if kernels else [0.0] * 5  # qkv, attention, o, mlp, head
+    clock[:] = [0.0] * 5
+    with watched(cache), profile(activities=[ProfilerActivity.CPU]) as profiler:
+        run()
+    ours, cached = list(clock), 0.0
+    products = attention = 0.0
+    for event in profiler.key_averages():
+        if event.key in PRODUCTS:
+            products += event.self_cpu_time_total / 1e6
+        elif "scaled_dot_product" in event.key:
+            attention += event.self_cpu_time_total / 1e6
+        elif event.key == "cache update":
+            cached = event.cpu_time_total / 1e6
+    return {
+        "weights": products + ours[0] + ours[2] + ours[3] + ours[4],
+        "attention": attention + ours[1],
+        "cache update": cached,
+    }
+
+
+@contextmanager
+def watched(cache):
+    """Every append, place and room of the cache's layers is a range of its own in the profile."""
+    names = ("append", "place", "room")
+
+    def wrapped(method):
+        def call(*args):
+            with record_function("cache update"):
+                return method(*args)
+
+        return call
+
+    for layer in cache:
+        for name in names:
+            setattr(layer, name, wrapped(getattr(layer, name)))
+    try:
+        yield
+    finally:
+        for layer in cache:
+            for name in names:
+                delattr(layer, name)

@@ -1,0 +1,49 @@
+"""`nanokv profile`: where the time of one prefill and one decode step goes, each part beside its floor."""
+
+import json
+from dataclasses import asdict
+
+from nanokv.cli import terminal
+from nanokv.cli.arguments import add_model_arguments, integer
+from nanokv.cli.loading import load_model
+from nanokv.cli.random_model import RANDOM, load_random
+from nanokv.errors import NanoKVError
+
+EXAMPLES = ("nanokv profile", "nanokv profile --weights plain", "nanokv profile -m qwen3-0.6b-random --tokens 1024")
+DESCRIPTION = "Where one prefill and one decode step spend their time, beside the least that this machine allows."
+
+
+def add_arguments(parser) -> None:
+    """What to look at."""
+    parser.add_argument("--tokens", type=integer(1), default=512, metavar="N", help="prompt length (default: 512)")
+    parser.add_argument(
+        "--weights", default="fast", choices=("plain", "fast", "int8", "int4"), help="as in bench (default: fast)"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    add_model_arguments(parser)
+
+
+def run(args) -> int:
+    """Two tables."""
+    loaded = load_random(args) if args.model in RANDOM else load_model(args)
+    if args.tokens + 16 > loaded.context:
+        raise NanoKVError(f"--tokens {args.tokens:,} leaves no room to decode: at most {loaded.context - 16:,}")
+    from nanokv.bench.profile import phases
+    from nanokv.bench.runners import Ours
+    from nanokv.fast import optimize
+
+    model = loaded.model
+    if args.weights != "plain":
+        model = optimize(model, None if args.weights == "fast" else args.weights)
+    read = Ours(model, args.weights, loaded.cache_name, {}, 1, loaded.dtype).weight_bytes
+    found = phases(model, loaded.cache_name, loaded.cache_options, args.tokens, read, loaded.dtype)
+    if args.json:
+        terminal.write_out(json.dumps([asdict(phase) for phase in found]) + "\n")
+        return 0
+    terminal.write_out(f"{loaded.name} {loaded.dtype_name} {args.weights} · cache {loaded.cache_name}\n")
+    for phase in found:
+        terminal.write_out(f"\n{phase.name:<34}{'ms':>10}{'floor ms':>10}\n")
+        for part in phase.parts:
+            terminal.write_out(f"  {part.name:<32}{part.seconds * 1e3:>10.3f}{part.floor * 1e3:>10.3f}   {part.work}\n")
+        terminal.write_out(f"  {'together':<32}{phase.seconds * 1e3:>10.3f}{phase.floor * 1e3:>10.3f}\n")
+    return 0

@@ -1,0 +1,39 @@
+"""Models of the published Qwen3 shapes with random weights: for timing and memory, without a download.
+
+`qwen3-0.6b-random` is Qwen/Qwen3-0.6B in everything but what it says.
+"""
+
+import time
+from pathlib import Path
+
+from nanokv.cli.loading import Loaded, Plan, available_memory, check_memory, choose_context, thread_count
+from nanokv.memory import FAMILY
+
+RANDOM = {f"{name.removeprefix('Qwen/').lower()}-random": config for name, config in FAMILY.items()}
+
+
+def load_random(args) -> Loaded:
+    """Build it in --dtype (auto: bf16, as published), the same weights every time."""
+    start, config = time.perf_counter(), RANDOM[args.model]
+    dtype_name = config.torch_dtype if args.dtype == "auto" else args.dtype
+    name, options = args.cache
+    plan = Plan(
+        args.model, Path("."), config, dtype_name, args.threads or thread_count(), "cpu",
+        choose_context(args.context, config), name, options,
+    )  # fmt: skip
+    import torch
+
+    check_memory(plan, available_memory("cpu"))
+    torch.set_num_threads(plan.threads)
+    from nanokv.loading import build
+    from nanokv.model import Qwen3
+
+    dtype, generator = getattr(torch, dtype_name), torch.Generator().manual_seed(0)
+    with torch.device("meta"):
+        shapes = {name: p.shape for name, p in Qwen3(config).named_parameters()}
+    state = {}
+    for name, shape in shapes.items():
+        matrix = torch.empty(shape, dtype=dtype)
+        state[name] = matrix.normal_(0, 0.02, generator=generator) if len(shape) > 1 else matrix.fill_(1)
+    model = build(config, state)
+    return Loaded(**vars(plan), model=model, tokenizer=None, dtype=dtype, load_s=time.perf_counter() - start)
