@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanokv import costs
 from nanokv.bench.machine import Bandwidth, gemm_peak
@@ -18,7 +18,7 @@ from nanokv.cache import make_cache
 from nanokv.fast import native
 from nanokv.inference import decode, prefill
 
-PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::_weight_int8pack_mm", "mkldnn::_linear_pointwise")
+PRODUCTS = {"linear", "mm", "addmm", "_weight_int8pack_mm", "_weight_int4pack_mm_for_cpu", "_linear_pointwise"}
 REPEAT = 5
 
 
@@ -89,51 +89,65 @@ def measure(name: str, run, cache, floors: dict) -> Phase:
         times.append(time.perf_counter() - began)
     total = statistics.median(times)
     spent = min((parts_of(run, cache) for _ in range(3)), key=lambda parts: sum(parts.values()))
-    parts = [Part(part, spent[part], *floors[part]) for part in floors]
+    parts = [Part(part, spent[part], *floors.get(part, (0.0, ""))) for part in spent if part in floors or spent[part]]
     rest = max(0.0, total - sum(spent.values()))
-    return Phase(name, total, [*parts, Part("the rest", rest, 0.0, "Python, dispatch, norms, rotation")])
+    return Phase(name, total, [*parts, Part("the rest", rest, 0.0, "Python, dispatch, what was not told apart")])
 
 
 def parts_of(run, cache) -> dict[str, float]:
-    """Seconds in weights, attention and cache update of one run."""
+    """Seconds in weights, attention, cache update and what the kernels tell apart, of one run."""
     kernels, _ = native.library()
-    clock = kernels.times().contents if kernels else [0.0] * 5  # qkv, attention, o, mlp, head
-    clock[:] = [0.0] * 5
-    with watched(cache), profile(activities=[ProfilerActivity.CPU]) as profiler:
+    clock = kernels.times().contents if kernels else [0.0] * 6  # qkv, attention, o, mlp, head, between
+    clock[:] = [0.0] * 6
+    with watched(cache) as update, Clock() as torch_clock:
         run()
-    ours, cached = list(clock), 0.0
-    products = attention = 0.0
-    for event in profiler.key_averages():
-        if event.key in PRODUCTS:
-            products += event.self_cpu_time_total / 1e6
-        elif "scaled_dot_product" in event.key:
-            attention += event.self_cpu_time_total / 1e6
-        elif event.key == "cache update":
-            cached = event.cpu_time_total / 1e6
+    ours = list(clock)
     return {
-        "weights": products + ours[0] + ours[2] + ours[3] + ours[4],
-        "attention": attention + ours[1],
-        "cache update": cached,
+        "weights": torch_clock.products + ours[0] + ours[2] + ours[3] + ours[4],
+        "attention": torch_clock.attention + ours[1],
+        "cache update": update[0],
+        "norms, rotation, gates": ours[5],
     }
+
+
+class Clock(TorchDispatchMode):
+    """Seconds in torch's matrix products and in its attention. (torch.profiler would write to stderr.)"""
+
+    def __init__(self):
+        super().__init__()
+        self.products = self.attention = 0.0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        began = time.perf_counter()
+        result = function(*args, **(kwargs or {}))
+        seconds, name = time.perf_counter() - began, function.name()
+        if name.split("::")[1].split(".")[0] in PRODUCTS:
+            self.products += seconds
+        elif "scaled_dot_product" in name:
+            self.attention += seconds
+        return result
 
 
 @contextmanager
 def watched(cache):
-    """Every append, place and room of the cache's layers is a range of its own in the profile."""
-    names = ("append", "place", "room")
+    """[seconds spent in every append, place and room of the cache's layers]"""
+    spent = [0.0]
 
-    def wrapped(method):
+    def timed(method):
         def call(*args):
-            with record_function("cache update"):
-                return method(*args)
+            began = time.perf_counter()
+            result = method(*args)
+            spent[0] += time.perf_counter() - began
+            return result
 
         return call
 
+    names = ("append", "place", "room")
     for layer in cache:
         for name in names:
-            setattr(layer, name, wrapped(getattr(layer, name)))
+            setattr(layer, name, timed(getattr(layer, name)))
     try:
-        yield
+        yield spent
     finally:
         for layer in cache:
             for name in names:

@@ -49,7 +49,7 @@ class Layer(ctypes.Structure):
 
 
 SIGNATURES = {  # name: (arguments, result)
-    "times": ((), ctypes.POINTER(ctypes.c_double * 5)),
+    "times": ((), ctypes.POINTER(ctypes.c_double * 6)),
     "linear": ((POINTER, POINTER, LONG, POINTER), None),
     "before_cache": ((POINTER, POINTER, LONG, POINTER, POINTER, LONG, POINTER, POINTER, POINTER), None),
     "after_cache": ((POINTER, POINTER, LONG, POINTER, POINTER), None),

@@ -222,7 +222,7 @@ static void multiply(float* y, const float* x, int64_t M, const Weight& w, bool 
     int64_t part = (1 << 19) / bytes[w.format], most = w.N / 4;
     part = part > most ? most : part;
     part = part < 8 ? 8 : part / 8 * 8;
-#pragma omp parallel for schedule(dynamic)
+#pragma omp parallel for schedule(dynamic) if (M * w.N * bytes[w.format] >= WORTH)
     for (int64_t n = 0; n < w.N; n += part) rows(y, w, in, n, n + part < w.N ? n + part : w.N, add);
 }
 
@@ -369,7 +369,7 @@ static void attention(float* y, float* q, int64_t B, int64_t H, int64_t Hk, int6
     int64_t parts = (longest + PART - 1) / PART;
     std::vector<float> out(B * Hk * parts * G * D), largest(B * Hk * parts * G, -INFINITY), total(B * Hk * parts * G);
     for (int64_t i = 0; i < B * H * D; i++) q[i] /= sqrtf((float)D);
-#pragma omp parallel
+#pragma omp parallel if (4 * B * Hk * longest * D >= WORTH)
     {
 #pragma omp for schedule(dynamic) collapse(2)
         for (int64_t row = 0; row < B * Hk; row++)
@@ -399,14 +399,7 @@ static void attention(float* y, float* q, int64_t B, int64_t H, int64_t Hk, int6
 
 // --- what Python calls -----------------------------------------------------------------------------------------------------------
 
-// Seconds in: qkv, attention, o, mlp, head. Added up until somebody sets them to 0.
-static double spent[5];
-struct Timer {
-    double* to;
-    std::chrono::steady_clock::time_point began;
-    Timer(int part) : to(&spent[part]), began(std::chrono::steady_clock::now()) {}
-    ~Timer() { *to += std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count(); }
-};
+double spent[6];
 
 static void norm_multiply(float* y, const float* x, int64_t M, const float* norm, float eps, const Weight& w) {
     std::vector<float> normed(M * w.K);
@@ -420,14 +413,14 @@ double* times() { return spent; }
 
 // y (M,N) = x·wᵀ
 void linear(float* y, const float* x, int64_t M, const Weight* w) {
-    Timer timer(4);
+    Timer timer(HEAD);
     multiply(y, x, M, *w, false);
 }
 
 // x (M,C) → q (M,H,D) fp32 and k, v (M,Hk,D) in the cache's format: norm, one product, head norms, rotation
 void before_cache(const Layer* layer, const float* x, int64_t M, const float* cos, const float* sin, int64_t rope_stride,
                   float* q, void* k, void* v) {
-    Timer timer(0);
+    Timer timer(QKV);
     std::vector<float> all(M * layer->qkv.N);
     norm_multiply(all.data(), x, M, layer->norm, layer->eps, layer->qkv);
     if (layer->format == FP32) split_heads(*layer, all.data(), M, cos, sin, rope_stride, q, (float*)k, (float*)v);
@@ -439,14 +432,14 @@ void after_cache(const Layer* layer, float* x, int64_t M, float* q, const Pages*
     int64_t I = layer->down.K, H = layer->H, D = layer->D;
     std::vector<float> y(M * H * D), both(M * 2 * I), hidden(M * I);
     {
-        Timer timer(1);
+        Timer timer(ATTENTION);
         attention(y.data(), q, M, H, layer->Hk, D, *pages);
     }
     {
-        Timer timer(2);
+        Timer timer(O);
         multiply(x, y.data(), M, layer->o, true);
     }
-    Timer timer(3);
+    Timer timer(MLP);
     norm_multiply(both.data(), x, M, layer->mlp_norm, layer->eps, layer->gate_up);
     for (int64_t m = 0; m < M; m++) {
         const float *gate = &both[m * 2 * I], *up = gate + I;

@@ -10,7 +10,7 @@
 
 template <class T>
 static void norm_all(T* y, const float* x, int64_t M, int64_t C, const float* weight, float eps) {
-#pragma omp parallel for
+#pragma omp parallel for if (4 * M * C >= WORTH)
     for (int64_t m = 0; m < M; m++) rms_norm(y + m * C, x + m * C, weight, C, eps);
 }
 
@@ -19,7 +19,7 @@ template <class T>
 static void split_all(const T* qkv, int64_t B, int64_t tokens, int64_t H, int64_t Hk, int64_t D, const float* q_norm,
                       const float* k_norm, float eps, const float* cos, const float* sin, int64_t batch_stride, T* q, T* k,
                       T* v) {
-#pragma omp parallel
+#pragma omp parallel if (2 * B * tokens * H * D >= WORTH)
     {
         std::vector<float> head(D);
 #pragma omp for
@@ -43,7 +43,7 @@ static void split_all(const T* qkv, int64_t B, int64_t tokens, int64_t H, int64_
 
 template <class T>
 static void gate_all(T* y, const T* both, int64_t M, int64_t I) {
-#pragma omp parallel for
+#pragma omp parallel for if (8 * M * I >= WORTH)
     for (int64_t m = 0; m < M; m++) {
         const T *gate = both + m * 2 * I, *up = gate + I;
         int64_t i = 0;
@@ -58,7 +58,7 @@ static void gate_all(T* y, const T* both, int64_t M, int64_t I) {
 template <class T>
 static void add_all(float* x, const T* y, int64_t count) {
     const int64_t part = 1 << 14;
-#pragma omp parallel for
+#pragma omp parallel for if (4 * count >= WORTH)
     for (int64_t from = 0; from < count; from += part)
         for (int64_t i = from; i < from + part && i < count; i++) x[i] += to_float(y[i]);
 }
@@ -175,12 +175,14 @@ extern "C" {
 
 // x (M,C) fp32 → y (M,C) in `format` (0 fp32, 1 bf16)
 void norm_rows(void* y, const float* x, int64_t M, int64_t C, const float* weight, float eps, int32_t format) {
+    Timer timer(BETWEEN);
     format == FP32 ? norm_all((float*)y, x, M, C, weight, eps) : norm_all((bf16*)y, x, M, C, weight, eps);
 }
 
 void split_rows(const void* qkv, int64_t B, int64_t T, int64_t H, int64_t Hk, int64_t D, const float* q_norm,
                 const float* k_norm, float eps, const float* cos, const float* sin, int64_t batch_stride, void* q, void* k,
                 void* v, int32_t format) {
+    Timer timer(BETWEEN);
     if (format == FP32)
         split_all((const float*)qkv, B, T, H, Hk, D, q_norm, k_norm, eps, cos, sin, batch_stride, (float*)q, (float*)k,
                   (float*)v);
@@ -190,11 +192,13 @@ void split_rows(const void* qkv, int64_t B, int64_t T, int64_t H, int64_t Hk, in
 
 // both (M,2·I) → y (M,I) = silu(gate) · up
 void gate_rows(void* y, const void* both, int64_t M, int64_t I, int32_t format) {
+    Timer timer(BETWEEN);
     format == FP32 ? gate_all((float*)y, (const float*)both, M, I) : gate_all((bf16*)y, (const bf16*)both, M, I);
 }
 
 // x += y
 void add_rows(float* x, const void* y, int64_t count, int32_t format) {
+    Timer timer(BETWEEN);
     format == FP32 ? add_all(x, (const float*)y, count) : add_all(x, (const bf16*)y, count);
 }
 
@@ -211,10 +215,11 @@ int32_t has_flash(int64_t D) {
 // the T queries are the last of the S positions
 void flash_attention(void* y, const void* q, const void* k, const void* v, int64_t B, int64_t H, int64_t Hk, int64_t T,
                      int64_t S, int64_t D, int64_t batch_stride, int64_t head_stride) {
+    Timer timer(ATTENTION);
 #if defined(__AVX512BF16__)
     int64_t blocks = (S + BLOCK - 1) / BLOCK, queries = (T + BLOCK - 1) / BLOCK, G = H / Hk;
     std::vector<bf16> keys(B * Hk * blocks * BLOCK * D), values(keys.size());
-#pragma omp parallel
+#pragma omp parallel if (B * H * T * S >= WORTH)
     {
 #pragma omp for collapse(2)
         for (int64_t row = 0; row < B * Hk; row++)

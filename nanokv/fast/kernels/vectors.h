@@ -23,6 +23,7 @@ typedef int8_t   i8x16  __attribute__((vector_size(16), aligned(1), may_alias));
 struct bf16 { uint16_t bits; };  // the upper half of a float
 
 enum Format { FP32, BF16, INT8, INT4 };
+const int64_t WORTH = 1 << 18;  // bytes to touch (or as much arithmetic) from which on a second thread is asked
 const int GROUP = 32;  // inputs that share a scale: of the activations for int8 and int4, of the weights for int4
 
 // --- numbers ------------------------------------------------------------------------------------------------------------
@@ -117,3 +118,15 @@ static void rotate(float* x, const float* cos, const float* sin, int64_t D) {  /
         x[i + D / 2] = b * cos[i + D / 2] + a * sin[i + D / 2];
     }
 }
+
+// --- where the time goes -----------------------------------------------------------------------------------------------
+
+enum Part { QKV, ATTENTION, O, MLP, HEAD, BETWEEN };  // of a decode step; BETWEEN: norms, rotation and gates of a prefill
+extern double spent[6];                               // seconds, added up until somebody sets them to 0
+
+struct Timer {
+    double* to;
+    std::chrono::steady_clock::time_point began;
+    Timer(Part part) : to(&spent[part]), began(std::chrono::steady_clock::now()) {}
+    ~Timer() { *to += std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count(); }
+};
