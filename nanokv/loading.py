@@ -5,6 +5,7 @@ import torch
 import weights_loader
 from nanokv.config import Config, GenerationConfig
 from nanokv.model import Qwen3
+from nanokv.skeleton import skeleton
 from nanokv.tokenizer import Tokenizer
 
 
@@ -26,8 +27,7 @@ def load(source="tiny", dtype=torch.float32, device="cpu", revision=None):
 
 def build(config: Config, state_dict: dict) -> Qwen3:
     """A Qwen3 in eval mode that owns exactly these tensors; a missing, left-over or misshapen one raises."""
-    with torch.device("meta"):
-        model = Qwen3(config)
+    model = skeleton(config)
     if config.tie_word_embeddings:
         state_dict = {**state_dict, "lm_head.weight": state_dict["embed_tokens.weight"]}
     model.load_state_dict(state_dict, strict=True, assign=True)

@@ -22,6 +22,7 @@ from nanokv.inference import decode, prefill_chunks, verify
 from nanokv.model import Qwen3
 from nanokv.prefix import common_prefix
 from nanokv.sample import check_sampling, logprob, probabilities
+from nanokv.skeleton import skeleton
 
 
 class Draft:
@@ -98,8 +99,7 @@ def first_layers(model, layers: int) -> Qwen3:
     deep = model.config.num_hidden_layers
     if layers >= deep:
         raise GenerationError(f"an early exit after {layers} of {deep} layers: 1 to {deep - 1} is possible")
-    with torch.device("meta"):
-        view = Qwen3(replace(model.config, num_hidden_layers=layers))
+    view = skeleton(replace(model.config, num_hidden_layers=layers))
     view.embed_tokens, view.norm, view.lm_head = model.embed_tokens, model.norm, model.lm_head
     view.layers = nn.ModuleList(model.layers[:layers])
     return view

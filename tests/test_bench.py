@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import nanokv
 from cli_helpers import run_cli
 from nanokv import costs
-from nanokv.bench import gguf, machine, profile
+from nanokv.bench import gguf, machine, profile, serving
 from nanokv.bench.rotation import Rotation
 from nanokv.bench.runners import Ours, Runner, Transformers, Uncached
 from nanokv.cache import make_cache
@@ -201,7 +201,32 @@ def test_bench_table_never_shows_speed_without_bandwidth():
     assert "nanokv plain dict" in text and "nanokv fast dict" in text
 
 
+def test_requests_go_through_the_engine_and_through_transformers():
+    result = run_cli(
+        "bench", "--requests", "5", "--contexts", "20", "--steps", "3", "--repeat", "1", "--threads", "1",
+        "--against", "transformers", "--json",
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    rows = json.loads(result.stdout)["rows"]
+    assert [row["label"] for row in rows] == [
+        "nanokv plain engine", "nanokv fast engine", "transformers generate_batch"
+    ]  # fmt: skip
+    for row in rows:
+        assert row["generated"] == 5 * 3 and 5 * 8 <= row["prompt_tokens"] <= 5 * 20
+        assert row["tok_s"] == pytest.approx(15 / row["seconds"])
+
+
+def test_served_answers_are_those_of_generate():
+    _, model = pair(seed=4)
+    prompts = serving.requests_of(model.config.vocab_size, 6, 30)
+    assert len({len(prompt) for prompt in prompts}) > 1
+    expected = [list(nanokv.generate(model, prompt, max_new_tokens=7, eos_token_ids=[])) for prompt in prompts]
+    assert serving.engine(optimize(model), prompts, 7)() == expected
+    assert serving.generate_batch(Transformers(model, "dynamic", 1).model, prompts, 7)() == expected
+
+
 @pytest.mark.parametrize(("argv", "message"), [
+    (["--requests", "3", "--against", "llama.cpp"], "generate_batch only"),
     (["--contexts", "0"], "list of numbers"), (["--contexts", "2048"], "leaves no room"),
     (["--weights", "int3"], "'int3' is not one of plain"), (["--against", "vllm"], "'vllm' is not one of"),
     (["--plot", "x.pdf"], "does not end in .png or .svg"), (["--caches", "ring"], "ring"),

@@ -16,6 +16,7 @@ EXAMPLES = (
     "nanokv bench",
     "nanokv bench --weights plain,fast,int8 --contexts 128,512,1024 --plot bench.png",
     "nanokv bench -m qwen3-0.6b-random --dtype bf16 --against transformers,llama.cpp --json > bench.json",
+    "nanokv bench --requests 32 --against transformers",
 )
 DESCRIPTION = "Prefill and decode speed here, beside the memory bandwidth measured in the same run."
 WEIGHTS = ("plain", "fast", "int8", "int4")
@@ -36,6 +37,10 @@ def add_arguments(parser) -> None:
     parser.add_argument("--against", metavar="X,X", help=f"other runtimes in the same rotation: {', '.join(AGAINST)}")
     parser.add_argument("--steps", type=integer(1), default=16, help="decode steps a measurement (default: 16)")
     parser.add_argument("--repeat", type=integer(1), default=5, help="rounds; medians are shown (default: %(default)s)")
+    parser.add_argument(
+        "--requests", type=integer(1), metavar="N",
+        help="instead: N prompts of 8 … the largest of --contexts tokens through the engine, --steps new ones each",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.add_argument("--plot", metavar="FILE", help="a picture as well: .png or .svg")
     add_model_arguments(parser)
@@ -52,6 +57,8 @@ def run(args) -> int:
     longest = loaded.context - args.steps
     if max(contexts) > longest:
         raise NanoKVError(f"--contexts {max(contexts):,} leaves no room for {args.steps} steps: at most {longest:,}")
+    if args.requests:
+        return serve(args, loaded, weights, against, max(contexts))
     from nanokv.bench.machine import Others, gemm_peak
     from nanokv.bench.rotation import Rotation
 
@@ -69,22 +76,70 @@ def run(args) -> int:
     return 130 if stop.requested else 0
 
 
+def serve(args, loaded, weights, against, longest: int) -> int:
+    """Many requests at once, by our engine and by transformers."""
+    from nanokv.bench import serving
+    from nanokv.bench.runners import Transformers
+
+    if not set(against) <= {"transformers"}:
+        raise NanoKVError("--requests compares with transformers' generate_batch only", hint="--against transformers")
+    if args.plot:
+        raise NanoKVError("--plot has no picture of --requests", hint="leave --plot out")
+    prompts = serving.requests_of(loaded.config.vocab_size, args.requests, longest)
+    tokens = sum(map(len, prompts))
+    served = [
+        serving.Served(f"nanokv {name} engine", serving.engine(model, prompts, args.steps), tokens)
+        for name, model in made(loaded, weights).items()
+    ]
+    if against:
+        theirs = serving.generate_batch(Transformers(loaded.model, "dynamic", 1).model, prompts, args.steps)
+        served.append(serving.Served("transformers generate_batch", theirs, tokens))
+    with terminal.Interrupt() as stop:
+        began, total = time.perf_counter(), (args.repeat + 1) * len(served)
+        for done, _ in enumerate(serving.rounds(served, args.repeat), start=1):
+            progress(done, total, time.perf_counter() - began, args)
+            if stop.requested:
+                break
+    rows = [one.figures() for one in served if one.seconds]
+    if args.json:
+        facts = {"model": loaded.name, "dtype": loaded.dtype_name, "threads": loaded.threads, "requests": args.requests}
+        terminal.write_out(json.dumps(facts | {"rows": rows}) + "\n")
+    else:
+        print_served(f"{loaded.name} {loaded.dtype_name} · {loaded.threads} threads · {args.requests} requests", rows)
+    stop.finish()
+    return 130 if stop.requested else 0
+
+
+def print_served(head: str, rows) -> None:
+    """One line each."""
+    terminal.write_out(head + "\n")
+    terminal.write_out(f"{'':<30}{'prompt tokens':>15}{'new tokens':>12}{'seconds':>10}{'new tok/s':>12}\n")
+    for f in rows:
+        counts = f"{f['label']:<30}{f['prompt_tokens']:>15,}{f['generated']:>12,}"
+        terminal.write_out(f"{counts}{f['seconds']:>10.2f}{f['tok_s']:>12,.1f}\n")
+
+
+def made(loaded, weights) -> dict:
+    """Model by name of its weights; they share what they can."""
+    from nanokv.fast import optimize
+
+    models = {"plain": loaded.model}
+    models |= {name: optimize(loaded.model, None if name == "fast" else name) for name in weights if name != "plain"}
+    return {name: models[name] for name in weights}
+
+
 def make_runners(args, loaded, weights, batches, against, room: int, folder: Path) -> list:
     """Every combination that was asked for; models are shared."""
     from nanokv.bench.runners import Ours, Uncached
-    from nanokv.fast import optimize
 
     caches = [cache_name(text) for text in args.caches.split(",")] if args.caches else [args.cache]
-    made = {"plain": loaded.model}
-    for name in weights:
-        if name != "plain":
-            made[name] = optimize(loaded.model, None if name == "fast" else name)
+    models = made(loaded, weights)
     runners = [
-        Ours(made[name], name, kind, options, batch, loaded.dtype)
+        Ours(models[name], name, kind, options, batch, loaded.dtype)
         for batch in batches for name in weights for kind, options in caches
     ]  # fmt: skip
     if args.uncached:
-        runners += [Uncached(made[name], name, 1, loaded.dtype) for name in weights]
+        runners += [Uncached(models[name], name, 1, loaded.dtype) for name in weights]
     return runners + [other(name, loaded, room, folder) for name in against]
 
 

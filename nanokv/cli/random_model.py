@@ -26,14 +26,12 @@ def load_random(args) -> Loaded:
     check_memory(plan, available_memory("cpu"))
     torch.set_num_threads(plan.threads)
     from nanokv.loading import build
-    from nanokv.model import Qwen3
+    from nanokv.skeleton import skeleton
 
     dtype, generator = getattr(torch, dtype_name), torch.Generator().manual_seed(0)
-    with torch.device("meta"):
-        shapes = {name: p.shape for name, p in Qwen3(config).named_parameters()}
     state = {}
-    for name, shape in shapes.items():
-        matrix = torch.empty(shape, dtype=dtype)
-        state[name] = matrix.normal_(0, 0.02, generator=generator) if len(shape) > 1 else matrix.fill_(1)
+    for name, empty in skeleton(config).named_parameters():
+        matrix = torch.empty(empty.shape, dtype=dtype)
+        state[name] = matrix.normal_(0, 0.02, generator=generator) if empty.dim() > 1 else matrix.fill_(1)
     model = build(config, state)
     return Loaded(**vars(plan), model=model, tokenizer=None, dtype=dtype, load_s=time.perf_counter() - start)

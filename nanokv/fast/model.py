@@ -17,7 +17,8 @@ from nanokv.attention import causal_attention, decode_attention
 from nanokv.errors import ConfigError
 from nanokv.fast import native
 from nanokv.fast.weights import FEW_ROWS, FORMATS, Dense, Int8
-from nanokv.model import Qwen3, apply_rope
+from nanokv.model import apply_rope
+from nanokv.skeleton import skeleton
 
 
 class Block(nn.Module):
@@ -170,8 +171,7 @@ def optimize(model, weights=None):
             hint=f"one of: {known}; load the model in another dtype for the rest",
         )
     make_matrix = FORMATS[weights]
-    with torch.no_grad(), torch.device("meta"):
-        fast = Qwen3(model.config)
+    fast = skeleton(model.config)
     make_table = Int8 if weights in ("int8", "int4") else Dense
     table = make_table(model.embed_tokens.weight)
     tied = model.lm_head.weight is model.embed_tokens.weight
