@@ -216,6 +216,15 @@ def test_requests_go_through_the_engine_and_through_transformers():
         assert row["tok_s"] == pytest.approx(15 / row["seconds"])
 
 
+def test_quality_tells_what_the_formats_cost():
+    result = run_cli("bench", "--quality", "--weights", "plain,fast,int8,int4", "--threads", "1", "--json")
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    change = {row["weights"]: row["mean_change"] for row in found["rows"]}
+    assert change["plain"] == 0 and change["fast"] < 1e-5 < change["int8"] < 0.02 < change["int4"] < 0.2
+    assert all(abs(row["bias"]) <= row["mean_change"] for row in found["rows"])
+
+
 def test_served_answers_are_those_of_generate():
     _, model = pair(seed=4)
     prompts = serving.requests_of(model.config.vocab_size, 6, 30)
@@ -227,6 +236,7 @@ def test_served_answers_are_those_of_generate():
 
 @pytest.mark.parametrize(("argv", "message"), [
     (["--requests", "3", "--against", "llama.cpp"], "generate_batch only"),
+    (["--requests", "3", "--plot", "x.png"], "no picture of --requests"),
     (["--contexts", "0"], "list of numbers"), (["--contexts", "2048"], "leaves no room"),
     (["--weights", "int3"], "'int3' is not one of plain"), (["--against", "vllm"], "'vllm' is not one of"),
     (["--plot", "x.pdf"], "does not end in .png or .svg"), (["--caches", "ring"], "ring"),

@@ -19,6 +19,7 @@ class StaticCache(LayerCache):
     def __init__(self, capacity: int | None):
         self.capacity, self.length, self.keys, self.values = capacity, 0, None, None
         self.pages = None  # for `room`
+        self.blank = None  # the keys whose unused slots `slab` has cleared
 
     @property
     def rows(self) -> int | None:
@@ -42,6 +43,18 @@ class StaticCache(LayerCache):
         self.length += 1
         self.pages.lengths.fill_(self.length)
         return self.pages
+
+    def slab(self, like):
+        """All N slots, (B,Hk,N,D) ×2, for a caller who writes some of them, masks those not in use, and sets `length`.
+
+        What is masked must be finite all the same: a weight of 0 times NaN is NaN. Hence cleared, once.
+        """
+        if self.blank is None or self.blank is not self.keys:
+            check_append(like, like, self.keys, self.expects)
+            self.make_room(max(self.length, 1), like)
+            self.keys[:, :, self.length :], self.values[:, :, self.length :] = 0, 0
+            self.blank = self.keys
+        return self.keys, self.values
 
     def make_room(self, slots: int, like):
         """Check before anything is written: layer 0 refuses what does not fit, so no layer has begun."""

@@ -41,6 +41,10 @@ def add_arguments(parser) -> None:
         "--requests", type=integer(1), metavar="N",
         help="instead: N prompts of 8 … the largest of --contexts tokens through the engine, --steps new ones each",
     )  # fmt: skip
+    parser.add_argument(
+        "--quality", action="store_true",
+        help="instead: what each of --weights does to the likelihood of text that the bundled model never saw",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.add_argument("--plot", metavar="FILE", help="a picture as well: .png or .svg")
     add_model_arguments(parser)
@@ -57,6 +61,8 @@ def run(args) -> int:
     longest = loaded.context - args.steps
     if max(contexts) > longest:
         raise NanoKVError(f"--contexts {max(contexts):,} leaves no room for {args.steps} steps: at most {longest:,}")
+    if args.quality:
+        return quality(args, loaded, weights)
     if args.requests:
         return serve(args, loaded, weights, against, max(contexts))
     from nanokv.bench.machine import Others, gemm_peak
@@ -108,6 +114,40 @@ def serve(args, loaded, weights, against, longest: int) -> int:
         print_served(f"{loaded.name} {loaded.dtype_name} · {loaded.threads} threads · {args.requests} requests", rows)
     stop.finish()
     return 130 if stop.requested else 0
+
+
+def quality(args, loaded, weights) -> int:
+    """Mean |Δ log-likelihood| a token against the plain model, and the bytes that a step reads."""
+    if loaded.tokenizer is None:
+        raise NanoKVError("random weights make every text equally unlikely", hint="nanokv bench --quality -m tiny")
+    import random
+
+    import torch
+
+    from nanokv.bench.runners import Ours
+    from nanokv.inference import score
+    from nanokv.quality import log_likelihood
+    from nanokv.training.corpus import conversation
+    from nanokv.training.data import render
+
+    text = "".join(render(conversation(random.Random(f"bench:{i}"), 16, held_out=True)) for i in range(4))
+    ids = torch.tensor([loaded.tokenizer.encode(text)[: loaded.context]])
+    truth, rows = log_likelihood(score(loaded.model, ids), ids), []  # (1,T−1)
+    for name, model in made(loaded, weights).items():
+        change = log_likelihood(score(model, ids), ids) - truth
+        read = Ours(model, name, "dict", {}, 1, loaded.dtype).weight_bytes
+        mean, bias = float(change.abs().mean()), float(change.mean())
+        rows.append({"weights": name, "bytes": read, "mean_change": mean, "bias": bias})
+    if args.json:
+        terminal.write_out(json.dumps({"model": loaded.name, "tokens": ids.shape[1], "rows": rows}) + "\n")
+        return 0
+    terminal.write_out(f"{loaded.name} {loaded.dtype_name} · {ids.shape[1]:,} tokens of held-out conversation\n")
+    terminal.write_out(f"{'weights':<10}{'MB a step':>12}{'mean |Δ log p|':>18}{'mean Δ log p':>16}\n")
+    for row in rows:
+        terminal.write_out(
+            f"{row['weights']:<10}{row['bytes'] / 1e6:>12.2f}{row['mean_change']:>18.5f}{row['bias']:>16.5f}\n"
+        )
+    return 0
 
 
 def print_served(head: str, rows) -> None:
