@@ -36,8 +36,8 @@ _HOME = {
     "speculate": "nanokv.speculative",
 }
 _MODULES = (
-    "attention", "batching", "beam", "cache", "config", "costs", "course", "debug", "engine", "errors", "generation",
-    "inference", "model", "sample", "session", "speculative", "tokenizer",
+    "attention", "batching", "beam", "cache", "config", "costs", "course", "debug", "engine", "equality", "errors",
+    "faults", "generation", "inference", "model", "sample", "session", "speculative", "tokenizer",
 )  # fmt: skip
 
 __all__ = sorted([*_HOME, "__version__"])

@@ -4,10 +4,13 @@
 
 `a` and `b` are nanokv or transformers models, in any mix. Both run once from an empty cache while forward hooks record
 what every operation gives; nothing in the model knows of it. `record` and `compare` are the two halves, for use when
-only one model fits into memory. Not a profiler: recording keeps every activation, about T·L·(9·C + 6·H·D) values.
+only one model fits into memory. `watch` records every forward pass of a block, cached ones too, so that a run with a
+cache can be compared layer by layer and token by token with one without. Not a profiler: recording keeps every
+activation, about T·L·(9·C + 6·H·D) values.
 """
 
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -88,26 +91,59 @@ def record(model, ids) -> dict:
 
     Logits of all T positions are among it: T·V values. The model's state and modules are left as they were.
     """
-    body = getattr(model, "model", model)  # transformers keeps the layers one level down
+    body = _body(model)
     ids = torch.as_tensor(ids, device=body.embed_tokens.weight.device).long()
-    found, handles = {}, []
-    try:
-        for name, module in (("embed_tokens", body.embed_tokens), ("norm", body.norm), ("lm_head", model.lm_head)):
-            handles.append(_hook(module, "output", found, (None, name)))
-        for i, layer in enumerate(body.layers):
-            for operation, place in OPERATIONS.items():
-                if place:
-                    handles.append(_hook(layer.get_submodule(place[0]), place[1], found, (i, operation)))
-        with _QuerySpy() as spy:
-            cached = _run_ours(model, ids) if body is model else _run_transformers(model, ids)
-    finally:
-        for handle in handles:
-            handle.remove()
+    found = {}
+    with _hooks(model, found.__setitem__), _QuerySpy() as spy:
+        cached = _run_ours(model, ids) if body is model else _run_transformers(model, ids)
     for i, (key, value) in enumerate(cached):
         found[i, "rope_k"], found[i, "cached_v"] = _token_major(key), _token_major(value)
         if len(spy.queries) == len(cached):  # an attention that calls another kernel is compared by its output only
             found[i, "rope_q"] = _token_major(spy.queries[i])
     return found
+
+
+@dataclass
+class Pass:
+    """One forward pass: `values` as `record` gives them, of the T tokens (B,T) that were fed from `start` on.
+
+    rope_k and cached_v are the last T keys and values that attention was called with, rope_q its queries. Logits are
+    there for as many of the last positions as lm_head was asked for.
+    """
+
+    start: int | torch.Tensor  # start_pos as the model was told: (B,) where rows differ
+    tokens: torch.Tensor  # (B,T)
+    values: dict = field(default_factory=dict)
+    calls: int = 0  # of attention so far
+
+
+@contextmanager
+def watch(model):
+    """A list that gets a Pass for every forward pass of a nanokv model inside the block, cached or not.
+
+    What was computed before an exception is there too. The model's modules are left as they were.
+    """
+    passes = []
+
+    def begin(module, args):
+        tokens, _, start, _ = args
+        passes.append(Pass(start, tokens))
+
+    def keep(key, value):
+        passes[-1].values[key] = value[:, None] if value.dim() == 2 else value  # (B,V) → (B,1,V)
+
+    def attention(q, k, v):
+        now, T = passes[-1], passes[-1].tokens.shape[1]
+        seen = {"rope_q": q.reshape(len(q), -1, T, q.shape[-1]), "rope_k": k[:, :, -T:], "cached_v": v[:, :, -T:]}
+        now.values |= {(now.calls, name): _token_major(x) for name, x in seen.items()}
+        now.calls += 1
+
+    handle = model.register_forward_pre_hook(begin)
+    try:
+        with _hooks(model, keep), _AttentionSpy(attention):
+            yield passes
+    finally:
+        handle.remove()
 
 
 def compare(a: dict, b: dict, tolerance: float | None = None) -> list[Step]:
@@ -129,39 +165,86 @@ def compare(a: dict, b: dict, tolerance: float | None = None) -> list[Step]:
     return steps
 
 
+def earliest(a: dict, b: dict, step: Step) -> tuple[int, int] | None:
+    """(position, row) at which two records first differ in this step's operation; step.position is the worst one.
+
+    None where there is nothing to compare: other shapes, or a layer that one side lacks.
+    """
+    key = step.layer, step.operation
+    if key not in a or key not in b or a[key].shape != b[key].shape:
+        return None
+    above = (_ratio(a[key], b[key])[2] > step.tolerance / step.scale).T.nonzero().tolist()  # by position
+    return tuple(above[0]) if above else None
+
+
 def _step(layer, operation, a, b, tolerance: float) -> Step:
     if a.shape != b.shape:
         note = f"shapes {tuple(a.shape)} and {tuple(b.shape)}"
         return Step(layer, operation, float("inf"), tolerance, 1.0, None, note)
-    a, b = a.double().flatten(2), b.double().flatten(2)  # (B,T,…) → (B,T,N)
-    difference = (a - b).abs().amax(-1)  # (B,T)
-    scale = b.abs().amax(-1).clamp(min=1.0)  # (B,T)
-    ratio = (difference / scale).nan_to_num(nan=float("inf"))
+    difference, scale, ratio = _ratio(a, b)
     worst = int(ratio.flatten().argmax())
     size = scale.flatten()[worst].item()
     return Step(layer, operation, difference.flatten()[worst].item(), tolerance * size, size, worst % a.shape[1])
 
 
-def _hook(module, side: str, found: dict, key):
-    """Store a module's first input or its output; returns the handle that removes the hook."""
+def _ratio(a, b):
+    """|a − b| and the scale of b, each (B,T), and the one divided by the other; what is no number is infinitely off."""
+    a, b = a.double().flatten(2), b.double().flatten(2)  # (B,T,…) → (B,T,N)
+    difference = (a - b).abs().amax(-1)  # (B,T)
+    scale = b.abs().amax(-1).clamp(min=1.0)  # (B,T)
+    return difference, scale, (difference / scale).nan_to_num(nan=float("inf"))
+
+
+def _body(model):
+    """The module that has the layers: transformers keeps it one level down."""
+    return getattr(model, "model", model)
+
+
+@contextmanager
+def _hooks(model, keep):
+    """While inside, keep((layer or None, operation), value) is called for all that has a module; then all hooks go."""
+    body, handles = _body(model), []
+    try:
+        for name, module in (("embed_tokens", body.embed_tokens), ("norm", body.norm), ("lm_head", model.lm_head)):
+            handles.append(_hook(module, "output", keep, (None, name)))
+        for i, layer in enumerate(body.layers):
+            for operation, place in OPERATIONS.items():
+                if place:
+                    handles.append(_hook(layer.get_submodule(place[0]), place[1], keep, (i, operation)))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _hook(module, side: str, keep, key):
+    """Keep a module's first input or its output; returns the handle that removes the hook."""
     if side == "input":
-        return module.register_forward_pre_hook(lambda module, args: found.__setitem__(key, args[0].detach().cpu()))
+        return module.register_forward_pre_hook(lambda module, args: keep(key, args[0].detach().cpu()))
     return module.register_forward_hook(
-        lambda module, args, out: found.__setitem__(key, (out[0] if isinstance(out, tuple) else out).detach().cpu())
+        lambda module, args, out: keep(key, (out[0] if isinstance(out, tuple) else out).detach().cpu())
     )
 
 
-class _QuerySpy(TorchFunctionMode):
-    """Keeps the queries of every attention call: between RoPE and the kernel there is no module to hook."""
+class _AttentionSpy(TorchFunctionMode):
+    """Calls see(q, k, v) for every attention call: between RoPE and the kernel there is no module to hook."""
 
-    def __init__(self):
+    def __init__(self, see):
         super().__init__()
-        self.queries = []
+        self.see = see
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if getattr(function, "__name__", "") == "scaled_dot_product_attention":
-            self.queries.append(args[0])
+            self.see(*args[:3])
         return function(*args, **(kwargs or {}))
+
+
+class _QuerySpy(_AttentionSpy):
+    """Keeps the queries of every attention call."""
+
+    def __init__(self):
+        self.queries = []
+        super().__init__(lambda q, k, v: self.queries.append(q))
 
 
 def _run_ours(model, ids) -> list:

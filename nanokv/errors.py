@@ -47,3 +47,7 @@ class TemplateError(NanoKVError):
 
 class SessionError(NanoKVError):
     """A saved conversation cannot be read, written or continued."""
+
+
+class CourseError(NanoKVError):
+    """A notebook, an exercise or a submission of the course is not what it should be."""

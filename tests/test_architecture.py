@@ -21,19 +21,23 @@ LONGEST_MODEL = 160
 LAYERS = [
     {"nanokv.__main__"},
     {"nanokv.cli"},
-    {"nanokv.verify", "nanokv.training", "nanokv.bench"},
+    {"nanokv.course"},
+    {"nanokv.verify", "nanokv.training", "nanokv.bench", "nanokv.trace"},
+    {"nanokv.faults"},
+    {"nanokv.equality"},
     {"nanokv.session", "nanokv.loading", "nanokv.batching", "nanokv.beam", "nanokv.engine"},
     {"nanokv.speculative"},
     {"nanokv.generation", "nanokv.debug", "nanokv.quality", "nanokv.memory"},
     {"nanokv.inference", "nanokv.prefix", "nanokv.fast"},
     {"nanokv.cache", "nanokv.latent"},
+    {"nanokv.skeleton"},
     {"nanokv.model", "nanokv.costs"},
     {"nanokv.config", "nanokv.attention", "nanokv.sample", "nanokv.tokenizer", "nanokv.fingerprint", "nanokv.kinds"},
     {"nanokv.template"},
     {"nanokv.sandbox"},
     {"nanokv.errors", "weights_loader"},
 ]
-PROGRAMS = {"nanokv.cli", "nanokv.training"}  # may use the package by its public names, `import nanokv`
+PROGRAMS = {"nanokv.cli", "nanokv.faults", "nanokv.training"}  # may use the public names, `import nanokv`
 # Narrower than the layers: all that these may import of the project, as (module, name) or a whole module.
 ONLY = {
     "nanokv.model": {"nanokv.config"},

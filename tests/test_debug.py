@@ -12,6 +12,9 @@ import torch.nn.functional as F
 
 from nanokv import debug
 from nanokv.attention import prefill_attention
+from nanokv.cache import make_cache
+from nanokv.errors import CapacityError
+from nanokv.inference import decode, prefill, verify
 from nanokv.model import apply_rope
 from oracle import SHAPES, pair, pair_from_disk, random_ids, tiny_reference
 
@@ -220,3 +223,79 @@ def test_a_step_reads_as_one_sentence(models):
     step = debug.first_divergence(broken(ours, lambda m: m.norm.weight.data.mul_(2)), reference, IDS)
     assert str(step).startswith("norm: max |Δ| ") and "at position" in str(step) and "tolerance 2.9e-05" in str(step)
     assert step.place == "norm" and replace(step, layer=4).place == "layer 4, norm"
+
+
+# --- watching a run with a cache -------------------------------------------------------------------------------------
+
+
+def passes_of(model, cut, wrong=lambda layer: None):
+    """Prefill of `cut` tokens, then one decode a token, all of it watched."""
+    cache = make_cache("dict", model.config, len(IDS))
+    for layer in cache:
+        wrong(layer)
+    with debug.watch(model) as passes:
+        verify(model, IDS[:, :cut], cache, start_pos=0)
+        for i in range(cut, IDS.shape[1]):
+            decode(model, IDS[:, i : i + 1], cache, start_pos=i)
+    return passes
+
+
+def joined(passes):
+    """The passes of one sequence as one record."""
+    return {key: torch.cat([one.values[key] for one in passes], dim=1) for key in passes[0].values}
+
+
+@pytest.mark.parametrize("cut", [1, 5, 11])
+def test_a_cached_run_is_recorded_like_an_uncached_one(models, cut):
+    """Every operation of every token: a watched prefill and its decodes, end to end, are what `record` gives."""
+    ours = models[1]
+    passes, whole = passes_of(ours, cut), debug.record(ours, IDS)
+    assert [one.start for one in passes] == [0, *range(cut, 12)] and passes[0].tokens.shape == (2, cut)
+    steps = debug.compare(joined(passes), whole)
+    assert len(steps) == len(whole) and [str(step) for step in steps if not step.ok] == []
+
+
+def test_the_first_wrong_layer_and_token_of_a_cached_run_are_found(models):
+    """Layer 1 loses the key of token 6 in row 1, and no other."""
+    ours, seen = models[1], []
+
+    def forget(layer):
+        seen.append(layer)
+        if len(seen) == 2:
+            append = layer.append
+
+            def wrong(k, v):
+                if layer.length == 6:
+                    k = k.clone()
+                    k[1] = 0
+                return append(k, v)
+
+            layer.append = wrong
+
+    passes = passes_of(ours, 3, forget)
+    cached, whole = joined(passes), debug.record(ours, IDS)
+    step = next(step for step in debug.compare(cached, whole) if not step.ok)
+    assert (step.layer, step.operation) == (1, "rope_k") and debug.earliest(cached, whole, step) == (6, 1)
+
+
+def test_the_first_difference_is_not_the_largest():
+    a = torch.zeros(2, 4, 3)
+    b = a.clone()
+    b[0, 3], b[1, 1] = 9, 1
+    a, b = ({(None, "embed_tokens"): x} for x in (a, b))
+    [step] = debug.compare(a, b)
+    assert debug.earliest(a, b, step) == (1, 1) and step.position == 3
+    assert debug.earliest(a, a, debug.compare(a, a)[0]) is None
+    other = {(None, "embed_tokens"): torch.zeros(2, 5, 3)}
+    assert debug.earliest(a, other, debug.compare(a, other)[0]) is None
+
+
+def test_logits_of_the_last_position_and_a_failed_pass_are_watched_too(models):
+    ours, cache = models[1], make_cache("static", models[1].config, 2, capacity=6)
+    with debug.watch(ours) as passes:
+        logits = prefill(ours, IDS[:, :6], cache, start_pos=0)
+        with pytest.raises(CapacityError):
+            decode(ours, IDS[:, 6:7], cache, start_pos=6)
+    assert torch.equal(passes[0].values[None, "lm_head"], logits[:, None])
+    assert (0, "v_proj") in passes[1].values and (0, "attention") not in passes[1].values
+    assert sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in ours.modules()) == 0

@@ -1,0 +1,115 @@
+"""Situations in which cache bugs show: each is a few calls of the public paths, and gives what a learner compares.
+
+A scenario is a function (model, prompts, forced=None) → Outcome. `prompts` are at least three lists of ids; the first
+is the one that is watched. Answers are greedy; with `forced` the given tokens are fed instead, so that the logits of
+two runs can be compared position by position even after their words have parted.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from nanokv.batching import generate_padded
+from nanokv.beam import beam_search
+from nanokv.cache import make_cache
+from nanokv.inference import decode, prefill, prefill_chunks
+
+LONGEST = 40  # tokens of an answer
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came out: `logits` (N,V) of the watched positions, the answers (one, or one a row), bytes of the cache."""
+
+    logits: torch.Tensor
+    answers: list[list[int]]
+    bytes: int
+
+
+def solo(model, prompts, forced=None) -> Outcome:
+    """One prompt, one cache: prefill, then decode."""
+    cache = make_cache("dict", model.config)
+    logits = prefill(model, [prompts[0]], cache, start_pos=0)  # (1,V)
+    return go_on(model, cache, logits, forced)
+
+
+def long(model, prompts, forced=None) -> Outcome:
+    """As solo, with the longest of the prompts: positions of 32 and more are reached."""
+    return solo(model, [max(prompts, key=len)], forced)
+
+
+def chunked(model, prompts, forced=None) -> Outcome:
+    """The prompt in parts of 8 tokens, as a long prompt or the next turn of a chat comes."""
+    cache = make_cache("dict", model.config)
+    logits = prefill_chunks(model, [prompts[0]], cache, start_pos=0, chunk=8)
+    return go_on(model, cache, logits, forced)
+
+
+def two_requests(model, prompts, forced=None) -> Outcome:
+    """Another request is answered first; the second has a cache of its own."""
+    solo(model, prompts[1:])
+    return solo(model, prompts, forced)
+
+
+def interleaved(model, prompts, forced=None) -> Outcome:
+    """Two requests at the same time: the other's prompt is read between this one's prompt and its answer."""
+    cache, other = make_cache("dict", model.config), make_cache("dict", model.config)
+    logits = prefill(model, [prompts[0]], cache, start_pos=0)
+    prefill(model, [prompts[1]], other, start_pos=0)
+    return go_on(model, cache, logits, forced)
+
+
+def undo(model, prompts, forced=None) -> Outcome:
+    """Six tokens are guessed behind the prompt, and taken back with truncate."""
+    cache, prompt = make_cache("dict", model.config), prompts[0]
+    logits = prefill(model, [prompt], cache, start_pos=0)
+    prefill(model, [prompts[1][:6]], cache, start_pos=len(prompt))
+    cache.truncate(len(prompt))
+    return go_on(model, cache, logits, forced)
+
+
+def overflow(model, prompts, forced=None) -> Outcome:
+    """A static cache with room for the prompt and 4 tokens: CapacityError is the right answer."""
+    cache = make_cache("static", model.config, capacity=len(prompts[0]) + 4)
+    logits = prefill(model, [prompts[0]], cache, start_pos=0)
+    return go_on(model, cache, logits, forced)
+
+
+def batch(model, prompts, forced=None) -> Outcome:
+    """Prompts of different lengths in one rectangle; `logits` (B,V) are those that follow the prompts."""
+    cache = make_cache("dict", model.config, len(prompts))
+    seen = []
+    hook = model.lm_head.register_forward_hook(lambda module, args, logits: seen.append(logits))
+    try:
+        answers = generate_padded(model, prompts, cache, max_new_tokens=LONGEST)
+    finally:
+        hook.remove()
+    return Outcome(seen[0], answers, cache.nbytes)
+
+
+def beams(model, prompts, forced=None) -> Outcome:
+    """The best of four beams; `logits` (2,V) follow one more token after two rows changed places."""
+    cache, T = make_cache("dict", model.config, 2), 8
+    prefill(model, [prompts[0][:T], prompts[1][:T]], cache, start_pos=0)
+    cache.reorder([1, 0])
+    logits = decode(model, [prompts[1][T : T + 1], prompts[0][T : T + 1]], cache, start_pos=T)
+    best = beam_search(model, prompts[0], beams=4, max_new_tokens=LONGEST)[0]
+    return Outcome(logits, [list(best.ids)], cache.nbytes)
+
+
+SCENARIOS = {
+    scenario.__name__: scenario
+    for scenario in (solo, long, chunked, two_requests, interleaved, undo, overflow, batch, beams)
+}
+
+
+def go_on(model, cache, logits, forced=None) -> Outcome:
+    """Answer from logits (1,V) on: greedy until an eos token, or the tokens of the forced answer."""
+    rows, answer, ends = [logits], [], model.generation_config.eos_token_ids
+    longest = LONGEST if forced is None else len(forced[0])
+    while True:
+        answer.append(int(logits.argmax()) if forced is None else forced[0][len(answer)])
+        if len(answer) == longest or (forced is None and answer[-1] in ends):  # the last token is never fed
+            return Outcome(torch.cat(rows), [answer], cache.nbytes)
+        logits = decode(model, [answer[-1:]], cache, start_pos=cache.length)
+        rows.append(logits)

@@ -1,0 +1,332 @@
+"""The bug lab: every fault does what its record says, shows nowhere else, and is gone afterwards.
+
+What is written in the catalogue (seen_by, scenario) is measured here on the bundled model; everything that needs no
+words runs on a small random one.
+"""
+
+import inspect
+import re
+import time
+
+import pytest
+import torch
+
+import nanokv
+from nanokv import equality, faults
+from nanokv.errors import NanoKVError
+from nanokv.faults.substitute import PerObject
+
+EACH = pytest.mark.parametrize("name", faults.FAULTS)
+COST = ("cached_queries", "repeated_before_caching")
+IDS = torch.arange(2, 14)[None]  # (1,12)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return equality.small_model()
+
+
+@pytest.fixture(scope="module")
+def bundled():
+    return nanokv.load("tiny")
+
+
+def cached_logits(model, kind="dict"):
+    """(5,V): prefill of 8 tokens and four decodes."""
+    cache = nanokv.make_cache(kind, model.config)
+    logits = [nanokv.prefill(model, IDS[:, :8], cache, start_pos=0)]
+    logits += [nanokv.decode(model, IDS[:, i : i + 1], cache, start_pos=i) for i in range(8, 12)]
+    return torch.cat(logits)
+
+
+# --- the catalogue --------------------------------------------------------------------------------------------------
+
+
+def test_the_catalogue_is_complete_and_in_one_form():
+    assert len(faults.FAULTS) >= 16
+    for name, fault in faults.FAULTS.items():
+        assert fault.name == name and fault.scenario in faults.SCENARIOS
+        assert fault.seen_by in ("words", "logits", "bytes", "error")
+        assert re.fullmatch(r"([\w.-]+/[\w.-]+#\d+)?", fault.thread), fault.thread
+        assert fault.title and not fault.title.endswith(".") and fault.cause.endswith(".")
+    threads = [fault.thread for fault in faults.FAULTS.values() if fault.thread]
+    assert len(threads) >= 16
+    with pytest.raises(AttributeError):
+        fault.title = "another"
+
+
+@EACH
+def test_what_is_stated_is_what_happens(name, bundled):
+    """words: the answer changes; logits: the words stay and the logits do not; bytes: not even those change."""
+    model, tokenizer = bundled
+    fault, found = faults.FAULTS[name], faults.diagnose(name, model, tokenizer)
+    assert found.seen_by == fault.seen_by, str(found)
+    assert (found.wrong != found.right) == (fault.seen_by in ("words", "error"))
+    assert bool(found.error) == (fault.seen_by == "error")
+    if fault.seen_by in ("words", "logits"):
+        assert max(found.deltas) > 1e-2
+    if name in COST:
+        assert (found.token, found.layer, max(found.deltas)) == (None, None, 0) and found.bytes[1] > 2 * found.bytes[0]
+    else:
+        assert found.token is not None and (found.layer is not None or name == "right_padding")
+    assert found.right[0] == "Your name is Zorbla." or fault.scenario == "long"
+    assert all(text in str(found) for text in (name, fault.scenario, f"seen by: {fault.seen_by}"))
+
+
+@pytest.mark.parametrize(
+    ("name", "layer", "token", "operation"),
+    [
+        ("start_pos_off_by_one", 0, 47, "rope_k"),  # the prompt has 47 tokens: 0 … 46
+        ("first_token_unwritten", 0, 0, "rope_k"),
+        ("one_dict_for_all_layers", 0, 47, "attention"),
+        ("top_left_mask", 0, 8, "attention"),  # the second chunk
+        ("static_overflow", 0, 51, "rope_k"),  # room for 47 + 4
+        ("not_cleared", 0, 0, "attention"),
+        ("wrong_axis", 0, 47, "the pass that failed"),
+    ],
+)
+def test_the_first_difference_is_where_the_bug_is(name, layer, token, operation, bundled):
+    found = faults.diagnose(name, *bundled)
+    assert (found.layer, found.token, found.operation) == (layer, token, operation)
+
+
+def test_the_byte_faults_cost_what_they_say(bundled):
+    """(H + 2·Hk) / 2·Hk and G times the bytes, of the same 55 tokens."""
+    config = bundled[0].config
+    H, Hk = config.num_attention_heads, config.num_key_value_heads
+    queries, repeated = (faults.diagnose(name, *bundled).bytes for name in COST)
+    assert queries[1] * 2 * Hk == queries[0] * (H + 2 * Hk)
+    assert repeated[1] == repeated[0] * H // Hk
+
+
+def test_a_model_without_a_tokenizer_is_diagnosed_by_ids(model):
+    found = faults.diagnose("start_pos_restarts", model)
+    assert found.token == 24 and re.fullmatch(r"[\d ]+", found.right[0]) and max(found.deltas) > 1e-3
+    own = faults.diagnose("start_pos_restarts", model, prompts=[[1, 2, 3], [4], [5]])
+    assert own.token == 3
+
+
+@pytest.mark.parametrize("scenario", faults.SCENARIOS)
+def test_scenarios_agree_with_the_uncached_model(scenario, model):
+    """Right code gives right logits in every situation, or the refusal that belongs to it."""
+    prompts = [IDS[0].tolist(), [20, 21, 22, 23, 24, 25, 26, 27, 28], [30, 31]]
+    if scenario == "overflow":
+        with pytest.raises(nanokv.errors.CapacityError):
+            faults.SCENARIOS[scenario](model, prompts)
+        return
+    outcome = faults.SCENARIOS[scenario](model, prompts)
+    assert outcome.bytes > 0
+    if scenario == "batch":
+        expected = torch.cat([nanokv.score(model, [prompt])[:, -1] for prompt in prompts])
+    elif scenario == "beams":
+        expected = torch.cat([nanokv.score(model, [prompt[:9]])[:, -1] for prompt in (prompts[1], prompts[0])])
+    else:
+        ids = prompts[0] + outcome.answers[0][:-1]
+        expected = nanokv.score(model, [ids])[0, 11:]
+    assert torch.allclose(outcome.logits, expected, atol=1e-4)
+
+
+# --- in and out -----------------------------------------------------------------------------------------------------
+
+
+@EACH
+def test_everything_is_as_before_afterwards(name, model):
+    """The same objects, not equal ones; also when an exception flies, and logits to the last bit."""
+    before = cached_logits(model)
+    places = [(owner, attribute, vars(owner)[attribute]) for owner, attribute, _ in faults.FAULTS[name].swaps()]
+    assert places
+    with faults.inject(name) as fault:
+        assert fault is faults.FAULTS[name]
+        assert all(vars(owner)[attribute] is not value for owner, attribute, value in places)
+    with pytest.raises(KeyboardInterrupt), faults.inject(name):
+        raise KeyboardInterrupt
+    assert all(vars(owner)[attribute] is value for owner, attribute, value in places)
+    assert torch.equal(cached_logits(model), before)
+
+
+@EACH
+def test_the_uncached_model_stays_right(name, model):
+    """score is the truth that a test compares with: a fault that moved it too would be invisible."""
+    ids = torch.arange(2, 52)[None]
+    before = nanokv.score(model, ids)
+    with faults.inject(name):
+        assert torch.equal(nanokv.score(model, ids), before)
+
+
+def test_a_fault_is_not_injected_twice_but_others_nest(model):
+    right = cached_logits(model)
+    with faults.inject("first_token_unwritten"):
+        once = cached_logits(model)
+        with pytest.raises(NanoKVError, match="injected already"), faults.inject("first_token_unwritten"):
+            pass
+        assert torch.equal(cached_logits(model), once)
+        with faults.inject("start_pos_off_by_one"), faults.inject("not_cleared"), faults.inject("cached_queries"):
+            assert not torch.equal(cached_logits(model), once)
+            with pytest.raises(AssertionError):
+                faults.smallest_test("not_cleared")(model)
+        assert torch.equal(cached_logits(model), once)
+    assert torch.equal(cached_logits(model), right) and not torch.equal(right, once)
+    with faults.inject("first_token_unwritten"):
+        assert torch.equal(cached_logits(model), once)
+
+
+def test_each_injection_begins_without_memory(model):
+    """Rows of a request from an earlier block must not be seen in a later one."""
+    right = cached_logits(model)
+    for _ in range(2):
+        with faults.inject("not_cleared"):
+            assert torch.equal(cached_logits(model), right), "the first request has nothing before it"
+            assert not torch.allclose(cached_logits(model), right, atol=1e-3)
+
+
+def test_an_unknown_fault_is_named_with_the_known_ones(model):
+    asks = faults.smallest_test, lambda name: faults.diagnose(name, model), lambda name: faults.inject(name).__enter__()
+    for ask in asks:
+        with pytest.raises(NanoKVError, match="no fault is called 'not_claered': there are start_pos") as caught:
+            ask("not_claered")
+        assert caught.value.hint == "did you mean 'not_cleared'?"
+
+
+@pytest.mark.parametrize("kind", sorted(nanokv.CACHES))
+@pytest.mark.parametrize("name", ["start_pos_off_by_one", "first_token_unwritten", "one_dict_for_all_layers"])
+def test_a_fault_reaches_every_kind_of_cache_and_one_made_before(name, kind, model):
+    right = cached_logits(model, kind)
+    cache = nanokv.make_cache(kind, model.config)
+    with faults.inject(name):
+        assert (cached_logits(model, kind) - right).abs().max() > 1e-3
+        nanokv.prefill(model, IDS[:, :8], cache, start_pos=0)
+        logits = nanokv.decode(model, IDS[:, 8:9], cache, start_pos=8)
+    assert (logits - right[1]).abs().max() > 1e-3
+
+
+def test_what_is_kept_for_an_object_goes_with_it():
+    """Ids are used again: a new cache must not find what was kept for a dead one."""
+    kept, owner = PerObject(), nanokv.cache.DictCache()
+    kept.keep(owner, 1)
+    assert kept.of(owner) == 1 and kept.keep(owner, 2) == kept.of(owner) == 2
+    del owner
+    assert kept == {}
+
+
+# --- the smallest test of each --------------------------------------------------------------------------------------
+
+
+@EACH
+def test_the_smallest_test_passes_on_right_code_and_fails_under_the_fault(name, model):
+    smallest = faults.smallest_test(name)
+    smallest(model)
+    with faults.inject(name), pytest.raises((AssertionError, RuntimeError)):
+        smallest(model)
+    smallest(model)
+
+
+def test_smallest_tests_can_be_shown_and_pass_on_the_bundled_model(bundled):
+    for smallest in {faults.smallest_test(name) for name in faults.FAULTS}:
+        source = inspect.getsource(smallest)
+        assert source.startswith(f"def {smallest.__name__}(model):\n") and len(source.splitlines()) <= 14
+        smallest(bundled[0])
+
+
+# --- grading tests --------------------------------------------------------------------------------------------------
+
+
+def test_the_full_equality_suite_kills_every_fault(monkeypatch):
+    monkeypatch.setattr("os.fsync", lambda descriptor: None)  # its files are not needed after a power cut
+
+    def suite(model):
+        for kind in ("dict", "static"):
+            assert equality.check(kind, model, stop=True).passed
+
+    grade = faults.grade(suite)
+    assert grade.survivors == () and set(grade.kills) == set(faults.FAULTS) and grade.score == 1
+    assert str(grade) == f"{len(faults.FAULTS)} of {len(faults.FAULTS)} faults killed (100%)"
+
+
+def test_a_vacuous_test_kills_nothing_and_is_told_so():
+    idle = faults.grade(lambda model: None)
+    assert (idle.kills, len(idle.survivors), idle.score) == ({}, len(faults.FAULTS), 0)
+    assert "never ran the model" in str(idle)
+
+    def compares_nothing(model):
+        assert nanokv.prefill(model, IDS, nanokv.make_cache("dict", model.config)).shape[0] == 1
+
+    busy = faults.grade(compares_nothing)
+    assert busy.kills == {} and "vacuously" in str(busy) and "survived: not_cleared: " in str(busy)
+
+
+def test_a_false_alarm_is_not_graded(model):
+    def too_strict(model):
+        assert torch.equal(cached_logits(model)[-1], nanokv.score(model, IDS)[0, -1] + 1)
+
+    grade = faults.grade(too_strict)
+    assert (grade.kills, grade.survivors, grade.score) == ({}, (), 0)
+    assert grade.false_alarm.startswith("AssertionError") and "false alarm" in str(grade)
+
+
+def test_words_alone_kill_less_than_logits(bundled):
+    """The lesson of the lab: off by one still says the right name."""
+    model, tokenizer = bundled
+
+    def says_the_name(model):
+        messages = [{"role": "user", "content": "What is 12 plus 30?"}]
+        ids = tokenizer.encode(tokenizer.render(messages, add_generation_prompt=True))
+        assert "42" in tokenizer.decode(list(nanokv.generate(model, ids, max_new_tokens=12)))
+
+    names = ["start_pos_off_by_one", "rounded_to_bf16", "one_dict_for_all_layers"]
+    words = faults.grade(says_the_name, model, names)
+    logits = faults.grade(faults.smallest_test("start_pos_off_by_one"), model, names)
+    assert set(words.kills) == {"one_dict_for_all_layers"} and set(logits.kills) == set(names)
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit, pytest.fail.Exception])
+def test_whatever_is_raised_under_a_fault_is_a_kill(error):
+    def picky(model):
+        if (cached_logits(model)[-1] - nanokv.score(model, IDS)[0, -1]).abs().max() > 1e-3:
+            raise error("no")
+
+    assert list(faults.grade(picky, faults=["start_pos_off_by_one"]).kills) == ["start_pos_off_by_one"]
+
+
+def test_a_skipped_test_kills_nothing_and_ctrl_c_is_ctrl_c():
+    def skips(model):
+        pytest.skip("not today")
+
+    assert faults.grade(skips, faults=["not_cleared"]).survivors == ("not_cleared",)
+
+    def interrupted(model):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        faults.grade(interrupted)
+    cached_logits(equality.small_model())
+
+
+@pytest.mark.parametrize("forwards", [True, False])
+def test_a_test_that_hangs_is_ended(forwards, model):
+    """Under a fault that is a kill, on right code a false alarm."""
+
+    def hangs(model):
+        while forwards:
+            nanokv.score(model, IDS)
+        time.sleep(100)
+
+    began = time.monotonic()
+    assert "TimeoutError" in faults.grade(hangs, seconds=0.3).false_alarm
+    assert time.monotonic() - began < 30
+
+
+def test_runs_do_not_disturb_each_other_or_the_model(model):
+    """A test that edits weights or draws random numbers gets the same start every time."""
+    weights, norm, drawn = [p.clone() for p in model.parameters()], model.norm.weight.clone(), []
+
+    def vandal(model):
+        drawn.append(torch.rand(1).item())
+        assert torch.equal(model.norm.weight, norm)
+        model.norm.weight.zero_()
+
+    state = torch.get_rng_state()
+    grade = faults.grade(vandal, model, ["not_cleared", "wrong_axis"])
+    assert grade.false_alarm == "" and len(set(drawn)) == 1 and len(drawn) == 3
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), weights, strict=True))
+    assert sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()) == 0
