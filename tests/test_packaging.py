@@ -27,7 +27,10 @@ ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 RUNTIME = [Requirement(text) for text in PROJECT["dependencies"]]
 EXTRAS = {name: [Requirement(text) for text in texts] for name, texts in PROJECT["optional-dependencies"].items()}
-OPTIONAL = {"transformers", "matplotlib", "gguf", "llama_cpp"}  # imported inside a function that says what to install when it is absent
+OPTIONAL = {  # imported inside a function that says what to install when it is absent
+    "transformers", "matplotlib", "gguf", "llama_cpp",
+    "IPython", "jupytext", "nbclient", "nbconvert", "nbformat", "psutil", "pygments",
+}  # fmt: skip
 HEAVY = ("torch", "numpy", "transformers", "tokenizers", "safetensors", "huggingface_hub", "jinja2", "matplotlib")
 BUNDLED = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors")
 MEGABYTE = 1_000_000
@@ -52,6 +55,7 @@ def pins() -> dict[str, str]:
     return {name: match[2] for name, match in zip(names, found, strict=True)}
 
 
+@pytest.mark.parametrize("requirement", [*RUNTIME, *EXTRAS["course"], *EXTRAS["dev"]], ids=str)
 def test_pin_lies_inside_the_declared_range(requirement):
     """A pin outside its range makes `pip install -c` unsolvable; a dependency without one drifts."""
     pin = pins().get(canonicalize_name(requirement.name))
@@ -61,6 +65,7 @@ def test_pin_lies_inside_the_declared_range(requirement):
 
 def test_everything_that_is_installed_with_us_is_pinned():
     """Dependencies of dependencies too: an unpinned one is the update that breaks a clone a year from now."""
+    todo, seen = [*RUNTIME, *EXTRAS["dev"], *EXTRAS["course"]], set()
     while todo:
         requirement = todo.pop()
         name = canonicalize_name(requirement.name)
@@ -129,6 +134,13 @@ def loaded_after(statement: str) -> set[str]:
     return set(json.loads(done.stdout))
 
 
+def test_a_first_token_does_not_load_the_compiler():
+    """torch._dynamo takes longer to import than all else together; torch asks for it to initialise an embedding."""
+    statement = "import nanokv, sys; model, _ = nanokv.load('tiny'); list(nanokv.generate(model, [1], None, 2));"
+    done = python("-c", statement + "nanokv.optimize(model); print('torch._dynamo' in sys.modules)")
+    assert done.stdout == "False\n", done.stderr
+
+
 def cheapest(statement: str, goal: float, tries: int = 10) -> float:
     """Seconds of processor time of a fresh interpreter, best of some; stops at the goal.
 
@@ -174,7 +186,10 @@ def commands() -> list[str]:
     return sorted(cli.COMMANDS)
 
 
-HELP = [[], ["batch"], ["bench"], ["chat"], ["env"], ["generate"], ["memory"], ["profile"], ["train"], ["verify"]]
+HELP = [
+    [], ["batch"], ["bench"], ["chat"], ["course"], ["env"], ["generate"], ["memory"], ["profile"], ["trace"],
+    ["train"], ["verify"],
+]  # fmt: skip
 
 
 def run_help(command: list[str]) -> str:

@@ -23,8 +23,10 @@ COMMANDS = {  # name → (module, what it does)
     "memory": ("nanokv.cli.memory", "weights and cache of a model in bytes, from its config alone"),
     "bench": ("nanokv.cli.bench", "prefill and decode speed here, beside the memory bandwidth"),
     "profile": ("nanokv.cli.profile", "where a prefill and a decode step spend their time"),
+    "trace": ("nanokv.cli.trace", "record a run and write it as one HTML page"),
     "train": ("nanokv.cli.train", "train the bundled model from nothing"),
     "verify": ("nanokv.cli.verify", "compare a checkpoint with transformers, layer by layer"),
+    "course": ("nanokv.cli.course", "the notebooks: build, execute, render, grade; the claims of the articles"),
     "env": ("nanokv.cli.env", "show the settings that apply and where they come from"),
 }
 EXAMPLES = ("nanokv chat", 'nanokv generate "Once upon a time" -n 64', "nanokv chat -m Qwen/Qwen3-0.6B")

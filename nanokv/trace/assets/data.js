@@ -1,0 +1,116 @@
+"use strict";
+// The recording: base64 → numbers, and questions like "which row does position 7 hold after step 3?".
+
+const DATA = JSON.parse(document.getElementById("data").textContent);
+const MODEL = DATA.model;
+
+const HALF = Float32Array.from({ length: 65536 }, (_, bits) => {
+  const sign = bits >> 15 ? -1 : 1, exponent = (bits >> 10) & 31, fraction = bits & 1023;
+  if (exponent === 31) return fraction ? NaN : sign * Infinity;
+  return sign * (exponent ? (1 + fraction / 1024) * 2 ** (exponent - 15) : fraction * 2 ** -24);
+});
+
+function decode({ kind, scale, data }) {
+  const text = atob(data), bytes = new Uint8Array(text.length); // plain loops: millions of numbers, no callback each
+  for (let i = 0; i < text.length; i++) bytes[i] = text.charCodeAt(i);
+  if (kind === "f4") return new Float32Array(bytes.buffer);
+  const halves = new Uint16Array(bytes.buffer), values = new Float32Array(halves.length);
+  for (let i = 0; i < halves.length; i++) values[i] = HALF[halves[i]] * scale;
+  return values;
+}
+
+class Recording {
+  constructor(run) {
+    Object.assign(this, { tokens: run.tokens, steps: run.steps, stopped: run.stopped, promptLength: run.promptLength });
+    this.arrays = run.arrays;
+    for (const name in run.arrays) this[name] = decode(run.arrays[name]);
+    this.before = [0]; // tokens fed before each step
+    for (const step of this.steps) this.before.push(this.before[this.before.length - 1] + step.fed);
+    this.stepOf = Uint16Array.from(this.steps.flatMap((step, n) => Array(step.fed).fill(n))); // that fed a token
+    this.indexRows(run);
+    this.indexAttention(run.seen);
+  }
+
+  get fed() { return this.before[this.steps.length]; }
+
+  indexRows(run) { // cache[layer][step][position] → number of the stored row
+    let first = 0;
+    this.stored = run.rowCounts.map((n) => [first, (first += n)]); // of each layer: its first row and the one after its last
+    this.cache = run.cache.map((steps, layer) => {
+      let next = this.stored[layer][0], held = new Int32Array(0);
+      return steps.map(([length, spans]) => {
+        const now = new Int32Array(length);
+        now.set(held.subarray(0, length));
+        for (const [start, count] of spans) for (let i = 0; i < count; i++) now[start + i] = next++;
+        return (held = now);
+      });
+    });
+  }
+
+  indexAttention(seen) { // looks[step][layer] → {S, at: [first weight of query t], counts: [keys kept of query t]}
+    let offset = 0;
+    this.looks = seen.map((layers) => layers.map(([S, ...counts]) => ({
+      S, counts, at: counts.map((n) => { const here = offset; offset += n * MODEL.heads; return here; }),
+    })));
+  }
+
+  length(step, layer) { return this.cache[layer][step].length; }
+
+  // Rows end with the newest token. Without a fault row i is token i; rows that a fault left behind stand before them.
+  token(step, layer, row) { return row - (this.length(step, layer) - this.before[step + 1]); }
+
+  get widest() { return Math.max(...this.cache.flatMap((steps) => steps.map((rows) => rows.length))); }
+
+  norm(step, layer, position, part, head) { // part 0 = key, 1 = value; head −1 = all heads together
+    const row = this.cache[layer][step][position];
+    return row === undefined ? undefined : this.normOf(row, part, head);
+  }
+
+  normOf(row, part, head) {
+    const first = (row * 2 + part) * MODEL.kvHeads;
+    if (head >= 0) return this.norms[first + head];
+    let sum = 0;
+    for (let h = 0; h < MODEL.kvHeads; h++) sum += this.norms[first + h] ** 2;
+    return Math.sqrt(sum);
+  }
+
+  element(step, layer, position, part, head, dimension) {
+    const row = this.cache[layer][step][position];
+    if (row === undefined) return undefined;
+    return this.rows[((row * 2 + part) * MODEL.kvHeads + head) * MODEL.headDim + dimension];
+  }
+
+  weight(step, layer, query, head, key) { // query: which of the tokens that this step fed
+    const { S, at, counts } = this.looks[step][layer];
+    if (key >= S || counts[query] === undefined) return undefined;
+    const n = counts[query];
+    return key < n ? this.attention[at[query] + head * n + key] : 0;
+  }
+
+  angle(fed, pair) { // [cos, sin] as the model used them
+    const at = fed * (MODEL.headDim / 2) + pair;
+    return [this.cos[at], this.sin[at]];
+  }
+}
+
+// --- texts ----------------------------------------------------------------------------------------------------------
+
+const ROLES = { s: "system", u: "user", a: "answer", p: "prompt" };
+const count = (n) => n.toLocaleString("en-US");
+const plural = (n, noun) => `${count(n)} ${noun}${n === 1 ? "" : "s"}`;
+
+function figures(value, digits = 4) {
+  if (value === undefined || value === null) return "–";
+  if (!Number.isFinite(value)) return String(value);
+  if (value === 0) return "0";
+  return Math.abs(value) >= 1e5 || Math.abs(value) < 1e-4 ? value.toExponential(digits - 2) : value.toPrecision(digits);
+}
+
+function bytes(n) {
+  const units = [[1e9, "GB"], [1e6, "MB"], [1e3, "kB"]];
+  for (const [size, unit] of units) if (n >= size) return `${(n / size).toPrecision(3)} ${unit}`;
+  return `${n} B`;
+}
+
+const quoted = (piece) => `“${piece}”`;
+const spaced = (piece) => piece.replaceAll(" ", "␣");

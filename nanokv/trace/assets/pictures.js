@@ -1,0 +1,265 @@
+// Pictures: a heat map that the keyboard can walk, a line chart, bars; each with the same numbers as a table.
+
+function make(tag, properties = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(properties)) {
+    if (name.includes("-") || name === "role" || name === "for" || name === "scope") element.setAttribute(name, value);
+    else element[name] = value;
+  }
+  element.append(...children);
+  return element;
+}
+
+function shape(tag, attributes, ...children) {
+  const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  element.append(...children);
+  return element;
+}
+
+const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+let serial = 0;
+
+class Figure { // a title, room for a picture, one line that says what is under the cursor, and the table twin
+  constructor(host, title, table) {
+    const id = `table-${++serial}`;
+    this.table = table;
+    this.title = make("figcaption", { textContent: title });
+    this.body = make("div", { className: "picture" });
+    this.readout = make("p", { className: "readout", role: "status" });
+    this.box = make("div", { className: "table-box", id, hidden: true, tabIndex: 0, role: "region" });
+    this.box.setAttribute("aria-label", `${title}, as a table`);
+    this.button = make("button", { type: "button", className: "twin", textContent: "Show as table",
+      "aria-expanded": "false", "aria-controls": id });
+    this.button.addEventListener("click", () => this.toggle());
+    this.element = make("figure", {}, this.title, this.body, this.readout, this.button, this.box);
+    host.append(this.element);
+  }
+
+  toggle() {
+    this.box.hidden = !this.box.hidden;
+    this.button.textContent = this.box.hidden ? "Show as table" : "Hide the table";
+    this.button.setAttribute("aria-expanded", String(!this.box.hidden));
+    this.fill();
+  }
+
+  fill() {
+    if (this.box.hidden) return;
+    const { caption, head, rows } = this.table();
+    const cells = (row) => row.map((text, i) => make(i ? "td" : "th", i ? {} : { scope: "row" }, String(text)));
+    this.box.replaceChildren(make("table", {},
+      make("caption", { textContent: caption }),
+      make("thead", {}, make("tr", {}, ...head.map((text) => make("th", { scope: "col", textContent: text })))),
+      make("tbody", {}, ...rows.map((row) => make("tr", {}, ...cells(row)))),
+    ));
+  }
+}
+
+// --- heat map -------------------------------------------------------------------------------------------------------
+
+const rgb = (name) => colour(name).match(/[\da-f]{2}/gi).map((hex) => parseInt(hex, 16));
+
+function palette(kind) { // 256 colours of the current theme: "one" from little to much, "two" from minus to plus
+  const names = kind === "two" ? ["--minus", "--middle", "--plus"] : ["--low", "--half", "--high"];
+  const stops = names.map(rgb);
+  return Array.from({ length: 256 }, (_, i) => {
+    const at = (i / 255) * 2, k = Math.min(1, Math.floor(at));
+    return stops[k].map((from, c) => Math.round(from + (stops[k + 1][c] - from) * (at - k)));
+  });
+}
+
+class HeatMap extends Figure {
+  // `grid()` gives {rows, cols, value(r, c), range(r), kind, rowName(r), colName(c), describe(r, c), mark: [first row,
+  // last row, first column, last column] of what is new, ends?: words for both ends of the scale, curve?(0…1),
+  // widest?, height?(cell)}; an undefined value is a cell that does not exist (yet), NaN one that is no number.
+  constructor(host, title, { grid, table, moved = () => {} }) {
+    super(host, title, table);
+    this.grid = grid, this.moved = moved, this.cursor = null;
+    this.canvas = make("canvas", { tabIndex: 0, role: "application", "aria-roledescription": "heat map" });
+    this.canvas.setAttribute("aria-label", `${title}. Arrow keys move from cell to cell.`);
+    this.scale = make("p", { className: "scale", "aria-hidden": "true" });
+    this.body.append(make("div", { className: "scroll" }, this.canvas), this.scale);
+    this.readout.textContent = "Point at a cell, or focus the map and use the arrow keys.";
+    this.canvas.addEventListener("keydown", (event) => this.key(event));
+    for (const kind of ["pointermove", "pointerdown"]) this.canvas.addEventListener(kind, (event) => this.point(event));
+    this.canvas.addEventListener("focus", () => this.move(...(this.cursor ?? this.start())));
+    new ResizeObserver(() => this.draw()).observe(this.body);
+  }
+
+  start() { // where the keyboard begins: the newest cell
+    const [top, , , right] = this.grid().mark ?? [0, 0, 0, 0];
+    return [top, right];
+  }
+
+  key(event) {
+    const { rows, cols } = this.grid(), [r, c] = this.cursor ?? this.start();
+    const to = { ArrowLeft: [r, c - 1], ArrowRight: [r, c + 1], ArrowUp: [r - 1, c], ArrowDown: [r + 1, c],
+      Home: [r, 0], End: [r, cols - 1], PageUp: [0, c], PageDown: [rows - 1, c] }[event.key];
+    if (!to) return;
+    event.preventDefault();
+    event.stopPropagation();
+    this.move(Math.min(rows - 1, Math.max(0, to[0])), Math.min(cols - 1, Math.max(0, to[1])));
+  }
+
+  point(event) {
+    const { rows, cols } = this.grid(), { left, top, cell, height } = this.layout;
+    const c = Math.floor((event.offsetX - left) / cell), r = Math.floor((event.offsetY - top) / height);
+    if (r >= 0 && r < rows && c >= 0 && c < cols) this.move(r, c);
+  }
+
+  move(r, c) {
+    if (this.cursor && this.cursor[0] === r && this.cursor[1] === c) return;
+    this.cursor = [r, c];
+    this.readout.textContent = this.grid().describe(r, c);
+    this.moved(r, c);
+    this.draw();
+  }
+
+  refresh() { // after a step: the same cursor, new numbers
+    const { rows, cols, describe } = this.grid();
+    if (this.cursor && (this.cursor[0] >= rows || this.cursor[1] >= cols)) this.cursor = null;
+    if (this.cursor) this.readout.textContent = describe(...this.cursor);
+    this.fill();
+    this.draw();
+  }
+
+  draw() {
+    const room = this.body.clientWidth;
+    if (!room) return; // in a hidden tab
+    const grid = this.grid(), { rows, cols } = grid;
+    const left = 8 + 7 * Math.max(...Array.from({ length: rows }, (_, r) => grid.rowName(r).length)), top = 2;
+    const cell = Math.max(cols > 200 ? 2 : 3.5, Math.min(grid.widest ?? 34, (room - left - 2) / cols));
+    const height = grid.height ? grid.height(cell) : Math.max(12, Math.min(24, cell * 1.6));
+    this.layout = { left, top, cell, height };
+    const width = left + cell * cols + 2, tall = top + height * rows + 20, sharp = window.devicePixelRatio || 1;
+    this.canvas.width = Math.ceil(width * sharp), this.canvas.height = Math.ceil(tall * sharp);
+    this.canvas.style.width = `${width}px`, this.canvas.style.height = `${tall}px`;
+    const pen = this.canvas.getContext("2d");
+    pen.scale(sharp, sharp);
+    this.paintCells(pen, grid);
+    this.paintLabels(pen, grid);
+    this.paintScale(grid);
+  }
+
+  paintCells(pen, { rows, cols, value, range, kind, mark, curve = (x) => x }) {
+    const { left, top, cell, height } = this.layout, gap = cell >= 6 && height >= 6 ? 1 : 0;
+    const colours = palette(kind), empty = rgb("--empty"), broken = rgb("--broken");
+    const small = new ImageData(cols, rows); // one pixel a cell, then enlarged: fast also for 512 × 512
+    for (let r = 0, i = 0; r < rows; r++) {
+      const [low, high] = range(r), span = high - low || 1;
+      for (let c = 0; c < cols; c++, i += 4) {
+        const x = value(r, c), level = curve(Math.max(0, Math.min(1, (x - low) / span)));
+        small.data.set(x === undefined ? empty : Number.isNaN(x) ? broken : colours[Math.round(255 * level)], i);
+        small.data[i + 3] = 255;
+      }
+    }
+    const hidden = new OffscreenCanvas(cols, rows);
+    hidden.getContext("2d").putImageData(small, 0, 0);
+    pen.imageSmoothingEnabled = false;
+    pen.drawImage(hidden, left, top, cols * cell, rows * height);
+    if (gap) {
+      pen.fillStyle = colour("--card");
+      for (let r = 1; r <= rows; r++) pen.fillRect(left, top + r * height - 1, cols * cell, 1);
+      for (let c = 1; c <= cols; c++) pen.fillRect(left + c * cell - 1, top, 1, rows * height);
+    }
+    const frame = (r0, r1, c0, c1, name, line) => {
+      pen.lineWidth = line, pen.strokeStyle = colour(name);
+      pen.strokeRect(left + c0 * cell - 0.5, top + r0 * height - 0.5, (c1 - c0 + 1) * cell, (r1 - r0 + 1) * height);
+    };
+    if (mark) frame(...mark, "--mark", 1.5);
+    if (this.cursor) frame(this.cursor[0], this.cursor[0], this.cursor[1], this.cursor[1], "--ink", 2);
+  }
+
+  paintLabels(pen, { rows, cols, rowName, colName }) {
+    const { left, top, cell, height } = this.layout;
+    pen.fillStyle = colour("--soft"), pen.font = "11px ui-monospace, monospace", pen.textBaseline = "middle";
+    pen.textAlign = "right";
+    const every = Math.ceil(13 / height);
+    for (let r = 0; r < rows; r += every) pen.fillText(rowName(r), left - 5, top + (r + 0.5) * height);
+    pen.textAlign = "center", pen.textBaseline = "top";
+    const steps = [1, 2, 4, 5, 8, 10, 16, 20, 32, 50, 64, 100, 128], wide = 9 + 7 * colName(cols - 1).length;
+    const apart = steps.find((n) => n * cell >= wide) ?? 256;
+    for (let c = 0; c < cols; c += apart) pen.fillText(colName(c), left + (c + 0.5) * cell, top + rows * height + 5);
+  }
+
+  paintScale({ range, kind, ends = range(0).map((x) => figures(x, 3)) }) {
+    this.scale.replaceChildren(ends[0], make("span", { className: `ramp ${kind}` }), ends[1]);
+  }
+}
+
+// --- lines and bars -------------------------------------------------------------------------------------------------
+
+class Lines extends Figure { // `lines()` gives {series: [{name, values, dashed}], unit(x), describe(i), at}
+  constructor(host, title, { lines, table, picked }) {
+    super(host, title, table);
+    this.lines = lines, this.picked = picked;
+    this.key = make("p", { className: "key", "aria-hidden": "true" });
+    this.svg = shape("svg", { "aria-hidden": "true", class: "lines" });
+    this.body.append(this.key, this.svg);
+    this.svg.addEventListener("pointermove", (event) => this.say(this.index(event)));
+    this.svg.addEventListener("pointerleave", () => this.say(this.lines().at));
+    this.svg.addEventListener("click", (event) => this.picked(this.index(event)));
+    new ResizeObserver(() => this.draw()).observe(this.body);
+  }
+
+  index(event) {
+    const { left, step, last } = this.layout;
+    return Math.max(0, Math.min(last, Math.round((event.offsetX - left) / step)));
+  }
+
+  say(i) { this.readout.textContent = this.lines().describe(i); }
+
+  refresh() {
+    this.say(this.lines().at);
+    this.fill();
+    this.draw();
+  }
+
+  draw() {
+    const room = this.body.clientWidth;
+    if (!room) return;
+    const { series, unit, at } = this.lines(), last = series[0].values.length - 1;
+    const most = Math.max(...series.flatMap((one) => one.values)) || 1;
+    const left = 10 + 7 * Math.max(...[0, most / 2, most].map((v) => unit(v).length)), tall = 170, floor = tall - 22, top = 10;
+    const step = (room - left - 10) / Math.max(1, last);
+    this.layout = { left, step, last };
+    const x = (i) => left + i * step, y = (v) => floor - ((floor - top) * v) / most;
+    this.svg.setAttribute("viewBox", `0 0 ${room} ${tall}`);
+    this.svg.setAttribute("width", room), this.svg.setAttribute("height", tall);
+    const parts = [0, 0.5, 1].flatMap((part) => [
+      shape("line", { class: "rule", x1: left, x2: room - 10, y1: y(part * most), y2: y(part * most) }),
+      shape("text", { x: left - 6, y: y(part * most) + 4, "text-anchor": "end" }, unit(part * most)),
+    ]);
+    const every = Math.ceil((last + 1) / Math.max(2, Math.floor(room / 60)));
+    for (let i = 0; i <= last; i += every) parts.push(shape("text", { x: x(i), y: tall - 4, "text-anchor": "middle" }, i));
+    parts.push(shape("line", { class: "now", x1: x(at), x2: x(at), y1: top, y2: floor }));
+    series.forEach(({ values }, n) => {
+      parts.push(shape("polyline", { class: `line line-${n}`, points: values.map((v, i) => `${x(i)},${y(v)}`).join(" ") }));
+      parts.push(shape("circle", { class: `dot dot-${n}`, cx: x(at), cy: y(values[at]), r: 4 }));
+    });
+    this.svg.replaceChildren(...parts);
+    this.key.replaceChildren(...series.map(({ name }, n) => make("span", { className: `key-${n}`, textContent: name })));
+  }
+}
+
+class Bars extends Figure { // `bars()` gives {most, items: [{label, value, text, marked}]}
+  constructor(host, title, { bars, table }) {
+    super(host, title, table);
+    this.bars = bars;
+    this.list = make("ol", { className: "bars" });
+    this.body.append(this.list);
+    this.readout.remove();
+  }
+
+  refresh() {
+    const { most, items } = this.bars();
+    this.list.replaceChildren(...items.map(({ label, value, text, marked }) => {
+      const bar = make("span", { className: "fill" });
+      bar.style.width = `${Math.max(0, Math.min(100, (100 * value) / (most || 1)))}%`;
+      return make("li", { className: marked ? "chosen" : "" },
+        make("span", { className: "name", textContent: label }), make("span", { className: "rail" }, bar),
+        make("span", { className: "amount", textContent: text }));
+    }));
+    this.fill();
+  }
+}
