@@ -49,13 +49,21 @@ bench: $(VENV)/.chat ## how fast is it here: tokens a second, beside the memory 
 train: $(VENV)/.dev ## when you want to make the bundled model yourself: hours on 2 cores, OUT=runs/tiny
 	@$(BIN)/nanokv train --out $(OUT) $(ARGS)
 
+.PHONY: notebooks
+notebooks: $(VENV)/.course ## to learn: opens the course in JupyterLab
+	@$(BIN)/jupyter lab --notebook-dir notebooks $(ARGS)
+
+.PHONY: book
+book: $(VENV)/.course ## to read instead: runs every solved notebook and writes web pages, book/index.html
+	@$(BIN)/nanokv course book $(ARGS)
+
 .PHONY: setup
 setup: $(VENV)/.course ## once, before you go offline: everything that chat, tests and notebooks need
 	@echo "ready: $(BIN)/nanokv chat, or make chat"
 
 .PHONY: clean
 clean: ## when something looks stale: removes build output and tool caches; keeps .venv and runs
-	@rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	@rm -rf build dist book *.egg-info .pytest_cache .ruff_cache .hypothesis
 	@find . -path ./$(VENV) -prune -o -path ./.git -prune -o -type d -name __pycache__ -prune -exec rm -rf {} +
 
 .PHONY: distclean

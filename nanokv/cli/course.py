@@ -1,0 +1,121 @@
+"""`nanokv course`: the notebooks of the course, made, executed, rendered and graded.
+
+The actions live in nanokv/course; this file only reads flags and prints. `claims` and `seal` need no notebook at all.
+"""
+
+from pathlib import Path
+
+from nanokv.cli import terminal
+from nanokv.cli.arguments import integer, real
+from nanokv.errors import CourseError
+
+ACTIONS = {
+    "build": "write the student notebooks from notebooks/source",
+    "run": "execute the solution of each NOTEBOOK (05), or of all, offline",
+    "book": "execute all solutions and write the web pages",
+    "claims": "print what the articles say and what is true",
+    "seal": "the hash of a right answer: seal 05.q1 b",
+    "variants": "write one notebook a student, with other numbers, and a key",
+    "grade": "execute a folder of submissions and write a table of results",
+}
+EXAMPLES = (
+    "nanokv course build",
+    "nanokv course run 05",
+    "nanokv course grade submissions -o results.csv",
+    "nanokv course variants 05 --students names.txt --seed 7 -o handout",
+)
+DESCRIPTION = "The notebooks of the course.\n\n" + "\n".join(f"  {name:<9} {text}" for name, text in ACTIONS.items())
+
+
+def add_arguments(parser) -> None:
+    """One action and what it works on."""
+    parser.add_argument("action", choices=ACTIONS, metavar="ACTION", help=", ".join(ACTIONS))
+    parser.add_argument("words", nargs="*", metavar="WHAT", help="notebooks, a folder, or an id and an answer")
+    parser.add_argument("--folder", type=Path, default=Path("notebooks"), help="the notebooks (default: notebooks)")
+    parser.add_argument("-o", "--out", type=Path, metavar="PATH", help="where the result goes")
+    parser.add_argument("--limit", type=real(1, 3600), default=180.0, metavar="S", help="seconds a notebook (180)")
+    parser.add_argument("--seed", type=integer(0, 2**31), default=0, metavar="N", help="of the variants")
+    parser.add_argument("--students", type=Path, metavar="FILE", help="one name a line, for variants")
+    parser.add_argument("--key", type=Path, metavar="FILE", help="the key of the variants, for grade")
+
+
+def run(args) -> int:
+    """Hand over to the action."""
+    return globals()[f"_{args.action}"](args) or 0
+
+
+def _build(args) -> None:
+    from nanokv.course import twins
+
+    written = twins.build(args.folder, args.words or None)
+    for path in written:
+        terminal.write_out(f"{path}\n")
+    terminal.notice(f"{len(written)} written, the others are up to date", args)
+
+
+def _run(args) -> int:
+    from nanokv.course import running, twins
+
+    failed = 0
+    for path in _chosen(args):
+        done = running.run(twins.read(path).solution(), args.limit)
+        bad = [id for id, states in done.states("check").items() if states[-1] != "right"]
+        problem = done.error or (f"on stderr: {done.stderr.strip()[:200]}" if done.stderr else "")
+        problem = problem or (f"not right: {', '.join(bad)}" if bad else "")
+        failed += bool(problem)
+        line = f"{path.stem:<28} {done.processor:6.1f} s  {done.peak / 2**30:5.2f} GiB  {problem or 'ok'}\n"
+        terminal.write_out(terminal.sanitize(line))
+    return 2 if failed else 0
+
+
+def _book(args) -> None:
+    from nanokv.course import book
+
+    for page in book.build(args.folder, args.out or Path("book"), args.limit):
+        terminal.write_out(f"{page}\n")
+
+
+def _claims(args) -> None:
+    from nanokv.course import claims
+
+    terminal.write_out(claims.table())
+
+
+def _seal(args) -> None:
+    from nanokv.course.answers import seal
+
+    if len(args.words) != 2:
+        raise CourseError("seal takes an id and an answer", "nanokv course seal 05.q1 b")
+    terminal.write_out(seal(*args.words) + "\n")
+
+
+def _variants(args) -> None:
+    from nanokv.course import variants
+
+    if not args.students:
+        raise CourseError("variants needs the names", "--students names.txt, one name a line")
+    names = args.students.read_text(encoding="utf-8").splitlines()
+    key = variants.write(_chosen(args), names, args.seed, args.out or Path("handout"))
+    terminal.write_out(f"{key}\n")
+
+
+def _grade(args) -> None:
+    from nanokv.course import grading
+
+    if len(args.words) != 1:
+        raise CourseError("grade takes one folder of notebooks", "nanokv course grade submissions -o results.csv")
+    rows = grading.grade(Path(args.words[0]), args.limit, args.key)
+    grading.write(rows, args.out or Path("results.csv"))
+    terminal.write_out(f"{args.out or 'results.csv'}\n")
+    terminal.notice(f"{len(rows)} submissions, {sum(bool(row['error']) for row in rows)} with an error", args)
+
+
+def _chosen(args) -> list[Path]:
+    """The sources of the notebooks that were named; all without a name."""
+    from nanokv.course import twins
+
+    found = twins.sources(args.folder)
+    unknown = set(args.words) - {path.stem[:2] for path in found}
+    if unknown:
+        raise CourseError(f"no notebook {', '.join(sorted(unknown))}", ", ".join(path.stem for path in found))
+    return [path for path in found if not args.words or path.stem[:2] in args.words]

@@ -1,0 +1,86 @@
+"""When is an answer given, and when do two answers say the same? Numbers, text, tuples, sets, dicts, tensors.
+
+A `Sealed` answer is known by its salted hash only: nobody reads it by accident. It is no secret (the hash of a short
+answer can be searched); a course needs no more.
+"""
+
+import hashlib
+import numbers
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Sealed:
+    """A right answer as a hash, made by `nanokv course seal ID ANSWER`."""
+
+    id: str
+    digest: str
+
+
+def seal(id: str, answer) -> str:
+    """The salted hash of an answer's canonical text."""
+    return hashlib.sha256(f"nanokv course {id} {canonical(answer)}".encode()).hexdigest()[:20]
+
+
+def canonical(answer) -> str:
+    """One text for all ways to write an answer: 8, 8.0, "8" and " 8 " are one; (1, 2) and [1, 2] too."""
+    answer = plain(answer)
+    if isinstance(answer, list):
+        return "(" + ",".join(canonical(item) for item in answer) + ")"
+    if isinstance(answer, set):
+        return "{" + ",".join(sorted(answer)) + "}"
+    if isinstance(answer, str):
+        number = as_number(answer)
+        return " ".join(answer.casefold().split()) if number is None else canonical(number)
+    return f"{answer:.6g}" if isinstance(answer, numbers.Real) and not isinstance(answer, bool) else repr(answer)
+
+
+def is_blank(answer) -> bool:
+    """The untouched stub: `...`, None, an empty text, or a tuple that still holds one."""
+    if isinstance(answer, list | tuple):
+        return any(is_blank(item) for item in answer)
+    return answer is None or answer is ... or (isinstance(answer, str) and not answer.strip())
+
+
+def same(answer, right, rel: float = 1e-6, atol: float = 0.0) -> bool:
+    """Do they agree? Numbers within max(atol, rel·|right|), text without case and spacing, the rest item by item."""
+    if isinstance(right, Sealed):
+        return seal(right.id, answer) == right.digest
+    answer, right = plain(answer), plain(right)
+    if isinstance(right, bool) or isinstance(answer, bool):
+        return answer is right
+    if isinstance(right, numbers.Real):
+        answer = as_number(answer)
+        return answer is not None and abs(answer - right) <= max(atol, rel * abs(right))
+    if isinstance(right, list):
+        return (
+            isinstance(answer, list) and len(answer) == len(right)
+            and all(same(a, b, rel, atol) for a, b in zip(answer, right, strict=True))
+        )  # fmt: skip
+    if isinstance(right, dict):
+        return (
+            isinstance(answer, dict) and set(answer) == set(right)
+            and all(same(answer[key], right[key], rel, atol) for key in right)
+        )  # fmt: skip
+    return canonical(answer) == canonical(right) if isinstance(right, str) else answer == right
+
+
+def plain(value):
+    """Tensors, arrays, tuples, torch.Size and dtypes as lists, numbers and text."""
+    if hasattr(value, "tolist"):  # a tensor, a numpy array or one of their scalars
+        return value.tolist()
+    if isinstance(value, tuple):
+        return list(value)
+    if isinstance(value, frozenset | set):
+        return {canonical(item) for item in value}
+    return value
+
+
+def as_number(value) -> float | None:
+    """A number, also one written as "1,024"; None if it is none. NaN is none."""
+    if isinstance(value, str):
+        try:
+            value = float(value.replace(",", "").replace("_", "").strip())
+        except ValueError:
+            return None
+    return value if isinstance(value, numbers.Real) and not isinstance(value, bool) and value == value else None

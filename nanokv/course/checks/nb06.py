@@ -1,0 +1,183 @@
+"""Notebook 06, the cache: its shapes, the class, the loop, the positions."""
+
+import random
+
+from nanokv.course.checking import RIGHT, UNANSWERED, Mistake, Question, judged, value, wrong
+
+
+def _shapes(case, H=None, S=None):
+    """Query, cached keys and scores of one decode step, after the append."""
+    B, D, S = case.B, case.D, S or case.t
+    return (B, case.H, 1, D), (B, H or case.Hk, S, D), (B, case.H, 1, S)
+
+
+# --- 06.3: a class with append ------------------------------------------------------------------------------------
+
+
+def _judge_class(answer, case):
+    """First two small appends, which name the usual mistakes; then the public equality suite."""
+    from nanokv import equality
+
+    if not isinstance(answer, type):
+        return wrong("hand in the class itself, without calling it: there will be one object for each layer")
+    outcome = _two_appends(answer)
+    if outcome is not None:
+        return outcome
+    report = equality.check(answer, stop=True)
+    if report.passed:
+        return RIGHT
+    failure = report.first_failure
+    return wrong(f"it differs from the model without a cache in the case “{failure.name}”: {failure.detail}", "differs")
+
+
+def _two_appends(make):
+    """One token, then another: an Outcome if what comes back is not old and new, oldest first."""
+    import torch
+
+    k, v = torch.arange(2 * 3 * 2 * 5.0).reshape(2, 1, 3, 2, 5)  # (B,Hk,T,D) = (1,3,2,5) each
+    layer = make()
+    for part in (slice(0, 1), slice(1, 2)):
+        returned = layer.append(k[:, :, part], v[:, :, part])
+        if returned is None or returned is ...:
+            return UNANSWERED
+    keys, values = returned
+    axes = [axis for axis in range(4) if keys.shape[axis] != k.shape[axis]]
+    if keys.shape[2] == 1 and not [axis for axis in axes if axis != 2]:
+        return wrong("append returns the new token only. Attention needs everything so far.", "only new")
+    if axes:
+        name = {0: "the batch", 1: "the KV heads", 2: "the tokens", 3: "the head size"}[axes[0]]
+        return wrong(f"after two tokens the keys have shape {tuple(keys.shape)}: axis {axes[0]} is {name}", "axis")
+    if torch.equal(keys, v) and torch.equal(values, k):
+        return wrong("keys and values come back in each other's place", "swapped")
+    if torch.equal(keys[:, :, :1], k[:, :, 1:]):
+        return wrong("the new token stands before the old ones. One query would not notice; a chunk would.", "order")
+    if not (torch.equal(keys, k) and torch.equal(values, v)):
+        return wrong("the numbers that come back are not those that went in", "values")
+    if layer.length != 2:
+        return wrong(f"length is {layer.length} after 2 tokens: it is the next start_pos", "length")
+    if make().append(k, v)[0].shape[2] != 2:
+        return wrong("a second object finds the tokens of the first: they share one store", "shared")
+    return None
+
+
+# --- 06.4: the loop -----------------------------------------------------------------------------------------------
+
+
+def _judge_loop(answer, case):
+    """The tokens of nanokv.generate, for as few rows as it takes."""
+    import torch
+
+    from nanokv.generation import generate
+
+    rng = random.Random("06.4")
+    for P, n in ((1, 1), (5, 6), (12, 9)):
+        ids = torch.tensor([[rng.randrange(case.config.vocab_size) for _ in range(P)]])
+        given, rows = _count_rows(case.model, lambda ids=ids, n=n: answer(case.model, ids, n))
+        if given is None or given is ...:
+            return UNANSWERED
+        given = given.flatten().tolist() if isinstance(given, torch.Tensor) else list(given)
+        expected = list(generate(case.model, ids, max_new_tokens=n, eos_token_ids=[]))
+        outcome = _loop_outcome([int(token) for token in given], expected, ids[0].tolist(), rows, P, n)
+        if outcome:
+            return outcome
+    return RIGHT
+
+
+def _count_rows(model, call):
+    """(what call() returns, rows of every forward that it makes)."""
+    rows = []
+    hook = model.layers[0].register_forward_pre_hook(lambda module, args: rows.append(args[0].shape[1]))  # (B,T,C)
+    try:
+        return call(), rows
+    finally:
+        hook.remove()
+
+
+def _loop_outcome(given, expected, prompt, rows, P, n):
+    if given == prompt + expected:
+        return wrong("return the new tokens only, without the prompt", "with prompt")
+    if len(given) != n:
+        return wrong(f"{n} tokens were asked for and {len(given)} came back", "count")
+    if given != expected:
+        at = next(i for i, (a, b) in enumerate(zip(given, expected, strict=True)) if a != b)
+        return wrong(f"token {at} is {given[at]}, but greedy decoding gives {expected[at]}", "tokens")
+    if sum(rows) == P + n:
+        return wrong("the tokens are right, but you fed the last one too: N − 1 decodes are enough", "last token fed")
+    if sum(rows) != P + n - 1:
+        return wrong(f"the tokens are right, but {sum(rows)} rows were fed where {P + n - 1} are enough", "rows")
+    return None
+
+
+CHECKS = (
+    value(
+        "06.1",
+        right=_shapes,
+        parameters={"B": (2, 3, 1), "H": (4, 8, 6), "Hk": (2, 1), "D": (16, 32), "t": (5, 7, 9)},
+        wrong=(
+            Mistake("query heads cached", lambda c: _shapes(c, H=c.H),
+                    "The cache has Hk heads, not H: grouped queries share keys."),
+            Mistake("before the append", lambda c: _shapes(c, S=c.t - 1),
+                    "That is before the append. The new token attends to itself, so its key is there too."),
+            Mistake("all queries",
+                    lambda c: ((c.B, c.H, c.t, c.D), (c.B, c.Hk, c.t, c.D), (c.B, c.H, c.t, c.t)),
+                    "That is a forward without a cache: a decode step has one query row."),
+        ),
+        otherwise="Go through the three in turn: which heads, how many rows, how wide.",
+    ),
+    value(
+        "06.2",
+        right=lambda case: (case.P + case.N - 1, case.M + 1),
+        parameters={"P": (20, 30, 41), "N": (8, 12, 5), "M": (10, 6, 15)},
+        wrong=(
+            Mistake("all fed", lambda c: (c.P + c.N, c.M),
+                    "The last token of the answer was never fed, so the cache does not hold it. It is fed now."),
+            Mistake("from zero", lambda c: (0, c.P + c.N + c.M), "That throws away the cache of the first turn."),
+            Mistake("answer not cached", lambda c: (c.P, c.N + c.M),
+                    "The tokens of the answer were fed one by one, all but the last: they are in the cache."),
+            Mistake("last token lost", lambda c: (c.P + c.N - 1, c.M),
+                    "The start is right. But then the last token of the answer would never be fed."),
+        ),
+        otherwise="How many tokens does the cache hold after the first turn? Which have not been fed yet?",
+    ),
+    judged("06.3", _judge_class),
+    judged("06.4", _judge_loop),
+)
+
+QUESTIONS = (
+    Question(
+        "06.q1",
+        "In which state is a key cached?",
+        {
+            "a": ("As it leaves k_proj; norm and rotation are applied when it is read.",
+                  "It would work, but every step would rotate every old key again. Some caches do it to move tokens."),
+            "b": ("Normed, but not rotated, because its position will change.",
+                  "The position of a token does not change when others follow."),
+            "c": ("Normed and rotated to its own position.",
+                  "So a cached key never moves again, and only the new one has to be rotated."),
+        },
+        right="d50760109194d4589612",
+    ),
+    Question(
+        "06.q2",
+        "You write N tokens after a prompt. How many forwards are there?",
+        {
+            "a": ("One prefill and N − 1 decodes.",
+                  "The prefill gives the first token, and what follows the last token is not asked for."),
+            "b": ("One prefill and N decodes.",
+                  "The common wrong answer, and a common bug: the last forward is thrown away."),
+            "c": ("N decodes; the prefill writes no token.", "It does: its last row gives the first one."),
+        },
+        right="a9429b4ec4bbeaec7b40",
+    ),
+    Question(
+        "06.q3",
+        "A server forgets to make a new cache for the next user and passes start_pos=cache.length. What happens?",
+        {
+            "a": ("The model raises an error.", "Not here: the position agrees with the cache, so nothing is amiss."),
+            "b": ("The second question becomes a part of the first talk, and the answer may repeat what was said.",
+                  "Experiment 5 showed it. Nothing in the shapes is wrong."),
+            "c": ("Nothing: old keys are overwritten.", "A cache is appended to. The old keys stay and are seen."),
+        },
+        right="d68803fd4b5adeb181ea",
+    ),
+)  # fmt: skip

@@ -1,0 +1,75 @@
+"""What five articles about the KV cache say, and what is true: one record a claim, each executed somewhere.
+
+Claim N.k is the k-th statement of article N. A claim with a number has `value`, which computes the true one from
+nanokv; tests/test_claims.py asserts it, and the notebook of `where` measures it. `nanokv course claims` prints all.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from nanokv.course.answers import same
+from nanokv.errors import CourseError
+
+ARTICLES = {
+    0: "J. Wu, How the KV Cache Works in HuggingFace Transformers",
+    1: "K. Kanojiya, KV Cache Explained",
+    2: "A. Roy Gosthipaty and others, KV Cache from scratch in nanoVLM",
+    3: "F. Cariaggi, The uncompromising intro to KV caching",
+    4: "Course note 10, KV cache: reuse old keys, skip old work",
+}
+VERDICTS = ("right", "misleading", "wrong")
+
+
+@dataclass(frozen=True)
+class Claim:
+    """`says` is a paraphrase; `printed` the article's own number where it has one; `where` a notebook."""
+
+    id: str
+    verdict: str
+    says: str
+    truth: str
+    where: str
+    value: Callable | None = None
+    printed: float | None = None
+    unit: str = ""
+
+    def confirm(self, verdict: str, found=None) -> None:
+        """CourseError unless verdict and number are the registry's (to a thousandth)."""
+        if verdict != self.verdict:
+            raise CourseError(f"claim {self.id} is filed as {self.verdict}, not as {verdict!r}")
+        if self.value and found is not None and not isinstance(found, str) and not same(found, self.value(), rel=1e-3):
+            raise CourseError(f"claim {self.id}: found {found}, but the registry computes {self.value()}")
+
+
+def _all() -> dict[str, Claim]:
+    from nanokv.course.claims import article0, article1, article2, article3, article4
+
+    records = [c for a in (article0, article1, article2, article3, article4) for c in a.CLAIMS]
+    return {record.id: record for record in records}
+
+
+def table() -> str:
+    """Every claim in three lines, by article."""
+    lines = []
+    for number, title in ARTICLES.items():
+        lines += ["", f"article {number}: {title}"]
+        for claim in (c for c in _all().values() if c.id.startswith(f"{number}.")):
+            lines += [f"  {claim.id:<5} {claim.verdict:<11} {claim.says}", f"        {claim.truth}"]
+            lines.append(f"        {numbers(claim)}notebook {claim.where}")
+    counts = ", ".join(f"{sum(c.verdict == v for c in _all().values())} {v}" for v in VERDICTS)
+    return "\n".join([*lines[1:], "", f"{len(_all())} claims: {counts}"]) + "\n"
+
+
+def numbers(claim: Claim) -> str:
+    """`printed 64, computed 128 values a head · `, or nothing."""
+    if claim.value is None:
+        return ""
+    said = "" if claim.printed is None else f"printed {claim.printed:,.12g}, "
+    return f"{said}computed {claim.value():,.12g} {claim.unit}".rstrip() + " · "
+
+
+def __getattr__(name: str):
+    if name != "CLAIMS":
+        raise AttributeError(name)
+    globals()["CLAIMS"] = _all()
+    return globals()["CLAIMS"]

@@ -1,0 +1,160 @@
+"""Execute a notebook in a process of its own: no network, a time limit, its events, its peak memory.
+
+`run` is the parent's side. `python -m nanokv.course.running IN OUT …` is the child, which starts a Jupyter kernel and
+runs the cells in it. What does not end in time is killed with everything that it started.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from nanokv.course import log
+
+TIME_LIMIT = 180.0  # seconds for a notebook
+OFFLINE = "from nanokv.course.offline import block; block(); del block"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One execution. `notebook` is the executed one, None if there is none; `error` is empty when all cells ran."""
+
+    notebook: dict | None
+    events: list = field(default_factory=list)
+    error: str = ""
+    stderr: str = ""  # what the cells wrote to it
+    seconds: float = 0.0
+    processor: float = 0.0  # seconds of processor time
+    peak: int = 0  # bytes, of the largest process
+
+    def states(self, event: str) -> dict[str, list[str]]:
+        """{id: [state, …]} of its checks (event "check") or quiz answers ("answer"), in order."""
+        found: dict[str, list[str]] = {}
+        for entry in self.events:
+            if entry["event"] == event:
+                found.setdefault(str(entry.get("id")), []).append(str(entry.get("state")))
+        return found
+
+    def figures(self) -> dict[str, float]:
+        return {e["id"]: e["value"] for e in self.events if e["event"] == "figure"}
+
+
+def run(notebook: dict, limit: float = TIME_LIMIT, keep_going: bool = False, env=None) -> Run:
+    """Execute a notebook (as a dict). keep_going: a cell that fails does not stop the ones after it."""
+    with tempfile.TemporaryDirectory(prefix="nanokv-course-") as name:
+        folder = Path(name)
+        (folder / "in.ipynb").write_text(json.dumps(notebook), encoding="utf-8")
+        work = folder / "work"
+        work.mkdir()
+        command = [sys.executable, "-m", "nanokv.course.running", str(folder), str(limit), str(int(keep_going))]
+        begin = time.monotonic()
+        timed_out, code, usage, tail = _supervise(command, work, limit, _environment(folder, env or {}))
+        seconds = time.monotonic() - begin
+        events = log.read(folder / "events.jsonl")
+        executed = _load(folder / "out.ipynb")
+    error = f"stopped after {limit:g} s" if timed_out else ""
+    if not timed_out and (code or executed is None):
+        error = tail or f"the process ended with code {code}"
+    failed, stderr = _outputs(executed) if executed else ("", "")
+    peak = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return Run(executed, events, error or failed, stderr, seconds, usage.ru_utime + usage.ru_stime, peak)
+
+
+def _environment(folder: Path, extra: dict) -> dict:
+    """This one, without what an outsider's code should see, and with nothing of Jupyter's in the home folder."""
+    secret = ("TOKEN", "SECRET", "PASSWORD", "KEY", "CREDENTIAL")
+    env = {k: v for k, v in os.environ.items() if not any(word in k.upper() for word in secret)}
+    root = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH")]))
+    private = {name: str(folder / name.lower()) for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR")}
+    return env | private | {
+        "PYTHONPATH": path, "PYDEVD_DISABLE_FILE_VALIDATION": "1", "HF_HUB_OFFLINE": "1", "PYTHONHASHSEED": "0",
+        log.VARIABLE: str(folder / "events.jsonl"), **extra,
+    }  # fmt: skip
+
+
+def _supervise(command, work, limit, env) -> tuple:
+    """(timed out, exit code, resources used with all children, last line of its stderr)."""
+    import psutil
+
+    with open(work.parent / "stderr", "w+b") as stderr:
+        child = subprocess.Popen(
+            command, cwd=work, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr,
+            start_new_session=True,
+        )  # fmt: skip
+        family, timed_out, deadline = {}, False, time.monotonic() + limit
+        while True:
+            pid, status, usage = os.wait4(child.pid, os.WNOHANG)
+            if pid:
+                break
+            family |= {p.pid: p for p in _children(psutil, child.pid)}
+            timed_out = time.monotonic() > deadline
+            if timed_out:
+                child.send_signal(signal.SIGKILL)
+                _, status, usage = os.wait4(child.pid, 0)
+                break
+            time.sleep(0.1)
+        child.returncode = os.waitstatus_to_exitcode(status)
+        for process in family.values():  # a kernel has a session of its own and would live on
+            try:
+                process.kill()
+            except psutil.Error:
+                pass
+        stderr.seek(0)
+        lines = stderr.read()[-4000:].decode("utf-8", "replace").strip().splitlines()
+    return timed_out, child.returncode, usage, lines[-1] if lines else ""
+
+
+def _children(psutil, pid: int) -> list:
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.Error:
+        return []
+
+
+def _load(path: Path) -> dict | None:
+    import nbformat
+
+    try:
+        return nbformat.read(path, as_version=4)  # joins the lines that the file keeps apart
+    except (OSError, ValueError, nbformat.ValidationError):
+        return None
+
+
+def _outputs(notebook: dict) -> tuple[str, str]:
+    """The first error, and everything on stderr."""
+    outputs = [o for cell in notebook["cells"] for o in cell.get("outputs", [])]
+    errors = [f"{o['ename']}: {o['evalue']}" for o in outputs if o["output_type"] == "error"]
+    stderr = "".join(o["text"] for o in outputs if o.get("name") == "stderr")
+    return errors[0] if errors else "", stderr
+
+
+# --- the child ----------------------------------------------------------------------------------------------------
+
+
+def _execute(folder: Path, limit: float, keep_going: bool) -> None:
+    import nbformat
+    from nbclient import NotebookClient
+    from nbclient.exceptions import CellExecutionError
+
+    notebook = nbformat.read(folder / "in.ipynb", as_version=4)
+    a_cell = max(5, int(limit / 4)) if keep_going else int(limit)  # one endless loop shall not cost the other answers
+    client = NotebookClient(
+        notebook, timeout=a_cell, interrupt_on_timeout=keep_going, kernel_name="python3", allow_errors=keep_going,
+        extra_arguments=[f"--IPKernelApp.exec_lines={OFFLINE}"], resources={"metadata": {"path": os.getcwd()}},
+    )  # fmt: skip
+    try:
+        client.execute()
+    except CellExecutionError:
+        pass  # it stands in the outputs
+    finally:
+        nbformat.write(notebook, folder / "out.ipynb")
+
+
+if __name__ == "__main__":
+    _execute(Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3] == "1")

@@ -1,0 +1,162 @@
+"""The functions that a notebook calls. One notebook is one process, so what it has predicted is kept in this module.
+
+Everything is printed as plain text: it reads the same on a screen, in a terminal and aloud.
+"""
+
+import math
+import os
+from dataclasses import dataclass
+
+from nanokv.course import checking, log
+from nanokv.course.answers import as_number, is_blank
+from nanokv.errors import CourseError
+
+_STATE = {"notebook": None, "seed": None, "model": None}
+_PREDICTIONS: dict[str, tuple[float, str]] = {}
+
+
+@dataclass(frozen=True)
+class Result:
+    """What `check` and `answer` return: truthy when right. It has been printed already, so it displays as nothing."""
+
+    id: str
+    state: str  # right, wrong, unanswered
+    message: str = ""
+    mistake: str = ""
+
+    def __bool__(self):
+        return self.state == "right"
+
+    def __str__(self):
+        lead = {"right": "right.", "wrong": "not yet.", "unanswered": "not answered yet."}[self.state]
+        return f"{self.id}: {lead} {self.message}".rstrip()
+
+    def _ipython_display_(self):
+        pass
+
+
+def start(notebook: str, seed: int | None = None):
+    """Load the model of NANOKV_MODEL (default: the bundled one) → (model, tokenizer). `seed` picks a variant."""
+    import torch
+
+    from nanokv.loading import load
+
+    source = os.environ.get("NANOKV_MODEL") or "tiny"
+    model, tokenizer = load(source)
+    torch.manual_seed(0)
+    _PREDICTIONS.clear()
+    _STATE.update(notebook=notebook, seed=seed, model=model)
+    c = model.config
+    print(f"{source}: {c.num_hidden_layers} layers, hidden size C = {c.hidden_size}, vocabulary {c.vocab_size:,},")
+    print(f"{c.num_attention_heads} query heads and {c.num_key_value_heads} KV heads of size D = {c.head_dim}.")
+    if source != "tiny":
+        print("The figures in the text are those of the bundled model; yours stand in the output of the cells.")
+    log.note("start", notebook=notebook, seed=seed, model=source)
+    return model, tokenizer
+
+
+def case(id: str):
+    """The numbers of this exercise in your variant: `case("05.1").P`."""
+    return checking.find(id).case(_STATE["seed"], _STATE["model"])
+
+
+def check(id: str, answer, seed: int | None = None) -> Result:
+    """Judge an answer, print the judgement, return it; a wrong answer never raises."""
+    exercise = checking.find(id)
+    seed = _STATE["seed"] if seed is None else seed
+    return _tell("check", id, exercise.judge(answer, exercise.case(seed, _STATE["model"])), seed=seed)
+
+
+def quiz(notebook: str) -> None:
+    """Print the questions of a notebook."""
+    for question in checking.exercises(notebook).QUESTIONS:
+        print(f"{question.id}  {question.text}")
+        for letter, (text, _) in question.options.items():
+            print(f"    {letter}) {text}")
+        print()
+
+
+def answer(id: str, letter) -> Result:
+    """Judge the answer to a quiz question and explain it."""
+    return _tell("answer", id, checking.find(id, "QUESTIONS").judge(letter))
+
+
+def _tell(event: str, id: str, outcome, **more) -> Result:
+    result = Result(id, outcome.state, outcome.message, outcome.mistake)
+    log.note(event, id=id, state=result.state, mistake=result.mistake, **more)
+    print(result)
+    return result
+
+
+# --- predictions --------------------------------------------------------------------------------------------------
+
+
+def predict(id: str, value, unit: str = "") -> None:
+    """Commit to a number before the experiment."""
+    number = None if is_blank(value) else as_number(value)
+    log.note("predict", id=id, value=number)
+    if number is None:
+        print(f"{id}: no prediction yet. Write a number first: a wrong guess teaches more than none.")
+        return
+    _PREDICTIONS[id] = (number, unit)
+    print(f"{id}: you predict {quantity(number, unit)}.")
+
+
+def reveal(id: str, measured, unit: str = "") -> None:
+    """Show the prediction beside what was measured."""
+    measured = as_number(measured.item() if hasattr(measured, "item") else measured)
+    if measured is None:
+        raise CourseError(f"{id}: what was measured is not a number")
+    log.note("reveal", id=id, value=measured)
+    if id not in _PREDICTIONS:
+        print(f"{id}: it is {quantity(measured, unit)}. You made no prediction.")
+        return
+    guess, said = _PREDICTIONS[id]
+    unit = unit or said
+    print(f"{id}: you predicted {quantity(guess, unit)}, it is {quantity(measured, unit)}: {comment(guess, measured)}.")
+
+
+def comment(guess: float, measured: float) -> str:
+    """How far off, in words."""
+    if guess == measured:
+        return "exactly right"
+    if guess * measured <= 0:
+        return "one of the two is zero, so no ratio" if guess * measured == 0 else "even the sign differs"
+    ratio = guess / measured
+    factor, side = (ratio, "high") if ratio > 1 else (1 / ratio, "low")
+    if factor <= 1.1:
+        return "within a tenth"
+    if factor <= 2:
+        return f"the right size, {factor:.2g} times too {side}"
+    return f"{factor:,.0f} times too {side}" if factor < 1e6 else f"too {side} by 10^{math.log10(factor):.0f}"
+
+
+def quantity(number: float, unit: str = "") -> str:
+    """1,024 tokens; 0.0213 s."""
+    text = f"{number:,.0f}" if float(number).is_integer() and abs(number) < 1e15 else f"{number:,.4g}"
+    return f"{text} {unit}".rstrip()
+
+
+# --- figures and claims -------------------------------------------------------------------------------------------
+
+
+def figure(id: str, value) -> None:
+    """Record a number that the text quotes as <!--fig ID-->…<!--/fig-->."""
+    number = as_number(value.item() if hasattr(value, "item") else value)
+    if number is None:
+        raise CourseError(f"figure {id!r} is not a number: {value!r:.80}")
+    log.note("figure", id=id, value=number)
+
+
+def claim(id: str, verdict: str, found=None) -> None:
+    """Put a claim of an article beside what was found here. The verdict and the value must be the registry's."""
+    from nanokv.course.claims import CLAIMS
+
+    if id not in CLAIMS:
+        raise CourseError(f"no claim {id!r}", "nanokv course claims lists them")
+    record = CLAIMS[id]
+    record.confirm(verdict, found)
+    log.note("claim", id=id, verdict=verdict)
+    print(f"claim {id}: {record.says}\n    {record.verdict}. {record.truth}")
+    if found is not None:
+        print(f"    Found here: {found if isinstance(found, str) else quantity(as_number(found), record.unit)}.")

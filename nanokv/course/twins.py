@@ -1,0 +1,140 @@
+"""One source, two notebooks: the student's (stubs, no answers, no outputs) and the solution's.
+
+notebooks/source/NN_name.py is text in jupytext's percent format. A code cell tagged "exercise" is for the student, and
+the cell after it, tagged "solution", takes its place in the other twin; everything else is in both. So an answer
+cannot leak into a student's notebook, and no launch button can open the wrong one.
+"""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from nanokv.errors import CourseError
+
+REPOSITORY = "nanokv/nanokv"
+SECTIONS = (  # second-level headings that every notebook has, in this order; others may stand between them
+    "What you will be able to do", "Predict", "What the articles say", "Exercises", "Quiz", "Further reading", "Next",
+)  # fmt: skip
+TAGS = {"exercise", "solution"}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A cell of the source: kind is code or markdown, role is both, exercise or solution."""
+
+    kind: str
+    text: str
+    role: str = "both"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A parsed notebook source."""
+
+    name: str  # 05_the_waste
+    cells: tuple[Cell, ...]
+
+    @property
+    def number(self) -> str:
+        return self.name[:2]
+
+    @property
+    def title(self) -> str:
+        return self.cells[0].text.splitlines()[0].removeprefix("# ")
+
+    def student(self) -> dict:
+        return self._notebook([c for c in self.cells if c.role != "solution"], badge=True)
+
+    def solution(self) -> dict:
+        return self._notebook([c for c in self.cells if c.role != "exercise"], badge=False)
+
+    def prose(self) -> str:
+        """All markdown, as the solution's reader sees it."""
+        return "\n\n".join(c.text for c in self.cells if c.kind == "markdown")
+
+    def code(self) -> str:
+        """All code but the stubs."""
+        return "\n\n".join(c.text for c in self.cells if c.kind == "code" and c.role != "exercise")
+
+    def _notebook(self, cells, badge: bool) -> dict:
+        """nbformat 4.5 with ids that depend on nothing but the place, so that a rebuild changes nothing."""
+        made = []
+        for i, cell in enumerate(cells):
+            text = f"{launch(self.name)}\n\n{cell.text}" if badge and i == 0 else cell.text
+            body = {"cell_type": cell.kind, "id": f"{self.number}-{i:03}", "metadata": {}}
+            if cell.kind == "code":
+                body |= {"execution_count": None, "outputs": []}
+            made.append(body | {"source": text.splitlines(keepends=True)})
+        kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
+        metadata = {"kernelspec": kernel, "language_info": {"name": "python"}, "nanokv": {"notebook": self.number}}
+        return {"cells": made, "metadata": metadata, "nbformat": 4, "nbformat_minor": 5}
+
+
+def launch(name: str) -> str:
+    """The button that opens this very notebook in Colab, and what Colab lacks."""
+    address = f"https://colab.research.google.com/github/{REPOSITORY}/blob/main/notebooks/{name}.ipynb"
+    badge = f"[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]({address})"
+    return f"{badge} (in Colab, install `git+https://github.com/{REPOSITORY}` with pip first)"
+
+
+def read(path) -> Source:
+    """Parse a source file and check its form; CourseError names the file, the cell and what is wrong."""
+    import jupytext
+
+    path = Path(path)
+    notebook = jupytext.reads(path.read_text(encoding="utf-8"), fmt="py:percent")
+    cells = []
+    for i, cell in enumerate(notebook.cells):
+        roles = TAGS & set(cell.metadata.get("tags", []))
+        if len(roles) > 1 or cell.cell_type == "raw":
+            raise CourseError(f"{path.name}, cell {i}: {cell.cell_type}, tags {sorted(roles)}", "one tag, code or text")
+        cells.append(Cell(cell.cell_type, cell.source.strip("\n"), roles.pop() if roles else "both"))
+    source = Source(path.stem, tuple(cells))
+    for complaint in complaints(source):
+        raise CourseError(f"{path.name}: {complaint}", "notebooks/AUTHORING.md describes the form")
+    return source
+
+
+def complaints(source: Source) -> list[str]:
+    """What is wrong with the form of a source."""
+    cells, found = source.cells, []
+    if not re.fullmatch(r"\d\d_[a-z0-9_]+", source.name):
+        found.append("the file name is not NN_words.py")
+    if not cells or cells[0].kind != "markdown" or not cells[0].text.startswith(f"# {source.number} · "):
+        found.append(f"the first cell does not begin with `# {source.number} · Title`")
+    for i, cell in enumerate(cells):
+        if cell.role == "exercise" and (cell.kind != "code" or i + 1 == len(cells) or cells[i + 1].role != "solution"):
+            found.append(f"cell {i}: an exercise is a code cell with its solution right after it")
+        if cell.role == "solution" and cell.kind == "code" and cells[i - 1].role != "exercise":
+            found.append(f"cell {i}: a solution stands right after its exercise")
+    headings = re.findall(r"^## (.+)$", source.prose(), re.MULTILINE)
+    if [h for h in headings if h in SECTIONS] != list(SECTIONS):
+        found.append(f"the sections are not {', '.join(SECTIONS)} in this order, each once")
+    if f'course.start("{source.number}"' not in source.code():
+        found.append(f'no cell calls course.start("{source.number}")')
+    return found
+
+
+def to_text(notebook: dict) -> str:
+    """A notebook as it is written to disk."""
+    return json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"
+
+
+def sources(folder) -> list[Path]:
+    """The source files of a notebooks folder, in order."""
+    found = sorted((Path(folder) / "source").glob("*.py"))
+    if not found:
+        raise CourseError(f"{folder} has no source/*.py", "run it in the checkout, or pass --folder notebooks")
+    return found
+
+
+def build(folder, only=None) -> list[Path]:
+    """Write the student twins of a notebooks folder; those that are up to date stay as they are."""
+    written = []
+    for path in sources(folder):
+        text, target = to_text(read(path).student()), Path(folder) / f"{path.stem}.ipynb"
+        if (only is None or path.stem[:2] in only) and (not target.exists() or target.read_text("utf-8") != text):
+            target.write_text(text, encoding="utf-8")
+            written.append(target)
+    return written

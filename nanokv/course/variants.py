@@ -1,0 +1,69 @@
+"""A notebook for every student, with numbers of their own, and a key for the teacher.
+
+A variant is a seed: `course.start("05", seed=…)` draws the parameters of each exercise from it. Seeds follow from the
+teacher's number and the student's name, so that the same call writes the same files.
+"""
+
+import csv
+import hashlib
+import re
+from pathlib import Path
+
+from nanokv.course import checking, twins
+from nanokv.course.answers import plain
+from nanokv.errors import CourseError
+
+
+def seed_of(number: int, notebook: str, student: str) -> int:
+    """A student's seed: 31 bits of a hash."""
+    digest = hashlib.sha256(f"{number} {notebook} {student}".encode()).digest()
+    return int.from_bytes(digest[:4], "big") >> 1
+
+
+def write(sources: list[Path], students: list[str], number: int, out: Path) -> Path:
+    """out/NN_name/STUDENT.ipynb for each, and out/key.csv: student, notebook, seed, parameters and right answers."""
+    names = [name.strip() for name in students if name.strip()]
+    files = [file_name(name) for name in names]
+    if len(set(files)) != len(files) or not files:
+        raise CourseError("the names are not all different, or there is none", "one name a line")
+    lines = []
+    for path in sources:
+        source = twins.read(path)
+        folder = out / source.name
+        folder.mkdir(parents=True, exist_ok=True)
+        for student in files:
+            seed = seed_of(number, source.number, student)
+            (folder / f"{student}.ipynb").write_text(twins.to_text(variant(source, seed)), encoding="utf-8")
+            lines.append({"student": student, "notebook": source.number, "seed": seed} | answers(source.number, seed))
+    names = list(dict.fromkeys(name for line in lines for name in line))
+    with open(out / "key.csv", "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, names, restval="")
+        writer.writeheader()
+        writer.writerows(lines)
+    return out / "key.csv"
+
+
+def variant(source, seed: int) -> dict:
+    """The student notebook with the seed in its first code cell."""
+    notebook = source.student()
+    call = f'course.start("{source.number}")'
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            cell["source"] = [line.replace(call, f'{call[:-1]}, seed={seed})') for line in cell["source"]]
+    return notebook
+
+
+def answers(notebook: str, seed: int) -> dict[str, str]:
+    """{id: parameters → right answer}; exercises without a single right answer say so."""
+    found = {}
+    for check in checking.exercises(notebook).CHECKS:
+        case = check.case(seed)
+        given = ", ".join(f"{name} = {getattr(case, name)}" for name in check.parameters)
+        right = "judged" if check.key is None else str(plain(check.key(case)))
+        found[check.id] = f"{given} → {right}" if given else right
+    return found
+
+
+def file_name(student: str) -> str:
+    """A name that is safe as a file name on every system."""
+    return re.sub(r"[^\w.-]+", "_", student).strip("._") or "student"

@@ -1,0 +1,423 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 06 · Build the cache: a dict a layer
+#
+# The thing that saves all the work of the last notebook is a dictionary with two entries for each layer. You will look
+# into one while a model talks, compute one of its entries by hand, lie to it about positions, hand it to the wrong
+# person, and then write it yourself. It takes three lines. What takes care is everything around them.
+#
+# ## What you will be able to do
+#
+# - run a model in two phases, [prefill](glossary.md#prefill) and [decode](glossary.md#decode), with a cache of your own;
+# - say for every tensor in a step which shape it has, and why;
+# - say what [start_pos](glossary.md#start_pos) is for, and what happens when it is wrong;
+# - check that a cache is right, instead of looking at the text and hoping.
+
+# %%
+import torch
+
+import nanokv
+from nanokv import course
+from nanokv.attention import causal_attention, causal_mask
+from nanokv.cache.dict_cache import DictCache
+from nanokv.model import apply_rope, rope_angles
+
+model, tokenizer = course.start("06")
+c = model.config
+
+talk = [{"role": "user", "content": "My name is Zorbla. What is my name?"}]
+ids = torch.tensor([tokenizer.encode(tokenizer.render(talk))])  # (1,P)
+P = ids.shape[1]
+print(f"the prompt has {P} tokens")
+
+# %% [markdown]
+# ## Predict
+#
+# The line printed at the top tells you the model's sizes: layers, hidden size `C`, query heads, KV heads, head size `D`.
+# How many *numbers* does the cache keep for one token? Write it down.
+
+# %% tags=["exercise"]
+guess = ...  # numbers a token
+
+# %% tags=["solution"]
+guess = 2 * c.hidden_size  # a common first guess: one key and one value as wide as the hidden state
+
+# %%
+course.predict("06.a", guess, unit="numbers")
+
+# %% [markdown]
+# ## Experiment 1: look inside
+#
+# `make_cache("dict", …)` gives one dict a layer. We print the first layer's after every step. Watch which number grows.
+
+# %%
+cache = nanokv.make_cache("dict", c)
+print("before the first forward:", dict(cache[0]), "length", cache.length)
+logits = nanokv.prefill(model, ids, cache, start_pos=0)  # (1,V): the logits that follow the last token
+print(f"prefill of {P:>2}: key {tuple(cache[0]['key'].shape)}  value {tuple(cache[0]['value'].shape)}  length {cache.length}")
+
+answer, sizes = [], [cache.nbytes]
+for _ in range(8):
+    token = logits.argmax(-1, keepdim=True)  # (1,1)
+    answer.append(int(token))
+    logits = nanokv.decode(model, token, cache, start_pos=cache.length)
+    sizes.append(cache.nbytes)
+    print(f"decode {tokenizer.decode(answer[-1:])!r:>9}: key {tuple(cache[0]['key'].shape)}  length {cache.length}")
+
+numbers = cache[0]["key"][0, :, 0].numel() * 2 * len(cache)
+course.figure("06.numbers", numbers)
+course.figure("06.hidden", c.hidden_size)
+course.reveal("06.a", numbers)
+
+# %% [markdown]
+# Only the third axis grows, by one a step, in every layer. For each token there are
+# <!--fig 06.numbers-->1,152<!--/fig--> numbers: a key and a value (`2`) in every layer (`L`), of every KV head (`Hk`), each
+# `D` long. The hidden size, <!--fig 06.hidden-->192<!--/fig-->, does not occur in that product, and neither does the
+# number of query heads. Two of the articles get their numbers wrong just there.
+
+# %%
+fig, (left, right) = course.subplots(1, 2, width=9.5, height=3.4)
+left.bar(range(len(sizes)), [size / 1024 for size in sizes], color=course.COLORS[0])
+left.set(title="bytes in the cache", xlabel="step (0 = prefill)", ylabel="KiB")
+norms = torch.stack([layer["key"][0].norm(dim=-1).mean(0) for layer in cache])  # (L,S): mean over the KV heads
+picture = right.imshow(norms, aspect="auto")
+right.grid(False)
+right.axvline(P - 0.5, color="white", linestyle=":")
+right.set(title="size of the cached keys", xlabel="token", ylabel="layer")
+fig.colorbar(picture, ax=right, label="mean norm")
+low, high = float(norms.min()), float(norms.max())
+course.show(fig, alt=f"Left: {sizes[0] / 1024:.0f} KiB after the prefill of {P} tokens, then {(sizes[1] - sizes[0]) / 1024:.1f} "
+            f"KiB more with every step. Right: one cell for each layer and token, the mean size of the cached keys, between "
+            f"{low:.1f} and {high:.1f}; a dotted line separates the prompt from the answer, and nothing changes there.")
+
+# %% [markdown]
+# ## Experiment 2: one key by hand
+#
+# What exactly is stored? Take the first layer and some token of the prompt, and follow the code of
+# `nanokv/model.py`: embed, norm, project, split into heads, norm each head, rotate to the token's position.
+
+# %%
+place = P // 2
+layer = model.layers[0]
+with torch.inference_mode():
+    x = layer.input_layernorm(model.embed_tokens(ids[:, place]))  # (1,C)
+    k = layer.self_attn.k_proj(x).view(1, c.num_key_value_heads, 1, c.head_dim)  # (B,Hk,T,D) with T = 1
+    normed = layer.self_attn.k_norm(k)
+    rotated = apply_rope(normed, rope_angles(c, torch.tensor([place]), k.dtype))
+
+stored = cache[0]["key"][:, :, place : place + 1]
+for name, mine in (("as projected", k), ("normed", normed), ("normed and rotated", rotated)):
+    print(f"{name:<20} max |Δ| to the cached key {float((mine - stored).abs().max()):.1e}")
+
+# %% [markdown]
+# Cached keys are normed *and rotated*: a key gets the angle of its position once and never moves again. A value is
+# stored as projected. (In the layers above, `x` comes from the layer below, which has attended: there you cannot compute
+# a key from its token alone.)
+
+# %% [markdown]
+# ## Experiment 3: is it right?
+#
+# Fluent text proves nothing. The test of a cache is that every number is what it would have been without one. So at
+# each step we compare the logits with those of a full forward over the whole text, and at the end every key in every
+# layer.
+
+# %%
+cache = nanokv.make_cache("dict", c)
+text, gaps = ids, []
+logits = nanokv.prefill(model, ids, cache, start_pos=0)
+for _ in range(12):
+    full = nanokv.score(model, text)[:, -1]  # every token again, no cache
+    gaps.append(float((logits - full).abs().max()))
+    token = logits.argmax(-1, keepdim=True)
+    text = torch.cat((text, token), dim=1)
+    logits = nanokv.decode(model, token, cache, start_pos=cache.length)
+
+whole = nanokv.make_cache("dict", c)
+nanokv.prefill(model, text, whole, start_pos=0)  # all at once
+keys = [float((a["key"] - b["key"]).abs().max()) for a, b in zip(cache, whole)]
+size = float(full.abs().max())
+print("logits, step by step:", " ".join(f"{gap:.0e}" for gap in gaps), f"  (the logits go up to {size:.0f})")
+print("keys, layer by layer:", " ".join(f"{gap:.0e}" for gap in keys))
+course.figure("06.gap", max(gaps))
+course.figure("06.size", size)
+
+# %% [markdown]
+# The largest difference is about <!--fig 06.gap x5-->1e-5<!--/fig-->, on logits that go up to
+# <!--fig 06.size-->23<!--/fig-->. That is rounding: matrices of another shape are multiplied in another order. It is not zero, and a test that demands zero fails for no reason; one that only
+# compares texts passes for no reason. `nanokv.equality` holds a whole suite of such comparisons; exercise 06.3 uses it.
+
+# %% [markdown]
+# ## Experiment 4: lie about the position
+#
+# nanokv refuses a `start_pos` that is not the length of the cache:
+
+# %%
+try:
+    nanokv.decode(model, token, cache, start_pos=0)
+except ValueError as error:
+    print("ValueError:", error)
+
+# %% [markdown]
+# To see why, we make a cache that lies about its length, so that the model rotates new queries and keys to the wrong
+# angle while all shapes stay right. Your prediction first: the decode position is *one too high* for a whole answer.
+# How many of its first `8` tokens will differ?
+
+# %% tags=["exercise"]
+different = ...  # 0 to 8
+
+# %% tags=["solution"]
+different = 8  # a common guess: garbage from the first token on
+
+# %%
+course.predict("06.b", different, unit="tokens")
+
+
+# %%
+class Liar(DictCache):
+    """A layer that holds S tokens and says that it holds S + offset."""
+
+    offset = 0
+
+    @property
+    def length(self):
+        return DictCache.length.fget(self) + self.offset
+
+    def mask(self, T):
+        return causal_mask(T, DictCache.length.fget(self) + T)
+
+
+def talk_with(offset, before=0, n=8):
+    """Positions of the prompt shifted by `before`, those of the answer by `offset` → tokens, logits of each step."""
+    cache = nanokv.KVCache((Liar() for _ in range(c.num_hidden_layers)), c)
+    for layer in cache:
+        layer.offset = before
+    logits, tokens, seen = nanokv.prefill(model, ids, cache, start_pos=before), [], []
+    for layer in cache:
+        layer.offset = offset
+    for _ in range(n):
+        tokens.append(int(logits.argmax()))
+        logits = nanokv.decode(model, truth[len(tokens) - 1], cache, start_pos=cache.length)
+        seen.append(logits[0])
+    return tokens, torch.stack(seen)
+
+
+truth = [torch.tensor([[token]]) for token in answer]  # all variants are fed the same tokens, so steps can be compared
+right_tokens, right_logits = talk_with(0)
+lies = {"right": (0, 0), "all + 1000": (1000, 1000), "one too high": (1, 0), "one too low": (-1, 0),
+        "double": (P, 0), "from 0 again": (-P, 0)}
+moved, differ = {}, {}
+for name, (offset, before) in lies.items():
+    tokens, seen = talk_with(offset, before)
+    moved[name] = float((seen - right_logits).abs().max())
+    differ[name] = sum(a != b for a, b in zip(tokens, right_tokens))
+    print(f"{name:<13} logits move by {moved[name]:8.1e}   tokens that differ: {differ[name]} of {len(tokens)}   "
+          f"{tokenizer.decode(tokens)!r}")
+course.figure("06.one", moved["one too high"])
+course.figure("06.low", moved["one too low"])
+course.figure("06.restart", differ["from 0 again"])
+course.figure("06.differ", differ["one too high"])
+course.reveal("06.b", differ["one too high"])
+
+# %%
+fig, axis = course.subplots(width=7.5, height=2.8)
+names = [name for name in lies if name != "right"]
+axis.barh(names, [moved[name] for name in names], color=[course.COLORS[0]] + [course.COLORS[1]] * (len(names) - 1))
+axis.set(xscale="log", xlim=(1e-6, 100), xlabel="largest change of a logit (log)", title="what a wrong position does")
+axis.invert_yaxis()
+axis.grid(axis="y", visible=False)
+course.show(fig, alt="Bars on a log scale. Shifting all positions by 1000 moves the logits by "
+            f"{moved['all + 1000']:.0e}, which is rounding. Wrong positions of the answer alone move them: one too high "
+            f"{moved['one too high']:.2f}, one too low {moved['one too low']:.2f}, double {moved['double']:.2f}, from 0 again "
+            f"{moved['from 0 again']:.2f}.")
+
+# %% [markdown]
+# Shifting *everything* by 1000 positions does next to nothing: RoPE turns queries and keys alike, and only the distance
+# between them counts. But the answer shifted against its prompt moves the logits: by <!--fig 06.one-->1.0<!--/fig--> for
+# one position too high, by <!--fig 06.low-->4.4<!--/fig--> for one too low, where the first new token sits on the last
+# one of the prompt. And the text? With one too high <!--fig 06.differ-->0<!--/fig--> of the choices differ. Only
+# counting from 0 again changes words here, <!--fig 06.restart-->3<!--/fig--> of them. A bug that you cannot see in the
+# text is in every probability all the same, and shows on another prompt or in a longer answer. That is why the position
+# is stated by the caller *and* checked against the cache.
+
+# %% [markdown]
+# ## Experiment 5: somebody else's cache
+#
+# A cache belongs to one request. What if the next one gets it by mistake, with positions that agree? One user has said a
+# name; another user asks for theirs.
+
+# %%
+def ask(question, cache):
+    """Prefill a question after whatever the cache holds, and write until the model ends its turn."""
+    prompt = torch.tensor([tokenizer.encode(tokenizer.render([{"role": "user", "content": question}]))])
+    return tokenizer.decode(list(nanokv.generate(model, prompt, cache, max_new_tokens=24)))
+
+
+used, fresh = nanokv.make_cache("dict", c), nanokv.make_cache("dict", c)
+print("first user: ", ask("My name is Zorbla.", used))
+leaked, alone = ask("What is my name?", used), ask("What is my name?", fresh)
+print("second user, used cache: ", leaked)
+print("second user, fresh cache:", alone)
+print("the name of a stranger came out:", "Zorbla" in leaked and "Zorbla" not in alone)
+
+# %% [markdown]
+# No error, no strange shape, fluent text: and private words in the wrong hands. A cache is right for *these* weights,
+# *these* tokens at *these* positions, and for one request. The life of a cache is part of its correctness.
+
+# %% [markdown]
+# ## What the articles say
+#
+# The claims about building the cache; `nanokv course claims` prints all, from five articles.
+
+# %%
+course.claim("0.1", "right", found=f"one object, {len(cache)} layers")
+course.claim("0.3", "right", found="before the first forward the dict of a layer was empty")
+course.claim("0.6", "misleading", found=f"positions went on from {P}")
+course.claim("0.13", "right")
+course.claim("1.4", "right")
+course.claim("2.8", "misleading", found=2 * 30 * 3 * 64 * 2)  # 30 layers, 3 KV heads of 64, 2 bytes
+course.claim("2.10", "right", found=f"rotated key: max |Δ| {float((rotated - stored).abs().max()):.0e}")
+course.claim("2.11", "wrong")
+course.claim("2.12", "right", found=f"one off: {moved['one too high']:.2f}; all shifted: {moved['all + 1000']:.0e}")
+course.claim("2.13", "misleading")
+course.claim("3.10", "right")
+course.claim("3.18", "right")
+course.claim("4.3", "right")
+course.claim("4.4", "misleading", found=f"{cache[0]['key'].shape[1]} KV heads, {c.num_attention_heads} query heads")
+course.claim("4.5", "misleading")
+course.claim("4.6", "right")
+course.claim("4.7", "misleading")
+course.claim("4.12", "right")
+course.claim("4.13", "right", found=torch.zeros(2, 4, 1, 5).numel())
+course.claim("4.14", "right", found=f"{sizes[0]:,} bytes after the prefill of {P} tokens")
+
+# %% [markdown]
+# ## Exercises
+#
+# **06.1** One decode step, after the append: the shapes of the query, of the cached keys and of the scores of one layer.
+# The new token is number `t`, counted from 1. Answer with three tuples.
+
+# %%
+case = course.case("06.1")
+print(f"B = {case.B}, H = {case.H}, Hk = {case.Hk}, D = {case.D}, t = {case.t}")
+
+# %% tags=["exercise"]
+query_keys_scores = ..., ..., ...
+
+# %% tags=["solution"]
+query_keys_scores = (
+    (case.B, case.H, 1, case.D),
+    (case.B, case.Hk, case.t, case.D),  # KV heads; the new key is in it
+    (case.B, case.H, 1, case.t),
+)
+
+# %%
+course.check("06.1", query_keys_scores)
+
+# %% [markdown]
+# **06.2** A chat. The first prompt had `P` tokens and the model wrote `N`, as few forwards as possible. Now the user adds
+# `M` tokens. With which `start_pos` does the next prefill begin, and how many tokens does it feed?
+
+# %%
+case = course.case("06.2")
+print(f"P = {case.P}, N = {case.N}, M = {case.M}")
+
+# %% tags=["exercise"]
+start_and_count = ..., ...
+
+# %% tags=["solution"]
+start_and_count = case.P + case.N - 1, case.M + 1  # the last token of the answer has not been fed yet
+
+# %%
+course.check("06.2", start_and_count)
+
+# %% [markdown]
+# **06.3** Write the cache of one layer. `append` gets the keys and values of the new tokens, `(B,Hk,T,D)` each, and
+# returns those of all tokens so far, `(B,Hk,S,D)`, oldest first. `length` is the number of tokens seen. The check runs it
+# through `nanokv.equality`: step by step, in chunks, in batches, two requests at once.
+
+
+# %% tags=["exercise"]
+class MyCache(nanokv.cache.LayerCache):
+    def __init__(self):
+        self.length = 0
+
+    def append(self, k, v):
+        return ...
+
+
+# %% tags=["solution"]
+class MyCache(nanokv.cache.LayerCache):
+    def __init__(self):
+        self.length = 0
+        self.key = self.value = None
+
+    def append(self, k, v):
+        if self.key is not None:
+            k, v = torch.cat((self.key, k), dim=2), torch.cat((self.value, v), dim=2)
+        self.key, self.value, self.length = k, v, k.shape[2]
+        return k, v
+
+
+# %%
+course.check("06.3", MyCache)
+
+# %% [markdown]
+# **06.4** Write the loop: `n` greedy tokens after the prompt `ids` `(1,P)`, as a list of ints, with one prefill and as few
+# decodes as possible. (No stop token here.) The check counts the rows that you feed.
+
+
+# %% tags=["exercise"]
+def write(model, ids, n):
+    cache = nanokv.make_cache("dict", model.config)
+    return ...
+
+
+# %% tags=["solution"]
+def write(model, ids, n):
+    cache = nanokv.make_cache("dict", model.config)
+    logits = nanokv.prefill(model, ids, cache, start_pos=0)
+    tokens = [int(logits.argmax())]
+    while len(tokens) < n:
+        logits = nanokv.decode(model, torch.tensor([tokens[-1:]]), cache, start_pos=cache.length)
+        tokens.append(int(logits.argmax()))
+    return tokens
+
+
+# %%
+course.check("06.4", write)
+
+# %% [markdown]
+# ## Quiz
+
+# %%
+course.quiz("06")
+
+# %% tags=["exercise"]
+q1, q2, q3 = ..., ..., ...  # letters
+
+# %% tags=["solution"]
+q1, q2, q3 = "c", "a", "b"
+
+# %%
+course.answer("06.q1", q1)
+course.answer("06.q2", q2)
+course.answer("06.q3", q3)
+
+# %% [markdown]
+# ## Further reading
+#
+# - `nanokv/cache/dict_cache.py`: what you wrote, with checks; `nanokv/cache/base.py`: what else a cache can be asked for.
+# - Su and others, [RoFormer](https://arxiv.org/abs/2104.09864): why a rotation makes attention depend on distance.
+# - Hugging Face, [Caching](https://huggingface.co/docs/transformers/main/en/cache_explanation): the same object in
+#   transformers.
+#
+# ## Next
+#
+# Your cache is right. In [07](07_bug_hunt.ipynb) sixteen others are not, and most of them still talk fluently.

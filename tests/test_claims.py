@@ -1,0 +1,79 @@
+"""Every claim of the five articles: the registry is complete, and its numbers are what nanokv computes."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from nanokv.course.answers import same
+from nanokv.course.claims import ARTICLES, CLAIMS, VERDICTS, Claim, table
+from nanokv.course.claims.article1 import TABLE, kib_a_token, profiled_rate
+from nanokv.errors import CourseError
+
+NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
+COUNTS = {0: 19, 1: 24, 2: 15, 3: 20, 4: 14}
+TRUE = {  # worked out by hand, apart from the code that computes them
+    "0.4": 128, "0.5": 114_688, "0.8": 64, "0.14": 1_244_659_712, "0.15": 469_762_048, "0.16": 961_837_301_760,
+    "0.18": 14, "1.1": 1, "1.6": 10_394, "1.7": 25.0, "1.8": 30_064_771_072, "1.9": 85_899_345_920,
+    "1.10": 687_194_767_360, "1.15": 12, "1.17": 1.88235, "1.18": 4, "1.19": 98.2422, "1.20": 36, "2.1": 1.6129,
+    "2.8": 23_040, "3.4": 36, "3.6": 21, "3.12": 1_610_612_736, "3.13": 3.9406, "3.14": 8.0, "3.20": 2, "4.9": 60,
+    "4.13": 40,
+}  # fmt: skip
+
+
+def test_every_claim_has_one_record():
+    wanted = [f"{a}.{i}" for a, count in COUNTS.items() for i in range(1, count + 1)]
+    assert list(CLAIMS) == wanted and COUNTS.keys() == ARTICLES.keys()
+
+
+@pytest.mark.parametrize("claim", CLAIMS.values(), ids=lambda c: c.id)
+def test_a_record_is_complete(claim):
+    assert claim.verdict in VERDICTS and len(claim.says) > 20 and len(claim.truth) > 10
+    assert claim.where in {f"{n:02}" for n in range(1, 13)}
+    assert claim.printed is None or claim.value is not None
+
+
+@pytest.mark.parametrize("id", [c.id for c in CLAIMS.values() if c.value])
+def test_the_corrected_number(id):
+    """nanokv computes what was worked out by hand; a right claim printed it, a wrong one did not."""
+    claim = CLAIMS[id]
+    assert claim.value() == pytest.approx(TRUE[id], rel=2e-4)
+    if claim.printed is not None:
+        assert same(claim.printed, claim.value(), rel=1e-3) == (claim.verdict == "right")
+
+
+def test_no_number_is_left_unproven():
+    assert set(TRUE) == {c.id for c in CLAIMS.values() if c.value}
+
+
+def test_all_rows_of_the_printed_table_are_wrong():
+    """Claim 1.20: what its own code prints for its own four shapes."""
+    assert [kib_a_token(*row) for row in TABLE] == [36, 9, 64, 3]
+    assert all(kib_a_token(*row) != printed for row, printed in TABLE.items())
+
+
+def test_the_profiler_of_claim_1_7_approaches_the_truth_without_a_prompt():
+    assert profiled_rate(0.020, 0.020) == pytest.approx(50)
+
+
+def test_a_notebook_executes_its_claims():
+    """A claim filed under a notebook that exists is called there, once."""
+    for path in sorted((NOTEBOOKS / "source").glob("*.py")):
+        called = re.findall(r'course\.claim\(\s*"([\d.]+)"', path.read_text())
+        assert sorted(called) == sorted(c.id for c in CLAIMS.values() if c.where == path.stem[:2]), path.name
+
+
+def test_confirm_refuses_another_verdict_and_another_number():
+    claim = Claim("9.9", "wrong", "it is 64", "it is 128", "05", lambda: 128, 64)
+    claim.confirm("wrong", 128)
+    claim.confirm("wrong", "in words")
+    with pytest.raises(CourseError, match="filed as wrong"):
+        claim.confirm("right", 128)
+    with pytest.raises(CourseError, match="found 64"):
+        claim.confirm("wrong", 64)
+
+
+def test_the_table_names_every_claim():
+    text = table()
+    assert all(re.search(rf"^  {re.escape(id)} ", text, re.MULTILINE) for id in CLAIMS)
+    assert text.splitlines()[-1].startswith(f"{len(CLAIMS)} claims: ")

@@ -1,0 +1,393 @@
+"""The course without running a notebook: sources and twins, figures' marks, checks and their misconceptions, grading.
+
+test_notebooks.py executes the notebooks.
+"""
+
+import json
+import math
+import random
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanokv.course import checking, grading, log, prose, session, twins, variants
+from nanokv.course.answers import Sealed, is_blank, same, seal
+from nanokv.course.book import slug
+from nanokv.course.checking import Mistake, Question, function, judged, value
+from nanokv.errors import CourseError
+
+NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
+SOURCES = sorted((NOTEBOOKS / "source").glob("*.py"))
+NUMBERS = [path.stem[:2] for path in SOURCES]
+EXERCISES = [(n, c) for n in NUMBERS for c in checking.exercises(n).CHECKS]
+SEEDS = (None, 0, 1, 2, 3)
+
+
+def each_source(test):
+    return pytest.mark.parametrize("path", SOURCES, ids=NUMBERS)(test)
+
+
+# --- answers ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("answer", "right"),
+    [
+        (8, 8), (8.0, 8), ("8", 8), ("6,112", 6112), (torch.tensor(8), 8), ((1, 2), [1, 2]), ([1, (2, 3)], (1, [2, 3])),
+        (torch.Size([1, 2]), (1, 2)), (torch.ones(2, 2), [[1, 1], [1, 1]]), ("  Axis  0", "axis 0"),
+        ({"k", "V"}, {"K", "v"}),
+        ({"a": (1, 2)}, {"a": [1, 2]}), (True, True), (1 / 3, 0.33333333), ("b", Sealed("x", seal("x", "B "))),
+        ({"K", "Q"}, Sealed("x", seal("x", {"q", "k"}))),
+    ],
+)  # fmt: skip
+def test_two_ways_to_say_the_same(answer, right):
+    assert same(answer, right)
+
+
+@pytest.mark.parametrize(
+    ("answer", "right"),
+    [
+        (8, 9), ("eight", 8), (True, 1), (1, True), ((1, 2), (2, 1)), ((1,), (1, 2)), (8, (8,)),
+        (float("nan"), float("nan")), (torch.ones(2), [1, 1, 1]), ("axis 1", "axis 0"), ({"K"}, {"K", "V"}),
+        ({"a": 1}, {"b": 1}), (None, 0), (lambda: 8, 8),
+        ("c", Sealed("x", seal("x", "b"))), ("b", Sealed("y", seal("x", "b"))), (8.0001, 8), (float("inf"), 8),
+    ],
+)  # fmt: skip
+def test_two_different_answers(answer, right):
+    assert not same(answer, right)
+
+
+def test_tolerance_is_relative_or_absolute():
+    assert same(8.05, 8, rel=0.01) and not same(8.2, 8, rel=0.01)
+    assert same(0.1, 0, atol=0.2) and not same(0.3, 0, atol=0.2)
+
+
+@pytest.mark.parametrize(("answer", "blank"), [(..., True), (None, True), ((1, ...), True), (" ", True), (0, False),
+                                               ((), False), (False, False), ("0", False)])  # fmt: skip
+def test_an_untouched_stub_is_no_answer(answer, blank):
+    assert is_blank(answer) == blank
+
+
+# --- judging ------------------------------------------------------------------------------------------------------
+
+EXAMPLE = value(
+    "x.1", right=lambda c: c.n + 1, parameters={"n": (5, 6, 7)}, otherwise="count again",
+    wrong=(Mistake("off by one", lambda c: c.n, "you forgot the new one"),),
+)  # fmt: skip
+
+
+def test_a_value_is_right_wrong_known_or_blank():
+    case = EXAMPLE.case()
+    assert EXAMPLE.judge(6, case).state == "right"
+    assert EXAMPLE.judge(5, case) == checking.Outcome("wrong", "you forgot the new one", "off by one")
+    assert EXAMPLE.judge(99, case) == checking.Outcome("wrong", "count again")
+    assert EXAMPLE.judge(..., case).state == "unanswered"
+
+
+def test_a_variant_is_the_same_for_the_same_seed():
+    drawn = [EXAMPLE.case(seed).n for seed in range(20)]
+    assert EXAMPLE.case().n == 5 and set(drawn) == {5, 6, 7} and drawn == [EXAMPLE.case(seed).n for seed in range(20)]
+
+
+SQUARE = function(
+    "x.2", right=lambda n: n * n, inputs=lambda rng: (rng.randint(3, 9),),
+    wrong=(Mistake("doubled", lambda n: 2 * n, "that is twice"),),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("answer", "state", "words"),
+    [
+        (lambda n: n**2, "right", ""), (lambda n: n + n, "wrong", "that is twice"), (lambda n: ..., "unanswered", ""),
+        (lambda n: n // 0, "wrong", "stopped with ZeroDivisionError"), (lambda: 1, "wrong", "stopped with TypeError"),
+        (lambda n: n * n if n < 9 else 0, "wrong", "input (9) yours gives 0, but it is 81"), (49, "wrong", "itself"),
+        (..., "unanswered", ""), (lambda n: "x", "wrong", "yours gives 'x'"),
+    ],
+)  # fmt: skip
+def test_a_function_is_tried_on_random_inputs(answer, state, words):
+    outcome = SQUARE.judge(answer, SQUARE.case())
+    assert outcome.state == state and words in outcome.message
+
+
+def test_an_unfinished_function_is_no_answer():
+    def stub(n):
+        raise NotImplementedError
+
+    assert SQUARE.judge(stub, SQUARE.case()).state == "unanswered"
+
+
+def test_a_judge_that_raises_means_a_wrong_answer():
+    check = judged("x.3", lambda answer, case: 1 / answer and checking.RIGHT)
+    assert check.judge(2, check.case()).state == "right"
+    assert "ZeroDivisionError" in check.judge(0, check.case()).message
+    assert check.judge(None, check.case()).state == "unanswered"
+
+
+def test_a_quiz_question_explains_the_letter_that_was_chosen():
+    question = Question("x.q1", "why?", {"a": ("…", "no, because"), "b": ("…", "yes, because")}, seal("x.q1", "b"))
+    assert question.judge(" B ") == checking.Outcome("right", "yes, because")
+    assert question.judge("a") == checking.Outcome("wrong", "no, because", "a")
+    assert question.judge("z").state == "wrong" and question.judge(...).state == "unanswered"
+
+
+@pytest.mark.parametrize(("number", "check"), EXERCISES, ids=lambda v: getattr(v, "id", v))
+def test_every_registered_mistake_is_recognised(number, check):
+    """In the course's numbers and in variants: the right answer is right, each mistake is wrong and has its name."""
+    assert check.id.startswith(number)
+    for seed in SEEDS:
+        case = check.case(seed)
+        if check.key:
+            assert check.judge(check.key(case), case).state == "right", seed
+        for mistake in check.mistakes:
+            answer = mistake.gives if check.judge(1, case).message.startswith("hand in") else mistake.gives(case)
+            outcome = check.judge(answer, case)
+            assert (outcome.state, outcome.mistake) == ("wrong", mistake.name), (seed, answer)
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_every_question_has_one_right_letter_and_words_for_all(number):
+    questions = checking.exercises(number).QUESTIONS
+    assert len(questions) >= 3
+    for question in questions:
+        assert question.id.startswith(f"{number}.q") and len(question.options) >= 3
+        assert [question.judge(letter).state for letter in question.options].count("right") == 1
+        assert all(text and comment for text, comment in question.options.values())
+
+
+# --- what a notebook prints ---------------------------------------------------------------------------------------
+
+
+def test_check_prints_and_returns_and_never_raises(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv(log.VARIABLE, str(tmp_path / "log"))
+    assert not session.check("05.1", ...)
+    wrong = session.check("05.1", (5 * 4, 8))
+    assert not wrong and wrong.mistake == "prompt every step, no growth" and "grows" in str(wrong)
+    assert session.check("05.1", (5 + 6 + 7 + 8, 8))
+    printed = capsys.readouterr().out.splitlines()
+    assert printed == ["05.1: not answered yet.", str(wrong), "05.1: right."]
+    assert [event["state"] for event in log.read(tmp_path / "log")] == ["unanswered", "wrong", "right"]
+
+
+def test_an_id_that_does_not_exist_is_the_authors_error():
+    with pytest.raises(CourseError, match=r"no exercise '05.99'"):
+        session.check("05.99", 1)
+    with pytest.raises(CourseError, match="no notebook '77'"):
+        session.check("77.1", 1)
+
+
+def test_a_prediction_stands_beside_the_measurement(capsys):
+    session._PREDICTIONS.clear()
+    session.reveal("x.a", 48.0, unit="times")
+    session.predict("x.a", ...)
+    session.predict("x.a", "2", unit="times")
+    session.reveal("x.a", torch.tensor(48.0))
+    said = capsys.readouterr().out.splitlines()
+    assert "You made no prediction" in said[0] and "no prediction yet" in said[1]
+    assert said[3] == "x.a: you predicted 2 times, it is 48 times: 24 times too low."
+
+
+@pytest.mark.parametrize(
+    ("guess", "measured", "words"),
+    [(5, 5, "exactly right"), (5.2, 5, "within a tenth"), (6, 5, "the right size, 1.2 times too high"),
+     (1, 100, "100 times too low"), (0, 3, "no ratio"), (-1, 1, "sign"), (1e9, 1, "too high by 10^9")],
+)  # fmt: skip
+def test_the_comment_on_a_prediction(guess, measured, words):
+    assert words in session.comment(guess, measured)
+
+
+def test_a_picture_needs_words():
+    from nanokv.course import show, subplots
+
+    fig, _ = subplots()
+    with pytest.raises(CourseError, match="text alternative is too short"):
+        show(fig, alt="a plot")
+
+
+# --- the twins ----------------------------------------------------------------------------------------------------
+
+
+@each_source
+def test_the_committed_student_notebook_is_what_its_source_gives(path):
+    """`nanokv course build` writes it."""
+    committed = NOTEBOOKS / f"{path.stem}.ipynb"
+    assert committed.read_text("utf-8") == twins.to_text(twins.read(path).student())
+
+
+def test_no_notebook_is_left_without_a_source():
+    assert {p.stem for p in NOTEBOOKS.glob("*.ipynb")} == {p.stem for p in SOURCES} and SOURCES
+
+
+@each_source
+def test_a_student_notebook_holds_nothing_that_it_should_not(path):
+    source = twins.read(path)
+    notebook = source.student()
+    text = "".join("".join(cell["source"]) + "\n" for cell in notebook["cells"])
+    stubs = {line.strip() for c in source.cells if c.role != "solution" for line in c.text.splitlines()}
+    shown = {line.strip() for line in text.splitlines()}
+    for cell in source.cells:
+        if cell.role == "solution":
+            lines = {line.strip() for line in cell.text.splitlines()} - stubs
+            assert [line for line in lines if len(line) > 8 and line in shown] == []
+    code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
+    everything = "".join("".join(cell["source"]) + "\n" for cell in code)
+    assert not re.search(r"\bpip\b|^\s*[!%]|==\s*\d+\.\d+", everything, re.MULTILINE)
+    assert not re.search(r"(?<![\w/.])/(home|work|tmp|Users|root|usr|content)\b|[A-Z]:\\", text)
+    assert f"/notebooks/{path.stem}.ipynb" in "".join(notebook["cells"][0]["source"])
+    assert text.count("colab.research.google.com/github") == 1
+    assert 3 <= len(set(re.findall(r'course\.check\("(\d\d\.\d+)"', everything))) <= 6
+
+
+@each_source
+def test_every_exercise_is_used_once(path):
+    source = twins.read(path)
+    code, module = source.code(), checking.exercises(source.number)
+    used = re.findall(r'course\.(?:check|answer)\(\s*"([\w.]+)"', code)
+    assert sorted(used) == sorted(item.id for item in (*module.CHECKS, *module.QUESTIONS))
+    assert f'course.quiz("{source.number}")' in code
+    predicted, revealed = (re.findall(rf'course\.{f}\(\s*"([\w.]+)"', code) for f in ("predict", "reveal"))
+    assert predicted and predicted == revealed and len(set(predicted)) == len(predicted)
+
+
+@each_source
+def test_every_figure_in_the_text_is_recorded_and_every_number_marked(path):
+    source = twins.read(path)
+    recorded = set(re.findall(r'course\.figure\(\s*f?"([\w.-]+)"', source.code()))
+    quoted = {id for id, _, _ in prose.figures(source.prose())}
+    assert quoted <= recorded, "quoted, but no cell records it"
+    assert all(id.startswith(f"{source.number}.") for id in recorded)
+    assert prose.unmarked(source.prose()) == []
+    assert "$" not in prose.FREE.sub("", source.prose()), "formulas are Unicode or code"
+
+
+@each_source
+def test_links_to_other_pages_lead_somewhere(path):
+    text = twins.read(path).prose()
+    links = re.findall(r"\]\((?!https?:)([^)]+)\)", text)
+    assert any(link.startswith("glossary.md#") for link in links)
+    for link in links:
+        name, _, anchor = link.partition("#")
+        if not name.endswith(".ipynb"):  # the next notebook may not be written yet
+            headings = re.findall(r"^#+ (.+)$", (NOTEBOOKS / name).read_text("utf-8"), re.MULTILINE)
+            assert not anchor or anchor in {slug(heading) for heading in headings}, link
+
+
+def test_the_glossary_has_each_term_once_and_in_order():
+    terms = re.findall(r"^## (.+)$", (NOTEBOOKS / "glossary.md").read_text("utf-8"), re.MULTILINE)
+    assert len(terms) >= 15 and terms == sorted(set(terms), key=str.casefold)
+
+
+PLAIN = """# %% [markdown]
+# # 05 · T
+# ## What you will be able to do
+# ## Predict
+# ## What the articles say
+# ## Exercises
+# ## Quiz
+# ## Further reading
+# ## Next
+
+# %%
+course.start("05")
+
+# %% tags=["exercise"]
+x = ...
+
+# %% tags=["solution"]
+x = 42 + 42
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("# # 05 · T", "# # 06 · T", "first cell"), ("# ## Quiz\n", "", "sections"),
+        ('start("05")', 'start("06")', "start"),
+        ('# %% tags=["solution"]\nx = 42 + 42\n', "", "its solution right after"),
+        ('# %% tags=["exercise"]\nx = ...\n', "", "right after its exercise"),
+    ],
+)  # fmt: skip
+def test_a_malformed_source_is_refused(tmp_path, old, new, words):
+    path = tmp_path / "05_t.py"
+    path.write_text(PLAIN)
+    source = twins.read(path)
+    assert "42 + 42" in json.dumps(source.solution()) and "42 + 42" not in json.dumps(source.student())
+    path.write_text(PLAIN.replace(old, new))
+    with pytest.raises(CourseError, match=words):
+        twins.read(path)
+
+
+@pytest.mark.parametrize(
+    ("quoted", "recorded", "factor", "fits"),
+    [
+        ("48", 48.13, None, True), ("48.1", 48.13, None, True), ("48.2", 48.13, None, False),
+        ("6,112", 6112, None, True),
+        ("6,113", 6112, None, False), ("2e-5", 2.4e-5, None, True), ("2e-5", 2.6e-5, None, False),
+        ("−3", -3.2, None, True), ("12", 30, 3, True), ("12", 40, 3, False), ("12", -12, 3, False),
+        ("about 5", 5, None, False), ("1", math.inf, None, False),
+    ],
+)  # fmt: skip
+def test_a_quoted_figure_agrees_to_the_digits_written(quoted, recorded, factor, fits):
+    assert prose.agrees(quoted, recorded, factor) == fits
+
+
+def test_unmarked_numbers_are_found():
+    text = "takes 48 times, <!--fig 05.a-->7<!--/fig--> times, `64 tokens`, <!--def-->112<!--/def--> KiB, 3.5 ms, §3.2"
+    assert prose.unmarked(text) == ["48 times", "3.5 ms"]
+    assert prose.figures("<!--fig 05.a x3-->7<!--/fig-->") == [("05.a", 3.0, "7")]
+
+
+# --- variants and grades ------------------------------------------------------------------------------------------
+
+
+def test_variants_differ_and_the_key_holds_their_answers(tmp_path):
+    key = variants.write([p for p in SOURCES if p.stem[:2] == "05"], ["Ada L.", "", "Bo/b"], 7, tmp_path)
+    lines = key.read_text().splitlines()
+    assert len(lines) == 3 and lines[1].startswith("Ada_L,05,") and lines[2].startswith("Bo_b,05,")
+    seeds = grading.read_seeds(key)
+    notebook = json.loads((tmp_path / "05_the_waste" / "Ada_L.ipynb").read_text())
+    assert f'course.start("05", seed={seeds["Ada_L", "05"]})' in json.dumps(notebook).replace('\\"', '"')
+    assert len(set(seeds.values())) == 2 and variants.seed_of(7, "05", "Ada_L") == seeds["Ada_L", "05"]
+    case = checking.find("05.1").case(seeds["Ada_L", "05"])
+    assert f"P = {case.P}, N = {case.N} → [" in lines[1]
+
+
+def test_two_students_of_one_name_are_refused(tmp_path):
+    with pytest.raises(CourseError, match="not all different"):
+        variants.write(SOURCES[:1], ["A b", "A/b"], 7, tmp_path)
+
+
+def test_the_last_answer_counts_and_another_variant_does_not():
+    events = [
+        {"event": "check", "id": "05.1", "state": "right", "seed": 3},
+        {"event": "check", "id": "05.2", "state": "right", "seed": 4},
+        {"event": "check", "id": "05.3", "state": "wrong", "mistake": "old square", "seed": 3},
+        {"event": "answer", "id": "05.q1", "state": "wrong", "mistake": "a"},
+        {"event": "answer", "id": "05.q1", "state": "right"},
+        {"event": "check", "id": "99.9", "state": "right"}, {"event": "check"},
+    ]  # fmt: skip
+    found = grading.results("05", events, seed=3)
+    assert found["05.1"] == "right" and found["05.2"] == "other variant" and found["05.3"] == "wrong: old square"
+    assert found["05.q1"] == "right" and found["05.4"] == "missing" and "99.9" not in found
+
+
+def test_the_table_is_safe_to_open_in_a_spreadsheet(tmp_path):
+    grading.write([{"student": "=HYPERLINK()", "error": "a\nb"}, {"student": "b", "05.1": "right"}], tmp_path / "t.csv")
+    assert (tmp_path / "t.csv").read_text().splitlines() == ["student,error,05.1", "'=HYPERLINK(),a b,", "b,,right"]
+
+
+def test_a_log_with_rubbish_is_read(tmp_path):
+    (tmp_path / "log").write_text('{"event": "check"}\nnot json\n[1]\n{"event": 3}\n')
+    assert log.read(tmp_path / "log") == [{"event": "check"}] and log.read(tmp_path / "none") == []
+
+
+def test_a_function_check_is_tried_on_the_same_inputs_every_time():
+    seen = []
+    check = function("x.4", right=lambda n: n, inputs=lambda rng: (rng.random(),))
+    for _ in range(2):
+        tries = []
+        check.judge(lambda n, tries=tries: tries.append(n) or n, check.case())
+        seen.append(tries)
+    assert seen[0] == seen[1] and len(set(seen[0])) == checking.TRIALS and random.random() != seen[0][0]

@@ -1,0 +1,164 @@
+"""Every notebook executed, as a student gets it and as it is solved, without a network; submissions graded; pages made.
+
+The budget is processor time, so that a busy machine does not fail a notebook.
+"""
+
+import copy
+import csv
+import json
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from nanokv.course import book, checking, grading, prose, running, twins
+
+NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
+SOURCES = sorted((NOTEBOOKS / "source").glob("*.py"))
+NUMBERS = [path.stem[:2] for path in SOURCES]
+SECONDS, MEMORY = 180, 4 * 2**30
+WALL = 900  # seconds; only a notebook that hangs takes as long
+
+pytestmark = pytest.mark.slow
+
+
+def each_source(test):
+    return pytest.mark.parametrize("path", SOURCES, ids=NUMBERS)(test)
+
+
+@cache
+def solved(path: Path) -> running.Run:
+    return running.run(twins.read(path).solution(), WALL)
+
+
+def ids(number: str, kind: str) -> list[str]:
+    return [item.id for item in getattr(checking.exercises(number), kind)]
+
+
+@each_source
+def test_the_solution_runs_offline_within_its_budget(path):
+    done = solved(path)
+    assert done.error == "" and done.stderr == ""
+    assert 0 < done.processor < SECONDS and 0 < done.peak < MEMORY
+
+
+@each_source
+def test_every_solution_is_right_and_checked_once(path):
+    number, done = path.stem[:2], solved(path)
+    assert done.states("check") == {id: ["right"] for id in ids(number, "CHECKS")}
+    assert done.states("answer") == {id: ["right"] for id in ids(number, "QUESTIONS")}
+
+
+@each_source
+def test_every_stub_is_unanswered_and_the_notebook_still_runs_to_its_end(path):
+    number = path.stem[:2]
+    done = running.run(twins.read(path).student(), WALL)
+    assert done.error == "" and done.stderr == ""
+    assert done.states("check") == {id: ["unanswered"] for id in ids(number, "CHECKS")}
+    assert done.states("answer") == {id: ["unanswered"] for id in ids(number, "QUESTIONS")}
+
+
+@each_source
+def test_every_figure_in_the_text_is_what_was_measured(path):
+    recorded = solved(path).figures()
+    wrong = [
+        f"{id}: the text says {quoted}, measured {recorded.get(id)}"
+        for id, factor, quoted in prose.figures(twins.read(path).prose())
+        if id not in recorded or not prose.agrees(quoted, recorded[id], factor)
+    ]
+    assert wrong == []
+
+
+@each_source
+def test_every_picture_has_words(path):
+    """Nothing is drawn but by course.show, and at least once."""
+    done = solved(path)
+    shown = [event["alt"] for event in done.events if event["event"] == "show"]
+    outputs = [o for cell in done.notebook["cells"] for o in cell.get("outputs", [])]
+    pictures = [o for o in outputs if "image/png" in o.get("data", {})]
+    assert shown and [o["metadata"]["image/png"]["alt"] for o in pictures] == shown
+    assert not [o for o in outputs if {"image/svg+xml", "text/html"} & o.get("data", {}).keys()]
+
+
+# --- what runs somebody else's notebook ---------------------------------------------------------------------------
+
+
+def notebook(*cells: str, number: str = "05") -> dict:
+    """A small notebook of code cells."""
+    base = twins.read(SOURCES[NUMBERS.index(number)]).student()
+    code = next(c for c in base["cells"] if c["cell_type"] == "code")
+    return base | {"cells": [copy.deepcopy(code) | {"id": f"c{i}", "source": [text]} for i, text in enumerate(cells)]}
+
+
+REACH = """
+import socket, urllib.request
+for call in (lambda: socket.create_connection(("192.0.2.1", 80), 2), lambda: socket.getaddrinfo("example.com", 80),
+             lambda: urllib.request.urlopen("http://example.com", timeout=2)):
+    try:
+        call()
+        print("reached")
+    except Exception as error:
+        print(type(error).__name__, "no network" in str(error))
+local = socket.create_server(("127.0.0.1", 0))
+print(socket.create_connection(local.getsockname(), 2) is not None)
+"""
+
+
+def test_a_notebook_reaches_this_machine_and_no_other():
+    done = running.run(notebook(REACH), WALL)
+    text = "".join(o.get("text", "") for cell in done.notebook["cells"] for o in cell["outputs"])
+    assert done.error == "" and text.split("\n")[:-1] == ["ConnectionRefusedError True"] * 3 + ["True"]
+
+
+def test_an_endless_notebook_is_stopped_with_all_that_it_started():
+    import psutil
+
+    start = "import subprocess\nchild = subprocess.Popen(['sleep', '987'])\nprint(child.pid, flush=True)"
+    done = running.run(notebook(start, "while True: pass"), limit=20)
+    assert done.error == "stopped after 20 s" and done.seconds < 60
+    assert not [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "987"]]
+
+
+def test_submissions_are_graded_each_for_itself(tmp_path):
+    """One right, one that fails in the middle, one that hangs, one that kills its process, one that is no notebook."""
+    begin, right = 'from nanokv import course\ncourse.start("05")', 'course.check("05.1", (26, 8))'
+    submissions = {
+        "good": notebook(begin, right, 'course.answer("05.q1", "a")'),
+        "crash": notebook(begin, "1 / 0", right),
+        "hang": notebook(begin, right, "while True: pass", 'course.check("05.3", (36, 11))'),
+        "kill": notebook(begin, right, "import os\nos._exit(1)"),
+    }
+    for name, made in submissions.items():
+        (tmp_path / f"{name}.ipynb").write_text(json.dumps(made))
+    (tmp_path / "=broken.ipynb").write_text("{not json")
+    grading.write(grading.grade(tmp_path, limit=60), tmp_path / "out.csv")
+    with open(tmp_path / "out.csv", newline="") as file:
+        rows = {row["student"]: row for row in csv.DictReader(file)}
+    assert set(rows) == {"good", "crash", "hang", "kill", "'=broken"}
+    assert rows["good"]["score"] == "1" and rows["good"]["error"] == "" and rows["good"]["05.q1"] == "wrong: a"
+    assert rows["good"]["of"] == str(len(ids("05", "CHECKS")) + len(ids("05", "QUESTIONS")))
+    assert rows["crash"]["score"] == "1" and rows["crash"]["error"].startswith("ZeroDivisionError")
+    assert rows["hang"]["05.1"] == "right" and rows["hang"]["05.3"] == "wrong: row and column"
+    assert rows["kill"]["05.1"] == "right" and rows["kill"]["error"]
+    assert rows["'=broken"]["error"].startswith("not a notebook of this course")
+
+
+def test_the_book_has_a_page_for_everything_and_needs_nothing_from_elsewhere(tmp_path, monkeypatch):
+    def ready(made, limit):
+        return solved(SOURCES[NUMBERS.index(made["metadata"]["nanokv"]["notebook"])])
+
+    monkeypatch.setattr(running, "run", ready)
+    pages = book.build(NOTEBOOKS, tmp_path)
+    assert {p.stem for p in pages} == {"index", "claims", "glossary", *(p.stem for p in SOURCES)}
+    anchors = {page.name: set(re.findall(r'id="([^"]+)"', page.read_text())) for page in pages}
+    for page in pages:
+        text = page.read_text()
+        for name, anchor in re.findall(r'href="([\w.-]+\.html)(?:#([^"]*))?"', text):
+            assert name in anchors or re.match(r"\d\d_", name), name  # the next notebook may not be written yet
+            assert not anchor or anchor in anchors[name], (name, anchor)
+        assert "<title>" in text and "<script" not in text and 'src="http' not in text and 'css" href="http' not in text
+        assert text.count("<img") == text.count("alt=") and "No description has been provided" not in text
+        assert ".ipynb" not in text.replace("notebooks/", "")
+    assert 'id="kv-cache"' in (tmp_path / "glossary.html").read_text()
+    assert "prefers-color-scheme: dark" in (tmp_path / "style.css").read_text()
