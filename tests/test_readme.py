@@ -117,6 +117,18 @@ def test_files_of_the_readme_exist():
     assert [link for link in links if not (ROOT / link).exists()] == []
 
 
+def test_proofs_name_tests_and_commands_that_exist():
+    """docs/proofs.md: every test file between its backticks, every make target, every nanokv command."""
+    from nanokv import cli
+
+    text = (ROOT / "docs" / "proofs.md").read_text()
+    files = re.findall(r"tests/\w+\.py", text)
+    assert len(files) > 10 and [name for name in files if not (ROOT / name).exists()] == []
+    targets = set(re.findall(r"^\.PHONY: (\w+)$", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"`make (\w+)", text)) <= targets
+    assert set(re.findall(r"`\.venv/bin/nanokv (\w+)", text)) <= set(cli.COMMANDS)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("command", runnable())
 def test_readme_command_runs(command, tmp_path):
@@ -158,3 +170,22 @@ def test_the_extraction_can_fail():
     assert reason_not_to_run("nanokv chat -m Qwen/Qwen3-0.6B") == "needs a network"
     assert reason_not_to_run("nanokv chat") == "is interactive"
     assert reason_not_to_run("echo hi | nanokv chat") is None
+
+
+def test_commands_of_the_docs_parse():
+    """docs/*.md: the same promise as the README's, for the nanokv commands in their blocks."""
+    import importlib
+
+    from nanokv import cli
+
+    bad, seen = {}, 0
+    for page in sorted((ROOT / "docs").glob("*.md")):
+        for command in commands(page.read_text()):
+            for part in parts(command):
+                if Path(part[0]).name == "nanokv":
+                    seen += 1
+                    try:
+                        cli.make_parser(part[1], importlib.import_module(cli.COMMANDS[part[1]][0])).parse(part[2:])
+                    except Exception as error:
+                        bad[command] = repr(error)
+    assert bad == {} and seen > 4

@@ -86,3 +86,32 @@ def test_logits_keys_and_bytes_at_the_true_shapes(folder, dtype):
     assert max(keys.values()) <= other_path * 10, keys
     assert max(values.values()) <= other_path * 10, values
     assert torch.equal(mine[0].argmax(-1), theirs[0].argmax(-1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_fast_model_at_the_true_shapes(folder, dtype):
+    """Two chunks and six decodes beside the plain fp32 model: fp32 as the contract says, bf16 no worse than the plain
+    bf16 model is. A cache of pages, so that keys are read where they lie."""
+    ids = random_ids(1, 1, 206, vocabulary=151936)
+    plain = nanokv.load(folder, dtype=dtype)[0]
+    exact = plain if dtype == torch.float32 else nanokv.load(folder, dtype=torch.float32)[0]
+    truth = logits_along(exact, ids, "dict")
+    scale = truth.abs().max()
+    slow = gap(logits_along(plain, ids, "dict").float(), truth) / scale
+    fast = gap(logits_along(nanokv.optimize(plain), ids, "paged"), truth) / scale
+    print(f"{dtype}: plain {slow:.2g}, fast {fast:.2g} of the largest logit")
+    assert fast <= (1e-5 if dtype == torch.float32 else max(slow, 0.02))
+    if dtype == torch.bfloat16:  # random weights are the worst case: nothing in them is redundant
+        coded = logits_along(nanokv.optimize(plain, "int8"), ids[:, :203], "static")
+        error = (coded - truth[: len(coded)]).norm() / truth[: len(coded)].norm()
+        print(f"int8: {error:.2g} of the logits' norm")
+        assert error <= 0.25
+
+
+def logits_along(model, ids, cache_name: str):
+    """(n,V): after each of two prefills, after every decode."""
+    cache, out = nanokv.make_cache(cache_name, model.config, capacity=ids.shape[1]), []
+    for start, end in ((0, 130), (130, 200), *((i, i + 1) for i in range(200, ids.shape[1]))):
+        step = nanokv.decode if end - start == 1 else nanokv.prefill
+        out.append(step(model, ids[:, start:end], cache, start_pos=start))
+    return torch.cat(out)

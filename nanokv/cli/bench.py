@@ -266,6 +266,8 @@ def print_table(head: str, rows, others: float | None, code: str) -> None:
         noise.append(f"spread ±{spread / 2:.0%}")
     if (others or 0) > NOISY:
         noise.append(f"others keep {others:.1f} cores busy")
+    peak = peak_bytes()
+    head += f" · peak memory {peak / 1e9:.1f} GB" if peak else ""
     terminal.write_out(head + (f" · noisy: {', '.join(noise)}" if noise else "") + f"\n{code}\n")
     wide = max((len(row.runner.label) for row in rows), default=6)
     columns = ("context", "prefill tok/s", "decode tok/s", "ms/step", "±", "MB/step", "GB/s", "% of limit")
