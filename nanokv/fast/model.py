@@ -154,13 +154,22 @@ class Norm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
-def optimize(model, weights=None):
+def optimize(model, weights=None, compile: int | None = None):
     """A model that decodes faster and answers the same: for every function and cache that takes the plain one.
 
     `weights`: None (as loaded), "fp32", "bf16", "int8" or "int4". int4 keeps the embedding and the head in int8, as
     llama.cpp keeps them in more bits than the rest. As loaded, the weights are shared: those of `model` become views of
     the fused ones. Logits are fp32. Raises ConfigError for another name, or a shape that has no whole groups.
+
+    `compile`: instead of all that, the plain blocks through torch.compile with static shapes, for a cache of so many
+    slots, `result.make_cache()`: for GPUs, where a step is then one CUDA graph (nanokv/fast/compiled.py).
     """
+    if compile is not None:
+        if weights is not None:
+            raise ConfigError(f"weights={weights!r} and compile={compile!r}: kernels are not compiled again, choose one")
+        from nanokv.fast.compiled import Compiled
+
+        return Compiled(model, compile)
     dtype = model.embed_tokens.weight.dtype
     own = {torch.float32: "fp32", torch.bfloat16: "bf16"}
     weights = weights or own.get(dtype)

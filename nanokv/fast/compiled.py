@@ -1,0 +1,206 @@
+"""The same model through torch.compile: every shape is static, so what was compiled once serves all positions.
+
+    model = Compiled(plain, capacity=1024)
+    for token in nanokv.generate(model, ids, cache=model.make_cache()): ...
+
+What changes from call to call goes in as the values of tensors, never as a shape or a Python number: positions (T,),
+and the whole slab of a static cache, (B,Hk,N,D), which is written at those positions and masked behind them. A prompt
+is filled up to the next of a few widths by repeating its last token at its own position: the copies compute what that
+token computes and write it to the same slot, so nothing else is written and nothing more is counted.
+
+The price: every step reads all N slots of the slab, however few are in use. On a GPU the decode step is recorded once
+as a CUDA graph and replayed: one launch for all layers. References: transformers' StaticCache, gpt-fast.
+"""
+
+import os
+import shutil
+import sys
+import weakref
+from functools import partial
+
+import torch
+from torch import nn
+
+from nanokv.attention import causal_attention, decode_attention, prefill_attention
+from nanokv.cache import KVCache, make_cache
+from nanokv.errors import CapacityError, ConfigError
+from nanokv.model import rope_angles
+
+NARROWEST, WIDEST = 16, 2048  # tokens of a prefill: powers of two between these, unless asked otherwise
+
+
+class Slab:
+    """What a block takes for its layer's cache: keys and values (B,Hk,N,D), written at `positions` (T,), read whole."""
+
+    def __init__(self, keys, values, positions):
+        self.keys, self.values, self.positions = keys, values, positions
+
+    def append(self, k, v):
+        """(B,Hk,T,D) ×2 → (B,Hk,N,D) ×2: the slabs themselves, T slots of them new."""
+        self.keys.index_copy_(2, self.positions, k)
+        self.values.index_copy_(2, self.positions, v)
+        return self.keys, self.values
+
+
+@torch.compiler.nested_compile_region
+def block(layer, x, rope, keys, values, positions, visible):
+    """One layer; compiled once and called for each, or the compile time would grow with the number of layers."""
+    attend = partial(decode_attention if x.shape[1] == 1 else prefill_attention, mask=visible)
+    return layer(x, rope, Slab(keys, values, positions), attend)
+
+
+def hidden_states(model, tokens, positions, slabs):
+    """What is compiled: tokens (B,T) at positions (T,), one (keys, values) a layer → (B,T,C)."""
+    x = model.embed_tokens(tokens)  # (B,T,C)
+    rope = rope_angles(model.config, positions, x.dtype)  # cos, sin (T,D)
+    slots = torch.arange(slabs[0][0].shape[2], device=tokens.device)  # (N,)
+    visible = slots <= positions[:, None]  # (T,N)
+    for layer, (keys, values) in zip(model.layers, slabs, strict=True):
+        x = block(layer, x, rope, keys, values, positions, visible)
+    return model.norm(x)
+
+
+class Compiled(nn.Module):
+    """A Qwen3 for prefill, decode and generate, compiled for `batch_size` rows over a slab of `capacity` slots.
+
+    Static caches of exactly that size, `make_cache()`, run compiled: one compile for decode and one for each width of
+    `buckets` that is used (default: powers of two from 16 to 2,048), listed in `compiles`; a longer prompt goes in
+    parts. All the rest (other caches or sizes, another attention, a wrong start_pos) goes to the plain model as it is,
+    which runs it or says what is wrong. `backend` is torch.compile's. Raises ConfigError before anything is compiled.
+    """
+
+    def __init__(self, model, capacity: int, batch_size: int = 1, buckets=None, backend: str = "inductor"):
+        super().__init__()
+        if buckets is None:
+            buckets = [NARROWEST << i for i in range((WIDEST // NARROWEST).bit_length())]
+        check_sizes(model.config, capacity, batch_size, buckets)
+        check_backend(backend, model.embed_tokens.weight.device)
+        self.model, self.capacity, self.batch_size, self.backend = model, capacity, batch_size, backend
+        self.widths = sorted({1, *(min(width, capacity) for width in buckets)})  # 1 is decode
+        self.compiles: list[int] = []  # the width of each; one comes twice if the number of threads changes, say
+        self.regions = {width: self.region(width) for width in self.widths}
+        self.recorded = weakref.WeakKeyDictionary()  # first layer of a cache → its decode step as a CUDA graph
+
+    config = property(lambda self: self.model.config)
+    embed_tokens = property(lambda self: self.model.embed_tokens)
+    lm_head = property(lambda self: self.model.lm_head)
+    generation_config = property(lambda self: self.model.generation_config)
+
+    def make_cache(self) -> KVCache:
+        """An empty static cache of the size that was compiled for."""
+        return make_cache("static", self.config, self.batch_size, self.capacity)
+
+    def region(self, width: int):
+        """hidden_states for prompts of `width` tokens, compiled at its first call; whole, or not at all."""
+
+        def counted(graph, inputs):
+            self.compiles.append(width)
+            return torch._dynamo.lookup_backend(self.backend)(graph, inputs)
+
+        return torch.compile(hidden_states, fullgraph=True, dynamic=False, backend=counted, isolate_recompiles=True)
+
+    def forward(self, tokens, cache, start_pos: int, attend):
+        """As Qwen3.forward: tokens (B,T) → (B,T,C)."""
+        if not self.takes(tokens, cache, start_pos, attend):
+            return self.model(tokens, cache, start_pos, attend)
+        with torch.inference_mode():
+            like = self.embed_tokens.weight.new_empty(self.batch_size, self.config.num_key_value_heads, 1,
+                                                      self.config.head_dim)  # fmt: skip
+            slabs = [layer.slab(like) for layer in cache]
+            parts = []
+            for part in tokens.split(self.widths[-1], dim=1):  # (B,t)
+                parts.append(self.run(part, start_pos, cache, slabs))
+                start_pos += part.shape[1]
+            for layer in cache:  # all at once, after the last write: a forward that failed leaves no trace
+                layer.length = start_pos
+            return torch.cat(parts, dim=1)  # (B,T,C)
+
+    def takes(self, tokens, cache, start_pos, attend) -> bool:
+        """Is this what was compiled for?"""
+        B, T = tokens.shape
+        sizes = cache.name, B, cache.capacity, len(cache), cache.config
+        compiled = "static", self.batch_size, self.capacity, self.config.num_hidden_layers, self.config
+        if sizes != compiled or cache.batch_size != B or type(start_pos) is not int or start_pos != cache.length:
+            return False
+        return start_pos + T <= self.capacity and is_plain(attend, T)
+
+    def run(self, tokens, start_pos: int, cache, slabs):
+        """tokens (B,T), T at most the widest → (B,T,C). The slabs are written; nothing is counted yet."""
+        T = tokens.shape[1]
+        width = next(width for width in self.widths if width >= T)
+        positions = torch.arange(start_pos, start_pos + width, device=tokens.device).clamp_(max=start_pos + T - 1)
+        tokens = tokens[:, positions - start_pos]  # (B,width): the last one repeated
+        if width == 1 and tokens.is_cuda:
+            return self.replay(tokens, positions, cache[0], slabs)
+        return self.regions[width](self.model, tokens, positions, slabs)[:, :T]
+
+    def replay(self, tokens, positions, layer, slabs):
+        """The decode step of this cache as a recording; made anew when its slabs are others than last time."""
+        recorded = self.recorded.get(layer)
+        if recorded is None or recorded.slabs[0][0] is not slabs[0][0]:
+            recorded = Recorded(partial(self.regions[1], self.model), tokens, positions, slabs)
+            self.recorded[layer] = recorded
+        return recorded(tokens, positions)
+
+
+class Recorded:
+    """A step with inputs and an output at addresses that never change, recorded once and replayed."""
+
+    def __init__(self, step, tokens, positions, slabs):
+        self.tokens, self.positions, self.slabs = tokens.clone(), positions.clone(), slabs
+        self.play, self.hidden = cuda_graph(lambda: step(self.tokens, self.positions, self.slabs))
+
+    def __call__(self, tokens, positions):
+        self.tokens.copy_(tokens)
+        self.positions.copy_(positions)
+        self.play()
+        return self.hidden.clone()  # the next step writes over it
+
+
+def cuda_graph(step):
+    """(function that replays what `step` launches, the tensor that it then has written).
+
+    It runs before it is recorded, because the first call compiles. To repeat a decode step is harmless: it writes the
+    same slot.
+    """
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    with torch.cuda.graph(graph):
+        output = step()
+    return graph.replay, output
+
+
+def is_plain(attend, T: int) -> bool:
+    """Is it causal attention over all that is cached, which is what the compiled region computes itself?"""
+    function, mask = getattr(attend, "func", attend), getattr(attend, "keywords", {}).get("mask")
+    one = T == 1 and mask is None and function in (decode_attention, prefill_attention)
+    return one or function is causal_attention
+
+
+def check_sizes(config, capacity, batch_size, buckets):
+    """Whole numbers ≥ 1, and no more slots than the model has positions."""
+    sizes = ("capacity", capacity), ("batch_size", batch_size), *(("a bucket", width) for width in buckets)
+    for name, value in sizes:
+        if type(value) is not int or value < 1:
+            raise ConfigError(f"{name} is {value!r}: a whole number ≥ 1 was expected")
+    if not buckets:
+        raise ConfigError("buckets is empty: prompts need at least one width")
+    if capacity > config.max_position_embeddings:
+        raise CapacityError(
+            f"capacity {capacity:,} is more than the model's {config.max_position_embeddings:,} positions"
+        )
+
+
+def check_backend(backend: str, device):
+    """torch.compile's default backend writes C++ for a CPU."""
+    known = torch.compiler.list_backends(exclude_tags=())
+    if backend not in known:
+        raise ConfigError(f"backend {backend!r} is not one of {', '.join(known)}")
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # as inductor looks for it
+    if backend == "inductor" and device.type == "cpu" and not shutil.which(compiler):
+        raise ConfigError(f"torch.compile needs a C++ compiler, and there is no {compiler}",
+                          hint="install g++ or set CXX")  # fmt: skip

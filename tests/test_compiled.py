@@ -1,0 +1,362 @@
+"""nanokv.fast.compiled: torch.compile over static shapes gives what the plain model gives, and compiles nothing twice.
+
+Most tests trace with a backend that writes no code ("aot_eager", "eager"): what is traced, functionalised and counted
+is the same for all. The default backend writes C++ and takes seconds for each width; it has tests of its own.
+"""
+
+import copy
+import json
+import shutil
+
+import pytest
+import torch
+
+import nanokv
+from nanokv.attention import decode_attention
+from nanokv.bench import gpu
+from nanokv.cache import make_cache
+from nanokv.errors import CapacityError, ConfigError
+from nanokv.fast import compiled
+from nanokv.fast.compiled import Compiled, Recorded
+from nanokv.inference import decode, prefill, score, verify
+from oracle import SHAPES, gap, pair, random_ids
+
+CAPACITY = 100
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++, which is not here")
+
+
+def small(**changes):
+    """A random model of 3 layers, norms that are not 1, and 100 ids."""
+    return pair(**SHAPES["G2-tied"] | changes)[1], random_ids(1, 1, CAPACITY)
+
+
+@pytest.fixture(scope="module")
+def traced():
+    """(plain model, ids, the compiled one): shared, because a trace takes a second."""
+    model, ids = small()
+    return model, ids, Compiled(model, CAPACITY, backend="aot_eager")
+
+
+def beside(model, fast, cache, ids, lengths, start=0):
+    """Prefill parts of so many tokens (a decode for 1), each compared with the plain model over all of them."""
+    expected, worst = score(model, ids[:, : start + sum(lengths)]), 0.0
+    for n in lengths:
+        part, path = ids[:, start : start + n], decode if n == 1 else prefill
+        start += n
+        worst = max(worst, gap(path(fast, part, cache, start - n), expected[:, start - 1]))
+    assert cache.length == start
+    return worst
+
+
+# --- equal, and compiled once ---------------------------------------------------------------------------------------
+
+
+def test_prompts_of_many_lengths_compile_once_a_width():
+    model, ids = small()
+    fast = Compiled(model, CAPACITY, backend="eager")
+    for n in (*range(1, 41), 64):
+        cache = fast.make_cache()
+        assert gap(prefill(fast, ids[:, :n], cache), score(model, ids[:, :n])[:, -1]) <= 1e-5
+        assert gap(decode(fast, ids[:, n : n + 1], cache, n), score(model, ids[:, : n + 1])[:, -1]) <= 1e-5
+    assert sorted(fast.compiles) == [1, 16, 32, 64]
+
+
+def test_parts_of_any_length_up_to_the_last_slot(traced):
+    """The last part is filled up to 16 though only 3 slots are left: the filling goes nowhere."""
+    model, ids, fast = traced
+    cache = fast.make_cache()
+    assert beside(model, fast, cache, ids, (5, 1, 1, 17, 2, 30, 1, 30, 10, 3)) <= 1e-5
+    assert cache.length == CAPACITY
+    assert len(fast.compiles) == len(set(fast.compiles))
+
+
+def test_only_the_slots_of_real_tokens_are_written(traced):
+    """Keys and values are those of a plain static cache, and nothing lies behind them."""
+    model, ids, fast = traced
+    cache, plain = fast.make_cache(), make_cache("static", model.config, capacity=CAPACITY)
+    for n, start in ((19, 0), (1, 19)):
+        (prefill if n > 1 else decode)(fast, ids[:, start : start + n], cache, start)
+        prefill(model, ids[:, start : start + n], plain, start)
+    for mine, theirs in zip(cache, plain, strict=True):
+        assert gap(mine.keys[:, :, :20], theirs.keys[:, :, :20]) <= 1e-5
+        assert gap(mine.values[:, :, :20], theirs.values[:, :, :20]) <= 1e-5
+        assert not mine.keys[:, :, 20:].any() and not mine.values[:, :, 20:].any()
+
+
+def test_slots_that_nobody_wrote_may_hold_anything(traced):
+    """A slab filled by the plain model, NaN behind its tokens: 0 · NaN would be NaN."""
+    model, ids, fast = traced
+    cache = fast.make_cache()
+    prefill(model, ids[:, :9], cache)
+    for layer in cache:
+        layer.keys[:, :, 9:], layer.values[:, :, 9:] = torch.nan, torch.nan
+    assert beside(model, fast, cache, ids, (1, 4, 1), start=9) <= 1e-5
+
+
+def test_plain_and_compiled_take_turns_on_one_cache(traced):
+    model, ids, fast = traced
+    cache = fast.make_cache()
+    for start, who in ((0, fast), (10, model), (20, fast)):
+        assert beside(model, who, cache, ids, (9, 1), start=start) <= 1e-5
+
+
+def test_truncate_fork_and_verify(traced):
+    model, ids, fast = traced
+    cache = fast.make_cache()
+    prefill(fast, ids[:, :30], cache)
+    cache.truncate(12)
+    copy = cache.fork()
+    assert gap(verify(fast, ids[:, 12:17], cache, 12), score(model, ids[:, :17])[:, 12:]) <= 1e-5
+    assert beside(model, fast, copy, ids, (1, 20, 1), start=12) <= 1e-5
+    assert len(fast.compiles) == len(set(fast.compiles))
+
+
+def test_a_prompt_wider_than_the_widest_goes_in_parts():
+    model, ids = small()
+    fast = Compiled(model, CAPACITY, buckets=(8,), backend="eager")
+    assert beside(model, fast, fast.make_cache(), ids, (37, 1, 9)) <= 1e-5
+    assert sorted(fast.compiles) == [1, 8]
+    assert gap(verify(fast, ids[:, :20], fast.make_cache(), 0), score(model, ids[:, :20])) <= 1e-5
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_shape_of_model_and_two_rows(shape):
+    model = pair(**SHAPES[shape])[1]
+    ids, fast = random_ids(2, 2, 30), Compiled(model, 40, batch_size=2, backend="eager")
+    assert beside(model, fast, fast.make_cache(), ids, (20, 1, 5, 1)) <= 1e-5
+    assert sorted(fast.compiles) == [1, 16, 32]
+
+
+def test_generate_and_beams_run_on_it(traced):
+    model, ids, fast = traced
+    prompt = ids[0, :21].tolist()
+    expected = list(nanokv.generate(model, prompt, max_new_tokens=30, eos_token_ids=[]))
+    assert list(nanokv.generate(fast, prompt, cache=fast.make_cache(), max_new_tokens=30, eos_token_ids=[])) == expected
+    assert list(nanokv.generate(fast, prompt, max_new_tokens=30, eos_token_ids=[])) == expected  # a dict cache
+    caches = make_cache("static", model.config, capacity=CAPACITY), fast.make_cache()
+    beams = [nanokv.beam_search(m, prompt, 3, 6, eos_token_ids=[], cache=c)[0]
+             for m, c in zip((model, fast), caches, strict=True)]  # fmt: skip
+    assert beams[0].ids == beams[1].ids and len(beams[0].ids) == 6
+    assert len(fast.compiles) == len(set(fast.compiles))
+
+
+# --- what it was not compiled for -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", nanokv.CACHES)
+def test_other_caches_run_on_the_plain_model(name):
+    """Of another kind, or another size: right, and not compiled."""
+    model, ids = small()
+    fast = Compiled(model, CAPACITY, backend="eager")
+    assert beside(model, fast, make_cache(name, model.config, capacity=50), ids, (11, 1, 5)) <= 1e-5
+    assert fast.compiles == []
+
+
+def test_another_attention_is_not_replaced(traced):
+    model, ids, fast = traced
+    cache, calls = fast.make_cache(), []
+
+    def attend(q, k, v):
+        calls.append(k.shape[2])
+        return decode_attention(q, k, v)
+
+    fast(ids[:, :1], cache, 0, attend)
+    assert calls == [1] * model.config.num_hidden_layers
+
+
+def test_overflow_is_refused_before_anything_is_written(traced):
+    _, ids, fast = traced
+    cache = fast.make_cache()
+    prefill(fast, ids[:, :98], cache)
+    before = [(layer.keys.clone(), layer.values.clone()) for layer in cache]
+    with pytest.raises(CapacityError, match="holds 98 of 100 tokens: 3 more do not fit"):
+        prefill(fast, ids[:, :3], cache, 98)
+    assert cache.length == 98
+    assert all(torch.equal(layer.keys, k) and torch.equal(layer.values, v)
+               for layer, (k, v) in zip(cache, before, strict=True))  # fmt: skip
+
+
+@pytest.mark.parametrize("start_pos", [0, 4, 6])
+def test_a_wrong_start_pos_raises(traced, start_pos):
+    _, ids, fast = traced
+    cache = fast.make_cache()
+    prefill(fast, ids[:, :5], cache)
+    with pytest.raises(ValueError, match=f"start_pos is {start_pos}, but the cache holds 5"):
+        decode(fast, ids[:, 5:6], cache, start_pos)
+
+
+def test_a_cache_of_another_model_raises(traced):
+    other = pair(**SHAPES["G4-bias"])[1]
+    with pytest.raises(ValueError, match="made for another model"):
+        prefill(traced[2], traced[1][:, :5], make_cache("static", other.config, capacity=CAPACITY))
+
+
+def test_a_step_that_fails_counts_nothing(traced, monkeypatch):
+    model, ids, fast = traced
+    cache = fast.make_cache()
+    prefill(fast, ids[:, :5], cache)
+
+    def broken(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setitem(fast.regions, 1, broken)
+        with pytest.raises(KeyboardInterrupt):
+            decode(fast, ids[:, 5:6], cache, 5)
+    assert beside(model, fast, cache, ids, (1, 3), start=5) <= 1e-5
+
+
+def test_optimize_offers_it_and_refuses_both_at_once():
+    model, _ = small()
+    fast = nanokv.optimize(model, compile=CAPACITY)
+    assert isinstance(fast, Compiled) and fast.make_cache().capacity == CAPACITY
+    with pytest.raises(ConfigError, match="choose one"):
+        nanokv.optimize(model, "int8", compile=CAPACITY)
+
+
+@pytest.mark.parametrize(("sizes", "says"), [
+    ({"capacity": 0}, "capacity is 0"), ({"capacity": 1.5}, "capacity is 1.5"), ({"batch_size": 0}, "batch_size is 0"),
+    ({"buckets": ()}, "buckets is empty"), ({"buckets": (16, -1)}, "a bucket is -1"),
+    ({"capacity": 100_000}, "more than the model's 512 positions"), ({"backend": "inducter"}, "'inducter' is not one"),
+])  # fmt: skip
+def test_sizes_are_checked(sizes, says):
+    with pytest.raises((ConfigError, CapacityError), match=says):
+        Compiled(small()[0], **{"capacity": 10, "backend": "eager"} | sizes)
+
+
+def test_without_a_compiler_the_error_says_so(monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(ConfigError, match=r"needs a C\+\+ compiler"):
+        Compiled(small()[0], capacity=10)
+
+
+# --- recording ------------------------------------------------------------------------------------------------------
+
+
+def repeated(step):
+    """In place of a CUDA graph: `play` runs the step again, into the tensor of the first time."""
+    output = step()
+    return lambda: output.copy_(step()), output
+
+
+def test_a_recorded_step_reads_its_inputs_and_keeps_no_result(monkeypatch):
+    monkeypatch.setattr(compiled, "cuda_graph", repeated)
+    slab = torch.zeros(4)
+    step = Recorded(lambda tokens, positions, slabs: tokens * 10 + positions + slabs[0], torch.tensor(1),
+                    torch.tensor(2), [slab])  # fmt: skip
+    first = step(torch.tensor(3), torch.tensor(4))
+    slab += 0.5
+    assert step(torch.tensor(5), torch.tensor(6)).tolist() == [56.5] * 4
+    assert first.tolist() == [34.0] * 4
+
+
+def test_each_cache_has_a_recording_of_its_own(traced, monkeypatch):
+    """Two caches in turn; one gets new slabs on the way; a recording goes with its cache."""
+    model, ids, fast = traced
+    recordings = []
+    monkeypatch.setattr(compiled, "cuda_graph", lambda step: recordings.append(step) or repeated(step))
+    monkeypatch.setattr(Compiled, "run", lambda self, tokens, start, cache, slabs: self.replay(
+        tokens.clone(), torch.arange(start, start + 1), cache[0], slabs))  # fmt: skip
+    caches = [fast.make_cache(), fast.make_cache()]
+    for start in range(4):
+        for cache in caches:
+            assert beside(model, fast, cache, ids, (1,), start=start) <= 1e-5
+    assert len(recordings) == 2
+    caches[0].reorder([0])  # the same tokens in a new slab
+    assert beside(model, fast, caches[0], ids, (1, 1), start=4) <= 1e-5
+    assert len(recordings) == 3 and len(fast.recorded) == 2
+    del cache, caches
+    assert len(fast.recorded) == 0
+
+
+# --- the default backend --------------------------------------------------------------------------------------------
+
+
+@needs_compiler
+def test_generated_code_is_equal_and_writes_in_place():
+    """Decode alone: one compile of a few seconds."""
+    model, ids = small()
+    fast = Compiled(model, CAPACITY)
+    cache = fast.make_cache()
+    prefill(model, ids[:, :20], cache)
+    slabs = [layer.keys.data_ptr() for layer in cache]
+    assert beside(model, fast, cache, ids, [1] * 20, start=20) <= 1e-5
+    assert [layer.keys.data_ptr() for layer in cache] == slabs
+    assert fast.compiles == [1]
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_generated_code_of_every_width():
+    model, ids = small()
+    fast = Compiled(model, CAPACITY)
+    assert beside(model, fast, fast.make_cache(), ids, (5, 1, 17, 1, 33, 1, 1)) <= 1e-5
+    assert sorted(fast.compiles) == [1, 16, 32, 64]
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_bf16_is_as_near_to_fp32_as_the_plain_model():
+    """Fused operations round less often than single ones: other numbers than the plain model's, not worse ones."""
+    model, ids = small()
+    half = model.to(torch.bfloat16)
+    exact, fast, logits = copy.deepcopy(half).float(), Compiled(half, CAPACITY), []
+    for who, cache in ((fast, fast.make_cache()), (half, make_cache("static", half.config, capacity=CAPACITY))):
+        steps = [prefill(who, ids[:, :20], cache), *(decode(who, ids[:, i : i + 1], cache, i) for i in range(20, 60))]
+        logits.append(torch.cat(steps).float())
+    expected = score(exact, ids[:, :60])[0, 19:]  # (41,V)
+    compiled_error, plain_error = ((x - expected).square().mean().sqrt() for x in logits)
+    assert 0 < compiled_error <= 1.2 * plain_error
+    assert gap(*logits) <= 4e-2 * float(expected.abs().max())
+    assert sorted(fast.compiles) == [1, 32]
+
+
+# --- the GPU script -------------------------------------------------------------------------------------------------
+
+
+def test_the_gpu_script_runs_dry(tmp_path, capsys):
+    pytest.importorskip("transformers")
+    assert gpu.main(["--dry-run", "--out", str(tmp_path / "dry")]) == 0
+    report = json.loads((tmp_path / "dry.json").read_text())
+    assert report["dry_run"] and report["faults"] == [] and 0 < report["parity"]["gap"] <= 1e-4
+    assert sorted(report["parity"]["compiles"]) == [1, 16]
+    assert len(report["rows"]) == 6 and all(row["tok_s"] > 0 and row["step_bytes"] > 0 for row in report["rows"])
+    assert len({row["runner"] for row in report["rows"]}) == 6
+    assert all(row["equal"] for row in report["offload"]) and report["versions"]["torch"] == torch.__version__
+    text = (tmp_path / "dry.md").read_text()
+    assert text.startswith("# Dry run on a CPU: no figures") and "nanokv compiled static" in text
+    assert text.strip() in capsys.readouterr().out
+
+
+def test_the_gpu_script_without_a_gpu_says_so_in_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert gpu.main([]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and "sees no GPU" in err
+
+
+def test_the_gpu_script_finds_every_fault():
+    good = {
+        "parity": {"gap": 1e-6, "compiles": [16, 1]}, "attention": [{"call": "x", "kernel": "flash", "gap": 1e-3}],
+        "offload": [{"context": 8, "equal": True}], "rows": [{"runner": "nanokv compiled static", "tok_s": 1.0}],
+    }  # fmt: skip
+    assert gpu.faults(good) == []
+    broken = {"runner": "nanokv compiled static", "batch": 1, "context": 8, "failed": "an illegal memory access"}
+    for name, value, says in (
+        ("parity", {"gap": 1e-2, "compiles": [1]}, "off by"), ("parity", {"gap": float("nan"), "compiles": []}, "nan"),
+        ("parity", {"gap": 0.0, "compiles": [1, 1]}, "compiled twice"), ("rows", [broken], "illegal memory access"),
+        ("attention", [{"call": "x", "kernel": "attention_math", "gap": 1e-3}], "no fused kernel"),
+        ("attention", [{"call": "x", "kernel": "flash", "gap": 0.5}], "off by"),
+        ("offload", [{"context": 8, "equal": False}], "offload differs"),
+    ):  # fmt: skip
+        (fault,) = gpu.faults(good | {name: value})
+        assert says in fault
+
+
+def test_a_runner_that_fails_is_a_row(monkeypatch):
+    """Out of memory, or a compiler that gives up: the rest goes on."""
+    model = gpu.random_model(gpu.TINY, torch.bfloat16, "cpu")
+    runner = gpu.Nano(model, "static", 1)
+    monkeypatch.setattr(runner, "step", lambda: (_ for _ in ()).throw(RuntimeError("out of memory\nand more")))
+    row = gpu.decode_row(runner, 8, gpu.SMALL, rate=1e9)
+    assert row == {"runner": "nanokv plain static", "batch": 1, "context": 8, "failed": "out of memory"}
