@@ -126,21 +126,27 @@ static inline float dot_bf16(const bf16* w, const bf16* x, int64_t K) {
     return _mm512_reduce_add_ps((sum[0] + sum[1]) + (sum[2] + sum[3]));
 }
 
-// For several rows of activations the arithmetic counts as much as the bytes: 64 FLOPs an instruction.
-// y[8·m + r] = w_r · x_m for eight rows of weights and two of activations
-// Meanwhile a line of the next rows is fetched at every step: the memory works while the arithmetic does.
-static inline void tile_bf16(const bf16* w, int64_t rows, const bf16* x, int64_t K, float* y, const char* next) {
-    const bf16* row[8];
-    for (int r = 0; r < 8; r++) row[r] = w + (r < rows ? r : 0) * K;
-    f32x16 sum[16] = {};
+// For several rows of activations the arithmetic counts as much as the bytes: 64 FLOPs an instruction, a load for two.
+// y[4·c + r] = w_r · x_c for four rows of weights and four of activations. The processor computes what is in its cache
+// or waits for memory, never both, unless told early: at every step LINES lines of rows far ahead are asked for.
+const int TILE = 4, AHEAD = 8 * TILE;  // rows
+template <int LINES>
+static inline void tile_bf16(const bf16* w, int64_t rows, const bf16* x, int64_t K, const bf16* ahead, int64_t apart,
+                             float* y) {
+    const bf16* row[TILE];
+    for (int r = 0; r < TILE; r++) row[r] = w + (r < rows ? r : 0) * K;
+    f32x16 sum[TILE * TILE] = {};
     for (int64_t k = 0; k < K; k += 32) {
-        __builtin_prefetch(next + 2 * k);
-        __m512bh a = (__m512bh)_mm512_loadu_si512(x + k), b = (__m512bh)_mm512_loadu_si512(x + K + k);
-#pragma GCC unroll 8
-        for (int r = 0; r < 8; r++) {
+        for (int i = 0; i < LINES; i++) __builtin_prefetch(ahead + i * apart + k, 0, 2);
+        __m512bh xk[TILE];
+#pragma GCC unroll 4
+        for (int c = 0; c < TILE; c++) xk[c] = (__m512bh)_mm512_loadu_si512(x + c * K + k);
+#pragma GCC unroll 4
+        for (int r = 0; r < TILE; r++) {
             __m512bh wk = (__m512bh)_mm512_loadu_si512(row[r] + k);
-            sum[r] = (f32x16)_mm512_dpbf16_ps((__m512)sum[r], wk, a);
-            sum[8 + r] = (f32x16)_mm512_dpbf16_ps((__m512)sum[8 + r], wk, b);
+#pragma GCC unroll 4
+            for (int c = 0; c < TILE; c++)
+                sum[TILE * c + r] = (f32x16)_mm512_dpbf16_ps((__m512)sum[TILE * c + r], wk, xk[c]);
         }
     }
     *(f32x16*)y = sums16(sum);
@@ -165,7 +171,7 @@ struct Input {  // x in the form that the weights' format wants, made once for a
         }
 #if defined(__AVX512BF16__)
         if (w.format == BF16 && w.K % 32 == 0) {
-            half.resize((M + 1) / 2 * 2 * w.K);  // tiles take two rows
+            half.resize((M + TILE - 1) / TILE * TILE * w.K);
             for (int64_t i = 0; i < M * w.K; i += 16) store16(&half[i], load16(x + i));
         }
 #endif
@@ -179,6 +185,24 @@ static void rows_dense(float* y, const Weight& w, const Input& in, int64_t n0, i
         for (int64_t m = 0; m < in.M; m++) put(y + m * w.N, w, n, dot(data + n * w.K, in.x + m * w.K, w.K), add);
 }
 
+#if defined(__AVX512BF16__)
+// A tile of weights stays in the first-level cache while all rows of activations pass over it, four at a time; the passes
+// share the rows that are fetched ahead among them.
+static void rows_bf16(float* y, const Weight& w, const Input& in, int64_t n0, int64_t n1, bool add) {
+    const bf16* data = (const bf16*)w.data;
+    int64_t passes = (in.M + TILE - 1) / TILE, K = w.K;
+    auto tile = passes == 1 ? tile_bf16<4> : passes < 4 ? tile_bf16<2> : tile_bf16<1>;
+    for (int64_t n = n0; n < n1; n += TILE)
+        for (int64_t pass = 0; pass < passes; pass++) {
+            float sums[TILE * TILE];
+            const bf16* ahead = data + (n + AHEAD + pass % TILE) * K;
+            tile(data + n * K, n1 - n, &in.half[pass * TILE * K], K, ahead, passes == 1 ? K : passes * K, sums);
+            for (int64_t m = pass * TILE; m < in.M && m < (pass + 1) * TILE; m++)
+                for (int64_t r = 0; r < TILE && n + r < n1; r++) put(y + m * w.N, w, n + r, sums[m % TILE * TILE + r], add);
+        }
+}
+#endif
+
 static void rows(float* y, const Weight& w, const Input& in, int64_t n0, int64_t n1, bool add) {
     int64_t pairs = pairs_of(w.K);
     std::vector<float> both(2 * pairs);
@@ -189,18 +213,7 @@ static void rows(float* y, const Weight& w, const Input& in, int64_t n0, int64_t
         for (int64_t n = n0; n < n1; n++) put(y, w, n, dot_bf16(data + n * w.K, in.half.data(), w.K), add);
         return;
     }
-    if (!in.half.empty()) {
-        for (int64_t n = n0; n < n1; n += 8)
-            for (int64_t m = 0; m < in.M; m += 2) {
-                float sums[16];
-                int64_t count = n1 - n < 8 ? n1 - n : 8;
-                tile_bf16(data + n * w.K, count, &in.half[m * w.K], w.K, sums,
-                          (const char*)(data + (n + 8) * w.K + m / 2 * w.K));
-                for (int64_t i = m; i < in.M && i < m + 2; i++)
-                    for (int r = 0; r < count; r++) put(y + i * w.N, w, n + r, sums[8 * (i - m) + r], add);
-            }
-        return;
-    }
+    if (!in.half.empty()) return rows_bf16(y, w, in, n0, n1, add);
 #endif
     if (w.format == BF16) return rows_dense<bf16>(y, w, in, n0, n1, add);
     for (int64_t n = n0; n < n1; n++) {
