@@ -13,9 +13,12 @@ ACTIONS = {
     "build": "write the student notebooks from notebooks/source",
     "run": "execute the solution of each NOTEBOOK (05), or of all, offline",
     "book": "execute all solutions and write the web pages",
+    "slides": "execute solutions and write a deck of slides for each: slides 05 -o slides",
     "claims": "print what the articles say and what is true",
     "seal": "the hash of a right answer: seal 05.q1 b",
     "variants": "write one notebook a student, with other numbers, and a key",
+    "exam": "write a paper exam in two variants and its key: exam 05 06.1 open.1 --seed 7 -o exam",
+    "mistakes": "print the wrong answers that the checks know, as a table",
     "grade": "execute a folder of submissions and write a table of results",
 }
 EXAMPLES = (
@@ -34,7 +37,7 @@ def add_arguments(parser) -> None:
     parser.add_argument("--folder", type=Path, default=Path("notebooks"), help="the notebooks (default: notebooks)")
     parser.add_argument("-o", "--out", type=Path, metavar="PATH", help="where the result goes")
     parser.add_argument("--limit", type=real(1, 3600), default=180.0, metavar="S", help="seconds a notebook (180)")
-    parser.add_argument("--seed", type=integer(0, 2**31), default=0, metavar="N", help="of the variants")
+    parser.add_argument("--seed", type=integer(0, 2**31), default=0, metavar="N", help="of variants and exam")
     parser.add_argument("--students", type=Path, metavar="FILE", help="one name a line, for variants")
     parser.add_argument("--key", type=Path, metavar="FILE", help="the key of the variants, for grade")
 
@@ -75,6 +78,13 @@ def _book(args) -> None:
         terminal.write_out(f"{page}\n")
 
 
+def _slides(args) -> None:
+    from nanokv.course import slides
+
+    for deck in slides.build(_chosen(args), args.out or Path("slides"), args.limit):
+        terminal.write_out(f"{deck}\n")
+
+
 def _claims(args) -> None:
     from nanokv.course import claims
 
@@ -99,14 +109,33 @@ def _variants(args) -> None:
     terminal.write_out(f"{key}\n")
 
 
+def _exam(args) -> None:
+    from nanokv.course import exam
+
+    for path in exam.write(args.folder, args.words, args.seed, args.out or Path("exam")):
+        terminal.write_out(f"{path}\n")
+
+
+def _mistakes(args) -> None:
+    from nanokv.course import mistakes
+
+    notebooks = [path.stem[:2] for path in _chosen(args)]
+    terminal.write_out(mistakes.table(notebooks, args.folder / "teach" / "mistakes.md"))
+
+
 def _grade(args) -> None:
     from nanokv.course import grading
 
     if len(args.words) != 1:
         raise CourseError("grade takes one folder of notebooks", "nanokv course grade submissions -o results.csv")
-    rows = grading.grade(Path(args.words[0]), args.limit, args.key)
-    grading.write(rows, args.out or Path("results.csv"))
-    terminal.write_out(f"{args.out or 'results.csv'}\n")
+    out, rows = args.out or Path("results.csv"), []
+    try:
+        for row in grading.grade(Path(args.words[0]), args.limit, args.key):
+            rows.append(row)
+            terminal.notice(f"{row['file']}: {row['score']} of {row['of']}  {row['error']}".rstrip(), args)
+    finally:
+        grading.write(rows, out)  # what is done is kept when somebody interrupts
+    terminal.write_out(terminal.sanitize(grading.tally(rows)) + f"{out}\n")
     terminal.notice(f"{len(rows)} submissions, {sum(bool(row['error']) for row in rows)} with an error", args)
 
 

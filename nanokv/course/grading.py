@@ -7,39 +7,58 @@ forged, and only a container keeps it from reading files. The table says what to
 
 import csv
 import json
+import stat
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from nanokv.course import checking, running
 from nanokv.errors import CourseError
 
 LARGEST = 20_000_000  # bytes of a submission; outputs count
+FIXED = ("student", "file", "notebook", "score", "of", "error", "seconds")  # columns before those of the exercises
 
 
-def grade(folder: Path, limit: float = running.TIME_LIMIT, key: Path | None = None) -> list[dict]:
-    """One row for each *.ipynb of a folder, by name. `key`: the file that `nanokv course variants` wrote."""
-    files = sorted(Path(folder).glob("*.ipynb"))
+def grade(folder: Path, limit: float = running.TIME_LIMIT, key: Path | None = None) -> Iterator[dict]:
+    """One row for each notebook below a folder, as it is done. `key`: the file that `nanokv course variants` wrote."""
+    files = submissions(Path(folder))
     if not files:
         raise CourseError(f"{folder} holds no *.ipynb")
-    seeds = read_seeds(key) if key else {}
-    return [row(path, limit, seeds) for path in files]
+    seeds = read_seeds(key) if key else None
+    return (row(path, limit, seeds) | {"file": path.relative_to(folder).as_posix()} for path in files)
 
 
-def row(path: Path, limit: float, seeds: dict) -> dict:
-    """student, notebook, score, of, error, seconds, and the state of every exercise."""
+def submissions(folder: Path) -> list[Path]:
+    """All *.ipynb of a folder and of those in it (a learning platform makes one a student), without hidden ones:
+    Jupyter's checkpoints, and what macOS puts into archives."""
+    found = (path for path in folder.rglob("*") if path.suffix.lower() == ".ipynb")
+    return sorted(path for path in found if not any(p.startswith(".") for p in path.relative_to(folder).parts))
+
+
+def row(path: Path, limit: float, seeds: dict | None) -> dict:
+    """student, file, notebook, score, of, error, seconds, and the state of every exercise. Whatever a submission does
+    to its reader ends in its own row."""
+    fixed = dict.fromkeys(FIXED, "") | {"student": path.stem, "file": path.name, "score": 0, "of": 0, "seconds": 0.0}
     try:
         notebook = load(path)
+        number = notebook["metadata"]["nanokv"]["notebook"]
+        done = running.run(notebook, limit, keep_going=True)
+        seed = seeds.get((path.stem, number)) if seeds else None
+        states = results(number, done.events, seed)
     except CourseError as error:
-        return {"student": path.stem, "notebook": "", "score": 0, "of": 0, "error": str(error), "seconds": 0.0}
-    number = notebook["metadata"]["nanokv"]["notebook"]
-    done = running.run(notebook, limit, keep_going=True)
-    states = results(number, done.events, seeds.get((path.stem, number)))
-    score = sum(state == "right" for state in states.values())
-    fixed = {"student": path.stem, "notebook": number, "score": score, "of": len(states)}
-    return fixed | {"error": done.error, "seconds": round(done.seconds, 1)} | states
+        return fixed | {"error": str(error)}
+    except Exception as error:
+        return fixed | {"error": f"cannot be graded: {type(error).__name__}: {error}"}
+    doubt = "not in the key: nobody knows which numbers are theirs" if seeds is not None and seed is None else ""
+    doubt = doubt or ("" if done.events else "no cell of it has called course.start")
+    fixed |= {"notebook": number, "of": len(states), "score": sum(state == "right" for state in states.values())}
+    return fixed | {"error": done.error or doubt, "seconds": round(done.seconds, 1)} | states
 
 
 def load(path: Path) -> dict:
     """A submission, cleaned of outputs; CourseError if it is no notebook of this course."""
+    if not stat.S_ISREG(path.lstat().st_mode):  # a link may lead anywhere, and a pipe would be read for ever
+        raise CourseError("not a file of its own")
     if path.stat().st_size > LARGEST:
         raise CourseError(f"larger than {LARGEST:,} bytes")
     try:
@@ -59,13 +78,23 @@ def results(number: str, events: list[dict], seed: int | None) -> dict[str, str]
     module = checking.exercises(number)
     found = {item.id: "missing" for item in (*module.CHECKS, *module.QUESTIONS)}
     for event in events:
-        if event["event"] not in ("check", "answer") or event.get("id") not in found:
+        id = str(event.get("id"))
+        if event["event"] not in ("check", "answer") or id not in found:
             continue
         state, mistake = str(event.get("state")), str(event.get("mistake") or "")
         if event["event"] == "check" and seed is not None and event.get("seed") != seed:
             state, mistake = "other variant", ""
-        found[event["id"]] = f"{state}: {mistake}" if mistake else state
+        found[id] = f"{state}: {mistake}" if mistake else state
     return found
+
+
+def tally(rows: list[dict]) -> str:
+    """What the class answered: a line an exercise, its most common states first."""
+    ids = sorted({name for row in rows for name in row} - set(FIXED))
+    counts = {id: Counter(row[id] for row in rows if row.get(id)) for id in ids}
+    return "".join(
+        f"{id:<7} " + ", ".join(f"{number} {state}" for state, number in counts[id].most_common()) + "\n" for id in ids
+    )
 
 
 def read_seeds(key: Path) -> dict[tuple[str, str], int]:
@@ -74,10 +103,12 @@ def read_seeds(key: Path) -> dict[tuple[str, str], int]:
         return {(line["student"], line["notebook"]): int(line["seed"]) for line in csv.DictReader(file)}
 
 
-def write(rows: list[dict], path: Path) -> None:
-    """CSV with the union of all columns. A text that a spreadsheet would take for a formula gets an apostrophe."""
+def write(rows: Iterable[dict], path: Path) -> None:
+    """CSV with the union of all columns. A text that a spreadsheet would take for a formula gets an apostrophe, and
+    what a file name may hold and UTF-8 cannot is written as an escape."""
+    rows = list(rows)
     names = list(dict.fromkeys(name for row in rows for name in row))
-    with open(path, "w", newline="", encoding="utf-8") as file:
+    with open(path, "w", newline="", encoding="utf-8", errors="backslashreplace") as file:
         out = csv.DictWriter(file, names, restval="")
         out.writeheader()
         out.writerows({name: harmless(value) for name, value in row.items()} for row in rows)

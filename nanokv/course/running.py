@@ -17,6 +17,7 @@ from pathlib import Path
 from nanokv.course import log
 
 TIME_LIMIT = 180.0  # seconds for a notebook
+MEMORY_LIMIT = 8 * 2**30  # bytes for all its processes: an endless list shall not take the machine with it
 OFFLINE = "from nanokv.course.offline import block; block(); del block"
 
 
@@ -53,12 +54,12 @@ def run(notebook: dict, limit: float = TIME_LIMIT, keep_going: bool = False, env
         work.mkdir()
         command = [sys.executable, "-m", "nanokv.course.running", str(folder), str(limit), str(int(keep_going))]
         begin = time.monotonic()
-        timed_out, code, usage, tail = _supervise(command, work, limit, _environment(folder, env or {}))
+        stopped, code, usage, tail = _supervise(command, work, limit, _environment(folder, env or {}))
         seconds = time.monotonic() - begin
         events = log.read(folder / "events.jsonl")
         executed = _load(folder / "out.ipynb")
-    error = f"stopped after {limit:g} s" if timed_out else ""
-    if not timed_out and (code or executed is None):
+    error = stopped
+    if not stopped and (code or executed is None):
         error = tail or f"the process ended with code {code}"
     failed, stderr = _outputs(executed) if executed else ("", "")
     peak = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
@@ -79,7 +80,7 @@ def _environment(folder: Path, extra: dict) -> dict:
 
 
 def _supervise(command, work, limit, env) -> tuple:
-    """(timed out, exit code, resources used with all children, last line of its stderr)."""
+    """(why it was stopped or "", exit code, resources used with all children, last line of its stderr)."""
     import psutil
 
     with open(work.parent / "stderr", "w+b") as stderr:
@@ -87,14 +88,17 @@ def _supervise(command, work, limit, env) -> tuple:
             command, cwd=work, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr,
             start_new_session=True,
         )  # fmt: skip
-        family, timed_out, deadline = {}, False, time.monotonic() + limit
+        family, stopped, deadline = {}, "", time.monotonic() + limit
         while True:
             pid, status, usage = os.wait4(child.pid, os.WNOHANG)
             if pid:
                 break
             family |= {p.pid: p for p in _children(psutil, child.pid)}
-            timed_out = time.monotonic() > deadline
-            if timed_out:
+            if time.monotonic() > deadline:
+                stopped = f"stopped after {limit:g} s"
+            elif _memory(psutil, family.values()) > MEMORY_LIMIT:
+                stopped = f"stopped at {MEMORY_LIMIT / 2**30:g} GiB of memory"
+            if stopped:
                 child.send_signal(signal.SIGKILL)
                 _, status, usage = os.wait4(child.pid, 0)
                 break
@@ -107,7 +111,7 @@ def _supervise(command, work, limit, env) -> tuple:
                 pass
         stderr.seek(0)
         lines = stderr.read()[-4000:].decode("utf-8", "replace").strip().splitlines()
-    return timed_out, child.returncode, usage, lines[-1] if lines else ""
+    return stopped, child.returncode, usage, lines[-1] if lines else ""
 
 
 def _children(psutil, pid: int) -> list:
@@ -115,6 +119,17 @@ def _children(psutil, pid: int) -> list:
         return psutil.Process(pid).children(recursive=True)
     except psutil.Error:
         return []
+
+
+def _memory(psutil, processes) -> int:
+    """Bytes in memory now; what has ended has none."""
+    total = 0
+    for process in processes:
+        try:
+            total += process.memory_info().rss
+        except psutil.Error:
+            pass
+    return total
 
 
 def _load(path: Path) -> dict | None:

@@ -17,6 +17,7 @@ SECTIONS = (  # second-level headings that every notebook has, in this order; ot
     "What you will be able to do", "Predict", "What the articles say", "Exercises", "Quiz", "Further reading", "Next",
 )  # fmt: skip
 TAGS = {"exercise", "solution"}
+SLIDE_TAGS = {"slide", "skip"}  # of the deck: with its code, or not at all
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Cell:
     kind: str
     text: str
     role: str = "both"
+    slide: str = ""  # slide, skip or, for the rule of nanokv/course/slides.py, nothing
 
 
 @dataclass(frozen=True)
@@ -86,10 +88,11 @@ def read(path) -> Source:
     notebook = jupytext.reads(path.read_text(encoding="utf-8"), fmt="py:percent")
     cells = []
     for i, cell in enumerate(notebook.cells):
-        roles = TAGS & set(cell.metadata.get("tags", []))
-        if len(roles) > 1 or cell.cell_type == "raw":
-            raise CourseError(f"{path.name}, cell {i}: {cell.cell_type}, tags {sorted(roles)}", "one tag, code or text")
-        cells.append(Cell(cell.cell_type, cell.source.strip("\n"), roles.pop() if roles else "both"))
+        tags = set(cell.metadata.get("tags", []))
+        roles, slide = tags & TAGS, tags & SLIDE_TAGS
+        if len(roles) > 1 or len(slide) > 1 or tags - TAGS - SLIDE_TAGS or cell.cell_type == "raw":
+            raise CourseError(f"{path.name}, cell {i}: {cell.cell_type}, tags {sorted(tags)}", "one tag, code or text")
+        cells.append(Cell(cell.cell_type, cell.source.strip("\n"), *(roles or {"both"}), *slide))
     source = Source(path.stem, tuple(cells))
     for complaint in complaints(source):
         raise CourseError(f"{path.name}: {complaint}", "notebooks/AUTHORING.md describes the form")

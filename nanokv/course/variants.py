@@ -24,7 +24,7 @@ def write(sources: list[Path], students: list[str], number: int, out: Path) -> P
     """out/NN_name/STUDENT.ipynb for each, and out/key.csv: student, notebook, seed, parameters and right answers."""
     names = [name.strip() for name in students if name.strip()]
     files = [file_name(name) for name in names]
-    if len(set(files)) != len(files) or not files:
+    if len({file.casefold() for file in files}) != len(files) or not files:  # some file systems know no case
         raise CourseError("the names are not all different, or there is none", "one name a line")
     lines = []
     for path in sources:
@@ -47,6 +47,8 @@ def variant(source, seed: int) -> dict:
     """The student notebook with the seed in its first code cell."""
     notebook = source.student()
     call = f'course.start("{source.number}")'
+    if source.code().count(call) != 1:
+        raise CourseError(f"{source.name}: {call} stands in no cell, or in several", "the seed is put in there")
     for cell in notebook["cells"]:
         if cell["cell_type"] == "code":
             cell["source"] = [line.replace(call, f'{call[:-1]}, seed={seed})') for line in cell["source"]]
@@ -65,5 +67,5 @@ def answers(notebook: str, seed: int) -> dict[str, str]:
 
 
 def file_name(student: str) -> str:
-    """A name that is safe as a file name on every system."""
-    return re.sub(r"[^\w.-]+", "_", student).strip("._") or "student"
+    """A name that is safe as a file name on every system, and as a cell of a spreadsheet."""
+    return re.sub(r"[^\w.-]+", "_", student)[:80].strip("._-") or "student"

@@ -28,3 +28,9 @@ def copied_by_cat(tokens: int) -> int:
     """Rows copied while a cache grows by torch.cat from 1 to `tokens`, one token at a time: every append copies all
     that is there."""
     return sum(range(1, tokens))
+
+
+def prefilled_after_prefix(shared: int, own: int, page: int) -> int:
+    """Tokens that a prompt feeds when `shared` of them were computed before and full pages of those are kept."""
+    kept = sum(page for end in range(page, shared + 1, page) if end < shared + own)
+    return shared + own - kept

@@ -28,7 +28,7 @@ def version() -> str | None:
 
 def answers(folder: Path, questions: Questions, dtype) -> Evidence:
     """Question transformers' Qwen3ForCausalLM and its tokenizer."""
-    model, tokenizer = _load(folder, dtype)
+    model, tokenizer = load(folder, dtype)
     return Evidence(
         f"transformers {version()}",
         Config.from_dict(model.config.to_dict()),
@@ -41,7 +41,8 @@ def answers(folder: Path, questions: Questions, dtype) -> Evidence:
     )
 
 
-def _load(folder: Path, dtype):
+def load(folder: Path, dtype):
+    """(Qwen3ForCausalLM in eval mode, its tokenizer); NanoKVError if transformers cannot be used or refuses it."""
     try:
         import transformers
         from transformers import AutoTokenizer, GenerationConfig, Qwen3ForCausalLM

@@ -1,0 +1,206 @@
+"""Notebook 01, text and tokens: joining bytes, cutting characters, choosing a token, stopping."""
+
+from nanokv.course.checking import Mistake, Question, function, value
+
+RULES = (("a", "n"), ("b", "a"), ("n", "a"))
+
+
+def _pieces(word):
+    """The pieces that the tokenizers library makes of a word with RULES."""
+    from tokenizers import Tokenizer, models
+
+    entries = [*"abcn", *(a + b for a, b in RULES)]
+    backend = Tokenizer(models.BPE({entry: i for i, entry in enumerate(entries)}, list(RULES)))
+    return tuple(backend.encode(word).tokens)
+
+
+def _longest_first(word):
+    """From the left, always the longest entry that fits."""
+    entries, found = {a + b for a, b in RULES}, []
+    while word:
+        size = 2 if word[:2] in entries else 1
+        found.append(word[:size])
+        word = word[size:]
+    return tuple(found)
+
+
+# --- 01.2: bytes to text ------------------------------------------------------------------------------------------
+
+
+def _cut_text(rng):
+    """(pieces,): the bytes of a short text, cut at random places; now and then the last character is not complete."""
+    text = "".join(rng.choice("aé ß🙂むz") for _ in range(rng.randint(3, 8))) + "🙂"
+    data = text.encode()
+    data = data[:-1] if rng.random() < 0.3 else data
+    pieces, at = [], 0
+    while at < len(data):
+        size = rng.randint(1, 3)
+        pieces.append(data[at : at + size])
+        at += size
+    return (pieces,)
+
+
+def _text_of(pieces):
+    """As a stream gives it."""
+    import codecs
+
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    return "".join(decoder.decode(piece) for piece in pieces) + decoder.decode(b"", final=True)
+
+
+# --- 01.3: top-p --------------------------------------------------------------------------------------------------
+
+
+def _chances(rng):
+    weights = [rng.random() ** 2 + 1e-3 for _ in range(rng.randint(4, 9))]
+    return [weight / sum(weights) for weight in weights], rng.uniform(0.3, 0.9)
+
+
+def _top_p(chances, p):
+    import torch
+
+    from nanokv.sample import top_p
+
+    return set(top_p(torch.tensor([chances]).log(), p)[0].isfinite().nonzero()[:, 0].tolist())
+
+
+def _below(chances, p):
+    """Those whose sum stays below p: the one that crosses it is left out."""
+    kept, total = set(), 0.0
+    for index in sorted(range(len(chances)), key=lambda i: -chances[i]):
+        total += chances[index]
+        if total > p:
+            break
+        kept.add(index)
+    return kept
+
+
+def _unsorted(chances, p):
+    kept, total = set(), 0.0
+    for index, chance in enumerate(chances):
+        if total >= p:
+            break
+        kept.add(index)
+        total += chance
+    return kept
+
+
+# --- 01.4 and 01.5 ------------------------------------------------------------------------------------------------
+
+
+def _times_as_likely(d, T):
+    import torch
+
+    from nanokv.sample import probabilities
+
+    p = probabilities(torch.tensor([[d, 0.0]]), T)[0]
+    return float(p[0] / p[1])
+
+
+def _stream(rng):
+    stop = rng.sample(range(10), rng.randint(2, 3))
+    stream = [rng.randrange(10) for _ in range(rng.randint(3, 20))]
+    return [*stream, stop[0], stop[1], rng.randrange(10)], stop
+
+
+def _until(stream, stop):
+    end = min(stream.index(token) for token in stop if token in stream)
+    return stream[:end]
+
+
+CHECKS = (
+    value(
+        "01.1",
+        right=lambda case: _pieces(case.word),
+        parameters={"word": ("banana", "cabana", "nabana")},
+        wrong=(
+            Mistake("longest first", lambda c: _longest_first(c.word),
+                    "You went from the left and took what fits. The rules go first: rule 1 in the whole word, then "
+                    "rule 2 on what is left."),
+            Mistake("letters", lambda c: tuple(c.word), "Those are the letters, before any rule."),
+        ),
+        otherwise="Join a+n everywhere, then b+a, then n+a, each on the pieces that are left.",
+    ),
+    function(
+        "01.2", right=_text_of, inputs=_cut_text,
+        wrong=(
+            Mistake("piece by piece", lambda pieces: "".join(p.decode("utf-8", "replace") for p in pieces),
+                    "You decoded each piece on its own, so a character that was cut is lost. Join the bytes first."),
+            Mistake("dropped", lambda pieces: b"".join(pieces).decode("utf-8", "ignore"),
+                    "What is no character is to be shown as U+FFFD, not dropped: a reader should know."),
+            Mistake("Latin-1", lambda pieces: b"".join(pieces).decode("latin-1"), "The bytes are UTF-8."),
+        ),
+    ),
+    function(
+        "01.3", right=_top_p, inputs=_chances,
+        wrong=(
+            Mistake("stays below", _below,
+                    "You stop before p is reached. The token that crosses it stays: otherwise a token with more than p "
+                    "would leave nothing."),
+            Mistake("not sorted", _unsorted, "Begin with the likeliest, not with index 0."),
+            Mistake("a threshold", lambda chances, p: {i for i, chance in enumerate(chances) if chance >= p},
+                    "p is a share of all together, not what each token has to reach."),
+        ),
+    ),
+    value(
+        "01.4",
+        right=lambda case: _times_as_likely(case.d, case.T),
+        parameters={"d": (3.0, 2.0, 4.0), "T": (0.5, 2.0)},
+        wrong=(
+            Mistake("temperature ignored", lambda c: _times_as_likely(c.d, 1.0), "That is at temperature 1."),
+            Mistake("times", lambda c: _times_as_likely(c.d * c.T, 1.0),
+                    "Logits are divided by the temperature, not multiplied."),
+            Mistake("no softmax", lambda c: c.d / c.T, "That is the difference of the scaled logits: now e to it."),
+        ),
+        otherwise="Softmax of two numbers: only their difference counts.",
+        rel=5e-3,
+    ),
+    function(
+        "01.5", right=_until, inputs=_stream,
+        wrong=(
+            Mistake("first stop id only", lambda stream, stop: stream[: stream.index(stop[0])],
+                    "You look at one stop id only. The set may hold several, and each of them ends the answer."),
+            Mistake("end included", lambda stream, stop: stream[: len(_until(stream, stop)) + 1],
+                    "The token that ends the answer does not belong to it."),
+            Mistake("filtered", lambda stream, stop: [token for token in stream if token not in stop],
+                    "You left the stop ids out and went on. What comes after the first one was never said."),
+        ),
+    ),
+)  # fmt: skip
+
+QUESTIONS = (
+    Question(
+        "01.q1",
+        "Why does the same question take more tokens in capitals?",
+        {
+            "a": ("Capital letters need more bytes.", "A letter from A to Z has one byte either way."),
+            "b": ("The joining rules were learned from text in which such sequences are rare.",
+                  "What is rare stays in small pieces, in a tokenizer and in what a model has learned."),
+            "c": ("The model reads capitals letter by letter to be careful.",
+                  "The model has no say in it. The text is cut before it arrives."),
+        },
+        right="3b0d74e9e182a347b4ce",
+    ),
+    Question(
+        "01.q2",
+        "The likeliest token has a probability of 0.95, and top-p is 0.9. How many tokens can be drawn?",
+        {
+            "a": ("One.", "It reaches 0.9 alone, and as few as possible are kept."),
+            "b": ("None, because 0.95 is more than 0.9.", "The token that crosses p stays. There is always one."),
+            "c": ("All: top-p only matters where the model is unsure.",
+                  "It matters most here: the other 5 percent are cut off."),
+        },
+        right="c1bda72965bf96fc17c8",
+    ),
+    Question(
+        "01.q3",
+        "A chat program lets the model finish its answer and then write the user's next question. What is wrong?",
+        {
+            "a": ("The temperature is too high.", "It happened at temperature 0 here."),
+            "b": ("The model was trained badly.", "It was trained on whole talks, and continues one. That is its job."),
+            "c": ("The token that ends a turn is not among the stop ids.",
+                  "A model never stops by itself; a program does."),
+        },
+        right="df344650ad96e04c5510",
+    ),
+)  # fmt: skip

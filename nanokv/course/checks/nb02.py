@@ -1,0 +1,201 @@
+"""Notebook 02, attention: a row of weights by hand, the formula, its scale, and a test that finds a leak."""
+
+import math
+
+from nanokv.course.checking import RIGHT, UNANSWERED, Mistake, Question, function, judged, value, wrong
+
+
+def _weights(scores):
+    import torch
+
+    return torch.tensor(scores, dtype=torch.float64).softmax(-1).tolist()
+
+
+# --- 02.2: the formula --------------------------------------------------------------------------------------------
+
+
+def _qkv(rng):
+    """q, k, v, each (T,D)."""
+    import torch
+
+    T, D = rng.randint(2, 6), rng.choice((4, 8, 16))
+    return tuple(torch.randn(3, T, D, generator=torch.Generator().manual_seed(rng.randrange(2**32))))
+
+
+def _attention(q, k, v):
+    from nanokv.attention import causal_attention
+
+    return causal_attention(*(x[None, None] for x in (q, k, v)))[0, 0]
+
+
+def _variant(scale=True, mask="added", axis=-1):
+    """The formula with something else in it."""
+
+    def attend(q, k, v):
+        import torch
+
+        scores = q @ k.T / (q.shape[-1] ** 0.5 if scale else 1)
+        visible = torch.ones(scores.shape).tril()
+        if mask == "added":
+            scores = scores.masked_fill(visible == 0, -torch.inf)
+        if mask == "multiplied":
+            scores = scores * visible
+        if mask == "strict":
+            scores = scores.masked_fill(visible.tril(-1) == 0, -1e9)
+        weights = scores.softmax(axis)
+        return (weights * visible if mask == "after softmax" else weights) @ v
+
+    return attend
+
+
+# --- 02.4: a test that finds a leak -------------------------------------------------------------------------------
+
+
+def _judge_leak_test(answer, case):
+    """Run the learner's test on models that are known to leak and on models that are known not to."""
+    import torch
+
+    from nanokv.attention import causal_attention, prefill_attention
+
+    noise = torch.Generator().manual_seed(0)
+    V = case.config.vocab_size
+    ids = torch.randint(V, (1, 8), generator=noise)
+    subjects = (  # (what it is, an attention function or None for a model that is not one, does it leak?, mistake)
+        ("nanokv's causal model", causal_attention, 0.0, False, "false alarm"),
+        ("a model without a mask", prefill_attention, 0.0, True, "no mask missed"),
+        ("a model with a multiplied mask", _multiplied, 0.0, True, "multiplied missed"),
+        ("a model in which each token sees one token ahead", _one_ahead, 0.0, True, "one ahead missed"),
+        ("a model in which only the first token sees ahead", _first_row, 0.0, True, "first row missed"),
+        ("a causal model with rounding noise of 1e-6", causal_attention, 1e-6, False, "rounding taken for a leak"),
+    )
+    for words, attend, size, leaks, mistake in subjects:
+        given = answer(_forward(case.model, attend, size, noise), ids.clone(), V)
+        if given is None or given is ...:
+            return UNANSWERED
+        if not isinstance(given, bool) and not hasattr(given, "item"):
+            return wrong(f"return True or False; this is {given!r:.40}", "no bool")
+        if bool(given) != leaks:
+            says = "does not see the future, but your test says it does" if given else "sees the future, unnoticed"
+            return wrong(f"{words} {says}", mistake)
+    return RIGHT
+
+
+def _forward(model, attend, size, noise):
+    """ids (B,T) → logits (B,T,V), with another attention function and random noise of this size."""
+    import torch
+
+    from nanokv.cache import NoCache
+
+    @torch.inference_mode()
+    def forward(ids):
+        logits = model.lm_head(model(ids, NoCache(model.config.num_hidden_layers), 0, attend))
+        return logits + size * torch.randn(logits.shape, generator=noise)
+
+    return forward
+
+
+def _multiplied(q, k, v):
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    scores = q @ k.transpose(2, 3) / q.shape[-1] ** 0.5
+    return (scores * scores.new_ones(scores.shape[2:]).tril()).softmax(-1) @ v
+
+
+def _one_ahead(q, k, v):
+    from nanokv.attention import prefill_attention
+
+    return prefill_attention(q, k, v, q.new_ones(q.shape[2], q.shape[2]).tril(1).bool())
+
+
+def _first_row(q, k, v):
+    from nanokv.attention import prefill_attention
+
+    mask = q.new_ones(q.shape[2], q.shape[2]).tril().bool()
+    mask[0, : min(3, len(mask))] = True  # positions 1 and 2
+    return prefill_attention(q, k, v, mask)
+
+
+CHECKS = (
+    value(
+        "02.1",
+        right=lambda c: _weights((math.log(c.a), math.log(c.b), -math.inf)),
+        parameters={"a": (1, 2), "b": (3, 5), "c": (4, 6, 7)},
+        wrong=(
+            Mistake("no mask", lambda c: _weights((math.log(c.a), math.log(c.b), math.log(c.c))),
+                    "That is the row without a mask: the third weight has to be 0."),
+            Mistake("multiplied", lambda c: _weights((math.log(c.a), math.log(c.b), 0)),
+                    "You made the forbidden score 0. e to the 0 is 1: it still takes its share."),
+            Mistake("masked after softmax",
+                    lambda c: (*_weights((math.log(c.a), math.log(c.b), math.log(c.c)))[:2], 0),
+                    "You masked after softmax. The weights no longer add up to 1."),
+            Mistake("scores, not weights", lambda c: (c.a, c.b, 0), "Divide by their sum: weights add up to 1."),
+        ),
+        otherwise="e to each score, 0 for the forbidden one, divided by the sum.",
+        rel=2e-3,
+        atol=1e-4,
+    ),
+    function(
+        "02.2", right=_attention, inputs=_qkv, rel=1e-4, atol=1e-5,
+        wrong=(
+            Mistake("no division", _variant(scale=False), "The division by the root of D is missing."),
+            Mistake("multiplied", _variant(mask="multiplied"),
+                    "Your mask makes forbidden scores 0. They have to become −∞: e to the 0 is 1."),
+            Mistake("no mask", _variant(mask="none"), "There is no mask: every token sees every other."),
+            Mistake("masked after softmax", _variant(mask="after softmax"),
+                    "You masked after softmax, so the rows no longer add up to 1. Mask the scores."),
+            Mistake("sees not itself", _variant(mask="strict"), "A token sees itself too: the diagonal is allowed."),
+        ),
+    ),
+    value(
+        "02.3",
+        right=lambda case: case.config.head_dim**-0.5,
+        wrong=(
+            Mistake("head size derived", lambda c: (c.config.hidden_size / c.config.num_attention_heads) ** -0.5,
+                    "You took hidden size over heads for the head size. D is a number of its own."),
+            Mistake("hidden size", lambda c: c.config.hidden_size**-0.5,
+                    "A query has D numbers, the size of a head, not C."),
+            Mistake("no root", lambda c: 1 / c.config.head_dim, "That is 1/D: the root is missing."),
+            Mistake("times", lambda c: c.config.head_dim**0.5, "The scores are divided by it, not multiplied."),
+        ),
+        otherwise="One over the root of the head size.",
+        rel=2e-3,
+    ),
+    judged("02.4", _judge_leak_test),
+)  # fmt: skip
+
+QUESTIONS = (
+    Question(
+        "02.q1",
+        "Why must a mask be added, with −∞, and not multiplied, with 0?",
+        {
+            "a": ("A score of 0 still gets a weight, because e to the 0 is 1.",
+                  "And where the allowed scores are negative, the forbidden ones even win."),
+            "b": ("It need not: what is multiplied by 0 is gone, so both are the same.",
+                  "The common wrong answer. The score is gone, the weight is not."),
+            "c": ("Adding is faster than multiplying.", "No difference worth a thought."),
+        },
+        right="aadafe9a42f089fb0a84",
+    ),
+    Question(
+        "02.q2",
+        "A finished model is run with a multiplied mask. What did you see?",
+        {
+            "a": ("Nonsense instead of text.", "The text stayed the same, and so did nearly all first choices."),
+            "b": ("An error, because the rows no longer sum to 1.", "They do: softmax sees to that."),
+            "c": ("Hardly anything, until a later token was changed and earlier logits moved.",
+                  "Only that test is sure. In training the same bug lets the model read the answer."),
+        },
+        right="e4ed0972dec7a8ba3122",
+    ),
+    Question(
+        "02.q3",
+        "What is the division by the root of D for?",
+        {
+            "a": ("It makes each row of weights sum to 1.", "Softmax does that, with any scale."),
+            "b": ("It keeps the size of the scores the same for every D, so that softmax does not pick a single token.",
+                  "A sum of D terms grows like the root of D."),
+            "c": ("It gives queries and keys length 1.",
+                  "It does not touch them. (Qwen3 norms them besides, and still divides.)"),
+        },
+        right="67b944e0394f833033fb",
+    ),
+)  # fmt: skip

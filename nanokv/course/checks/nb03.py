@@ -1,0 +1,234 @@
+"""Notebook 03, inside a block: the shapes of its weights, the norm, the rotation, the sharing of KV heads."""
+
+from dataclasses import replace
+
+from nanokv.course.checking import RIGHT, Mistake, Question, function, judged, value, wrong
+
+
+def _shapes(case):
+    """(out, in) of q_proj, k_proj and o_proj, read off a real block without weights."""
+    from nanokv.course.claims.shapes import QWEN
+    from nanokv.skeleton import skeleton
+
+    config = replace(
+        QWEN, num_hidden_layers=1, hidden_size=case.C, num_attention_heads=case.H, num_key_value_heads=case.Hk,
+        head_dim=case.D,
+    )  # fmt: skip
+    attention = skeleton(config).layers[0].self_attn
+    return tuple(tuple(p.weight.shape) for p in (attention.q_proj, attention.k_proj, attention.o_proj))
+
+
+def _derived(case):
+    """The same with a head size of C / H."""
+    D = case.C // case.H
+    return (case.H * D, case.C), (case.Hk * D, case.C), (case.C, case.H * D)
+
+
+def _random(rng, *shape):
+    import torch
+
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(rng.randrange(2**32)))
+
+
+# --- 03.2: the rotation -------------------------------------------------------------------------------------------
+
+
+def _rotation_inputs(rng):
+    """x (B,H,T,D), cos and sin (T,D) with equal halves."""
+    import torch
+
+    B, H, T, D = rng.randint(1, 2), rng.randint(1, 3), rng.randint(2, 4), 2 * rng.randint(2, 4)
+    angle = _random(rng, T, D // 2)
+    angle = torch.cat((angle, angle), dim=-1)
+    return _random(rng, B, H, T, D), angle.cos(), angle.sin()
+
+
+def _rotate(x, cos, sin):
+    from nanokv.model import apply_rope
+
+    return apply_rope(x, (cos, sin))
+
+
+def _rotate_neighbours(x, cos, sin):
+    import torch
+
+    half = x.shape[-1] // 2
+    a, b, cos, sin = x[..., 0::2], x[..., 1::2], cos[..., :half], sin[..., :half]
+    return torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
+
+
+def _rotate_back(x, cos, sin):
+    return _rotate(x, cos, -sin)
+
+
+def _mirror(x, cos, sin):
+    import torch
+
+    a, b = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((b, a), dim=-1) * sin
+
+
+# --- 03.3: the norm -----------------------------------------------------------------------------------------------
+
+
+def _norm_inputs(rng):
+    """x (T,C) with small rows, in which eps counts, weight (C,), eps."""
+    import torch
+
+    T, C = rng.randint(2, 4), rng.randint(3, 6)
+    size = torch.tensor([1.0, 1e-3] * T)[:T, None]
+    return _random(rng, T, C) * size + 0.5 * size, 1 + 0.3 * _random(rng, C), 1e-6
+
+
+def _rms_norm(x, weight, eps):
+    import torch
+
+    from nanokv.model import RMSNorm
+
+    norm = RMSNorm(x.shape[-1], eps)
+    with torch.no_grad():
+        norm.weight.copy_(weight)
+        return norm(x)
+
+
+def _layer_norm(x, weight, eps):
+    return _rms_norm(x - x.mean(-1, keepdim=True), weight, eps)
+
+
+def _no_weight(x, weight, eps):
+    return _rms_norm(x, weight * 0 + 1, eps)
+
+
+def _by_sum(x, weight, eps):
+    return weight * x * (x.pow(2).sum(-1, keepdim=True) + eps).rsqrt()
+
+
+def _eps_outside(x, weight, eps):
+    return weight * x / (x.pow(2).mean(-1, keepdim=True).sqrt() + eps)
+
+
+# --- 03.4 and 03.5 ------------------------------------------------------------------------------------------------
+
+
+def _heads(rng):
+    Hk, G = rng.randint(2, 6), rng.randint(2, 6)
+    return rng.randrange(Hk * G), Hk * G, Hk
+
+
+def _kv_head(h, H, Hk):
+    """As attention groups the query heads: H as (Hk,G)."""
+    import torch
+
+    return int((torch.arange(H).reshape(Hk, -1) == h).nonzero()[0, 0])
+
+
+def _judge_weights(answer, case):
+    """Does norm-then-rotate equal rotate-then-norm with these weights?"""
+    import random
+
+    import torch
+
+    weight = torch.as_tensor(answer, dtype=torch.float32)
+    if weight.shape != (8,):
+        return wrong(f"eight numbers were asked for, these have the shape {tuple(weight.shape)}", "shape")
+    if not weight.isfinite().all() or (weight == 0).any():
+        return wrong("let no weight be zero: a norm that erases a dimension is too easy", "zero")
+    if (weight == weight[0]).all():
+        return wrong("true, but that is the easy case: not all equal, please", "all equal")
+    rng = random.Random("03.5")
+    angle = _random(rng, 4, 4).repeat(1, 2)
+    x, cos, sin = _random(rng, 1, 1, 4, 8), angle.cos(), angle.sin()
+    before, after = _rotate(_rms_norm(x, weight, 1e-6), cos, sin), _rms_norm(_rotate(x, cos, sin), weight, 1e-6)
+    if torch.allclose(before, after, rtol=1e-4, atol=1e-4 * float(weight.abs().max())):
+        return RIGHT
+    if torch.equal(weight[0::2], weight[1::2]):
+        return wrong("you made neighbours equal, but they are no pair: dimension i turns with i + D/2", "neighbours")
+    return wrong("the order still matters. Which two dimensions get mixed by the rotation?", "order matters")
+
+
+CHECKS = (
+    value(
+        "03.1",
+        right=_shapes,
+        parameters={"C": (192, 384, 96), "H": (6, 12), "Hk": (2, 3), "D": (48, 40)},
+        wrong=(
+            Mistake("head size derived", _derived,
+                    "You derived the head size from the hidden size. It is a number of its own: D is given."),
+            Mistake("swapped axes", lambda c: tuple(shape[::-1] for shape in _shapes(c)),
+                    "Right numbers, wrong order: a Linear's weight is (out, in)."),
+            Mistake("no grouping", lambda c: (_shapes(c)[0], _shapes(c)[0], _shapes(c)[2]),
+                    "Keys have Hk heads, not H: that is the grouping."),
+            Mistake("o like q", lambda c: (*_shapes(c)[:2], _shapes(c)[0]),
+                    "o_proj goes the other way: from all heads together back to the hidden size."),
+        ),
+        otherwise="What goes in is C wide, what comes out is heads · D; o_proj goes back.",
+    ),
+    function(
+        "03.2", right=_rotate, inputs=_rotation_inputs, rel=1e-4, atol=1e-5,
+        wrong=(
+            Mistake("neighbours", _rotate_neighbours,
+                    "You paired 2i with 2i + 1. Here dimension i turns with i + D/2."),
+            Mistake("backwards", _rotate_back,
+                    "It turns the other way round: the minus belongs to the second half, which moves to the first."),
+            Mistake("no minus", _mirror, "Without the minus it is no rotation: the length changes."),
+        ),
+    ),
+    function(
+        "03.3", right=_rms_norm, inputs=_norm_inputs, rel=1e-4, atol=1e-6,
+        wrong=(
+            Mistake("mean subtracted", _layer_norm, "You subtracted the mean. That is LayerNorm."),
+            Mistake("no weight", _no_weight, "The learned weight is missing."),
+            Mistake("sum", _by_sum, "Divide by the root of the mean of the squares, not of their sum."),
+            Mistake("eps outside", _eps_outside,
+                    "eps is added to the mean square, before the root. In tiny rows that is not the same."),
+        ),
+    ),
+    function(
+        "03.4", right=_kv_head, inputs=_heads,
+        wrong=(
+            Mistake("dealt out", lambda h, H, Hk: h % Hk,
+                    "That deals the heads out in turn. Neighbours share: the first G heads read KV head 0."),
+            Mistake("divided by Hk", lambda h, H, Hk: h // Hk, "Divide by the group's size H / Hk, not by Hk."),
+            Mistake("within the group", lambda h, H, Hk: h % (H // Hk), "That is the place of h within its group."),
+        ),
+    ),
+    judged("03.5", _judge_weights),
+)  # fmt: skip
+
+QUESTIONS = (
+    Question(
+        "03.q1",
+        "Every position of a text is counted from 1 instead of from 0. What happens to the logits?",
+        {
+            "a": ("All of them move a lot, because every angle is another one.",
+                  "The common wrong answer. Queries and keys turn together, and only the distance is left."),
+            "b": ("Nothing but rounding.", "RoPE depends on distances. That is why the start does not matter."),
+            "c": ("Only the first token's move.", "The first token alone attends to itself: distance 0, as before."),
+        },
+        right="79081955cb018f003b60",
+    ),
+    Question(
+        "03.q2",
+        "A port of Qwen3 pairs dimension 2i with 2i + 1. Which test shows it?",
+        {
+            "a": ("A forward of one token, compared with the reference.",
+                  "At position 0 nothing is turned: the logits are equal to the last bit or two."),
+            "b": ("A check of all shapes.", "Both pairings give the same shapes."),
+            "c": ("A forward of several tokens, compared number by number.",
+                  "From the second position on the logits differ. The text alone may stay fluent."),
+        },
+        right="bb7dd4b3cdd6490452ba",
+    ),
+    Question(
+        "03.q3",
+        "What is done to queries, keys and values before attention, in this order?",
+        {
+            "a": ("Queries and keys are normed, then rotated; values are left as projected.",
+                  "What a value carries is mixed, not compared: it needs neither."),
+            "b": ("Queries and keys are rotated, then normed; values are normed.",
+                  "The other order changes logits by about one without changing the text, and values have no norm."),
+            "c": ("All three are normed and rotated.", "Values are neither normed nor rotated."),
+        },
+        right="88e486b6a264dc0971b5",
+    ),
+)  # fmt: skip

@@ -1,0 +1,228 @@
+"""Notebook 04, the same logits: the file, the tolerance, and finding what is wrong from the numbers alone."""
+
+import tempfile
+from pathlib import Path
+
+from nanokv.course.answers import as_number
+from nanokv.course.checking import RIGHT, UNANSWERED, Mistake, Question, function, judged, value, wrong
+
+
+def _tensors(L, tied):
+    """Seven projections and four norms a layer, the embedding and the last norm, and a head of its own or none."""
+    return 11 * L + 2 + (not tied)
+
+
+# --- 04.2: a tensor out of a file ---------------------------------------------------------------------------------
+
+
+def _judge_reader(read, case):
+    """read(path, name) on a small file of two dtypes."""
+    import torch
+    from safetensors.torch import save_file
+
+    tensors = {
+        "first": torch.arange(6.0).view(2, 3), "half": torch.linspace(-2, 2, 20).bfloat16().view(4, 5),
+        "last": torch.tensor([7.5, -1.25]),
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.safetensors"
+        save_file(tensors, path, metadata={"format": "pt"})
+        for name, right in tensors.items():
+            given = read(path, name)
+            if given is None or given is ...:
+                return UNANSWERED
+            outcome = _tensor_outcome(name, given, right)
+            if outcome:
+                return outcome
+    return RIGHT
+
+
+def _tensor_outcome(name, given, right):
+    import torch
+
+    if not isinstance(given, torch.Tensor):
+        return wrong(f"“{name}” came back as {type(given).__name__}, not as a tensor", "no tensor")
+    if given.dtype != right.dtype:
+        return wrong(f"“{name}” is stored as {right.dtype}, and yours is {given.dtype}: see its dtype field", "dtype")
+    if given.numel() != right.numel():
+        return wrong(f"“{name}” has {right.numel()} values, and yours {given.numel()}: the offsets are bytes", "size")
+    if given.shape != right.shape:
+        return wrong(f"“{name}” has shape {tuple(right.shape)}, and yours {tuple(given.shape)}", "shape")
+    if not torch.equal(given, right):
+        message = "has the right shape and wrong numbers: data_offsets count from the end of the header, at byte 8 + n"
+        return wrong(f"“{name}” {message}", "offset")
+    return None
+
+
+# --- 04.3 and 04.5: what rounding does, and what the three do -----------------------------------------------------
+
+
+def _distances(case):
+    """Largest difference of a logit: {"fp32": rounding, "bf16": rounding, "theta": …, "eps": …, "head": …}."""
+    import copy
+
+    import torch
+
+    from nanokv.course.reference import one_by_one, prompt, sabotaged
+    from nanokv.inference import score
+
+    ids, model = prompt(case.model), case.model
+    right = score(model, ids)
+    half = score(copy.deepcopy(model).to(torch.bfloat16), ids).float()
+    seen = {name: score(one, ids) for name, one in sabotaged(model).items()}
+    seen |= {"fp32": one_by_one(model, ids)[None, "lm_head"], "bf16": half}
+    return {name: float((logits - right).abs().max()) for name, logits in seen.items()}
+
+
+def _judge_tolerance(answer, case):
+    """Above twice the rounding of fp32, below the smallest of the three that stands out of it."""
+    atol = as_number(answer)
+    if atol is None:
+        return wrong("answer with one number, such as 0.5")
+    found = _distances(case)
+    noise = found["fp32"]
+    bugs = {name: found[name] for name in ("theta", "eps", "head") if found[name] > 4 * noise}
+    missed = [name for name, size in bugs.items() if size <= atol]
+    if atol <= 0:
+        return wrong("zero asks for equal bits: right code that multiplies in another order fails", "zero")
+    if atol <= noise:
+        return wrong(f"rounding alone gives {noise:.1e} in Experiment 3: right code would fail", "below rounding")
+    if missed:
+        return wrong(f"with {atol:g} these wrong checkpoints pass: {', '.join(missed)}", "too loose")
+    if atol < 2 * noise:
+        return wrong(f"just above the {noise:.1e} of this machine; another one will go over it", "no margin")
+    return RIGHT
+
+
+def _hidden_by_bf16(case):
+    found = _distances(case)
+    return {name for name in ("theta", "eps", "head") if found[name] <= found["bf16"]}
+
+
+# --- 04.4: one more wrong checkpoint, of which only the activations are known -------------------------------------
+
+CAUSES = {
+    "a": "gate_proj and up_proj of a layer were exchanged",
+    "b": "q_norm and k_norm of a layer were exchanged",
+    "c": "the rows of q_proj stand in the order of interleaved pairs, as for another RoPE",
+    "d": "down_proj was taken from another layer",
+    "e": "o_proj was taken from another layer",
+    "f": "both norms of a layer were exchanged",
+}
+
+
+def _place(case):
+    return case.place % max(1, case.config.num_hidden_layers - 2)
+
+
+def mystery(case, ids) -> dict:
+    """What nanokv.debug.record gives of case.model with one weight or two of one layer wrong."""
+    from nanokv.debug import record
+    from nanokv.loading import build
+
+    weights = {name: weight for name, weight in case.model.state_dict().items() if name != "lm_head.weight"}
+    if not case.config.tie_word_embeddings:
+        weights["lm_head.weight"] = case.model.lm_head.weight
+    here, D = _place(case), case.config.head_dim
+    mine, next_one = f"layers.{here}.", f"layers.{(here + 1) % case.config.num_hidden_layers}."
+    pairs = {"a": ("mlp.gate_proj", "mlp.up_proj"), "b": ("self_attn.q_norm", "self_attn.k_norm"),
+             "f": ("input_layernorm", "post_attention_layernorm")}  # fmt: skip
+    if case.cause in pairs:
+        one, other = (f"{mine}{name}.weight" for name in pairs[case.cause])
+        weights[one], weights[other] = weights[other], weights[one]
+    elif case.cause == "c":
+        name = f"{mine}self_attn.q_proj.weight"
+        rows = weights[name].view(-1, 2, D // 2, weights[name].shape[1])  # (H,2,D/2,C): halves
+        weights[name] = rows.transpose(1, 2).reshape(weights[name].shape)  # (H,D/2,2,C): pairs
+    else:
+        name = {"d": "mlp.down_proj", "e": "self_attn.o_proj"}[case.cause]
+        weights[f"{mine}{name}.weight"] = weights[f"{next_one}{name}.weight"]
+    return record(build(case.config, weights), ids)
+
+
+CHECKS = (
+    function(
+        "04.1",
+        right=_tensors,
+        inputs=lambda rng: (rng.randint(1, 80), rng.random() < 0.5),
+        wrong=(
+            Mistake("head always", lambda L, tied: 11 * L + 3, "A tied head is the embedding: it is not stored again."),
+            Mistake("head never", lambda L, tied: 11 * L + 2, "A head that is not tied is one tensor more."),
+            Mistake("swapped", lambda L, tied: 11 * L + 2 + tied, "Tied means that the head needs no tensor."),
+            Mistake(
+                "two norms", lambda L, tied: 9 * L + 2 + (not tied),
+                "Nine a layer: you forgot q_norm and k_norm, which Qwen3 has and Llama has not.",
+            ),
+            Mistake("no last norm", lambda L, tied: 11 * L + 1 + (not tied), "There is a norm after the last layer."),
+        ),
+    ),
+    judged("04.2", _judge_reader),
+    judged("04.3", _judge_tolerance),
+    value(
+        "04.4",
+        right=lambda case: (_place(case), case.cause),
+        parameters={"place": (2, 1, 3), "cause": ("c", "a", "b", "d", "e")},
+        wrong=(
+            Mistake("last layer", lambda case: (case.config.num_hidden_layers - 1, case.cause),
+                    "In the last layer everything differs, because it was handed on from layer to layer. Where does "
+                    "it begin?"),
+            Mistake("counted from 1", lambda case: (_place(case) + 1, case.cause), "Layers are counted from 0."),
+            Mistake("other cause", lambda case: (_place(case), "f"),
+                    "The layer is right. Which operation of it differs first, and which ones before it do not?"),
+        ),
+        otherwise="Go through nanokv.debug.compare in order: the first step that is not ok has a layer and an "
+        "operation. Which of the causes first touches that operation?",
+    ),
+    value(
+        "04.5",
+        right=_hidden_by_bf16,
+        wrong=(
+            Mistake("all found", lambda case: set(),
+                    "Compare the changes of the logits in Experiment 4 with the rounding of bf16 in Experiment 3."),
+            Mistake("same words", lambda case: {"theta", "eps"},
+                    "Those give the same words. Do both stay below the rounding of bf16 in their logits?"),
+        ),
+        otherwise='Answer with a set of names, such as {"head"}.',
+    ),
+)
+
+QUESTIONS = (
+    Question(
+        "04.q1",
+        "Your port answers twenty questions word for word like the reference. What does that show?",
+        {
+            "a": ("The same numbers: other logits would give other words.",
+                  "The common wrong answer. Words change only where the best token changes."),
+            "b": ("That it is right in fp32; bf16 has to be looked at separately.",
+                  "Words show neither. A wrong theta gave the right answer in fp32."),
+            "c": ("That no logit is so wrong that another token wins in these texts, and no more.",
+                  "So compare logits: they differ long before the words do."),
+        },
+        right="dbf7a2cd986741c7ee3c",
+    ),
+    Question(
+        "04.q2",
+        "In bf16 your logits differ from the reference by 0.1. What do you do?",
+        {
+            "a": ("Look for the bug: 0.1 is far too much.",
+                  "It may be rounding alone. How far is the reference in bf16 from itself in fp32?"),
+            "b": ("Compare in fp32, and in bf16 with the distance between the reference's own bf16 and fp32.",
+                  "In fp32 rounding is thousands of times smaller, so what is left is a bug."),
+            "c": ("Raise the tolerance to 0.2.",
+                  "The common wrong answer. The wrong eps would pass, and so would much else."),
+        },
+        right="48d7378258058a8a2eae",
+    ),
+    Question(
+        "04.q3",
+        "The logits differ. Which operation do you look at?",
+        {
+            "a": ("The first one, in the order of the forward pass, that differs by more than rounding.",
+                  "Everything after it only hands the difference on."),
+            "b": ("The one with the largest difference.",
+                  "The common wrong answer. A difference is handed on and may grow: the largest can be layers away."),
+            "c": ("The head, because the logits come from it.", "It is the last of many, and only one of them."),
+        },
+        right="5e5094d1d60ef5a910a4",
+    ),
+)  # fmt: skip

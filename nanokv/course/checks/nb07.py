@@ -1,0 +1,189 @@
+"""Notebook 07, the bug hunt: find it in a trace, count its bytes, write the test that notices it, mend a cache."""
+
+from nanokv.course.checking import UNANSWERED, Mistake, Outcome, Question, function, judged, wrong
+
+WANTED = 16  # faults that the test of exercise 07.4 has to kill
+
+# --- 07.1: where does this key stand? -----------------------------------------------------------------------------
+
+
+def _rotated(config, key, position):
+    import torch
+
+    from nanokv.model import apply_rope, rope_angles
+
+    return apply_rope(key, rope_angles(config, torch.tensor([position]), key.dtype))
+
+
+def _key(rng):
+    """(config, key, the key rotated to a position below 100), each key (1,1,1,D)."""
+    import torch
+
+    from nanokv.equality import small_model
+
+    config = small_model().config
+    key = torch.randn(1, 1, 1, config.head_dim, generator=torch.Generator().manual_seed(rng.randint(0, 10**6)))
+    return config, key, _rotated(config, key, rng.randint(0, 99))
+
+
+def _position_of(config, key, rotated):
+    return min(range(100), key=lambda p: float((_rotated(config, key, p) - rotated).abs().max()))
+
+
+# --- 07.2: name the fault -----------------------------------------------------------------------------------------
+
+FAMILIES = {
+    "What goes into attention is right and what comes out is not. Which tokens of the second chunk are wrong, the last "
+    "one too? And the single tokens after it?":
+        ("no_mask_on_chunk", "top_left_mask", "cached_before_rope"),
+    "Positions are wrong, yes. By how much? Your function of 07.1 says where a key stands.":
+        ("start_pos_off_by_one", "start_pos_advanced_twice", "start_pos_restarts"),
+    "The first key is wrong already. Only that of token 0, or all of them, and by how much?":
+        ("first_token_unwritten", "rounded_to_bf16", "last_layer_closure"),
+}  # fmt: skip
+SUSPECTS = tuple(sorted(name for family in FAMILIES.values() for name in family))
+
+
+def trace(case) -> tuple[list, list]:
+    """The forward passes (nanokv.debug.Pass) of a run on right code and of one with the fault of this case.
+
+    A random model reads a prompt of 24 tokens in chunks of 8, then three single tokens, the same ones in both runs.
+    """
+    from nanokv import faults
+    from nanokv.debug import watch
+    from nanokv.equality import small_model
+    from nanokv.faults.diagnosis import random_prompts
+
+    model = small_model()
+    run, prompts, answer = faults.SCENARIOS["chunked"], random_prompts(model), [[5, 6, 7, 8]]
+    with watch(model) as right:
+        run(model, prompts, answer)
+    with faults.inject(case.fault), watch(model) as seen:
+        run(model, prompts, answer)
+    return right, seen
+
+
+def _judge_name(answer, case):
+    name = str(answer).strip()
+    if name not in SUSPECTS:
+        return wrong(f"answer with one of the names {', '.join(SUSPECTS)}")
+    if name == case.fault:
+        return Outcome("right")
+    hint = next(hint for hint, family in FAMILIES.items() if case.fault in family)
+    if name in FAMILIES[hint]:
+        return wrong(f"You are near. {hint}", "same family")
+    return wrong("That one would show elsewhere. Which operation of layer 0 differs first, and at which token?", "elsewhere")
+
+
+# --- 07.4: a test, graded by the faults that it notices -----------------------------------------------------------
+
+
+def _judge_test(test, case):
+    from nanokv import faults
+    from nanokv.equality import small_model
+
+    if not callable(test):
+        return wrong("hand in the function itself, without calling it")
+    try:
+        if test(small_model()) is ...:
+            return UNANSWERED
+    except NotImplementedError:
+        return UNANSWERED
+    except Exception:  # grade says what it is
+        pass
+    grade = faults.grade(test)
+    if grade.false_alarm:
+        return wrong(str(grade), "false alarm")
+    if grade.note:
+        return wrong(grade.note, "vacuous")
+    if len(grade.kills) < WANTED:
+        return wrong(f"{WANTED} are wanted. {grade}", "survivors")
+    return Outcome("right", str(grade))
+
+
+# --- 07.5: a cache to be mended -----------------------------------------------------------------------------------
+
+
+def _judge_cache(answer, case):
+    from nanokv import equality
+
+    if not isinstance(answer, type):
+        return wrong("hand in the class itself, without calling it: there will be one object for each layer")
+    report = equality.check(answer)
+    if report.first_failure:
+        failed = sum(one.status == "failed" for one in report.cases)
+        return wrong(f"{failed} cases fail, the first of them: {report.first_failure}", "differs")
+    dropped = [one.name for one in report.cases if one.status == "not offered" and not one.name.startswith(OPTIONAL)]
+    if dropped:
+        return wrong(f"nothing fails, but the broken one could do more: {'; '.join(dropped)}", "not offered")
+    return Outcome("right", str(report).splitlines()[-1])
+
+
+OPTIONAL = ("A file", "32 tokens take")  # cases that need save and nbytes, which nobody asked for
+
+CHECKS = (
+    function(
+        "07.1",
+        right=_position_of,
+        inputs=_key,
+        wrong=(
+            Mistake("counted from 1", lambda *a: _position_of(*a) + 1, "One too many: positions are counted from 0."),
+            Mistake("first is nearest", lambda *a: 0, "Always 0: are you comparing the rotated key with itself?"),
+        ),
+        trials=20,
+    ),
+    judged("07.2", _judge_name, {"fault": FAMILIES[next(iter(FAMILIES))] + SUSPECTS}, key=lambda case: case.fault),
+    function(
+        "07.3",
+        right=lambda H, Hk: ((H + 2 * Hk) / (2 * Hk), H / Hk),
+        inputs=lambda rng: (lambda Hk: (Hk * rng.randint(2, 8), Hk))(rng.randint(1, 8)),
+        wrong=(
+            Mistake("as if H = Hk", lambda H, Hk: (1.5, H / Hk),
+                    "One and a half times would be right if there were as many query heads as KV heads."),
+            Mistake("one of K and V", lambda H, Hk: ((H + Hk) / Hk, H / Hk),
+                    "The right cache holds keys and values: 2·Hk heads a layer, not Hk."),
+            Mistake("swapped", lambda H, Hk: (H / Hk, (H + 2 * Hk) / (2 * Hk)), "Right numbers in the wrong order."),
+            Mistake("one more copy", lambda H, Hk: ((H + 2 * Hk) / (2 * Hk), H / Hk + 1),
+                    "The repeated heads replace the Hk that there were: H of them, no more."),
+        ),
+    ),
+    judged("07.4", _judge_test),
+    judged("07.5", _judge_cache),
+)
+
+QUESTIONS = (
+    Question(
+        "07.q1",
+        "After your change the chat still answers every question as before. What do you know about the cache?",
+        {
+            "a": ("It is right: a wrong cache gives nonsense.",
+                  "The common wrong answer. Half of the bugs here leave every word as it was."),
+            "b": ("That no bug changed the best token in these chats. Compare logits with a run without a cache.",
+                  "Bugs that do not change a word here are in every probability and show in another text."),
+            "c": ("Nothing, because greedy decoding is random.", "It is not: the same input gives the same tokens."),
+        },
+        right="f707980a8c3311b2ce46",
+    ),
+    Question(
+        "07.q2",
+        "A test compares cached decoding with a run without a cache, one prompt, one request. What does it never see?",
+        {
+            "a": ("Bugs of chunks, batches, truncation and second requests, and whatever costs only memory.",
+                  "A bug needs its situation. Most columns of the table belong to other tests."),
+            "b": ("Wrong positions, because RoPE is relative.",
+                  "The shift between prompt and answer is no common shift: it sees them."),
+            "c": ("Nothing: equal logits mean a right cache.", "The common wrong answer. Equal in this situation only."),
+        },
+        right="dafbc05bbf43a5cc4692",
+    ),
+    Question(
+        "07.q3",
+        "Keys and values of the new tokens are right in layer 0, and the output of its attention is wrong. Where is the bug?",
+        {
+            "a": ("In the projections of layer 0.", "Then the new keys and values would be wrong."),
+            "b": ("In the rotation.", "Then rope_k or rope_q would be the first to differ."),
+            "c": ("In what comes from the cache, or in the mask.", "These are all that attention sees besides them."),
+        },
+        right="365aa02d39807d067e68",
+    ),
+)  # fmt: skip

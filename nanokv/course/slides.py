@@ -1,0 +1,233 @@
+"""Slides from an executed notebook: one HTML file a notebook, which needs no network, no server and no library.
+
+A text cell, a heading and a numbered exercise each begin a slide; a plot is a slide with its words under it; what a
+cell prints goes under the text before it. What is too long for a slide goes into its notes. Code is not shown, unless
+its cell is tagged "slide"; a cell tagged "skip" is left out. Answers are in no slide and in no note, so a deck can be
+handed out. Without JavaScript, and on paper, the slides stand below one another.
+"""
+
+import base64
+import hashlib
+import html
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from nanokv.course import book, checking, running, twins
+from nanokv.errors import CourseError
+
+WORDS = 60  # of text on a slide, from the second sentence on
+LINES = 12  # of output
+SILENT = re.compile(r"course\.(check|answer|predict)\(")  # cells that print a judgement of the solution's answers
+HEADING = re.compile(r"^(?:#{1,3} (?P<heading>.+)|(?=\*\*(?P<exercise>\d\d\.\d+)\*\*))", re.MULTILINE)
+BLOCK = re.compile(r"```.*?```|(?:(?!\n\s*\n).)+", re.DOTALL)
+
+CSS = """
+* { box-sizing: border-box }
+html { color-scheme: light; font: 18px/1.45 system-ui, sans-serif; color: #1b1b1b; background: #ffffff }
+body { margin: 0 } h1, h2 { line-height: 1.2; margin: 0 0 .5em; text-wrap: balance } h2 { font-size: 1.45em }
+section { padding: 1.6em 2.4em; border-bottom: 1px solid #c9ccd1; display: flex; flex-direction: column }
+section.first { justify-content: center } section.first h1 { font-size: 2.4em }
+p, ul, ol, pre { margin: 0 0 .6em } pre, code { font-family: ui-monospace, monospace; font-size: .86em }
+pre { white-space: pre-wrap; padding: .5em .8em; background: #f3f4f6; border-left: 4px solid #0072b2 }
+figure { margin: 0; flex: 1; min-height: 0; display: flex; flex-direction: column }
+figure img { flex: 1; min-height: 0; max-width: 100%; object-fit: contain; object-position: left }
+figcaption { font-size: .72em; color: #454b53; padding-top: .5em }
+table { border-collapse: collapse } th, td { text-align: left; padding: .2em .6em; border-bottom: 1px solid #c9ccd1 }
+a { color: #0057a3 } section:focus { outline: none } :focus-visible { outline: 3px solid #0057a3; outline-offset: -3px }
+aside { font-size: .7em; color: #454b53; border-top: 2px dashed #c9ccd1; margin-top: 1em; padding-top: .6em }
+aside::before { content: "Notes"; font-weight: bold } footer { display: none }
+.deck { overflow: hidden } .deck html, .deck body { height: 100% }
+.deck section { position: absolute; inset: 0 0 1.8rem; font-size: min(2.3vw, 4vh); border: 0; overflow: auto }
+.deck section:not(.now), .deck:not(.notes) aside { display: none }
+.deck footer { position: fixed; inset: auto 0 0; height: 1.8rem; display: flex; gap: .6rem; align-items: center;
+  padding: 0 .8rem; font-size: .8rem; color: #454b53; background: #f3f4f6 }
+footer button { font: inherit; min-width: 2.2rem } #title { flex: 1 }
+@media print {
+  @page { size: 13.33in 7.5in; margin: 0 }
+  .deck, .deck body { overflow: visible; height: auto }
+  section, .deck section, .deck section:not(.now) { display: flex; position: static; height: 7.4in; overflow: hidden;
+    font-size: 20pt; break-after: page; border: 0 }
+  .deck footer, .deck:not(.notes) aside { display: none } section { print-color-adjust: exact } }
+"""
+SCRIPT = """
+const root = document.documentElement, slides = [...document.querySelectorAll('section')];
+const count = document.getElementById('count');
+let at = Math.min(slides.length, Math.max(1, parseInt(location.hash.slice(1)) || 1)) - 1;
+function fit(slide) {                          // smaller type where a slide holds too much
+  for (let size = 100; size >= 60 && slide.scrollHeight > slide.clientHeight; size -= 5)
+    slide.style.zoom = size / 100;
+}
+function show(i, focus = true) {
+  at = Math.min(slides.length - 1, Math.max(0, i));
+  slides.forEach((s, n) => s.classList.toggle('now', n === at));
+  slides[at].style.zoom = ''; fit(slides[at]);
+  slides[at].scrollTop = 0;
+  count.textContent = `${at + 1} / ${slides.length}`;
+  history.replaceState(null, '', '#' + (at + 1));
+  if (focus) slides[at].focus();
+}
+function notes() { root.classList.toggle('notes'); show(at); }
+const keys = { ArrowRight: 1, ArrowDown: 1, PageDown: 1, ' ': 1, ArrowLeft: -1, ArrowUp: -1, PageUp: -1 };
+addEventListener('keydown', event => {
+  if (event.ctrlKey || event.metaKey || event.altKey) return;
+  if (event.key === ' ' && event.target.closest('button')) return;
+  const step = keys[event.key];
+  if (step) show(at + (event.shiftKey && event.key === ' ' ? -1 : step));
+  else if (event.key === 'Home') show(0);
+  else if (event.key === 'End') show(slides.length - 1);
+  else if (event.key === 'n' || event.key === 'N') notes();
+  else return;
+  event.preventDefault();
+});
+document.getElementById('back').onclick = () => show(at - 1, false);
+document.getElementById('on').onclick = () => show(at + 1, false);
+document.getElementById('notes').onclick = notes;
+addEventListener('hashchange', () => show((parseInt(location.hash.slice(1)) || 1) - 1));
+addEventListener('resize', () => show(at, false));
+root.classList.add('deck');
+show(at);
+"""
+PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy"
+ content="default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{hash}'">
+<title>{title}</title><style>{css}</style></head><body>
+<main>
+{slides}
+</main>
+<footer><button id="back" aria-label="previous slide">←</button><button id="on" aria-label="next slide">→</button>
+<span id="count"></span><span id="title">{title}</span><button id="notes">Notes (N)</button></footer>
+<script>{script}</script></body></html>
+"""
+
+
+@dataclass
+class Slide:
+    """One slide: a title as text, what is shown and what is in the notes as HTML."""
+
+    title: str
+    body: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def build(sources: list[Path], out, limit: float = running.TIME_LIMIT) -> list[Path]:
+    """Execute the solutions and write out/NN_name.html; CourseError names the first that fails."""
+    out = Path(out)
+    out.mkdir(parents=True, exist_ok=True)
+    written = []
+    for path in sources:
+        source = twins.read(path)
+        done = running.run(source.solution(), limit)
+        if done.error:
+            raise CourseError(f"{source.name}: {done.error}", f"nanokv course run {source.number}")
+        written.append(out / f"{source.name}.html")
+        written[-1].write_text(page(source.title, deck(source, done.notebook)), encoding="utf-8")
+    return written
+
+
+def deck(source: twins.Source, executed: dict) -> list[Slide]:
+    """The slides of a source and its executed solution, cell by cell."""
+    slides: list[Slide] = []
+    cells = [cell for cell in source.cells if cell.role != "exercise"]
+    for cell, done in zip(cells, executed["cells"], strict=True):
+        title = slides[-1].title if slides else source.title
+        if cell.slide == "skip":
+            continue
+        if cell.kind == "markdown":
+            slides += of_text(cell.text, title, whole=cell.slide == "slide")
+        elif "course.quiz(" in cell.text:
+            slides += [of_question(question) for question in checking.exercises(source.number).QUESTIONS]
+        elif cell.slide == "slide":
+            slides.append(Slide(title, [_code(cell.text)]))
+            _add_outputs(slides, done["outputs"])
+        elif cell.role == "both" and not SILENT.search(cell.text):
+            _add_outputs(slides, done["outputs"])
+    return [slide for i, slide in enumerate(slides) if slide.body or i == 0]
+
+
+def of_text(text: str, title: str, whole: bool = False) -> list[Slide]:
+    """A markdown cell: a slide for what stands before its first heading, and one for each heading and exercise."""
+    starts = list(HEADING.finditer(text))
+    made = [Slide(title)] if not starts or text[: starts[0].start()].strip() else []
+    ends = [match.start() for match in starts] + [len(text)]
+    parts = [(slide, text[: ends[0]]) for slide in made]
+    for match, end in zip(starts, ends[1:], strict=True):
+        name = match["heading"] or f"Exercise {match['exercise']}"
+        begin = match.end() + len(f"**{match['exercise']}**") * bool(match["exercise"])
+        parts.append((Slide(re.sub(r"[`*]", "", name)), text[begin:end]))
+    for slide, part in parts:
+        _fill(slide, part, whole or slide.title.startswith("Exercise "))
+    return [slide for slide, _ in parts]
+
+
+def of_question(question) -> Slide:
+    """A quiz question with its options, and not with its answer."""
+    items = "".join(f"<li>{html.escape(text)}</li>" for text, _ in question.options.values())
+    return Slide(f"Quiz {question.id}", [f'<p>{html.escape(question.text)}</p><ol type="a">{items}</ol>'])
+
+
+def sentences(paragraph: str) -> list[str]:
+    """A paragraph in sentences; none is cut inside `code`, **emphasis** or a [link](…)."""
+    found = [""]
+    for piece in re.split(r"(?:(?<=[.?!])|(?<=[.?!]\*\*))\s+(?=[A-Z0-9`*<\[])", paragraph.strip()):
+        last = found[-1]
+        torn = last.count("`") % 2 or last.count("**") % 2 or last.count("[") != last.count("]")
+        found[-1:] = [f"{last} {piece}".strip()] if torn or not last else [last, piece]
+    return found
+
+
+def _fill(slide: Slide, text: str, whole: bool) -> None:
+    """As much as fits is shown; what follows goes to the notes."""
+    pieces, words = [], 0
+    for block in BLOCK.findall(text):
+        plain = not re.match(r"\s*([-*+|>#]\s|\d+\. |```|\|)", block)
+        pieces += sentences(block) if plain and block.strip() else [block] * bool(block.strip())
+    for i, piece in enumerate(pieces):
+        words += len(piece.split())
+        shown = whole or i == 0 or words <= WORDS
+        words += 0 if shown else WORDS  # nothing is shown after a gap
+        (slide.body if shown else slide.notes).append(_markdown(piece))
+
+
+def _markdown(text: str) -> str:
+    """HTML without the marks of figures; a link that leads to another file of the course is text."""
+    made = book.markdown(re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL))
+    return re.sub(r'<a href="(?!https://)[^"]*"[^>]*>(.*?)</a>', r"\1", made, flags=re.DOTALL)
+
+
+def _code(text: str) -> str:
+    from pygments import highlight
+    from pygments.formatters import HtmlFormatter
+    from pygments.lexers import PythonLexer
+
+    return highlight(text, PythonLexer(), HtmlFormatter(style="xcode", noclasses=True, nobackground=True))
+
+
+def _add_outputs(slides: list[Slide], outputs: list) -> None:
+    """Text under the last slide, or into its notes; each picture on a slide of its own."""
+    for output in outputs:
+        picture = output.get("data", {}).get("image/png")
+        if picture:
+            alt = html.escape(output["metadata"]["image/png"]["alt"])
+            image = f'<img alt="{alt}" src="data:image/png;base64,{"".join(picture.split())}">'
+            slides.append(Slide(slides[-1].title, [f"<figure>{image}<figcaption>{alt}</figcaption></figure>"]))
+        lines = [line for line in output.get("text", "").splitlines() if not line.startswith("In words: ")]
+        if any(line.strip() for line in lines):
+            target = slides[-1].body if len(lines) <= LINES else slides[-1].notes
+            target.append(f"<pre>{html.escape(chr(10).join(lines))}</pre>")
+
+
+def page(title: str, slides: list[Slide]) -> str:
+    """The whole deck as one file."""
+    parts = [_section(slide, i, len(slides)) for i, slide in enumerate(slides)]
+    digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
+    return PAGE.format(title=html.escape(title), css=CSS, script=SCRIPT, hash=digest, slides="\n".join(parts))
+
+
+def _section(slide: Slide, i: int, of: int) -> str:
+    title, level = html.escape(slide.title), "h2" if i else "h1"
+    notes = f"<aside>{''.join(slide.notes)}</aside>" if slide.notes else ""
+    label = f'tabindex="-1" role="group" aria-roledescription="slide" aria-label="{i + 1} of {of}: {title}"'
+    kind = "" if i else ' class="first"'
+    return f"<section{kind} {label}><{level}>{title}</{level}>{''.join(slide.body)}{notes}</section>"

@@ -1,0 +1,513 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 02 · Attention, masks and why the formula matters
+#
+# `softmax(q·kᵀ / √D + M)·v`. One line, printed in every article, and in two of the five that this course audits it is
+# printed wrong. You will run the wrong versions on a trained model. One of them wrecks it at once. The other changes
+# neither the text nor the loss, and is by far the worse.
+#
+# ## What you will be able to do
+#
+# - write attention with a [causal mask](glossary.md#causal-mask), and read an attention map;
+# - say why a mask is added and not multiplied, and what a multiplied one does to a model that is *trained* with it;
+# - test whether a model sees the future, without knowing its code;
+# - say what the square root of the [head size](glossary.md#head-size) is for.
+
+# %%
+import math
+import random
+from dataclasses import replace
+
+import torch
+from matplotlib.colors import PowerNorm
+from torch.nn.functional import cross_entropy
+
+import nanokv
+from nanokv import course
+from nanokv.attention import causal_attention
+from nanokv.cache import NoCache
+from nanokv.model import Qwen3
+from nanokv.quality import log_likelihood
+from nanokv.training import corpus
+from nanokv.training.trainer import initialise
+
+model, tokenizer = course.start("02")
+c = model.config
+layers = c.num_hidden_layers
+
+question = tokenizer.render([{"role": "user", "content": "My name is Zorbla. What is my name?"}])
+ids = torch.tensor([tokenizer.encode(question)])  # (1,T), short: for looking
+talk = corpus.conversation(random.Random(1), 8, held_out=True)
+text = torch.tensor([tokenizer.encode(tokenizer.render(talk, add_generation_prompt=False))])[:, :160]  # for measuring
+
+# %% [markdown]
+# ## Predict
+#
+# The mask says which tokens a token may see: itself and those before it. In one article it is a matrix of ones and
+# zeros that *multiplies* the scores: where it is 0, the score becomes 0. Put that into a trained model and feed it a
+# text of two dozen tokens. The first of them may see nothing but itself. How many percent of its attention, in the
+# first layer, go to tokens in the future?
+
+# %% tags=["exercise"]
+guess = ...  # percent
+
+# %% tags=["solution"]
+guess = 0  # a common first guess: what is multiplied by zero is gone
+
+# %%
+course.predict("02.a", guess, unit="percent")
+
+# %% [markdown]
+# ## Experiment 1: who looks at whom
+#
+# A [query](glossary.md#query) is what a token looks for, a [key](glossary.md#key) is what it can be found by, a
+# [value](glossary.md#value) is what it hands over. The fast kernel that nanokv calls does not give its weights away, so
+# here is the formula spelled out, with a choice of masks and a factor on the scores. First: is it the same?
+
+# %%
+def weights(q, k, mask="added", factor=1.0):
+    """How much each query takes of each key: q (B,H,T,D), k (B,Hk,T,D) → (B,H,T,T), rows that sum to 1."""
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)  # (B,H,T,D): neighbouring query heads share a KV head
+    scores = factor * (q @ k.transpose(2, 3)) / q.shape[-1] ** 0.5  # (B,H,T,T)
+    visible = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+    if mask == "added":
+        scores = scores + torch.zeros(visible.shape).masked_fill(~visible, -torch.inf)  # M: 0 or −∞
+    elif mask == "multiplied":
+        scores = scores * visible  # 1 or 0
+    return scores.softmax(-1)  # mask "none": everything is visible
+
+
+def attention(mask="added", factor=1.0, keep=None):
+    """An attention function for the model; `keep` collects the weights of each layer."""
+
+    def attend(q, k, v):
+        w = weights(q, k, mask, factor)
+        if keep is not None:
+            keep.append(w[0])  # (H,T,T)
+        return w @ v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)  # (B,H,T,D)
+
+    return attend
+
+
+@torch.inference_mode()
+def logits_with(attend, ids):
+    """(1,T) → (1,T,V): the model with another attention function."""
+    return model.lm_head(model(ids, NoCache(layers), 0, attend))
+
+
+maps = []
+gap = float((logits_with(attention(keep=maps), ids) - nanokv.score(model, ids)).abs().max())
+print(f"the formula and the kernel agree: max |Δ| of the logits {gap:.0e}")
+
+# %% [markdown]
+# It is. Now look for heads that fetch the name: those in which the last token, the one that has to begin the answer,
+# looks at the first piece of `Zorbla`.
+
+# %%
+pieces = tokenizer.pieces(ids[0].tolist())
+starts = [len("".join(pieces[:i])) for i in range(len(pieces) + 1)]
+name = max(i for i in range(len(pieces)) if starts[i] <= question.index("Zorbla"))  # the token that holds the Z
+looks = torch.stack(maps)[:, :, -1, name]  # (L,H): how much the last token takes of the name
+best = [divmod(int(i), c.num_attention_heads) for i in looks.flatten().topk(2).indices]
+plain = divmod(int(looks.flatten().argmin()), c.num_attention_heads)
+fig, axes = course.subplots(1, 3, width=12, height=5.2, sharey=True)
+shown = [piece.replace("\n", "\\n") for piece in pieces]
+for axis, (i, h) in zip(axes, [*best, plain]):
+    axis.grid(False)
+    axis.imshow(maps[i][h], vmin=0, vmax=1)
+    axis.set(title=f"layer {i}, head {h}: {100 * looks[i, h]:.0f} % on the name", xlabel="key of")
+    axis.set_xticks(range(len(shown)), shown, rotation=90, fontsize=6.5)
+    axis.set_yticks(range(len(shown)), shown, fontsize=6.5)
+axes[0].set_ylabel("query of")
+reader, most = "layer {}, head {}".format(*best[0]), 100 * float(looks[best[0]])
+course.figure("02.most", most)
+course.show(fig, alt=f"Three attention maps, nothing above the diagonal. In {reader} the last row has one bright cell: "
+            f"{most:.0f} percent on {pieces[name]!r}. The second head does the same with {100 * looks[best[1]]:.0f} "
+            f"percent; the third looks at other tokens.")
+
+# %% [markdown]
+# One head takes <!--fig 02.most-->95<!--/fig--> percent of its mix from the first piece of the name. Reading is a
+# weighted mean: sharp in this head, spread out in others. The dark triangle above the diagonal is the mask.
+
+# %% [markdown]
+# ## Experiment 2: the multiplied mask
+#
+# `e⁰ = 1`. A score of 0 is not "forbidden", it is a score like any other, and a better one than every negative score.
+# How much goes to the future, in the first layer, averaged over the heads?
+
+# %%
+def future(w):
+    """(H,T,T) → (T,): the share of each row that goes to later tokens, mean over the heads."""
+    return w.triu(1).sum(-1).mean(0)
+
+
+masks = ("added", "multiplied", "none")
+kept, longer = {mask: [] for mask in masks}, {mask: [] for mask in masks}
+for mask in masks:
+    logits_with(attention(mask, keep=kept[mask]), ids)
+    logits_with(attention(mask, keep=longer[mask]), text)
+first = {mask: float(future(kept[mask][0])[0]) for mask in masks}
+print(f"first token of {ids.shape[1]}: {100 * first['multiplied']:.0f} percent, "
+      f"of {text.shape[1]}: {100 * future(longer['multiplied'][0])[0]:.0f} percent")
+course.figure("02.first", 100 * first["multiplied"])
+course.figure("02.first.longer", 100 * future(longer["multiplied"][0])[0])
+course.reveal("02.a", 100 * first["multiplied"])
+
+fig, axes = course.subplots(1, 3, width=11, height=3.7, sharey=True)
+for axis, mask in zip(axes, masks):
+    axis.grid(False)
+    picture = axis.imshow(kept[mask][0].mean(0), norm=PowerNorm(0.4, 0, 0.5))  # so that faint ones show
+    axis.set(title=f"mask {mask}: first row {100 * first[mask]:.0f} % ahead", xlabel="key")
+axes[0].set_ylabel("query")
+fig.colorbar(picture, ax=axes, label="weight, mean of the heads")
+course.show(fig, alt="Three attention maps of layer 0. Mask added: nothing above the diagonal. Multiplied: the upper "
+            f"right is filled, faintly and row by row; the first row has {100 * first['multiplied']:.0f} percent "
+            f"there. No mask: filled, with {100 * first['none']:.0f} percent of the first row.")
+
+# %% [markdown]
+# <!--fig 02.first-->27<!--/fig--> percent of what the first token reads comes from its future, and in a text of 160
+# tokens <!--fig 02.first.longer-->70<!--/fig-->: every forbidden token adds its `e⁰`. And the model? We measure the
+# loss on a conversation with words that it never saw, the first choices, and the answer.
+
+# %%
+truth = nanokv.score(model, text)
+
+
+def loss_of(logits):
+    """Mean loss of the text's tokens, in nats."""
+    return -float(log_likelihood(logits, text).mean())
+
+
+def answer(attend, n=12):
+    """Greedy, with the whole text fed at every step."""
+    written = ids
+    for _ in range(n):
+        written = torch.cat((written, logits_with(attend, written)[:, -1:].argmax(-1)), dim=1)
+    return tokenizer.decode(written[0, ids.shape[1] :].tolist()).split("<|im_end|>")[0]
+
+
+losses, choices = {}, {}
+for mask in masks:
+    logits = logits_with(attention(mask), text)
+    losses[mask] = loss_of(logits)
+    choices[mask] = 100 * float((logits.argmax(-1) == truth.argmax(-1)).float().mean())
+    print(f"mask {mask:<11} loss {losses[mask]:.3f}   same first choice {choices[mask]:3.0f} of 100   "
+          f"{answer(attention(mask))!r}")
+course.figure("02.loss", losses["added"])
+course.figure("02.loss.multiplied", losses["multiplied"])
+course.figure("02.loss.none", losses["none"])
+course.figure("02.choices", choices["multiplied"])
+
+# %% [markdown]
+# The loss goes from <!--fig 02.loss-->0.404<!--/fig--> to <!--fig 02.loss.multiplied-->0.406<!--/fig-->,
+# <!--fig 02.choices-->99<!--/fig--> of 100 choices are the same, and so is the answer. Most scores of the trained model
+# lie far from 0, so the leak is small once a few tokens have gone by. Even with no mask at all the loss is only
+# <!--fig 02.loss.none-->0.571<!--/fig-->, and the name is right. No explosion.
+#
+# So how does one notice? By the one thing that a causal model can never do: let an *earlier* output depend on a later
+# input. Change the last token of the text and see which logits before it move.
+
+# %%
+changed = text.clone()
+changed[0, -1] = (changed[0, -1] + 1) % c.vocab_size
+moves = {}
+for mask in masks:
+    before, after = (logits_with(attention(mask), each)[0] for each in (text, changed))  # (T,V)
+    moves[mask] = (after - before).abs().amax(-1)  # (T,)
+    print(f"mask {mask:<11} earlier logits move by up to {float(moves[mask][:-1].max()):.1e}")
+course.figure("02.leak", float(moves["multiplied"][:-1].max()))
+
+# %% [markdown]
+# With the right mask exactly nothing moves. With the multiplied one, logits move by up to
+# <!--fig 02.leak x2-->0.04<!--/fig-->, though the text is the same. A test of two lines, and it works for any model.
+
+# %% [markdown]
+# ## Experiment 3: train with it
+#
+# A leak that hardly matters to a finished model is a gift to one in training: the answer is in the input. We train two
+# small models of two layers on *random* tokens, 16 different ones. Nothing can be learned from those, and the best
+# possible loss is that of guessing evenly, `ln 16`. Whoever gets below it is cheating.
+
+# %%
+V, T = 16, 8
+small = replace(
+    c, vocab_size=V, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+    num_key_value_heads=1, head_dim=16, tie_word_embeddings=True,
+)
+
+
+def loss_on_noise(net, attend, rows=32):
+    """Mean loss of `net` on fresh random tokens."""
+    noise = torch.randint(V, (rows, T))
+    logits = net.lm_head(net(noise, NoCache(2), 0, attend))  # (B,T,V)
+    return cross_entropy(logits[:, :-1].flatten(0, 1), noise[:, 1:].flatten())
+
+
+def train(attend, steps=300):
+    """(the model, its loss at each step)."""
+    torch.manual_seed(0)
+    net = initialise(Qwen3(small))
+    optimizer = torch.optim.Adam(net.parameters(), 3e-3)
+    history = []
+    for _ in range(steps):
+        loss = loss_on_noise(net, attend)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        history.append(loss.item())
+    return net, history
+
+
+honest, honest_history = train(attention("added"))
+cheat, cheat_history = train(attention("multiplied"))
+with torch.no_grad():
+    used = float(loss_on_noise(cheat, causal_attention, rows=512))  # as in generation: there is no future yet
+reached = sum(cheat_history[-20:]) / 20
+floor = math.log(V)
+course.figure("02.floor", floor)
+course.figure("02.cheat", reached)
+course.figure("02.used", used)
+print(f"best possible {floor:.2f}   mask added {sum(honest_history[-20:]) / 20:.2f}   multiplied {reached:.2f}   "
+      f"the latter when it generates {used:.2f}")
+
+# %%
+fig, (left, right) = course.subplots(1, 2, width=10.5, height=3.5)
+colors = dict(zip(masks, (course.COLORS[0], course.COLORS[1], course.COLORS[3])))
+for mask in masks:
+    most_moved = float(moves[mask][:-1].max())
+    left.plot(moves[mask][:-1].clamp(min=1e-8), color=colors[mask], label=f"mask {mask}: up to {most_moved:.1g}")
+left.set(yscale="log", xlabel="position", ylabel="change of its logits (log)", title="the last token is changed")
+left.legend(loc="center", bbox_to_anchor=(0.5, 0.3))
+right.plot(honest_history, color=colors["added"], label="mask added")
+right.plot(cheat_history, color=colors["multiplied"], label="mask multiplied")
+right.axhline(floor, color="gray", linestyle=":", label="best possible")
+right.plot([len(cheat_history)], [used], "X", color=colors["multiplied"], label="the same when it generates")
+right.set(xlabel="training step", ylabel="loss (nats)", title="trained on random tokens")
+right.legend(loc="center left", fontsize=9, bbox_to_anchor=(0.02, 0.68))
+course.show(fig, alt="Left, on a log scale: with the mask added no earlier logit moves; multiplied, they move by up "
+            f"to {float(moves['multiplied'][:-1].max()):.2g}; without a mask by up to "
+            f"{float(moves['none'][:-1].max()):.2g}. Right: on random tokens the loss with the mask added stays at "
+            f"{floor:.2f}; multiplied it falls to {reached:.2f}. A cross marks the same model in use: {used:.1f}.")
+
+# %% [markdown]
+# The honest model stays at <!--fig 02.floor-->2.77<!--/fig-->. The other one reaches
+# <!--fig 02.cheat x3-->0.3<!--/fig-->: it reads the tokens that it is asked to foretell. And when it has to generate,
+# where there is no future to read, its loss is <!--fig 02.used x1.5-->6.5<!--/fig-->, far worse than guessing. A
+# training curve that looks too good is the usual way in which such a bug is found, weeks later.
+
+# %% [markdown]
+# ## Experiment 4: the square root
+#
+# The product of a query and a key is a sum of `D` terms. If they are of size 1 and independent, the sum has size `√D`.
+# Look at what softmax makes of 16 random scores, with and without the division:
+
+# %%
+torch.manual_seed(0)
+print("   D   size of q·k   largest of 16 weights, without and with the division")
+for D in (4, 16, 64, 256):
+    q, k = torch.randn(2000, 1, D), torch.randn(2000, 16, D)
+    scores = (q @ k.transpose(1, 2)).squeeze(1)  # (2000,16)
+    sharp, soft = (s.softmax(-1).amax(-1).mean() for s in (scores, scores / D**0.5))
+    print(f"{D:4}   {scores.std():11.2f}   {sharp:.2f}   {soft:.2f}")
+course.figure("02.sharp", sharp)
+course.figure("02.soft", soft)
+
+
+def spread(w):
+    """(H,T,T) → how many tokens a row is spread over: e to the entropy, mean over rows and heads."""
+    return float(torch.special.entr(w).sum(-1).exp().mean())
+
+
+def measured(factor):
+    """Loss on the text and spread, with all scores times `factor`."""
+    keep = []
+    loss = loss_of(logits_with(attention(factor=factor, keep=keep), text))
+    return loss, sum(spread(w) for w in keep) / layers
+
+
+right_loss, right_spread = measured(1.0)
+print(f"\nthe model as it is: a token spreads its attention over {right_spread:.1f} tokens, loss {right_loss:.3f}")
+course.figure("02.spread", right_spread)
+
+# %% [markdown]
+# Without the division the largest of 16 weights is <!--fig 02.sharp-->0.92<!--/fig--> at `D = 256`, with it
+# <!--fig 02.soft-->0.24<!--/fig--> for every `D`. Softmax would be a choice of one token, and the gradient nearly
+# nothing.
+#
+# In the bundled model a token spreads its attention over <!--fig 02.spread-->18<!--/fig--> tokens. One of the articles
+# leaves the division out. Over how many tokens, then?
+
+# %% tags=["exercise"]
+tokens = ...
+
+# %% tags=["solution"]
+tokens = right_spread / c.head_dim**0.5  # a guess: as many times fewer as the factor says
+
+# %%
+course.predict("02.b", tokens, unit="tokens")
+
+# %%
+root = c.head_dim**0.5
+factors = [1 / c.head_dim, 1 / root, 0.5, 0.8, 1.0, 1.25, 2.0, root, c.head_dim]
+points = [measured(factor) for factor in factors]
+for factor, (loss, tokens_read) in zip(factors, points):
+    print(f"scores times {factor:6.3f}: loss {loss:.3f}, spread over {tokens_read:4.1f} tokens")
+loss_without, spread_without = points[factors.index(root)]
+course.figure("02.loss.half", points[factors.index(0.5)][0])
+course.figure("02.loss.double", points[factors.index(2.0)][0])
+course.figure("02.loss.root", loss_without)
+course.figure("02.spread.root", spread_without)
+course.reveal("02.b", spread_without)
+print("without the division the model says", repr(answer(attention(factor=root))))
+
+fig, (left, right) = course.subplots(1, 2, width=10, height=3.3)
+left.plot(factors, [loss for loss, _ in points], "o-", color=course.COLORS[0])
+right.plot(factors, [tokens_read for _, tokens_read in points], "o-", color=course.COLORS[2])
+for axis, title, words in ((left, "loss", "nats a token"), (right, "spread", "tokens a row is spread over")):
+    axis.set(xscale="log", title=title, xlabel="scores times (log)", ylabel=words)
+    axis.axvline(root, color="gray", linestyle=":")
+left.text(root * 1.1, right_loss, "no division", fontsize=9, color="gray")
+course.show(fig, alt=f"Two curves over the factor on the scores. The loss is low around 1, with {right_loss:.2f}; "
+            f"without the division it is {loss_without:.2f}, and on the other side it rises to {points[0][0]:.1f}. "
+            f"The spread falls from {points[0][1]:.0f} tokens to {points[-1][1]:.1f}, and is {spread_without:.1f} "
+            "without the division.")
+
+# %% [markdown]
+# <!--fig 02.spread.root-->2.1<!--/fig--> tokens: nearly a lookup of one. The loss is
+# <!--fig 02.loss.root-->1.62<!--/fig-->, and the answer above is no English. A model needs the scale with which it was
+# trained. The valley is flat, and not the same on both sides: half the scores cost
+# <!--fig 02.loss.half-->0.87<!--/fig-->, double scores <!--fig 02.loss.double-->0.43<!--/fig-->. The missing root is a
+# loud mistake, so somebody finds it. The multiplied mask is quiet.
+
+# %% [markdown]
+# ## What the articles say
+#
+# Five articles on the KV cache, audited claim by claim; `nanokv course claims` prints all. These are about the formula.
+# The two wrong ones come with an example of five tokens, ten numbers wide; we draw it a thousand times.
+
+# %%
+torch.manual_seed(0)
+x = torch.randn(1000, 5, 10)
+q, k = (x @ torch.randn(1000, 10, 10) for _ in range(2))  # (1000,5,10)
+scores, visible = q @ k.transpose(1, 2), torch.ones(5, 5).tril()
+ahead = (scores * visible / 10**0.5).softmax(-1).triu(1).sum(-1).mean(0)  # (5,)
+masked = scores.masked_fill(visible == 0, -torch.inf)
+apart = float((masked.softmax(-1) - (masked / 10**0.5).softmax(-1)).abs().amax((1, 2)).mean())
+course.claim("2.3", "wrong", found=f"the first row gives {100 * ahead[0]:.0f} percent to the future on average, "
+             f"the first four together {100 * ahead[:4].mean():.0f}")
+course.claim("2.4", "wrong", found=f"the largest difference of a weight is {apart:.2f} on average")
+course.claim("3.1", "misleading", found=f"multiplied by the root instead, the loss here is {points[-1][0]:.2f}")
+course.claim("3.2", "right", found=f"{reader} looks up the name with {most:.0f} percent")
+
+# %% [markdown]
+# ## Exercises
+#
+# **02.1** A row of three scores, of which the mask forbids the last: `ln a`, `ln b`, `ln c`, with the numbers printed
+# below. What are the three weights? By hand: `e` to the `ln a` is `a`.
+
+# %%
+case = course.case("02.1")
+print(f"a = {case.a}, b = {case.b}, c = {case.c}")
+
+# %% tags=["exercise"]
+three = ..., ..., ...
+
+# %% tags=["solution"]
+three = case.a / (case.a + case.b), case.b / (case.a + case.b), 0
+
+# %%
+course.check("02.1", three)
+
+# %% [markdown]
+# **02.2** Write causal attention for one head: `q`, `k` and `v` are `(T,D)`, and so is the result. It is compared with
+# nanokv's on random inputs.
+
+
+# %% tags=["exercise"]
+def attend(q, k, v):
+    return ...
+
+
+# %% tags=["solution"]
+def attend(q, k, v):
+    scores = q @ k.T / q.shape[-1] ** 0.5
+    visible = torch.ones(len(q), len(q), dtype=torch.bool).tril()
+    return scores.masked_fill(~visible, -torch.inf).softmax(-1) @ v
+
+
+# %%
+course.check("02.2", attend)
+
+# %% [markdown]
+# **02.3** By which number does *this* model multiply `q·k`? (The line at the top has the sizes.)
+
+# %% tags=["exercise"]
+scale = ...
+
+# %% tags=["solution"]
+scale = 1 / math.sqrt(c.head_dim)
+
+# %%
+course.check("02.3", scale)
+
+# %% [markdown]
+# **02.4** Write the leak test. `forward(ids)` gives logits `(1,T,V)` for ids `(1,T)`; `V` is the vocabulary's size.
+# Return True if the model sees the future. The check runs yours on models that leak, each in another way, and on models
+# that do not, one of them with rounding noise of about `1e-6`.
+
+
+# %% tags=["exercise"]
+def leaks(forward, ids, V):
+    return ...
+
+
+# %% tags=["solution"]
+def leaks(forward, ids, V):
+    before = forward(ids)
+    for place in range(1, ids.shape[1]):
+        changed = ids.clone()
+        changed[0, place] = (changed[0, place] + 1) % V
+        if not torch.allclose(forward(changed)[:, :place], before[:, :place], atol=1e-4):
+            return True
+    return False
+
+
+# %%
+course.check("02.4", leaks)
+
+# %% [markdown]
+# ## Quiz
+
+# %%
+course.quiz("02")
+
+# %% tags=["exercise"]
+q1, q2, q3 = ..., ..., ...  # letters
+
+# %% tags=["solution"]
+q1, q2, q3 = "a", "c", "b"
+
+# %%
+course.answer("02.q1", q1)
+course.answer("02.q2", q2)
+course.answer("02.q3", q3)
+
+# %% [markdown]
+# ## Further reading
+#
+# - Vaswani and others, [Attention is all you need](https://arxiv.org/abs/1706.03762), section 3.2.1: the formula, and a
+#   footnote on why there is a root.
+# - `nanokv/attention.py`: the same for a prompt and for a single token, and a mask for chunks.
+# - Holtzman and others, [The curious case of neural text degeneration](https://arxiv.org/abs/1904.09751): what happens
+#   to the numbers after the last layer; notebook 01 has it.
+#
+# ## Next
+#
+# Attention is one line of a block. [03](03_inside_a_block.ipynb) takes the rest apart: norms, rotation, shared heads.

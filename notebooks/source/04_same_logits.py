@@ -1,0 +1,441 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 04 · Same logits as transformers
+#
+# Somebody hands you three copies of a model, and each is wrong in one place. The first babbles, so at least you know. The
+# second still tells you your name. Of the third, not a single word changes. How do you find out, and how do you find
+# *where*? By comparing numbers with a program that you trust, operation by operation, and by knowing how equal is equal
+# enough.
+#
+# ## What you will be able to do
+#
+# - say what is in a [checkpoint](glossary.md#checkpoint), and read a tensor out of the file by hand;
+# - compare two implementations layer by layer, and find the first operation where they part;
+# - tell [rounding](glossary.md#rounding) from a bug, and defend a [tolerance](glossary.md#tolerance);
+# - say what the same words prove: very little.
+
+# %%
+import os
+
+import torch
+from safetensors import safe_open
+
+import nanokv
+import weights_loader
+from nanokv import course, debug
+from nanokv.course import reference
+from nanokv.course.checks.nb04 import CAUSES, mystery
+
+model, tokenizer = course.start("04")
+c = model.config
+source = os.environ.get("NANOKV_MODEL") or "tiny"
+folder = weights_loader.resolve(source)
+
+
+def chat(question):
+    """A question in the model's own template, (1,T)."""
+    return torch.tensor([tokenizer.encode(tokenizer.render([{"role": "user", "content": question}]))])
+
+
+ids = chat(reference.QUESTION)
+print(f"the prompt is {reference.QUESTION!r}: {ids.shape[1]} tokens")
+
+# %% [markdown]
+# ## Predict
+#
+# Two questions, before anything is measured. First: `float32` keeps 24 bits of a number, `bfloat16` keeps 8. The same
+# model runs in both. How many *times* as large is the rounding that arrives in the logits in bf16?
+#
+# Second: three checkpoints are wrong in one place each. RoPE turns with a `theta` that is a hundredth of the right one;
+# the norms have an `eps` that is ten times too large; the head is a random matrix, because a loader did not know that
+# it is [tied](glossary.md#tied-head) to the embedding. How many of the three will answer *What is my name?* with other
+# words?
+
+# %% tags=["exercise"]
+ratio = ...  # how many times as large?
+other_words = ...  # 0 to 3
+
+# %% tags=["solution"]
+ratio = 2  # a common first guess: half the bits, twice the error
+other_words = 3  # a common first guess: wrong is wrong
+
+# %%
+course.predict("04.a", ratio, unit="times as large")
+course.predict("04.b", other_words, unit="of three")
+
+# %% [markdown]
+# ## Experiment 1: what is in the file
+#
+# A checkpoint is a folder: `config.json` with the sizes, a tokenizer, and the weights as `safetensors`, which is a list
+# of named tensors and nothing else. (An older format, pickle, is a program: reading it runs it. nanokv refuses it.)
+
+# %%
+path = sorted(folder.glob("*.safetensors"))[0]
+with safe_open(path, framework="pt") as file:
+    stored = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+first = [name for name in stored if ".layers.0." in name]
+for name in [name for name in stored if ".layers." not in name] + first:
+    print(f"{name:<48} {str(stored[name]):<14} → {weights_loader.names.to_nanokv(name)}")
+print(f"{len(stored)} tensors, {len(first)} of them in layer 0; lm_head is stored: {'lm_head.weight' in stored}")
+course.figure("04.tensors", len(stored))
+course.figure("04.a_layer", len(first))
+
+# %% [markdown]
+# <!--fig 04.a_layer-->11<!--/fig--> tensors a layer, <!--fig 04.tensors-->68<!--/fig--> in all. The names in
+# `nanokv/model.py` are those of the file without the prefix `model.`, so there is no table that could have a mistake in
+# it. One name is missing: `lm_head.weight`. The config says `tie_word_embeddings`, so the head *is* the embedding. A
+# loader that takes the two for separate parameters, and only warns of what it does not find, keeps a random head. Ours
+# raises, for a tensor too few, a tensor too many, or a wrong shape:
+
+# %%
+weights = {name: value for name, value in model.state_dict().items() if name != "lm_head.weight"}
+if not c.tie_word_embeddings:
+    weights["lm_head.weight"] = model.lm_head.weight
+incomplete = {name: value for name, value in weights.items() if "layers.0.self_attn.k_norm" not in name}
+try:
+    nanokv.loading.build(c, incomplete)
+except RuntimeError as error:
+    print("RuntimeError:", " ".join(str(error).split())[:120])
+
+# %% [markdown]
+# ## Experiment 2: the same numbers?
+#
+# `nanokv.debug.record` runs a model once and keeps what every operation gives, 18 in a layer, from either program; `compare`
+# sets two records side by side. Where transformers is installed we run it here. Where it is not, its numbers for the
+# last token of this prompt come with nanokv.
+
+# %%
+theirs = reference.in_transformers(source)  # None where it is not installed
+kept = reference.stored(model)
+ours = debug.record(model, ids)
+if theirs is not None:
+    who, steps = f"transformers {reference.oracle.version()}, run here", debug.compare(ours, debug.record(theirs, ids))
+elif kept is not None and torch.equal(kept[0], ids):
+    who, steps = f"{kept[2]}, stored, last token only", debug.compare(reference.last_token(ours), kept[1])
+else:
+    who, steps = "nobody: transformers is not installed, and no numbers are stored for this model", []
+print("compared with", who)
+for step in steps:
+    if step.layer in (None, c.num_hidden_layers - 1):
+        print(f"    {step.place:<34} max |Δ| {step.difference:.1e}   values up to {step.scale:7.2f}")
+different = [step for step in steps if not step.ok]
+print(f"{len(steps)} operations compared, {sum(step.difference == 0 for step in steps)} equal to the last bit, "
+      f"{len(different)} differ by more than rounding")
+
+# %% [markdown]
+# Every operation of every layer, not only the end. If you see zeros: both programs ask the same library for the same
+# products in the same order, so on one machine they may agree in every bit. That is luck, and no test should ask for it.
+# On another processor, with another number of threads or another attention kernel, the sums are made in another order.
+
+# %% [markdown]
+# ## Experiment 3: how equal is equal enough?
+#
+# So what may differ in right code? Measure it: feed the same tokens to the same model in another way, all at once and
+# one by one through a cache. In exact arithmetic nothing would differ. Then compare fp32 with bf16.
+
+# %%
+half = nanokv.load(source, dtype=torch.bfloat16)[0]
+alone, ours_half, alone_half = reference.one_by_one(model, ids), debug.record(half, ids), reference.one_by_one(half, ids)
+
+
+def logit_gap(a, b):
+    """Largest difference of a logit, over all positions."""
+    return float((a[None, "lm_head"].float() - b[None, "lm_head"].float()).abs().max())
+
+
+noise, noise_half, to_half = logit_gap(alone, ours), logit_gap(alone_half, ours_half), logit_gap(ours_half, ours)
+print(f"logits go up to {float(ours[None, 'lm_head'].abs().max()):.0f}")
+print(f"fp32, one by one against at once: {noise:.1e}")
+print(f"bf16, one by one against at once: {noise_half:.1e}")
+print(f"bf16 against fp32:                {to_half:.1e}")
+if theirs is not None:
+    theirs_half = debug.record(reference.in_transformers(source, torch.bfloat16), ids)
+    print(f"transformers' bf16 against its own fp32: {logit_gap(theirs_half, debug.record(theirs, ids)):.1e}")
+course.figure("04.noise", noise)
+course.figure("04.noise_half", noise_half)
+course.figure("04.to_half", to_half)
+course.figure("04.ratio", noise_half / noise)
+course.reveal("04.a", noise_half / noise)
+
+# %% [markdown]
+# In fp32 rounding moves the logits by about <!--fig 04.noise x4-->1e-5<!--/fig-->, in bf16 by
+# <!--fig 04.noise_half x4-->0.12<!--/fig-->: some <!--fig 04.ratio x5-->11,000<!--/fig--> times as much. Sixteen bits
+# fewer are a factor of `2**16 = 65,536` in one number; how much of it arrives depends on the sums in between.
+#
+# Two rules follow. A tolerance belongs to a dtype: what is a bug in fp32 may be nothing in bf16. And the figure to
+# compare with in bf16 is the reference's distance *from itself*, between its own bf16 and fp32. Being nearer than that
+# cannot be asked of anybody.
+
+# %% [markdown]
+# ## Experiment 4: three wrong checkpoints
+#
+# The three of your prediction. First their words, for two questions; then their logits.
+
+# %%
+wrong = reference.sabotaged(model)  # the same weights; one thing wrong in each
+sums = chat("What is 12 plus 30?")
+
+
+def say(model, ids):
+    return tokenizer.text_of(list(nanokv.generate(model, ids, max_new_tokens=24)))
+
+
+names = {"right": model, **wrong}
+answers = {name: (say(one, ids), say(one, sums)) for name, one in names.items()}
+for name, (first, second) in answers.items():
+    print(f"{name:<6} {first[:44]!r:<48} {second[:30]!r}")
+records = {name: debug.record(one, ids) for name, one in wrong.items()}
+gaps = {name: logit_gap(record, ours) for name, record in records.items()}
+print("logits move by", ", ".join(f"{name} {gap:.1e}" for name, gap in gaps.items()))
+words = sum(answers[name][0] != answers["right"][0] for name in wrong)
+course.figure("04.words", words)
+course.figure("04.more_words", sum(answers[name] != answers["right"] for name in wrong))
+course.figure("04.theta", gaps["theta"])
+course.figure("04.eps", gaps["eps"])
+course.reveal("04.b", words)
+
+# %% [markdown]
+# To the first question <!--fig 04.words-->1<!--/fig--> of the three gives other words, and with a second question it is
+# <!--fig 04.more_words-->2<!--/fig-->. The wrong theta moves logits by <!--fig 04.theta-->8.7<!--/fig--> and still knows
+# the name. The wrong eps says nothing wrong anywhere here, but its logits move by <!--fig 04.eps-->0.003<!--/fig-->:
+# hundreds of times the rounding of fp32, and a fraction of the rounding of bf16. In half precision nobody could see it.
+#
+# Layer by layer, beside the rounding of both types:
+
+# %%
+depth = c.num_hidden_layers
+records_to_show = {"wrong theta": records["theta"], "rounding of bf16": ours_half, "wrong eps": records["eps"],
+                   "rounding of fp32": alone}
+marks = {"wrong theta": (4, "-D"), "rounding of bf16": (5, ":o"), "wrong eps": (1, "-s"), "rounding of fp32": (0, ":o")}
+fig, axis = course.subplots(width=8.5, height=3.6)
+paths = {}
+for name, record in records_to_show.items():
+    steps = debug.compare(record, ours)
+    after = [s.difference / s.scale for s in steps if s.operation in ("mlp_residual", "lm_head")]
+    paths[name] = after
+    color, mark = marks[name]
+    axis.plot(range(depth + 1), after, mark, color=course.COLORS[color], label=name)
+axis.set(yscale="log", xticks=range(depth + 1), ylabel="difference ÷ largest value (log)", xlabel="after layer",
+         title="rounding and bugs on their way through the model")
+axis.set_xticklabels([*range(depth), "logits"])
+axis.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+course.show(fig, alt="Four lines on a log scale, from the first layer to the logits. Lowest, rounding in fp32, "
+            f"{paths['rounding of fp32'][0]:.0e} to {max(paths['rounding of fp32']):.0e}; then the wrong eps, between "
+            f"{min(paths['wrong eps']):.0e} and {max(paths['wrong eps']):.0e}; above it rounding in bf16, up to "
+            f"{max(paths['rounding of bf16']):.0e}; on top the wrong theta, up to {max(paths['wrong theta']):.1g}.")
+
+# %% [markdown]
+# The line of the wrong eps runs between the two kinds of rounding: clear of the one, under the other. Now the question
+# that saves the afternoon: *where* does it begin?
+
+# %%
+trusted = theirs if theirs is not None else model  # Experiment 2 showed that they agree
+for name, one in wrong.items():
+    print(f"{name:<6} first:   {debug.first_divergence(one, trusted, ids)}")
+    print(f"       largest: {max(debug.compare(records[name], ours), key=lambda step: step.difference)}")
+
+# %% [markdown]
+# Each time the first operation that differs is the one that reads the wrong number. A wrong theta leaves projections and
+# head norms as they were and shows in the first rotation; a wrong eps shows in the very first norm; a wrong head in
+# nothing but the head. The *largest* difference is a bad guide: for theta it is in the last layer, for eps at the other
+# end of the layer, because all that follows a wrong value hands it on. Orange frames mark where it begins:
+
+# %%
+import numpy as np
+from matplotlib.colors import LogNorm
+from matplotlib.patches import Rectangle
+
+rows = list(debug.OPERATIONS)
+FLOOR = 1e-8  # stands for "equal to the last bit" on a log scale
+
+
+def table_of(record):
+    """(operations + 1, layers): difference ÷ largest value of the token; the last row is the head."""
+    table = np.full((len(rows) + 1, depth), np.nan)
+    for step in debug.compare(record, ours):
+        ratio = max(step.difference / step.scale, FLOOR)
+        if step.layer is not None:
+            table[rows.index(step.operation), step.layer] = ratio
+        elif step.operation == "lm_head":
+            table[-1] = ratio
+    return table
+
+
+fig, axes = course.subplots(1, 4, width=11, height=4.6, sharey=True)
+starts = {}
+for axis, (name, record) in zip(axes, {"rounding (fp32)": alone, **records}.items()):
+    image = axis.imshow(table_of(record), norm=LogNorm(FLOOR, 10), aspect="auto")
+    axis.grid(False)
+    axis.axhline(len(rows) - 0.5, color="white", linewidth=2)
+    axis.set(title=name, xlabel="layer", xticks=range(0, depth, max(1, depth // 6)))
+    step = next((step for step in debug.compare(record, ours) if not step.ok), None)
+    if step is not None:
+        starts[name] = step.place
+        corner = (-0.5, len(rows) - 0.5) if step.layer is None else (step.layer - 0.5, rows.index(step.operation) - 0.5)
+        size = (depth, 1) if step.layer is None else (1, 1)
+        axis.add_patch(Rectangle(corner, *size, fill=False, edgecolor=course.COLORS[1], linewidth=3, clip_on=False))
+axes[0].set_yticks(range(len(rows) + 1), [*rows, "lm_head"], fontsize=8)
+fig.colorbar(image, ax=axes, label="difference ÷ largest value of the token")
+course.show(fig, alt="Four tables, one row an operation and one column a layer, coloured by the difference. Rounding: dark "
+            "everywhere. In the others a frame marks where the difference begins, and nearly all that comes after it "
+            "is brighter: " + "; ".join(f"{name} at {place}" for name, place in starts.items()) + ".")
+
+# %% [markdown]
+# ## What the articles say
+#
+# The claims about transformers itself. `nanokv course claims` prints all of them.
+
+# %%
+if theirs is None:
+    in_words = subscript = "transformers is not installed here"
+else:
+    import inspect
+
+    from transformers import DynamicCache
+
+    try:
+        subscript = type(DynamicCache()[0]).__name__
+    except TypeError as error:
+        subscript = f"TypeError: {error}"
+    in_words = f"cache_position is an argument of forward: {'cache_position' in inspect.signature(theirs.forward).parameters}"
+last_row = nanokv.prefill(model, ids, nanokv.make_cache("dict", c), start_pos=0)
+print(f"all rows of logits: {tuple(nanokv.score(model, ids).shape)}; what a prefill gives: {tuple(last_row.shape)}")
+course.claim("0.2", "wrong", found=subscript)
+course.claim("0.14", "misleading", found=4096 * 151_936 * 2)  # all rows of Qwen3-0.6B at 4,096 tokens, in bf16
+course.claim("3.15", "misleading", found=in_words)
+
+# %% [markdown]
+# ## Exercises
+#
+# **04.1** How many tensors does the file of a Qwen3 with `L` layers hold, if the head is tied (`tied=True`) and if it is
+# not? Experiment 1 printed one example; count by kind.
+
+
+# %% tags=["exercise"]
+def tensors(L, tied):
+    return ...
+
+
+# %% tags=["solution"]
+def tensors(L, tied):
+    return 11 * L + (2 if tied else 3)
+
+
+# %%
+course.check("04.1", tensors)
+
+# %% [markdown]
+# **04.2** Read a tensor without the library. A `.safetensors` file begins with `8` bytes: a whole number `n`, the lowest
+# byte first. Then come `n` bytes of JSON, `{"name": {"dtype": "BF16", "shape": [2, 3], "data_offsets": [begin, end]}, …}`,
+# then the data. Offsets are bytes and count from the end of the header. `torch.frombuffer(bytearray(…), dtype=…)` makes
+# a flat tensor of bytes.
+
+# %%
+import json
+from pathlib import Path
+
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16}
+
+
+# %% tags=["exercise"]
+def read_tensor(path, name):
+    data = Path(path).read_bytes()
+    return ...
+
+
+# %% tags=["solution"]
+def read_tensor(path, name):
+    data = Path(path).read_bytes()
+    n = int.from_bytes(data[:8], "little")
+    entry = json.loads(data[8 : 8 + n])[name]
+    begin, end = entry["data_offsets"]
+    raw = bytearray(data[8 + n + begin : 8 + n + end])
+    return torch.frombuffer(raw, dtype=DTYPES[entry["dtype"]]).view(entry["shape"])
+
+
+# %%
+course.check("04.2", read_tensor)
+
+# %% [markdown]
+# **04.3** You write the test for a port of this model, in fp32: the largest difference of a logit must stay below `atol`.
+# Choose a number that you can defend: right code passes on another machine too, and each of the three checkpoints fails.
+
+# %% tags=["exercise"]
+atol = ...
+
+# %% tags=["solution"]
+atol = 10 * noise  # far above the rounding, far below the smallest of the three
+
+# %%
+course.check("04.3", atol)
+
+# %% [markdown]
+# **04.4** One more wrong checkpoint. You get only what `record` saw of it, not its weights. In which layer is the mistake,
+# and which of the causes is it? Answer with a pair such as `(0, "a")`.
+
+# %%
+case = course.case("04.4")
+seen = mystery(case, ids)  # the record of the wrong one; `ours` is that of the right one
+for letter, cause in CAUSES.items():
+    print(f"{letter}) {cause}")
+
+# %% tags=["exercise"]
+layer_and_cause = ..., ...
+
+# %% tags=["solution"]
+begins = next(step for step in debug.compare(seen, ours) if not step.ok)
+touches = {"gate_proj": "a", "q_norm": "b", "q_proj": "c", "down_proj": "d", "o_proj": "e", "input_layernorm": "f"}
+layer_and_cause = begins.layer, touches[begins.operation]
+
+# %%
+course.check("04.4", layer_and_cause)
+
+# %% [markdown]
+# **04.5** You have the three checkpoints in bf16 only. For which of `"theta"`, `"eps"` and `"head"` is the change of the
+# logits no larger than the rounding of bf16 itself? Answer with a set.
+
+# %% tags=["exercise"]
+hidden = ...
+
+# %% tags=["solution"]
+hidden = {name for name, gap in gaps.items() if gap <= to_half}
+
+# %%
+course.check("04.5", hidden)
+
+# %% [markdown]
+# ## Quiz
+
+# %%
+course.quiz("04")
+
+# %% tags=["exercise"]
+q1, q2, q3 = ..., ..., ...  # letters
+
+# %% tags=["solution"]
+q1, q2, q3 = "c", "b", "a"
+
+# %%
+course.answer("04.q1", q1)
+course.answer("04.q2", q2)
+course.answer("04.q3", q3)
+
+# %% [markdown]
+# ## Further reading
+#
+# - `nanokv/debug.py`: the tool of this notebook, with hooks and one spy. `nanokv verify MODEL` runs it, and much more, on
+#   a checkpoint of yours.
+# - Hugging Face, [safetensors](https://huggingface.co/docs/safetensors/index): the format that you have read by hand.
+# - Goldberg, [What every computer scientist should know about floating-point
+#   arithmetic](https://docs.oracle.com/cd/E19957-01/806-3568/ncg_goldberg.html).
+#
+# ## Next
+#
+# The model is right, and you can show it. In [05](05_the_waste.ipynb) you count how often it computes the same thing.

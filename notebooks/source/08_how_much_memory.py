@@ -1,0 +1,540 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 08 · How much memory?
+#
+# A cache buys time with memory. How much memory? A handful of numbers in a model's config file tell you, to the byte.
+# That sounds too simple to get wrong, and yet published tables and calculators get it wrong by factors of two, four and
+# ten. You are about to compute the bytes, weigh real tensors to see whether you may trust the formula, and then audit.
+#
+# ## What you will be able to do
+#
+# - compute the bytes of a [KV cache](glossary.md#kv-cache) from a config, and say which sizes do *not* occur in them;
+# - tell [GB from GiB](glossary.md#gb-and-gib), and say when it matters;
+# - say from how many tokens on a cache weighs more than the model;
+# - compare ways to make it smaller: fewer [KV heads](glossary.md#kv-head), a [latent](glossary.md#latent-attention),
+#   fewer bits;
+# - check somebody else's number in two minutes.
+
+# %%
+import gc
+from dataclasses import replace
+
+import torch
+
+import nanokv
+from nanokv import costs, course
+from nanokv.course.claims.article1 import TABLE
+from nanokv.course.claims.shapes import EXAMPLE_OF_ARTICLE_3, LLAMA_2_70B, LLAMA_2_70B_MHA, shape
+from nanokv.latent import LatentCache, deepseek_v2_savings, with_kv_heads
+from nanokv.memory import FAMILY, Estimate, binary, decimal, parse_size
+from nanokv.quality import log_likelihood
+
+model, tokenizer = course.start("08")
+c = model.config
+qwen = FAMILY["Qwen/Qwen3-0.6B"]  # only its published shape: no weights are needed to count or to weigh
+
+# %% [markdown]
+# ## Predict
+#
+# Qwen3-0.6B has `596` million parameters, `1.19` GB of weights in bf16. It talks with one person, and the talk gets
+# longer and longer. After how many *tokens* does the cache weigh as much as the whole model?
+
+# %% tags=["exercise"]
+guess = ...  # tokens
+
+# %% tags=["solution"]
+guess = 1_000_000  # a common first guess: only book-long contexts can matter beside the weights
+
+# %%
+course.predict("08.a", guess, unit="tokens")
+
+# %% [markdown]
+# ## Experiment 1: put it on a scale
+#
+# The formula is short. For each token there is a key and a value (`2`), in every layer (`L`), for every KV head (`Hk`),
+# each `D` numbers long, of `itemsize` bytes. `nanokv.costs.cache_bytes` computes it for every kind of cache.
+#
+# A formula should not be its own witness, so we build a scale that knows nothing of caches: it finds all tensors that
+# are alive in this process and adds up the memory behind them, each piece once. What is there after a cache was filled
+# and was not there before, is the cache.
+
+
+# %%
+def alive():
+    """Bytes behind all tensors of this process; two tensors on the same memory count once."""
+    gc.collect()
+    memory = (t.untyped_storage() for t in gc.get_objects() if type(t) is torch.Tensor)
+    return sum({piece.data_ptr(): piece.nbytes() for piece in memory}.values())
+
+
+prompt = torch.randint(c.vocab_size, (1, 200))
+kinds = [("dict", {}), ("static", {}), ("growing", {}), ("paged", {}), ("sliding", {"window": 64}),
+         ("quantized", {"bits": 8}), ("quantized", {"bits": 4})]
+weighed, computed = {}, {}
+for kind, options in kinds:
+    before = alive()
+    cache = nanokv.make_cache(kind, c, capacity=256, **options)
+    nanokv.prefill(model, prompt, cache, start_pos=0)
+    for _ in range(8):
+        nanokv.decode(model, prompt[:, :1], cache, start_pos=cache.length)
+    label = " ".join([kind, *(f"{name}={value}" for name, value in options.items())])
+    weighed[label] = alive() - before
+    computed[label] = costs.cache_bytes(kind, c, cache.length, itemsize=4, capacity=256, **options)
+    print(f"{label:<18} {cache.length} tokens   formula {computed[label]:>11,} B   scale {weighed[label]:>11,} B")
+    del cache
+worst = max(abs(weighed[label] - computed[label]) for label in weighed)
+course.figure("08.tokens", prompt.shape[1] + 8)
+course.figure("08.worst", worst)
+course.figure("08.dict", weighed["dict"] / (prompt.shape[1] + 8))
+
+# %% [markdown]
+# All agree. (The pages of `paged` come with a small table that says which page holds what:
+# <!--fig 08.worst-->72<!--/fig--> bytes, the largest difference there is.) The scale says
+# <!--fig 08.dict-->4,608<!--/fig--> bytes a token for the bundled model in fp32, and nothing else is hidden anywhere.
+# Now the same for the true shape of Qwen3-0.6B in bf16. A cache can be filled without a model: it does not ask where
+# keys come from.
+
+
+# %%
+def weigh(config, tokens=1, kind="dict", dtype=torch.bfloat16, **options):
+    """Bytes that a cache of this shape takes, found by filling one."""
+    cache = nanokv.make_cache(kind, config, **options)
+    for count in (tokens - 1, 1) if tokens > 1 else (1,):  # all but one at once, then one more, as in a decode
+        for layer in cache:
+            layer.append(*torch.randn(2, 1, config.num_key_value_heads, count, config.head_dim).to(dtype))
+    return cache.nbytes
+
+
+per_token = weigh(qwen)
+print(f"one token of Qwen3-0.6B: {per_token:,} B = {binary(per_token)}")
+print(f"the formula:  2 × {qwen.num_hidden_layers} × {qwen.num_key_value_heads} × {qwen.head_dim} × 2 B = "
+      f"{costs.kv_bytes_per_token(qwen, 2):,} B")
+course.figure("08.qwen", per_token)
+course.figure("08.qwen_kib", per_token / 1024)
+
+# %% [markdown]
+# <!--fig 08.qwen-->114,688<!--/fig--> bytes, <!--fig 08.qwen_kib-->112<!--/fig--> KiB for one token: a token of some
+# four letters. Look at what is in that product: layers, KV heads, head size, bytes a number. Not in it are the hidden
+# size, the number of query heads, the width of the MLP, the vocabulary, and the number of parameters.
+
+# %% [markdown]
+# ## Experiment 2: the size that is not where you think
+#
+# Many calculators, and one of the articles, do not read the head size. They divide: hidden size by query heads. That
+# was true for GPT-2, and it is true for some of the Qwen3 models.
+
+# %%
+true, derived = {}, {}
+for long_name, config in FAMILY.items():
+    name = long_name.removeprefix("Qwen/")
+    quotient = config.hidden_size // config.num_attention_heads
+    true[name] = costs.kv_bytes_per_token(config, 2)
+    derived[name] = costs.kv_bytes_per_token(replace(config, head_dim=quotient), 2)
+    print(f"{name:<11} C / H = {config.hidden_size:>4} / {config.num_attention_heads} = {quotient:>3}, D = "
+          f"{config.head_dim}:  derived {derived[name]:>7,} B, true {true[name]:>7,} B a token")
+wrong = [name for name in true if true[name] != derived[name]]
+course.figure("08.wrong", len(wrong))
+course.figure("08.half", true["Qwen3-0.6B"] / derived["Qwen3-0.6B"])
+
+fig, axis = course.subplots(width=8.5)
+place = torch.arange(len(true))
+axis.bar(place - 0.2, [size / 1024 for size in true.values()], 0.4, label="D from the config")
+axis.bar(place + 0.2, [size / 1024 for size in derived.values()], 0.4, label="D derived as C / H")
+axis.set_xticks(place, [name.removeprefix("Qwen3-") for name in true])
+axis.set(title="cache of one token, bf16", xlabel="Qwen3", ylabel="KiB")
+axis.grid(axis="x", visible=False)
+axis.legend(loc="upper left")
+course.show(fig, alt="Pairs of bars for six Qwen3 models, KiB a token with the true and with a derived head size. They "
+            f"agree for {', '.join(name for name in true if name not in wrong)}; too low for {', '.join(wrong)}: "
+            + ", ".join(f"{derived[name] / 1024:.0f} instead of {true[name] / 1024:.0f}" for name in wrong) + ".")
+
+# %% [markdown]
+# Wrong for <!--fig 08.wrong-->3<!--/fig--> of six, and by a factor of <!--fig 08.half-->2<!--/fig--> for the smallest,
+# the one that most people try first. That is the nasty kind of bug: whoever tests the calculator with Qwen3-8B finds it
+# right. The bundled model has a head size that is not `C / H` on purpose, so that code with this mistake fails at once.
+
+# %% [markdown]
+# ## Experiment 3: GB is not GiB
+#
+# `1 GB` is `1000³` bytes, `1 GiB` is `1024³`. Disks and articles count in GB; memory chips come in GiB, and many
+# programs print GiB and write "GB". How much is at stake?
+
+# %%
+for power, (small, large) in enumerate((("kB", "KiB"), ("MB", "MiB"), ("GB", "GiB"), ("TB", "TiB")), 1):
+    print(f"1 {large} = {1024**power / 1000**power:.3f} {small}")
+whole = costs.kv_bytes(qwen, 4096, 1, 2)
+gap = parse_size("24GiB") - parse_size("24GB")
+print(f"4,096 tokens of Qwen3-0.6B: {whole:,} B = {decimal(whole)} = {binary(whole)}")
+print(f"24 GiB − 24 GB = {decimal(gap)}: {gap // per_token:,} tokens of Qwen3-0.6B")
+course.figure("08.giga", 100 * (1024**3 / 1000**3 - 1))
+course.figure("08.gap", gap / 1e9)
+course.figure("08.gap_tokens", gap / per_token)
+
+# %% [markdown]
+# At this size the two differ by <!--fig 08.giga-->7.4<!--/fig--> percent, and the difference grows with every prefix.
+# On a card of "24 gigabytes" it decides about <!--fig 08.gap-->1.77<!--/fig--> GB, room for
+# <!--fig 08.gap_tokens-->15,431<!--/fig--> tokens of the small model. In this course GB means GB and GiB means GiB, and
+# `nanokv memory` prints both.
+
+# %% [markdown]
+# ## Experiment 4: cache against weights
+#
+# Now your prediction. Weights are there once; the cache grows with every token of every sequence.
+
+# %%
+estimates = {name: Estimate(name, FAMILY[f"Qwen/{name}"], "bfloat16", 40_960) for name in true}
+small = estimates["Qwen3-0.6B"]
+for name, e in estimates.items():
+    print(f"{name:<11} weights {decimal(e.weights):>8}   a token {binary(e.per_token):>8}   equal at {e.crossover:>8,}")
+course.figure("08.crossover", small.crossover)
+course.figure("08.full", costs.kv_bytes(qwen, qwen.max_position_embeddings, 1, 2) / small.weights)
+course.figure("08.cross32", estimates["Qwen3-32B"].crossover)
+course.reveal("08.a", small.crossover)
+
+# %%
+fig, (left, right) = course.subplots(1, 2, width=9.5, height=3.6)
+tokens = [2**i for i in range(8, 18)]
+for sequences, color in ((1, course.COLORS[0]), (16, course.COLORS[5])):
+    name = "cache, 1 sequence" if sequences == 1 else f"cache, {sequences} sequences"
+    left.plot(tokens, [costs.kv_bytes(qwen, n, sequences, 2) / 1e9 for n in tokens], color=color, label=name)
+left.axhline(small.weights / 1e9, color=course.COLORS[1], label="weights")
+left.plot([small.crossover], [small.weights / 1e9], "o", color="black", markersize=5)
+left.annotate(f"{small.crossover:,}", (small.crossover, small.weights / 1e9), (14, -16), textcoords="offset points")
+left.set(xscale="log", yscale="log", title="Qwen3-0.6B in bf16", xlabel="tokens a sequence", ylabel="GB")
+left.legend(loc="upper left")
+right.barh(list(estimates), [e.crossover for e in estimates.values()], color=course.COLORS[0])
+right.axvline(qwen.max_position_embeddings, color=course.COLORS[1], linestyle="--")
+right.text(qwen.max_position_embeddings * 1.06, 0, "their context", color=course.COLORS[1], va="center")
+right.set(xscale="log", xlim=(3e3, 6e5), title="tokens at which cache = weights", xlabel="tokens, over all sequences")
+right.invert_yaxis()
+right.grid(axis="y", visible=False)
+course.show(fig, alt="Left: the cache of Qwen3-0.6B rises in proportion to the tokens and crosses the line of its "
+            f"weights, {small.weights / 1e9:.2f} GB, at {small.crossover:,} tokens; with 16 sequences at "
+            f"{small.crossover // 16:,} each. Right: the same crossing for six models, from {small.crossover:,} to "
+            f"{estimates['Qwen3-32B'].crossover:,} tokens; a line marks their context of {small.context:,}.")
+
+# %% [markdown]
+# <!--fig 08.crossover-->10,394<!--/fig--> tokens: a long document, not a library. With its whole context in use, the
+# small model carries a cache of <!--fig 08.full-->3.9<!--/fig--> times its own weight. A large model has more weights
+# for each byte of cache (<!--fig 08.cross32-->249,955<!--/fig--> tokens for the 32B), but the tokens count *over all
+# sequences*: a server with many users is to the right of that crossing all day. So two sentences are both true. For one
+# short talk, most of the memory, and most of what a step reads, are the weights. For a server, it is the cache.
+
+# %% [markdown]
+# ## Experiment 5: fewer heads
+#
+# The cache holds `Hk` heads, so fewer KV heads make a smaller cache. We rebuild the loaded model with other numbers of
+# them: as many KV heads as query heads (multi-head attention, MHA), its own number (grouped queries, GQA), and one for
+# all (multi-query, MQA). Upwards the heads are copied, downwards they are averaged. Does it still know what it was
+# told? (The nats in the output say how surprised it is by each token of the right talk; less is better.)
+
+# %%
+words = ("My name is Zorbla.", "Nice to meet you, Zorbla.", "What is my name?", "Your name is Zorbla.")
+whole_talk = [{"role": role, "content": text} for role, text in zip(("user", "assistant") * 2, words, strict=True)]
+asked = torch.tensor([tokenizer.encode(tokenizer.render(whole_talk[:-1]))])
+told = torch.tensor([tokenizer.encode(tokenizer.render(whole_talk, add_generation_prompt=False))])
+H, Hk = c.num_attention_heads, c.num_key_value_heads
+original = nanokv.score(model, told)
+moved, sizes, surprise = {}, {}, {}
+for heads in sorted({H, Hk, 1}, reverse=True):
+    config, state = with_kv_heads(c, model.state_dict(), heads)
+    other = nanokv.loading.build(config, state)
+    other.generation_config = model.generation_config
+    cache = nanokv.make_cache("dict", config)
+    answer = tokenizer.decode(list(nanokv.generate(other, asked, cache, max_new_tokens=16)))
+    logits = nanokv.score(other, told)
+    moved[heads] = float((logits - original).abs().max())
+    sizes[heads] = cache.nbytes / cache.length
+    surprise[heads] = float(-log_likelihood(logits, told).mean())
+    print(f"KV heads {heads}: {sizes[heads]:>6,.0f} B a token, logits move by {moved[heads]:4.1f}, "
+          f"{surprise[heads]:.2f} nats a token of the talk, says {answer!r}")
+course.figure("08.up", sizes[H] / sizes[Hk])
+course.figure("08.down", sizes[Hk] / sizes[1])
+course.figure("08.moved_up", moved[H])
+course.figure("08.moved_down", moved[1])
+
+# %% [markdown]
+# Copied heads change nothing: the logits move by <!--fig 08.moved_up-->0<!--/fig-->, and the cache takes
+# <!--fig 08.up-->3<!--/fig--> times the bytes for it. So a cache that stores keys for *query* heads is not wrong, only
+# wasteful, and no comparison of answers will ever find it; the scale does. Averaged heads take
+# <!--fig 08.down-->2<!--/fig--> times fewer bytes, and it is another model: the logits move by
+# <!--fig 08.moved_down-->21<!--/fig-->, and the name is gone. The number of KV heads is decided *before* training (or
+# needs some more of it, as Ainslie and others showed), not by the one who runs the model.
+
+# %% [markdown]
+# ## Experiment 6: a latent, and fewer bits
+#
+# DeepSeek-V2 caches neither keys nor values but one [latent](glossary.md#latent-attention) of `512` numbers a token and
+# layer, from which every head makes its own, and one key of `64` that carries the position. On the scale, one layer
+# with its `128` heads of size `128`, in bf16:
+
+# %%
+latent = LatentCache()
+latent.append(torch.randn(1, 1, 512).bfloat16(), torch.randn(1, 1, 64).bfloat16())
+a_layer = {
+    "MHA, 128 heads": weigh(shape(1, 128, 128)),
+    "GQA, 8 heads": weigh(shape(1, 8, 128)),
+    "latent": latent.nbytes,
+    "MQA, 1 head": weigh(shape(1, 1, 128)),
+}
+for name, size in a_layer.items():
+    print(f"{name:<15} {size:>7,} B a token and layer   {a_layer['MHA, 128 heads'] / size:>6.1f} times less than MHA")
+length = 512
+exact = weigh(qwen, length)
+bits = {"bf16": exact} | {f"{n} bits": weigh(qwen, length, "quantized", bits=n) for n in (8, 4)}
+for name, size in bits.items():
+    print(f"Qwen3-0.6B, {length} tokens, {name:<7} {size:>11,} B   {exact / size:.2f} times less")
+course.figure("08.latent", a_layer["MHA, 128 heads"] / a_layer["latent"])
+course.figure("08.latent_mqa", a_layer["latent"] / a_layer["MQA, 1 head"])
+course.figure("08.int8", exact / bits["8 bits"])
+course.figure("08.int4", exact / bits["4 bits"])
+
+# %%
+fig, (left, right) = course.subplots(1, 2, width=9.5, height=2.9)
+for axis, data, title, label in (
+    (left, a_layer, "one layer, 128 query heads of 128", "bytes a token (log)"),
+    (right, {name: size / length / 1024 for name, size in bits.items()}, f"Qwen3-0.6B, {length} tokens", "KiB a token"),
+):
+    bars = axis.barh(list(data), list(data.values()), color=[course.COLORS[1]] + [course.COLORS[0]] * (len(data) - 1))
+    axis.bar_label(bars, fmt="{:,.0f}", padding=3)
+    axis.set(title=title, xlabel=label, xlim=(1, 6e5) if axis is left else (0, 135))
+    axis.invert_yaxis()
+    axis.grid(axis="y", visible=False)
+left.set_xscale("log")
+course.show(fig, alt="Left, bytes a token and layer, log scale: " + ", ".join(f"{n} {s:,}" for n, s in a_layer.items())
+            + ". Right, KiB a token: " + ", ".join(f"{n} {s / length / 1024:.0f}" for n, s in bits.items()) + ".")
+
+# %% [markdown]
+# The latent takes <!--fig 08.latent-->57<!--/fig--> times less than full heads, and
+# <!--fig 08.latent_mqa-->2.25<!--/fig--> times *more* than one shared head: it is not the smallest cache, but every
+# head still gets keys of its own from it. Eight bits make the cache <!--fig 08.int8-->1.68<!--/fig--> times smaller,
+# not twice, and four bits <!--fig 08.int4-->2.65<!--/fig--> times, not four: the scales have to be stored as well, and
+# the newest tokens stay exact. (What the lost bits cost in quality is measured in notebook 12.)
+#
+# And the famous "93.3 percent less"? `deepseek_v2_savings` computes five savings from published shapes:
+
+# %%
+for against, saving in deepseek_v2_savings().items():
+    print(f"{100 * saving:>7.1f} %   {against}")
+published, equal_bits, one_layer, full_heads, shared_head = (100 * saving for saving in deepseek_v2_savings().values())
+course.figure("08.published", published)
+course.figure("08.bits", equal_bits)
+course.figure("08.layer", one_layer)
+course.figure("08.mha", full_heads)
+course.figure("08.mqa", shared_head)
+
+# %% [markdown]
+# The same cache saves <!--fig 08.published-->93.3<!--/fig-->, <!--fig 08.bits-->82.2<!--/fig-->,
+# <!--fig 08.layer-->71.9<!--/fig-->, <!--fig 08.mha-->98.2<!--/fig--> or <!--fig 08.mqa-->−125<!--/fig--> percent. All
+# are correct. The published one compares two different models with different numbers of layers, one of them stored in
+# six bits and the other in sixteen. **A saving without its baseline is not a number.**
+
+# %% [markdown]
+# ## Experiment 7: what fits?
+#
+# A card of `24 GiB`, Qwen3-8B in bf16, everyone with a context of `8192` tokens, and nothing else in the memory. How
+# many such sequences at a time?
+
+# %% tags=["exercise"]
+sequences = ...
+
+# %% tags=["solution"]
+sequences = 21  # a common first guess: 24 GiB divided by the cache of one sequence
+
+# %%
+course.predict("08.b", sequences, unit="sequences")
+
+# %%
+memory = parse_size("24GiB")
+eight = replace(estimates["Qwen3-8B"], context=8192)
+alone = memory // eight.cached(8192, 1)
+print(f"weights {binary(eight.weights)}, one sequence {binary(eight.cached(8192, 1))}: "
+      f"{eight.max_batch(memory)} fit beside the weights ({alone} without them)")
+course.figure("08.fit", eight.max_batch(memory))
+course.figure("08.alone", alone)
+course.figure("08.int8fit", replace(eight, cache="quantized", options={"bits": 8}).max_batch(memory))
+course.reveal("08.b", eight.max_batch(memory))
+
+fig, axis = course.subplots(width=8, height=3.6)
+contexts = [2**i for i in range(8, 16)]
+words = []
+for name, color in (("Qwen3-0.6B", course.COLORS[0]), ("Qwen3-8B", course.COLORS[2])):
+    for label, kind, options, style in (("bf16", "dict", {}, "o-"), ("8 bits", "quantized", {"bits": 8}, "o--")):
+        e = replace(estimates[name], cache=kind, options=options)
+        fits = [replace(e, context=n).max_batch(memory) for n in contexts]
+        axis.plot(contexts, fits, style, markersize=3, color=color, label=f"{name}, cache in {label}")
+        words.append(f"{name} with its cache in {label} {fits[contexts.index(8192)]}")
+axis.set(xscale="log", yscale="log", ylim=0.7, xlabel="tokens a sequence", ylabel="sequences",
+         title="full sequences beside the weights in 24 GiB")
+axis.set_xticks(contexts, [f"{n:,}" for n in contexts])
+axis.minorticks_off()
+axis.legend(fontsize=9)
+course.show(fig, alt="Four lines on log axes: twice the context, half the sequences. At 8,192 tokens: "
+            + ", ".join(words) + ".")
+
+# %% [markdown]
+# <!--fig 08.fit-->7<!--/fig-->. The weights take their share first; who forgets them promises
+# <!--fig 08.alone-->21<!--/fig-->. With a cache in eight bits it is <!--fig 08.int8fit-->14<!--/fig-->. A real server
+# fits somewhat fewer, because a prefill needs room for its activations too.
+
+# %% [markdown]
+# ## What the articles say
+#
+# Now the audit. The recipe is always the same: weigh *one* token of the shape in question, multiply by tokens and
+# sequences, and compare with what is printed.
+
+# %%
+one = weigh(LLAMA_2_70B), weigh(LLAMA_2_70B_MHA)
+print(f"Llama-2-70B, one token: {one[0]:,} B, with 64 KV heads {one[1]:,} B")
+for (layers, heads, size), printed in TABLE.items():
+    print(f"{layers} layers, {heads:>2} KV heads of {size:>3}: printed {printed:>2g} KiB, weighed "
+          f"{weigh(shape(layers, heads, size)) / 1024:g} KiB")
+
+course.claim("0.4", "wrong", found=qwen.head_dim)
+course.claim("0.5", "wrong", found=per_token)
+course.claim("1.6", "misleading", found=small.crossover)
+course.claim("1.8", "right", found=per_token * 8192 * 32)
+course.claim("1.9", "wrong", found=one[0] * 8192 * 32)
+course.claim("1.10", "wrong", found=one[1] * 8192 * 32)
+course.claim("1.18", "right", found=weigh(shape(32, 32, 128)) / weigh(shape(32, 8, 128)))
+course.claim("1.19", "wrong", found=100 * (1 - a_layer["latent"] / a_layer["MHA, 128 heads"]))
+course.claim("1.20", "wrong", found=weigh(shape(12, 12, 64)) / 1024)
+course.claim("3.11", "right", found=f"{per_token:,} B for every token of Qwen3-0.6B")
+course.claim("3.12", "right", found=weigh(EXAMPLE_OF_ARTICLE_3) * 4096)
+course.claim("3.13", "misleading", found=per_token * qwen.max_position_embeddings / small.weights)
+course.claim("3.20", "right", found=weigh(qwen, 200) / weigh(qwen, 100))
+
+# %% [markdown]
+# ## Exercises
+#
+# **08.1** Write the calculator that so many get wrong: bytes of cache a token, from the sizes in a config. It is tried
+# on 50 random shapes. (`C` hidden size, `L` layers, `H` query heads, `Hk` KV heads, `D` head size.)
+
+
+# %% tags=["exercise"]
+def bytes_per_token(C, L, H, Hk, D, itemsize):
+    return ...
+
+
+# %% tags=["solution"]
+def bytes_per_token(C, L, H, Hk, D, itemsize):
+    return 2 * L * Hk * D * itemsize
+
+
+# %%
+course.check("08.1", bytes_per_token)
+
+# %% [markdown]
+# **08.2** The article's Llama-2-70B: `80` layers, `64` query heads, `8` KV heads of size `128`, two bytes a number.
+# What is the true size of the cache for the tokens and sequences below? Answer with a pair: in GB and in GiB.
+
+# %%
+case = course.case("08.2")
+print(f"{case.tokens} tokens, {case.batch} sequences")
+
+# %% tags=["exercise"]
+gb_and_gib = ...  # (…, …)
+
+# %% tags=["solution"]
+whole = 2 * 80 * 8 * 128 * 2 * case.tokens * case.batch
+gb_and_gib = whole / 1e9, whole / 2**30
+
+# %%
+course.check("08.2", gb_and_gib)
+
+# %% [markdown]
+# **08.3** Repair the article's table: KiB a token for its four shapes, each `(layers, KV heads, head size)`. Answer
+# with four numbers.
+
+# %%
+case = course.case("08.3")
+print(f"(12, 12, 64), (12, 3, 64), (32, 4, 128), (12, 1, 64); {case.itemsize} bytes a number")
+
+# %% tags=["exercise"]
+repaired = ...  # (…, …, …, …)
+
+# %% tags=["solution"]
+repaired = [2 * a * b * d * case.itemsize / 1024 for a, b, d in ((12, 12, 64), (12, 3, 64), (32, 4, 128), (12, 1, 64))]
+
+# %%
+course.check("08.3", repaired)
+
+# %% [markdown]
+# **08.4** Three savings of one cache. The new model: `60` layers, `128` query heads of size `128`, and a latent cache
+# of `576` numbers a layer. The old model: `95` layers, `8` KV heads of size `128`, sixteen bits. How many percent does
+# the new cache save a token, to a tenth of a percent, (a) against the old model's, if the new one is stored in the few
+# bits printed below; (b) against the old model's, both in sixteen bits; (c) against its own model with all `128` heads
+# cached, in equal bits?
+
+# %%
+case = course.case("08.4")
+print(f"(a) stored in {case.bits} bits")
+
+# %% tags=["exercise"]
+percents = ...  # (a, b, c)
+
+# %% tags=["solution"]
+new, old, own = 60 * 576, 95 * 2 * 8 * 128, 60 * 2 * 128 * 128
+percents = [100 * (1 - share) for share in (new * case.bits / (old * 16), new / old, new / own)]
+
+# %%
+course.check("08.4", percents)
+
+# %% [markdown]
+# **08.5** How many full sequences fit beside the weights? Weights and cache in bf16. `costs.parameters(config)` counts
+# the parameters; the cell below prints the rest of what you need.
+
+# %%
+case = course.case("08.5")
+config = FAMILY[case.name]
+print(f"{case.name}, {case.tokens} tokens a sequence, {case.gib} GiB of memory; {config}")
+
+# %% tags=["exercise"]
+fitting = ...
+
+# %% tags=["solution"]
+room = case.gib * 2**30 - 2 * costs.parameters(config)
+fitting = room // (costs.kv_bytes_per_token(config, 2) * case.tokens)
+
+# %%
+course.check("08.5", fitting)
+
+# %% [markdown]
+# ## Quiz
+
+# %%
+course.quiz("08")
+
+# %% tags=["exercise"]
+q1, q2, q3 = ..., ..., ...  # letters
+
+# %% tags=["solution"]
+q1, q2, q3 = "b", "c", "a"
+
+# %%
+course.answer("08.q1", q1)
+course.answer("08.q2", q2)
+course.answer("08.q3", q3)
+
+# %% [markdown]
+# ## Further reading
+#
+# - `nanokv memory --help`: this notebook as a command, for any model, context, batch, cache and card;
+#   `nanokv memory --check` weighs every cache.
+# - Ainslie and others, [GQA](https://arxiv.org/abs/2305.13245): fewer KV heads for a model that was trained with many.
+# - DeepSeek-AI, [DeepSeek-V2](https://arxiv.org/abs/2405.04434), section 2.1 and its table 1: the latent, and what it
+#   is compared with. `nanokv/latent.py` runs it.
+# - Hugging Face, [Cache strategies](https://huggingface.co/docs/transformers/main/en/kv_cache): what transformers
+#   offers to save memory.
+#
+# ## Next
+#
+# You know what a cache weighs. What does it gain, in seconds? [09](09_measure_honestly.ipynb) measures, and finds out
+# how easily one measures something else.

@@ -1,0 +1,582 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 09 · Measure it honestly
+#
+# Counting is exact; a clock is not. It shows what the machine did, including what nobody asked for: the first call that
+# had to wake everything up, somebody else's program, a second prefill that hides in a call. One of the articles hands
+# out a profiler that times the wrong thing, and it looks perfectly reasonable. You are about to time a model in four
+# ways, to find out what bounds each phase, and to catch that profiler.
+#
+# ## What you will be able to do
+#
+# - measure [time to first token](glossary.md#time-to-first-token) and [time between
+#   tokens](glossary.md#time-between-tokens) apart, with a warm-up and medians, two candidates in rotation;
+# - say what a step has to read and to compute, and compare its time with the least that the machine allows;
+# - explain why a tiny model gains less from a cache than the count says, and why a batch is nearly free for a large
+#   one;
+# - read somebody's benchmark and name what is missing.
+
+# %%
+import statistics
+import time
+from dataclasses import replace
+
+import torch
+
+import nanokv
+from nanokv import costs, course
+from nanokv.bench.machine import Bandwidth, Others, gemm_peak
+from nanokv.bench.profile import phases
+from nanokv.bench.rotation import Rotation
+from nanokv.bench.runners import Ours, Uncached
+from nanokv.course.claims.article1 import profiled_rate
+from nanokv.course.work import scores_with_cache, scores_without_cache
+from nanokv.fast import optimize
+from nanokv.loading import build
+from nanokv.memory import FAMILY
+from nanokv.skeleton import skeleton
+
+model, tokenizer = course.start("09")
+c = model.config
+torch.set_num_threads(1)  # two threads wait for each other when others use the machine: one is slower and steadier
+others = Others()  # counts the processor time that other programs take while we measure
+
+# %% [markdown]
+# ## Predict
+#
+# Without a cache, a step behind a text of `512` tokens feeds `512` rows; with a cache it feeds one. In notebook 05 you
+# counted that. On the clock, with the model at hand: how many *times* as fast is a step with a cache?
+
+# %% tags=["exercise"]
+guess = ...  # times as fast
+
+# %% tags=["solution"]
+guess = 512  # a common first guess: as many times as there are rows
+
+# %%
+course.predict("09.a", guess, unit="times as fast")
+
+# %% [markdown]
+# ## Experiment 1: one time is no time
+#
+# The same work again and again: a decode step. We time each one. Before that, the very first prefill of this process
+# against the ones after it.
+
+# %%
+def seconds(run):
+    """How long it takes."""
+    began = time.perf_counter()
+    run()
+    return time.perf_counter() - began
+
+
+def fresh_prefill(tokens=32):
+    cache = nanokv.make_cache("static", c, capacity=tokens + 64)
+    ids = torch.randint(c.vocab_size, (1, tokens))
+    return cache, nanokv.prefill(model, ids, cache, start_pos=0).argmax(-1, keepdim=True)
+
+
+first, later = seconds(fresh_prefill), [seconds(fresh_prefill) for _ in range(9)]
+print(f"prefill of 32 tokens: the first {1e3 * first:.1f} ms, the median of the next nine "
+      f"{1e3 * statistics.median(later):.1f} ms")
+
+cache, token = fresh_prefill()
+steps = [seconds(lambda: nanokv.decode(model, token, cache, start_pos=cache.length)) for _ in range(60)]
+mean, median = statistics.mean(steps), statistics.median(steps)
+kept = sorted(steps)[:-1]
+print(f"60 decode steps: fastest {1e3 * min(steps):.2f}, median {1e3 * median:.2f}, mean {1e3 * mean:.2f}, "
+      f"slowest {1e3 * max(steps):.2f} ms")
+print(f"without the slowest one the mean moves by {100 * (1 - statistics.mean(kept) / mean):.1f} %, "
+      f"the median by {100 * (1 - statistics.median(kept) / median):.1f} %")
+
+fig, axis = course.subplots(width=8, height=2.8)
+axis.plot([1e3 * value for value in steps], "o", markersize=3.5, color=course.COLORS[0], label="a step")
+axis.axhline(1e3 * median, color=course.COLORS[2], label="median")
+axis.axhline(1e3 * mean, color=course.COLORS[1], linestyle="--", label="mean")
+axis.set(title="sixty times the same work", xlabel="step", ylabel="ms")
+axis.set_ylim(bottom=0)
+axis.legend(ncols=3, fontsize=9, loc="upper right")
+course.show(fig, alt=f"Sixty dots, a decode step each, from {1e3 * min(steps):.1f} to {1e3 * max(steps):.1f} ms; lines at "
+            f"the median {1e3 * median:.1f} and the mean {1e3 * mean:.1f} ms. Disturbed steps lie above the rest.")
+
+# %% [markdown]
+# Disturbances go one way: a step can be made slower by others, never faster than it is. So one number tells little, a
+# mean belongs partly to whoever else was there, and a median much less. If the machine is busy all the time, even the
+# median is not yours; then only comparisons hold, and only if both sides met the same minutes. From here on: a
+# **warm-up** that does not count, **medians**, and candidates **in rotation**. `nanokv.bench.rotation` does just that,
+# and `nanokv bench` is the same as a command.
+
+# %% [markdown]
+# ## Experiment 2: with and without, at growing length
+#
+# Two candidates: the model with a cache, and the same model that feeds the whole text at every step. Both get prompts
+# of several lengths, in rotation.
+
+# %%
+contexts = [n for n in (32, 128, 512, 1024) if n + 64 <= c.max_position_embeddings]
+with_cache = Ours(model, "fp32", "static", {}, 1, torch.float32)
+without = Uncached(model, "fp32", 1, torch.float32)
+rotation = Rotation([with_cache, without], contexts, c.vocab_size, repeat=3, steps=3)
+for _ in rotation.run():
+    pass  # one measurement each time around
+rows = {(row.runner.cache, row.context): row for row in rotation.finished()}
+for n in contexts:
+    lean, full = rows["static", n], rows["none", n]
+    print(f"{n:>5} tokens: prefill {1e3 * lean.prefill_s:>7.1f} ms, then {1e3 * lean.decode_s:>6.2f} ms a step with a "
+          f"cache, {1e3 * full.decode_s:>7.1f} ms without: {full.decode_s / lean.decode_s:.1f} times")
+chosen = min(contexts, key=lambda n: abs(n - 512))
+ratio = rows["none", chosen].decode_s / rows["static", chosen].decode_s
+few = rows["none", contexts[0]].decode_s / rows["static", contexts[0]].decode_s
+course.figure("09.ratio", ratio)
+course.figure("09.few", few)
+course.reveal("09.a", ratio)
+
+# %%
+fig, (left, right) = course.subplots(1, 2, width=9.5, height=3.4)
+step_ms = {kind: [1e3 * rows[kind, n].decode_s for n in contexts] for kind in ("none", "static")}
+left.plot(contexts, step_ms["none"], "o-", color=course.COLORS[1], label="without a cache")
+left.plot(contexts, step_ms["static"], "o-", color=course.COLORS[0], label="with a cache")
+left.set(xscale="log", yscale="log", title="one more token", xlabel="tokens before it", ylabel="ms (log)")
+rates = {"prefill": [n / rows["static", n].prefill_s for n in contexts],
+         "decode": [1 / rows["static", n].decode_s for n in contexts]}
+for (label, values), color in zip(rates.items(), (course.COLORS[2], course.COLORS[0])):
+    right.plot(contexts, values, "o-", color=color, label=label)
+right.set(xscale="log", yscale="log", title="tokens a second, with a cache", xlabel="prompt", ylabel="(log)")
+for axis in (left, right):
+    axis.set_xticks(contexts, [f"{n:,}" for n in contexts])
+    axis.minorticks_off()
+    axis.legend(fontsize=9)
+prefill_rate, decode_rate = (rates[phase][contexts.index(chosen)] for phase in ("prefill", "decode"))
+course.figure("09.phases", prefill_rate / decode_rate)
+course.show(fig, alt=f"Left, on log axes: without a cache a step takes {step_ms['none'][0]:.0f} ms at {contexts[0]} "
+            f"tokens and {step_ms['none'][-1]:.0f} at {contexts[-1]:,}; with a cache {step_ms['static'][0]:.1f} and "
+            f"{step_ms['static'][-1]:.1f}. Right: prefill handles {prefill_rate:,.0f} tokens a second at {chosen} "
+            f"tokens, decode {decode_rate:,.0f}.")
+
+# %% [markdown]
+# With `512` tokens before it, a step is about <!--fig 09.ratio x3-->18<!--/fig--> times as fast. That is a lot, and far
+# from `512`. The other half of the story is at the left end of the curve: there the full forward has `32` rows, and
+# takes only about <!--fig 09.few x2.5-->2<!--/fig--> times as long as one row. A step has a price that does not depend
+# on rows at all.
+#
+# The right picture says why one number for "speed" is never enough. The same model handles about
+# <!--fig 09.phases x3-->25<!--/fig--> times as many tokens a second in the prefill as in the decode. A user feels both:
+# the time to the first token is the prefill, the pace after it is the decode.
+
+# %% [markdown]
+# ## Experiment 3: catch the profiler
+#
+# An article offers a profiler for the two phases. It knows only one function, `write(prompt, n)`, which returns the
+# prompt and `n` new tokens. It calls `write(prompt, 1)` and takes that time for the prefill. Then it calls `write` with
+# what came out, for the other `n − 1` tokens, and divides `n − 1` by that time: the decode rate. Reasonable?
+#
+# Say the prefill takes `1` s and a step `20` ms, so that the true rate is `50` tokens a second, and `n = 50`. What does
+# the profiler report?
+
+# %% tags=["exercise"]
+reported = ...  # tokens a second
+
+# %% tags=["solution"]
+reported = 50
+
+# %%
+course.predict("09.b", reported, unit="tokens a second")
+
+
+# %%
+def write(ids, n):
+    """The prompt and n more tokens, as other libraries' generate returns them; a cache of its own in every call."""
+    new = list(nanokv.generate(model, ids, max_new_tokens=n, eos_token_ids=[]))
+    return torch.cat((ids, torch.tensor([new])), dim=1)
+
+
+def two_calls(prompt, n):
+    """The article's idea → (seconds of prefill, tokens a second)."""
+    began = time.perf_counter()
+    text = write(prompt, 1)
+    between = time.perf_counter()
+    write(text, n - 1)
+    return between - began, (n - 1) / (time.perf_counter() - between)
+
+
+def stamps(prompt, n):
+    """A time stamp at every token as it comes out → (seconds to the first, tokens a second after it)."""
+    began = time.perf_counter()
+    at = [time.perf_counter() - began for _ in nanokv.generate(model, prompt, max_new_tokens=n, eos_token_ids=[])]
+    return at[0], 1 / statistics.median(b - a for a, b in zip(at, at[1:]))
+
+
+n = 12
+prompt = torch.randint(c.vocab_size, (1, contexts[-1]))
+found = {two_calls: [], stamps: []}
+for turn in range(5):
+    for measure in found:
+        result = measure(prompt, n)
+        if turn:  # the first turn warms up
+            found[measure].append(result)
+(prefill, claimed), (ttft, rate) = ([statistics.median(column) for column in zip(*runs)] for runs in found.values())
+explained = profiled_rate(ttft, 1 / rate, tokens=n)
+print(f"prompt of {prompt.shape[1]:,} tokens, {n} new ones")
+print(f"two calls:  prefill {1e3 * prefill:.0f} ms, {claimed:.1f} tokens a second")
+print(f"stamps:     first token {1e3 * ttft:.0f} ms, {rate:.1f} tokens a second: {rate / claimed:.1f} times as many")
+print(f"if the second call prefills again, the profiler has to say {explained:.1f}")
+course.figure("09.under", rate / claimed)
+course.figure("09.explained", claimed / explained)
+course.figure("09.reported", profiled_rate(1.0, 0.020))
+course.reveal("09.b", profiled_rate(1.0, 0.020))
+
+# %%
+fig, axis = course.subplots(width=8, height=2.6)
+names = ["stamps: the truth", "two calls: reported", "two calls: explained"]
+bars = axis.barh(names, [rate, claimed, explained], color=[course.COLORS[0], course.COLORS[1], course.COLORS[4]])
+axis.bar_label(bars, fmt="{:.0f}", padding=3)
+axis.set(title=f"decode rate behind a prompt of {prompt.shape[1]:,} tokens", xlabel="tokens a second")
+axis.invert_yaxis()
+axis.grid(axis="y", visible=False)
+course.show(fig, alt=f"Three bars, tokens a second: {rate:.0f} by time stamps, {claimed:.0f} as reported by two calls, "
+            f"{explained:.0f} computed for a second call that prefills again.")
+
+# %% [markdown]
+# The profiler reports <!--fig 09.under x3-->4<!--/fig--> times too few tokens a second. Its second call has no cache
+# from the first, so it begins with a prefill of the whole prompt and the new token, and counts that as decoding. The
+# third bar is that explanation in numbers: put the true times into it, and out comes what was reported, give or take
+# the noise (a factor of <!--fig 09.explained x2-->1.0<!--/fig-->). In the article's own setting, `50` true tokens a
+# second become <!--fig 09.reported-->25<!--/fig-->. The longer the prompt, the worse.
+#
+# More that it lacks: no warm-up; no median; nothing that waits for a GPU, which works on after the call has returned;
+# and a model that ends its answer early wrote fewer tokens than it is credited for.
+
+# %% [markdown]
+# ## Experiment 4: where a step spends its time
+#
+# A decode step has to read every weight once. Bytes divided by the machine's measured [memory
+# bandwidth](glossary.md#memory-bandwidth) is its floor: the least time it can take. `nanokv.bench.profile` splits a
+# step into parts. We compare the loaded model with one of Qwen3-0.6B's width, two of its layers, and random weights;
+# and both with their optimized twins, in which a step is a few calls into compiled code.
+
+# %%
+torch.manual_seed(0)
+wide = replace(FAMILY["Qwen/Qwen3-0.6B"], num_hidden_layers=2, vocab_size=1024)
+state = {name: torch.empty(p.shape).normal_(0, 0.02) if p.dim() > 1 else torch.ones(p.shape)
+         for name, p in skeleton(wide).named_parameters()}
+large = build(wide, state)
+print(f"weights: {costs.weight_bytes(c, 4) / 1e6:.0f} MB and {costs.weight_bytes(wide, 4) / 1e6:.0f} MB")
+candidates = {"loaded, plain": model, "large, plain": large,
+              "loaded, optimized": optimize(model), "large, optimized": optimize(large)}
+profiles, floors = {}, {}
+for _ in range(3):  # in rotation; of step and floor the least disturbed of three
+    for name, candidate in candidates.items():
+        size = costs.weight_bytes(candidate.config, 4)
+        _, step = phases(candidate, "static", {}, 16, size, torch.float32)
+        profiles[name] = min(step, profiles.get(name, step), key=lambda phase: phase.seconds)
+        floors[name] = min(step.floor, floors.get(name, step.floor))
+for name, step in profiles.items():
+    print(f"{name:<18} {1e3 * step.seconds:>7.2f} ms a step, floor {1e3 * floors[name]:>6.2f} ms = "
+          f"{100 * floors[name] / step.seconds:>3.0f} %")
+course.figure("09.share_tiny", 100 * floors["loaded, plain"] / profiles["loaded, plain"].seconds)
+course.figure("09.share_large", 100 * floors["large, plain"] / profiles["large, plain"].seconds)
+course.figure("09.fast", profiles["loaded, plain"].seconds / profiles["loaded, optimized"].seconds)
+
+# %%
+kinds = {"weights": 0, "attention": 2, "cache update": 4, "norms, rotation, gates": 3, "the rest": 1}
+fig, axis = course.subplots(width=8.5, height=3.2)
+for place, step in enumerate(profiles.values()):
+    left = 0.0
+    for part in step.parts:
+        width = 100 * part.seconds / sum(p.seconds for p in step.parts)
+        axis.barh(place, width, left=left, color=course.COLORS[kinds[part.name]])
+        left += width
+for name, color in kinds.items():
+    axis.barh(0, 0, color=course.COLORS[color], label=name)
+axis.set_yticks(range(len(profiles)), list(profiles))
+axis.set(title="parts of a decode step", xlabel="percent of its time", xlim=(0, 100))
+axis.invert_yaxis()
+axis.grid(visible=False)
+axis.legend(ncols=5, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.2), columnspacing=1)
+share = {label: {p.name: 100 * p.seconds / sum(q.seconds for q in step.parts) for p in step.parts}
+         for label, step in profiles.items()}
+course.show(fig, alt="Four bars, each split into the parts of a decode step. " + " ".join(
+    f"{label}: {parts['weights']:.0f} percent in products with weights, {parts['the rest']:.0f} in the rest."
+    for label, parts in share.items()))
+
+# %% [markdown]
+# The loaded model's plain step is at about <!--fig 09.share_tiny x4-->15<!--/fig--> percent of what the memory allows,
+# the large one's at about <!--fig 09.share_large x2.5-->65<!--/fig-->. The large model waits for its weights. The tiny
+# one waits for Python: its weights are read quickly, and much of the step is "the rest", the starting of some hundred
+# small operations. That is the price that does not depend on rows, and the reason why a tiny model gains less from a
+# cache than the count promises: the cache takes away rows, and rows were not what cost. Take away the calls as well,
+# and the same step is about <!--fig 09.fast x4-->4<!--/fig--> times as fast; for the large model there is little left
+# to take.
+#
+# (A floor is only as good as its assumption. A model of a few megabytes fits into the processor's own caches, from
+# which it can be read faster than from memory.)
+
+# %% [markdown]
+# ## Experiment 5: company is cheap
+#
+# If a step waits for weights, then others can use them while they are there. The large model, optimized, decodes for
+# one, two, four and eight rows at a time, in rotation.
+
+# %%
+batches = (1, 2, 4, 8)
+runners = [Ours(candidates["large, optimized"], "fp32", "static", {}, batch, torch.float32) for batch in batches]
+rotation = Rotation(runners, [16], wide.vocab_size, repeat=5, steps=4)
+for _ in rotation.run():
+    pass
+batch_s = {row.runner.batch: row.decode_s for row in rotation.finished()}
+for batch, value in batch_s.items():
+    print(f"{batch} rows: {1e3 * value:>6.1f} ms a step, {batch / value:>6.1f} tokens a second together")
+course.figure("09.two", batch_s[2] / batch_s[1])
+course.figure("09.eight", batch_s[8] / batch_s[1])
+course.figure("09.together", 8 * batch_s[1] / batch_s[8])
+
+fig, (left, right) = course.subplots(1, 2, width=9, height=2.7)
+place = range(len(batches))
+left.bar(place, [1e3 * batch_s[batch] for batch in batches], color=course.COLORS[0])
+left.set(title="a step", xlabel="rows", ylabel="ms")
+right.bar(place, [batch / batch_s[batch] for batch in batches], color=course.COLORS[2], label="measured")
+right.plot(place, [batch / batch_s[1] for batch in batches], "_", color="black", markersize=24, label="free rows")
+right.set(title="all rows together", xlabel="rows", ylabel="tokens a second")
+right.legend(fontsize=9)
+for axis in (left, right):
+    axis.set_xticks(place, batches)
+    axis.grid(axis="x", visible=False)
+course.show(fig, alt="Left: a step takes " + ", ".join(f"{1e3 * batch_s[b]:.0f} ms for {b}" for b in batches)
+            + " rows. Right: together " + ", ".join(f"{b / batch_s[b]:.0f}" for b in batches)
+            + " tokens a second, less and less of what free rows would give.")
+
+# %% [markdown]
+# A second row takes the step to about <!--fig 09.two x2-->1.1<!--/fig--> times its time, eight rows to about
+# <!--fig 09.eight x2.5-->2.4<!--/fig--> times; together the eight get about <!--fig 09.together x2.5-->3.3<!--/fig-->
+# times as many tokens a second as one alone. This is why servers batch. It is not free for ever: the next experiment
+# says where it ends. And each row has its own cache, so what was said in notebook 08 decides how many there can be.
+
+# %% [markdown]
+# ## Experiment 6: bytes and FLOPs, on paper
+#
+# How much is computed for each byte that is read? If a forward has more FLOPs a byte than the machine can do in the
+# time of reading one, it is bound by arithmetic, otherwise by memory. `nanokv.costs` counts both; the machine's own
+# balance we measure.
+
+# %%
+qwen = FAMILY["Qwen/Qwen3-0.6B"]
+bandwidth = Bandwidth()
+for _ in range(5):
+    bandwidth.probe()
+here = gemm_peak(torch.float32) / statistics.median(bandwidth.rates)  # FLOPs a byte
+h100 = 989e12 / 3.35e12  # from its data sheet: bf16, dense
+fed = [2**i for i in range(12)]
+intensity = [costs.prefill_flops(qwen, T) / (costs.weight_bytes(qwen, 2) + costs.kv_bytes(qwen, T, 1, 2)) for T in fed]
+
+a_key = costs.decode_flops(qwen, 1) - costs.decode_flops(qwen, 0)  # FLOPs of attention for one visible token
+equal_flops = costs.decode_flops(qwen, 0) / a_key
+equal_bytes = costs.weight_bytes(qwen, 2) / costs.kv_bytes_per_token(qwen, 2)
+course.figure("09.flops", equal_flops)
+course.figure("09.bytes", equal_bytes)
+course.figure("09.one", intensity[0])
+print(f"one row: {intensity[0]:.2f} FLOPs a byte; {fed[-1]:,} rows: {intensity[-1]:,.0f}; balance here: {here:.0f}")
+print(f"attention = weights in FLOPs at {equal_flops:,.0f} tokens, in bytes at {equal_bytes:,.0f}")
+
+fig, (left, right) = course.subplots(1, 2, width=9.5, height=3.4)
+left.plot(fed, intensity, "o-", markersize=3, color=course.COLORS[0])
+for level, color in ((here, course.COLORS[2]), (h100, course.COLORS[1])):
+    left.axhline(level, color=color, linestyle="--")
+left.text(fed[-1], here / 1.25, "this machine, fp32", color=course.COLORS[2], fontsize=9, ha="right", va="top")
+left.text(1, h100 * 1.25, "an H100, bf16", color=course.COLORS[1], fontsize=9)
+left.set(xscale="log", yscale="log", title="FLOPs a byte, Qwen3-0.6B", xlabel="rows in one forward", ylabel="(log)")
+texts = [2**i for i in range(8, 18)]
+for label, weights, each, color in (
+    ("of the FLOPs", costs.decode_flops(qwen, 0), a_key, course.COLORS[1]),
+    ("of the bytes", costs.weight_bytes(qwen, 2), costs.kv_bytes_per_token(qwen, 2), course.COLORS[0]),
+):
+    right.plot(texts, [100 * each * S / (weights + each * S) for S in texts], color=color, label=label)
+    right.plot([weights / each], [50], "o", color=color)
+right.axhline(50, color="gray", linestyle=":", linewidth=1)
+right.set(xscale="log", ylim=(0, 100), title="the cache's part of a decode step", xlabel="tokens", ylabel="percent")
+right.legend(fontsize=9)
+course.show(fig, alt=f"Left: {intensity[0]:.1f} FLOPs a byte for one row, rising in proportion to the rows up to "
+            f"{intensity[-1]:,.0f}; dashed lines mark the balance of this machine, about {here:.0f}, and of an H100, "
+            f"{h100:.0f}. Right: the cache's part of a step is half of the FLOPs at {equal_flops:,.0f} tokens and half "
+            f"of the bytes at {equal_bytes:,.0f}.")
+
+# %% [markdown]
+# One row does <!--fig 09.one-->1.0<!--/fig--> FLOP for each byte: below the line on every machine, so decoding is bound
+# by memory. A prompt of some hundred rows is above it: prefill is bound by arithmetic. Two different problems, with
+# different cures.
+#
+# And what of a step is the cache's part? It reaches half of the FLOPs at <!--fig 09.flops-->5,197<!--/fig--> tokens and
+# half of the bytes at <!--fig 09.bytes-->10,394<!--/fig-->. In shorter texts, "decoding is slow because of the cache"
+# is not true.
+
+# %% [markdown]
+# ## What the articles say
+#
+# The claims about time. For the last two we let the numbers of scores grow: a whole generation of twice the length.
+
+# %%
+double = [count(1, 4000) / count(1, 2000) for count in (scores_without_cache, scores_with_cache)]
+print(f"twice the length: {double[0]:.2f} times the scores without a cache, {double[1]:.2f} times with one")
+course.figure("09.cubic", double[0])
+course.figure("09.quadratic", double[1])
+growth = [rows["static", n].decode_s / rows["static", contexts[0]].decode_s for n in contexts]
+
+course.claim("1.5", "right", found=f"at {chosen} tokens {prefill_rate:,.0f} tokens a second in the prefill, "
+             f"{decode_rate:,.0f} in the decode")
+course.claim("1.7", "wrong", found=profiled_rate(1.0, 0.020))
+course.claim("1.23", "right", found=f"from {contexts[0]} to {contexts[-1]:,} tokens, the first token takes "
+             f"{rows['static', contexts[-1]].prefill_s / rows['static', contexts[0]].prefill_s:.0f} times as long, "
+             f"each later one {growth[-1]:.1f} times")
+course.claim("2.1", "misleading", found=1 / (1 - 0.38))
+course.claim("2.14", "right", found=f"{c.num_attention_heads} heads × {contexts[-1]:,} scores in a layer for one step")
+course.claim("3.14", "misleading", found=double[0])
+
+# %% [markdown]
+# A whole generation of twice the length has <!--fig 09.quadratic-->4.0<!--/fig--> times the scores with a cache, and
+# <!--fig 09.cubic-->8.0<!--/fig--> times without: quadratic and cubic. "Linear" is true of a step.
+
+# %% [markdown]
+# ## Exercises
+#
+# **09.1** The article's profiler again, with the numbers below. Which decode rate does it report, and which is the true
+# one? Answer with a pair, in tokens a second.
+
+# %%
+case = course.case("09.1")
+print(f"prefill {case.prefill} s, a step {case.step} s, n = {case.n}")
+
+# %% tags=["exercise"]
+reported_and_true = ...  # (…, …)
+
+# %% tags=["solution"]
+reported_and_true = (case.n - 1) / (case.prefill + (case.n - 2) * case.step), 1 / case.step
+
+# %%
+course.check("09.1", reported_and_true)
+
+# %% [markdown]
+# **09.2** Repair it. `start()` begins a new generation and returns an iterator over its tokens: the first `next` runs
+# the prefill, each later one a decode step. `clock()` is the time in seconds. Return two numbers: the time to the first
+# token, and the typical time between tokens after it; `None` for the second one if there is only one token. The first
+# generation is slower than all others and must not count. Somebody else uses the machine now and then. (The check hands
+# in a clock of its own, so your answer does not depend on how busy this machine is.)
+
+
+# %% tags=["exercise"]
+def profile(start, clock):
+    return ...
+
+
+# %% tags=["solution"]
+def profile(start, clock):
+    for _ in start():
+        pass  # the warm-up
+    began = clock()
+    at = [clock() - began for _ in start()]
+    gaps = [b - a for a, b in zip(at, at[1:])]
+    return at[0], statistics.median(gaps) if gaps else None
+
+
+# %%
+course.check("09.2", profile)
+
+# %% [markdown]
+# **09.3** At which length of the text does attention do as many FLOPs in a decode step as all weights together? For the
+# model printed below; to a percent. A multiplication with a weight is two FLOPs for each weight; the embedding is
+# looked up and not multiplied, the output head is a matrix of `V · C`. Attention is two FLOPs for each number of a
+# visible key and two for each of a value, in every query head.
+
+# %%
+case = course.case("09.3")
+config = FAMILY[case.name]
+print(case.name, config)
+
+# %% tags=["exercise"]
+length = ...
+
+# %% tags=["solution"]
+C, D, H, Hk, L = (config.hidden_size, config.head_dim, config.num_attention_heads, config.num_key_value_heads,
+                  config.num_hidden_layers)
+in_a_layer = 2 * C * H * D + 2 * C * Hk * D + 3 * C * config.intermediate_size
+length = 2 * (L * in_a_layer + config.vocab_size * C) / (4 * L * H * D)
+
+# %%
+course.check("09.3", length)
+
+# %% [markdown]
+# **09.4** The speed limit. A server decodes `batch` sequences at a time, with `context` tokens in each cache. `weights`
+# are the bytes of all weights, `per_token` those of one token of cache, `bandwidth` the bytes a second. At most how
+# many tokens a second does it give out, to all together? It is tried on 50 random servers.
+
+
+# %% tags=["exercise"]
+def speed_limit(weights, per_token, context, batch, bandwidth):
+    return ...
+
+
+# %% tags=["solution"]
+def speed_limit(weights, per_token, context, batch, bandwidth):
+    return batch * bandwidth / (weights + batch * context * per_token)
+
+
+# %%
+course.check("09.4", speed_limit)
+
+# %% [markdown]
+# **09.5** Why a tiny model gains less. A forward takes `a` ms whatever it does, and `b` ms more for each row that is
+# fed. Behind a text of `S` tokens (the new one is among them): how many times as fast is a step with a cache?
+
+# %%
+case = course.case("09.5")
+print(f"a = {case.a} ms, b = {case.b} ms a row, S = {case.S}")
+
+# %% tags=["exercise"]
+times_as_fast = ...
+
+# %% tags=["solution"]
+times_as_fast = (case.a + case.b * case.S) / (case.a + case.b)
+
+# %%
+course.check("09.5", times_as_fast)
+
+# %% [markdown]
+# ## Quiz
+
+# %%
+course.quiz("09")
+busy = others.cores()
+print("While this notebook ran, other programs kept", "?" if busy is None else f"{busy:.1f}", "cores busy.")
+
+# %% tags=["exercise"]
+q1, q2, q3 = ..., ..., ...  # letters
+
+# %% tags=["solution"]
+q1, q2, q3 = "c", "a", "b"
+
+# %%
+course.answer("09.q1", q1)
+course.answer("09.q2", q2)
+course.answer("09.q3", q3)
+
+# %% [markdown]
+# ## Further reading
+#
+# - `nanokv bench --help` and `nanokv profile --help`: these experiments as commands, beside transformers and llama.cpp
+#   if they are installed.
+# - Williams, Waterman and Patterson, [Roofline](https://doi.org/10.1145/1498765.1498785): FLOPs a byte as a way to see
+#   what bounds a program.
+# - Pope and others, [Efficiently scaling transformer inference](https://arxiv.org/abs/2211.05102): the same arithmetic
+#   for large models on many chips.
+# - Hoefler and Belli, [Scientific benchmarking of parallel computing systems](https://doi.org/10.1145/2807591.2807644):
+#   twelve rules for numbers that others can trust.
+#
+# ## Next
+#
+# The dict cache grows by copying everything it has. In [10](10_cat_preallocate_page.ipynb) you count the copies, and
+# lay out memory so that there are none.

@@ -1,0 +1,527 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 10 · cat, preallocate, page
+#
+# Your cache of notebook 06 is right. Where its bytes *live* was an afterthought: `torch.cat` makes a new tensor a step
+# and copies everything into it. You are about to count those copies, take the memory beforehand instead, find out what
+# that costs, and then cut it into [pages](glossary.md#page), as a server does that has many requests and one memory.
+#
+# ## What you will be able to do
+#
+# - say how many bytes a generation copies with `cat`, with a [slab](glossary.md#slab) and with pages, and measure it;
+# - say what a fixed capacity buys, and what it costs;
+# - explain [fragmentation](glossary.md#fragmentation), and show it in a picture;
+# - write the two functions at the heart of a paged cache: where is token `i`, and who may have this page next?
+
+# %%
+import time
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import nanokv
+from nanokv import costs, course
+from nanokv.attention import decode_attention
+from nanokv.memory import FAMILY
+
+model, tokenizer = course.start("10")
+c = model.config
+
+# %% [markdown]
+# ## Predict
+#
+# A cache grows from empty to `1,000` tokens, one token at a time, by `torch.cat`. Every token is *kept* once. How many
+# times is it *copied*, on average?
+
+# %% tags=["exercise"]
+copies = ...  # times, on average
+
+# %% tags=["solution"]
+copies = 2  # a common first guess: once or twice
+
+# %%
+course.predict("10.a", copies, unit="times")
+
+# %% [markdown]
+# Second bet. A server has memory for a few hundred tokens. Each request reserves room for its prompt and for 64 tokens
+# of answer, in one piece, because nobody knows how long the answer will be. How many times as many requests run at once
+# if memory is handed out in pages of 16 tokens, as it is needed?
+
+# %% tags=["exercise"]
+more_at_once = ...  # times as many
+
+# %% tags=["solution"]
+more_at_once = 1.1  # a common first guess: a little less waste
+
+# %%
+course.predict("10.b", more_at_once, unit="times as many")
+
+# %% [markdown]
+# ## Experiment 1: count what is copied
+#
+# PyTorch lets us watch every operation. The counter below adds up the bytes that are written to memory: new keys and
+# values, and old ones that move. We feed one token at a time, as decoding does, to one cache of each kind.
+
+# %%
+WRITES = {  # operation → how many bytes it writes
+    "cat": lambda arguments, result: result.nbytes,
+    "clone": lambda arguments, result: result.nbytes,
+    "index": lambda arguments, result: result.nbytes,  # a copy of the rows that were asked for
+    "copy_": lambda arguments, result: result.nbytes,
+    "index_put_": lambda arguments, result: arguments[2].nbytes,
+}
+
+
+class WriteCounter(TorchDispatchMode):
+    """Bytes written by the operations that happen while it is open."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, operation, types, arguments=(), options=None):
+        result = operation(*arguments, **(options or {}))
+        name = operation._schema.name.removeprefix("aten::")
+        if name in WRITES:
+            self.bytes += WRITES[name](arguments, result)
+        return result
+
+
+def write_token(cache, k, append="append"):
+    for layer in cache:
+        getattr(layer, append)(k, k)
+
+
+longest, every = 512, 32
+k = torch.randn(1, c.num_key_value_heads, 1, c.head_dim)  # (B,Hk,T,D): which numbers they are does not matter
+token_bytes = costs.kv_bytes_per_token(c, 4)
+pages = {"pages": longest // 16, "page": 16}
+kinds = {"dict (cat)": ("dict", "append", {}), "growing (doubles)": ("growing", "append", {}),
+         "static slab": ("static", "append", {}), "pages, gathered": ("paged", "append", pages),
+         "pages, read in place": ("paged", "place", pages)}
+written = {}
+for name, (kind, append, options) in kinds.items():
+    cache = nanokv.make_cache(kind, c, capacity=longest, **options)
+    with WriteCounter() as counter:
+        written[name] = [0]
+        for i in range(longest):
+            write_token(cache, k, append)
+            if (i + 1) % every == 0:
+                written[name].append(counter.bytes)
+    print(f"{name:<21} holds {cache.nbytes / 2**20:5.2f} MiB, wrote {counter.bytes / 2**20:8.1f} MiB: every byte "
+          f"{counter.bytes / (longest * token_bytes):6.1f} times")
+times = {name: sums[-1] / (longest * token_bytes) for name, sums in written.items()}
+course.figure("10.cat", times["dict (cat)"])
+course.figure("10.growing", times["growing (doubles)"])
+course.figure("10.static", times["static slab"])
+course.figure("10.gather", times["pages, gathered"])
+course.figure("10.place", times["pages, read in place"])
+
+# %%
+fig, (left, right) = course.subplots(1, 2, width=9.5)
+tokens = range(0, longest + 1, every)
+styles = (("-", 1, 1.8), ("-", 4, 1.8), ("-", 0, 1.8), ("--", 3, 1.8), (":", 2, 4))
+for (line, color, width), (name, sums) in zip(styles, written.items()):
+    for axis in (left, right):
+        mib = [size / 2**20 for size in sums]
+        axis.plot(tokens, mib, line, color=course.COLORS[color], linewidth=width, label=name)
+top = 3 * longest * token_bytes / 2**20
+left.set(title="bytes written, in all", xlabel="tokens in the cache", ylabel="MiB")
+right.set(title="the same, the lowest part", xlabel="tokens in the cache", ylim=(0, top))
+left.legend(fontsize=8.5)
+ends = ", ".join(f"{name} {value:.0f}" for name, value in times.items())
+course.show(fig, alt="Bytes written against tokens held. cat and gathered pages bend upwards, the others are straight "
+            f"or stepped lines near the bottom. At {longest} tokens each byte was written so many times: {ends}.")
+
+# %% [markdown]
+# With `cat` every byte was written <!--fig 10.cat-->256<!--/fig--> times, half the length: the sum of all lengths on
+# the way is S²/2. A slab writes each byte once. A slab that doubles when it is full writes it
+# <!--fig 10.growing-->2.0<!--/fig--> times, and needs no capacity beforehand. Pages write it once too, *if* attention
+# reads them where they lie. If they are gathered into one tensor for an attention that knows nothing of pages, as
+# nanokv's plain path does, every token is moved again in every step, as with `cat`, and here even twice:
+# <!--fig 10.gather x1.1-->528<!--/fig--> times. Pages are about memory, not about copies. Experiment 4 shows what they
+# are for.
+#
+# Your prediction was for 1,000 tokens. Half of it:
+
+# %%
+cache, moved, counts = nanokv.make_cache("dict", c), 0, []
+for i in range(1000):
+    with WriteCounter() as counter:
+        write_token(cache, k)
+    new = token_bytes if i else 0  # the first append keeps what it is given
+    moved += counter.bytes - new  # what was in the cache already
+    if i < 4 or 996 <= i:
+        counts.append((i, (counter.bytes - new) // token_bytes))
+course.reveal("10.a", moved / (1000 * token_bytes))
+print("step: old rows copied  ", "  ".join(f"{i}: {rows}" for i, rows in counts))
+QWEN = FAMILY["Qwen/Qwen3-0.6B"]
+step_bytes = costs.kv_bytes(QWEN, 4096, 1, 2)
+all_bytes = costs.kv_bytes_per_token(QWEN, 2) * sum(range(1, 4096))
+course.figure("10.qwenstep", step_bytes / 1e6)
+course.figure("10.qwenall", all_bytes / 1e9)
+
+# %% [markdown]
+# For Qwen3-0.6B in bf16 at 4,096 tokens that is <!--fig 10.qwenstep-->469.8<!--/fig--> MB in the last step, and
+# <!--fig 10.qwenall-->962<!--/fig--> GB in all. (Small caches hide it: up to some hundred tokens the copy is cheaper
+# than the Python around it. Time the loop above if you doubt it.)
+
+# %% [markdown]
+# ## Experiment 2: what stays where it is
+#
+# A slab has a second virtue: its address never changes. A GPU can record a whole decode step once and play it again (a
+# CUDA graph), as long as every tensor is where it was. `cat` gives another address and another shape every time.
+
+# %%
+def addresses(kind, steps=8):
+    """Where the keys of the first layer lie, step by step."""
+    cache, seen = nanokv.make_cache(kind, c, capacity=64), []
+    for _ in range(steps):
+        keys, _ = [layer.append(k, k) for layer in cache][0]
+        seen.append((keys.data_ptr(), keys.shape[2]))
+    return seen
+
+
+moves = {}
+for kind in ("dict", "static"):
+    seen = addresses(kind)
+    moves[kind] = sum(a[0] != b[0] for a, b in zip(seen, seen[1:]))
+    print(f"{kind:<7} the keys moved {moves[kind]} times in {len(seen) - 1} steps, lengths {[n for _, n in seen]}")
+course.figure("10.moves-dict", moves["dict"])
+course.figure("10.moves-static", moves["static"])
+
+graphs = []
+
+
+def counting_backend(graph, example):
+    """A compiler that compiles nothing and counts how often it is called."""
+    graphs.append(graph)
+    return graph.forward
+
+
+grow = torch.compile(lambda old, new: torch.cat((old, new), dim=2), backend=counting_backend, dynamic=True)
+old = k.repeat(1, 1, 3, 1)
+for _ in range(20):
+    old = grow(old, k)
+print(f"compiled for 20 lengths: {len(graphs)} graph")
+course.figure("10.graphs", len(graphs))
+
+# %% [markdown]
+# The dict's keys moved <!--fig 10.moves-dict-->7<!--/fig--> times in 7 steps, the slab's
+# <!--fig 10.moves-static-->0<!--/fig--> times. A *compiler* does not mind the growing shape: with `dynamic=True` it
+# made <!--fig 10.graphs-->1<!--/fig--> graph for all lengths. It is the recording of addresses that needs the slab.
+
+# %% [markdown]
+# ## Experiment 3: what a slab costs
+#
+# Three prices. The first is memory: all of the capacity is taken, whoever comes. The second is paid where shapes must
+# be fixed too: attention then runs over *all* slots, with a mask over those that are empty. The third is a trap in that
+# mask. We look at one attention of this model, 64 tokens held.
+
+# %%
+held = 64
+torch.manual_seed(0)
+q = torch.randn(1, c.num_attention_heads, 1, c.head_dim)
+keys, values = (torch.randn(1, c.num_key_value_heads, held, c.head_dim) for _ in "kv")
+exact = decode_attention(q, keys, values)
+
+
+def slab_of(capacity, rest):
+    """Both slabs, `held` slots filled and the others set to `rest`."""
+    slabs = [torch.full((1, c.num_key_value_heads, capacity, c.head_dim), rest) for _ in "kv"]
+    slabs[0][:, :, :held], slabs[1][:, :, :held] = keys, values
+    return slabs
+
+
+def fastest(call, times=30):
+    seconds = []
+    for _ in range(times):
+        begin = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - begin)
+    return min(seconds)
+
+
+capacities, micro = [64, 256, 1024, 4096], []
+for capacity in capacities:
+    slabs, mask = slab_of(capacity, 0.0), (torch.arange(capacity) < held)[None]  # (1,N)
+    gap = float((decode_attention(q, *slabs, mask=mask) - exact).abs().max())
+    micro.append(1e6 * fastest(lambda slabs=slabs, mask=mask: decode_attention(q, *slabs, mask=mask)))
+    print(f"{capacity:>5} slots, {held} in use: same result to {gap:.0e}, {micro[-1]:7.1f} µs, "
+          f"{capacity * token_bytes / 2**20:6.2f} MiB for all layers")
+poisoned = decode_attention(q, *slab_of(256, float("nan")), mask=(torch.arange(256) < held)[None])
+print("empty slots hold NaN, all of them masked: the result is", poisoned[0, 0, 0, :3].tolist())
+course.figure("10.slower", micro[-1] / micro[0])
+
+# %% [markdown]
+# 4,096 slots for 64 tokens make this attention about <!--fig 10.slower x4-->15<!--/fig--> times slower, with the same
+# result. And memory that was taken and not written holds anything. A masked slot gets the weight 0, but 0 times NaN is
+# NaN: whoever attends over a whole slab has to clear it first. nanokv's `StaticCache` gives attention a view of the
+# part in use, which costs neither time nor NaN; only its `slab`, for compiled steps, clears and masks.
+
+# %% [markdown]
+# ## Experiment 4: many requests, one memory
+#
+# Now ten requests of different lengths and one memory of 320 slots. *In one piece*: each request reserves its prompt
+# plus 64 slots that lie together, in the first hole that is large enough, until it ends. *In pages*: `nanokv.Engine`
+# hands out pages of 16 as tokens come. The lengths are real: the model answers.
+
+# %%
+questions = ["Tell me a story.", "What is a KV cache?", "Count from 3 to 14.", "What is 12 + 30?", "My name is Zorbla.",
+             "Reverse the list: apple, pear, plum.", "What is prefill?", "I have a cat called Miso.",
+             "Tell me a story, please.", "Count from 1 to 6."]
+prompts = [tokenizer.encode(tokenizer.render([{"role": "user", "content": text}])) for text in questions]
+answers = [list(nanokv.generate(model, prompt, max_new_tokens=64)) for prompt in prompts]
+page, slots = 16, 320
+slots = max(slots, page * -(-3 * max(len(p) + 64 for p in prompts) // page))  # of a model with longer tokens: more
+print("prompt + answer:", "  ".join(f"{len(p)}+{len(a)}" for p, a in zip(prompts, answers)), f"  slots: {slots}")
+
+
+def in_one_piece(capacity):
+    """First fit → one row a step: the owner of each slot (−1 free), and whether it holds a token."""
+    taken, waiting, running, owner, filled = {}, list(range(len(prompts))), {}, [], []
+    while waiting or running:
+        while waiting:
+            need, start = len(prompts[waiting[0]]) + 64, 0
+            for low, high in sorted(taken.values()):
+                if low - start >= need:
+                    break
+                start = high
+            if start + need > capacity:
+                break  # no hole is large enough: it waits, and those behind it too
+            taken[waiting[0]] = start, start + need
+            running[waiting.pop(0)] = 0
+        owner.append([-1] * capacity)
+        filled.append([False] * capacity)
+        for b in list(running):
+            running[b] += 1
+            low, high = taken[b]
+            end = low + len(prompts[b]) + running[b] - 1  # the newest token is not fed yet
+            owner[-1][low:high] = [b] * (high - low)
+            filled[-1][low:end] = [True] * (end - low)
+            if running[b] == len(answers[b]):
+                del running[b], taken[b]
+    return torch.tensor(owner), torch.tensor(filled)
+
+
+def in_pages(capacity):
+    """The same from the engine, and the answers."""
+    engine = nanokv.Engine(model, pages=capacity // page, page_size=page, step_tokens=capacity)
+    requests, owner, filled = [engine.submit(prompt, max_new_tokens=64) for prompt in prompts], [], []
+    while not engine.idle:
+        held = {r.number: (r.cache.tables[0], r.cache.length) for r in engine.scheduler.running}
+        drawn = {request.number for request, _ in engine.step()}
+        held |= {r.number: (list(r.cache.tables[0]), r.cache.length) for r in engine.scheduler.running}
+        owner.append([-1] * capacity)
+        filled.append([False] * capacity)
+        for number, (table, length) in held.items():
+            for i, p in enumerate(table if number in drawn else ()):
+                owner[-1][p * page : (p + 1) * page] = [number] * page
+                used = max(0, min(page, length - i * page))
+                filled[-1][p * page : p * page + used] = [True] * used
+    return torch.tensor(owner), torch.tensor(filled), [r.tokens for r in requests], engine.metrics
+
+
+piece_owner, piece_filled = in_one_piece(slots)
+page_owner, page_filled, paged_answers, metrics = in_pages(slots)
+at_once = lambda owner: sum(len(set(row) - {-1}) for row in owner.tolist()) / len(owner)
+maps = {"in one piece": (piece_owner, piece_filled), "in pages": (page_owner, page_filled)}
+for name, (owner, filled) in maps.items():
+    print(f"{name:<13} {len(owner):>3} steps, {at_once(owner):.1f} requests at once; slots reserved "
+          f"{(owner >= 0).float().mean():.0%}, with a token {filled.float().mean():.0%}")
+print("the answers are those of each request alone:", paged_answers == answers, f" preemptions: {metrics.preemptions}")
+course.figure("10.piece", at_once(piece_owner))
+course.figure("10.paged", at_once(page_owner))
+course.figure("10.piecesteps", len(piece_owner))
+course.figure("10.pagesteps", len(page_owner))
+course.figure("10.piecefull", 100 * float(piece_filled.float().sum() / (piece_owner >= 0).sum()))
+course.figure("10.pagefull", 100 * float(page_filled.float().sum() / (page_owner >= 0).sum()))
+course.reveal("10.b", at_once(page_owner) / at_once(piece_owner))
+
+# %%
+from matplotlib.colors import to_rgb
+
+colors = torch.tensor([to_rgb(color) for color in (*course.COLORS[:6], "#7F7F7F", "#8C564B", "#BCBD22", "#4B0082")])
+fig, axes = course.subplots(1, 2, width=10, height=3.8, sharey=True, sharex=True)
+for axis, (name, (owner, filled)) in zip(axes, maps.items()):
+    full = colors[owner.clamp(min=0)]  # (steps,slots,3)
+    pale = 1 - (1 - full) * 0.25  # reserved, no token in it
+    picture = torch.where(filled[..., None], full, pale)
+    picture[owner < 0] = 1.0
+    axis.imshow(picture.transpose(0, 1).numpy(), aspect="auto", origin="lower", interpolation="nearest")
+    axis.grid(False)
+    axis.set(title=name, xlabel="step")
+axes[0].set(ylabel="slot", xlim=(-0.5, max(len(piece_owner), len(page_owner)) - 0.5))
+words = "; ".join(f"{name}: {len(owner)} steps, {at_once(owner):.1f} requests at once, "
+                  f"{filled.sum() / (owner >= 0).sum():.0%} of what is reserved holds a token"
+                  for name, (owner, filled) in maps.items())
+course.show(fig, alt="Maps of the memory, slots upwards and steps to the right, one colour a request, pale where a "
+            f"slot is reserved and empty, white where it is free. {words}. In pages a request lies in strips that need "
+            "not touch.")
+
+# %% [markdown]
+# In one piece <!--fig 10.piece-->2.0<!--/fig--> requests run at once and the ten take
+# <!--fig 10.piecesteps-->132<!--/fig--> steps; of what is reserved <!--fig 10.piecefull-->45<!--/fig--> percent holds a
+# token. The pale parts are reserved for answers that turned out short, the white ones are holes that fit nobody. In
+# pages it is <!--fig 10.paged-->3.6<!--/fig--> requests at once, <!--fig 10.pagesteps-->72<!--/fig--> steps, and
+# <!--fig 10.pagefull-->83<!--/fig--> percent. The answers are the same, token for token. More requests at once is what
+# a server wants: each step reads all weights once, however many rows share it.
+#
+# When the pages run out in the middle of an answer, the youngest request gives its pages back and starts again later.
+# That did not happen here, and to one who has reserved everything it never does: it is the price of promising more than
+# there is.
+#
+# Right answers first, as always. `nanokv.equality` feeds a cache token by token, in chunks, in batches, forked, cut and
+# loaded from a file, and compares with the model without a cache:
+
+# %%
+report = nanokv.equality.check("paged")
+print(report)
+course.figure("10.cases", sum(case.status == "passed" for case in report.cases))
+
+# %% [markdown]
+# ## What the articles say
+#
+# The claims about where the bytes live; `nanokv course claims` prints all, from five articles.
+
+# %%
+course.claim("0.15", "wrong", found=step_bytes)
+course.claim("0.16", "misleading", found=all_bytes)
+course.claim("0.17", "misleading", found=f"{len(graphs)} graph for 20 lengths")
+course.claim("0.18", "wrong", found=4 + 10)
+course.claim("0.19", "right", found=f"{capacities[-1]} slots for {held} tokens: {micro[-1] / micro[0]:.0f} times slower")
+reserved_used = piece_filled.sum() / (piece_owner >= 0).sum()
+course.claim("1.12", "right", found=f"{reserved_used:.0%} of what was reserved held a token")
+course.claim("1.13", "right")
+course.claim("1.14", "wrong")
+course.claim("1.15", "misleading", found=costs.cache_slots("paged", QWEN, 100, page=16) - 100)
+
+# %% [markdown]
+# ## Exercises
+#
+# **10.1** A cache grows by `cat` from empty to `N` tokens, one at a time. How many *old* rows are copied in all, in one
+# layer? (The new row of each step does not count, and the first append copies nothing.)
+
+# %%
+case = course.case("10.1")
+print(f"N = {case.N}")
+
+# %% tags=["exercise"]
+old_rows = ...
+
+# %% tags=["solution"]
+old_rows = case.N * (case.N - 1) // 2
+
+# %%
+course.check("10.1", old_rows)
+
+# %% [markdown]
+# **10.2** A prompt of `P` tokens is prefilled. In decode step `n` (the first decode is step 1): for how many tokens
+# does `cat` take memory, and how many old ones does it copy? Answer with a pair. One of the articles has it in a
+# diagram.
+
+# %%
+case = course.case("10.2")
+print(f"P = {case.P}, n = {case.n}")
+
+# %% tags=["exercise"]
+taken_and_copied = ..., ...
+
+# %% tags=["solution"]
+taken_and_copied = case.P + case.n, case.P + case.n - 1
+
+# %%
+course.check("10.2", taken_and_copied)
+
+# %% [markdown]
+# **10.3** A request uses `used` tokens. How many slots are wasted, if it has a slab of `capacity`, and if it has pages
+# of `page` tokens? Answer with a pair.
+
+# %%
+case = course.case("10.3")
+print(f"used {case.used}, capacity {case.capacity}, page {case.page}")
+
+# %% tags=["exercise"]
+wasted = ..., ...
+
+# %% tags=["solution"]
+wasted = case.capacity - case.used, -case.used % case.page
+
+# %%
+course.check("10.3", wasted)
+
+# %% [markdown]
+# **10.4** Where is token `i`? A request's `table` lists its pages, oldest first; a page holds `page` tokens. Return the
+# number of the page in the pool, and the slot in it.
+
+
+# %% tags=["exercise"]
+def place_of(table, i, page):
+    return ..., ...
+
+
+# %% tags=["solution"]
+def place_of(table, i, page):
+    return table[i // page], i % page
+
+
+# %%
+course.check("10.4", place_of)
+
+# %% [markdown]
+# **10.5** The article's paged cache never gives a page back. Write `free`. `owners[p]` says how many tables hold page
+# `p` (a shared prefix has several), `free_pages` lists the pages that nobody holds. When a request ends, its `table`
+# gives up each of its pages. Change `owners`, `free_pages` and `table` in place, and return `free_pages`.
+
+
+# %% tags=["exercise"]
+def free(table, owners, free_pages):
+    return ...
+
+
+# %% tags=["solution"]
+def free(table, owners, free_pages):
+    for p in table:
+        owners[p] -= 1
+        if owners[p] == 0:
+            free_pages.append(p)
+    table.clear()
+    return free_pages
+
+
+# %%
+course.check("10.5", free)
+
+# %% [markdown]
+# ## Quiz
+
+# %%
+course.quiz("10")
+
+# %% tags=["exercise"]
+q1, q2, q3 = ..., ..., ...  # letters
+
+# %% tags=["solution"]
+q1, q2, q3 = "b", "a", "c"
+
+# %%
+course.answer("10.q1", q1)
+course.answer("10.q2", q2)
+course.answer("10.q3", q3)
+
+# %% [markdown]
+# ## Further reading
+#
+# - Kwon and others, [PagedAttention](https://arxiv.org/abs/2309.06180): how much memory servers wasted before, in their
+#   figure 2.
+# - `nanokv/cache/static.py`, `nanokv/cache/pool.py`, `nanokv/cache/paged.py`: the three, each on a page or two.
+# - `nanokv/engine/scheduler.py`: who gets the pages, and who gives way.
+#
+# ## Next
+#
+# Pages can have several owners. In [11](11_reuse_and_rollback.ipynb) they do: prefixes are shared, guesses taken back.

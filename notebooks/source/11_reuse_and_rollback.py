@@ -1,0 +1,608 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 11 · Reuse and rollback
+#
+# A cache is more than a way to be fast within one answer. It can be filled in pieces, handed to the next request, kept
+# from one turn of a chat to the next, copied for a second thought, and cut back when a guess was wrong. All of that
+# rests on one rule: **the cache holds exactly these tokens at exactly these positions.** You are about to use the rule
+# five times, and to see what happens to those who count one token too many.
+#
+# ## What you will be able to do
+#
+# - feed a prompt in chunks, and write the [causal mask](glossary.md#causal-mask) that a chunk needs;
+# - say how much a shared [prefix](glossary.md#prefix) saves, and what destroys it;
+# - find out where a chat template kills your cache, with the [longest common
+#   prefix](glossary.md#longest-common-prefix);
+# - check guesses in one forward ([speculative decoding](glossary.md#speculative-decoding)) and
+#   [truncate](glossary.md#truncate) what was wrong, at the right place.
+
+# %%
+import time
+
+import torch
+
+import nanokv
+from nanokv import course
+from nanokv.cache.dict_cache import DictCache
+from nanokv.inference import verify
+from nanokv.prefix import common_prefix, why_broken
+from nanokv.speculative import EarlyExit, PromptLookup
+
+model, tokenizer = course.start("11")
+c = model.config
+
+
+def prompt_of(*messages, tokenizer=tokenizer):
+    """Ids of a chat: user first, then in turns."""
+    roles = ("user", "assistant") * len(messages)
+    return tokenizer.encode(tokenizer.render([{"role": r, "content": m} for r, m in zip(roles, messages)]))
+
+
+# %% [markdown]
+# ## Predict
+#
+# Two bets before you begin. First: a chat of four turns with a model that thinks before it answers. The chat template
+# drops the thinking of earlier turns, as Qwen3's does. When the fourth prompt comes, what percentage of the cached
+# tokens can be kept?
+
+# %% tags=["exercise"]
+kept_percent = ...  # 0 to 100
+
+# %% tags=["solution"]
+kept_percent = 10  # a common first guess: the first answer was rewritten, so nearly everything is lost
+
+# %%
+course.predict("11.a", kept_percent, unit="percent")
+
+# %% [markdown]
+# Second: something cheap guesses the next `4` tokens, the model checks them all in one forward, and agrees with `2`.
+# For how many tokens were keys and values *written* by that forward?
+
+# %% tags=["exercise"]
+written = ...  # tokens
+
+# %% tags=["solution"]
+written = 2  # a common first guess: the accepted ones
+
+# %%
+course.predict("11.b", written, unit="tokens")
+
+# %% [markdown]
+# ## Experiment 1: a prompt in pieces
+#
+# `nanokv.prefill` goes on from any `start_pos`. A long prompt can be fed in chunks, so that no forward gets large and
+# other requests can have a turn in between. We feed one prompt in chunks of several sizes, and compare the logits with
+# those of the whole. And we do it with two masks that people really write: the one that begins in the *top left* corner
+# (what `is_causal=True` means to PyTorch's attention), and none at all.
+
+
+# %%
+class TopLeft(DictCache):
+    """Query t of the chunk sees keys 0 … t: right for the first chunk only."""
+
+    def mask(self, T):
+        return torch.ones(T, self.length + T, dtype=torch.bool).tril() if T > 1 else None
+
+
+class NoMask(DictCache):
+    """Everything is visible: right for single tokens only."""
+
+    def mask(self, T):
+        return None
+
+
+def in_chunks(kind, ids, size):
+    """Logits after `ids`, fed `size` tokens at a time."""
+    cache = nanokv.KVCache((kind() for _ in range(c.num_hidden_layers)), c)
+    return nanokv.prefill_chunks(model, [ids], cache, chunk=size)
+
+
+question = prompt_of("My name is Zorbla, and I have a red boat, a green hat and a cat called Miso. What is my name?")
+whole = nanokv.score(model, [question])[:, -1]
+P = len(question)
+sizes = [1, 4, 8, 16, P]
+gaps = {
+    kind.__name__: [float((in_chunks(kind, question, size) - whole).abs().max()) for size in sizes]
+    for kind in (DictCache, TopLeft, NoMask)
+}
+print(f"{P} tokens; largest difference to the logits of one forward without a cache")
+print("chunk size ", *(f"{size:>9}" for size in sizes))
+for name, values in gaps.items():
+    print(f"{name:<11}", *(f"{value:>9.1e}" for value in values))
+course.figure("11.chunk", max(gaps["DictCache"]))
+course.figure("11.topleft", min(gaps["TopLeft"][1:-1]))
+course.figure("11.nomask", min(gaps["NoMask"][1:]))
+
+# %%
+from matplotlib.colors import ListedColormap
+
+held, T = 8, 4
+cache = nanokv.make_cache("dict", c)
+nanokv.prefill(model, [question[:held]], cache)
+layer = cache[0]
+masks = {
+    "bottom right: right": layer.mask(T),
+    "top left": TopLeft.mask(layer, T),
+    "no mask": torch.ones(T, held + T, dtype=torch.bool),
+}
+truth = masks["bottom right: right"]
+fig, axes = course.subplots(1, 3, width=10, height=2.1)
+colors = ListedColormap(["#E8E8E8", course.COLORS[0], course.COLORS[4], course.COLORS[1]])
+for axis, (name, mask) in zip(axes, masks.items()):
+    kind = mask.long() + 2 * (mask != truth).long()  # 0 hidden, 1 seen, 2 hidden by mistake, 3 seen by mistake
+    axis.imshow(kind, cmap=colors, vmin=0, vmax=3)
+    axis.grid(False)
+    axis.set(title=name, xlabel="key", xticks=range(0, held + T, 2), yticks=range(T), yticklabels=range(held, held + T))
+axes[0].set_ylabel("query")
+hidden, seen = int((truth & ~masks["top left"]).sum()), int((masks["no mask"] & ~truth).sum())
+course.show(fig, alt=f"Three masks for a chunk of {T} queries after {held} cached keys. Right: every query sees "
+            f"all cached keys, and in the chunk a lower triangle. Top left: {hidden} cells that must be seen are hidden "
+            f"(yellow), among them most of the cache. No mask: {seen} cells of the future are seen (orange).")
+
+# %% [markdown]
+# With the right mask every split gives the logits of the whole, up to rounding (<!--fig 11.chunk x5-->1e-5<!--/fig-->).
+# With the top-left mask the first chunk hides the others: the logits move by at least
+# <!--fig 11.topleft-->13<!--/fig-->. Without a mask they move by at least <!--fig 11.nomask-->0.5<!--/fig-->, because
+# each token of a chunk sees what comes after it. Both pass a test that feeds one token at a time (the first column),
+# and the top-left mask also one that feeds everything at once (the last). Test a cache with *several* splits.
+
+# %% [markdown]
+# ## Experiment 2: the next request begins with the same words
+#
+# A system prompt, a long document, a few examples: many requests begin alike. Keys and values depend on nothing but the
+# tokens before them, so the next request can take them over. `make_cache("prefix", …)` keeps full
+# [pages](glossary.md#page) of 16 tokens after their request is gone, and finds them again by their tokens. We send
+# prompts that share more and more with an earlier one, and measure the prefill.
+
+# %%
+torch.manual_seed(0)
+total, page = 448, 16
+longest = min(total, c.max_position_embeddings)
+draw = lambda n: torch.randint(0, c.vocab_size, (n,)).tolist()  # which tokens they are does not matter for the time
+first_prompt = draw(longest)
+pool = nanokv.cache.PrefixPool(c, pages=4 * longest // page, page_size=page)
+first = nanokv.make_cache("prefix", c, pool=pool)
+nanokv.prefill(model, [first_prompt], first)
+first.remember(first_prompt)
+
+
+def prefill_sharing(tokens):
+    """(tokens reused, seconds, logits) of a prompt that meets the pool as it is."""
+    begin = time.perf_counter()
+    cache = nanokv.make_cache("prefix", c, pool=pool)
+    n = cache.reuse(tokens)
+    logits = nanokv.prefill(model, [tokens[n:]], cache, start_pos=n)
+    return n, time.perf_counter() - begin, logits
+
+
+shares, computed, seconds = [0, 0.2, 0.4, 0.6, 0.8, 0.95], [], []
+for share in shares:
+    shared = int(share * longest)
+    tokens = first_prompt[:shared] + draw(longest - shared)
+    runs = [prefill_sharing(tokens) for _ in range(7)]
+    gap = float((runs[0][2] - nanokv.score(model, [tokens])[:, -1]).abs().max())
+    computed.append(longest - runs[0][0])
+    seconds.append(min(run[1] for run in runs))  # the least disturbed
+    print(f"{shared:>3} tokens shared: {runs[0][0]:>3} reused, {computed[-1]:>3} computed, "
+          f"{1000 * seconds[-1]:5.1f} ms,  logits differ by {gap:.0e}")
+course.figure("11.shared80", int(0.8 * longest))
+course.figure("11.reused80", longest - computed[4])
+course.figure("11.faster80", seconds[0] / seconds[4])
+
+# %%
+fig, (left, right) = course.subplots(1, 2, width=9.5)
+percent = [100 * share for share in shares]
+left.plot(percent, computed, "o-", label="measured")
+left.plot([0, 100], [longest, 0], ":", color="gray", label="total − shared")
+shared_label = "shared with an earlier prompt, percent"
+left.set(title="tokens of the prompt that are computed", xlabel=shared_label, ylabel="tokens")
+left.legend()
+right.plot(percent, [1000 * s for s in seconds], "o-", color=course.COLORS[2])
+right.set(title="time to the first logits", xlabel=shared_label, ylabel="milliseconds", ylim=0)
+course.show(fig, alt=f"Left: a straight line from {computed[0]} computed tokens without sharing to {computed[-1]} at "
+            f"{percent[-1]:.0f} percent. Right: the time falls with it, from {1000 * seconds[0]:.0f} to "
+            f"{1000 * seconds[-1]:.0f} milliseconds.")
+
+# %% [markdown]
+# The saving is the shared length over the total length, and nothing else. Of <!--fig 11.shared80-->358<!--/fig-->
+# shared tokens <!--fig 11.reused80-->352<!--/fig--> are reused, because only full pages are kept; that makes the
+# prefill about <!--fig 11.faster80 x3-->4<!--/fig--> times as fast. Two things make this safe: the stored *tokens* are
+# compared, not only a hash, and a page belongs to everything before it: the same words after another beginning are
+# another page.
+
+# %% [markdown]
+# ## Experiment 3: the next turn of a chat
+#
+# Each turn of a chat renders the whole conversation again. The cache holds the ids of the last prompt and its answer.
+# How much of it is still a prefix of the new prompt is a question for the chat template, and there are surprises. Three
+# chats with the same words:
+#
+# - **plain**: the template repeats every turn as it was;
+# - **thinking dropped**: each answer began with a `<think>` block, and the template leaves it out of earlier turns;
+# - **clock**: the template writes the time into the first line.
+#
+# For each we keep the longest common prefix, truncate the cache to it, and prefill the rest. (The answers are scripted,
+# so that all three say the same.)
+
+# %%
+chatml = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ CONTENT }}<|im_end|>\n{% endfor %}"
+          "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+dropping = "(m.content.split('</think>')[-1].lstrip('\n') if m.role == 'assistant' else m.content)"
+templates = {
+    "plain": chatml.replace("CONTENT", "m.content"),
+    "thinking dropped": chatml.replace("CONTENT", dropping),
+    "clock": "It is {{ 10 + messages | length }}:00.\n" + chatml.replace("CONTENT", "m.content"),
+}
+thought = "<think>\nThe user tells me something. I answer in a short and friendly way.\n</think>\n\n"
+talk = ["My name is Zorbla.", "Nice to meet you, Zorbla.", "I have a cat called Miso.", "A cat called Miso, how nice.",
+        "What is 12 + 30?", "12 + 30 = 42.", "What is my name?", "Your name is Zorbla."]
+
+
+def chat(name):
+    """One (reused, computed, lost) a turn; the logits of every turn are compared with those without a cache."""
+    own = nanokv.Tokenizer(tokenizer.backend, tokenizer.names, templates[name], tokenizer.rows)
+    cache, cached, turns = nanokv.make_cache("dict", c), [], []
+    for i in range(0, len(talk), 2):
+        said = [thought + m if j % 2 and name == "thinking dropped" else m for j, m in enumerate(talk)]
+        new = prompt_of(*said[: i + 1], tokenizer=own)
+        n = min(common_prefix(cached, new), len(new) - 1)  # one token at least must be fed, or there are no logits
+        turns.append((n, len(new) - n, len(cached) - n))
+        reason = why_broken(own, cached, new, [("a", i // 2)] * len(new), n)
+        cache.truncate(n)
+        logits = nanokv.prefill(model, [new[n:]], cache, start_pos=n)
+        assert torch.allclose(logits, nanokv.score(model, [new])[:, -1], atol=1e-3)
+        reply = own.encode(said[i + 1])
+        nanokv.prefill(model, [reply], cache, start_pos=len(new))
+        cached = new + reply
+    print(f"{name:<17}", "  ".join(f"turn {i}: {r:>3} kept {p:>3} fed" for i, (r, p, _) in enumerate(turns, 1)))
+    print(" " * 17, reason or "nothing was lost")
+    return turns
+
+
+chats = {name: chat(name) for name in templates}
+last = {name: turns[-1] for name, turns in chats.items()}
+survived = {name: 100 * kept / (kept + lost) for name, (kept, _, lost) in last.items()}
+course.figure("11.plain", survived["plain"])
+course.figure("11.think", survived["thinking dropped"])
+course.figure("11.clock", last["clock"][0])
+course.figure("11.clockfed", last["clock"][1])
+course.reveal("11.a", survived["thinking dropped"])
+
+# %%
+fig, axes = course.subplots(1, 3, width=10, height=2.9, sharey=True)
+for axis, (name, turns) in zip(axes, chats.items()):
+    place = range(1, len(turns) + 1)
+    kept, fed, lost = ([turn[i] for turn in turns] for i in range(3))
+    axis.bar(place, kept, color=course.COLORS[0], label="kept")
+    axis.bar(place, fed, bottom=kept, color=course.COLORS[2], label="fed")
+    axis.bar(place, [-x for x in lost], color=course.COLORS[1], label="thrown away")
+    axis.axhline(0, color="black", linewidth=0.8)
+    axis.set(title=name, xlabel="turn", xticks=list(place))
+axes[0].set_ylabel("tokens")
+axes[0].legend(loc="upper left", fontsize=8.5)
+words = "; ".join(f"{name}: {kept} kept, {fed} fed, {lost} thrown away" for name, (kept, fed, lost) in last.items())
+course.show(fig, alt=f"Bars for four turns of three chats. In the fourth turn {words}.")
+
+# %% [markdown]
+# Plain: <!--fig 11.plain-->100<!--/fig--> percent of the cache survives each turn. Thinking dropped: in the last turn
+# <!--fig 11.think-->67<!--/fig--> percent. The break stands where the *latest* answer begins, since older ones had been
+# rewritten a turn before and are cached in their final form. So a turn loses one answer, not the conversation. Clock:
+# one changed digit near the front leaves <!--fig 11.clock-->4<!--/fig--> tokens, and all
+# <!--fig 11.clockfed-->119<!--/fig--> others are computed again, although their words are the same. A token's keys
+# depend on all that stands before it. Hence the rule of everybody who pays for prompts: what changes goes to the end.
+#
+# A chat that skips the comparison and appends the new turn to whatever is cached is fast and wrong: the model then
+# reads another text than the one that the template wrote.
+
+# %% [markdown]
+# ## Experiment 4: guess, check, take back
+#
+# A forward over five tokens costs a large model about as much as over one: the weights are read once either way
+# (notebook 09). So let something cheap guess, and let the model *check*: `verify` gives the logits after each of the
+# tokens. Guesses are kept up to the first with which the model does not agree; there its own choice is taken. Here a
+# round is done by hand. The guesser is the model itself without its last layer.
+
+# %%
+def rounds(ids, draft, n, crop):
+    """Greedy text in rounds of guess, check and `crop(start, kept)` → (tokens, [(before, written, guessed, kept)])."""
+    cache = nanokv.make_cache("dict", c)
+    tokens, log = [int(nanokv.prefill(model, [ids], cache).argmax())], []
+    certain = lambda logits, guesses: torch.nn.functional.one_hot(logits.argmax(-1), c.vocab_size).float()
+    while len(tokens) < n:
+        start = cache.length
+        guesses, _ = draft.propose(ids + tokens, 4, certain, None)
+        best = verify(model, [[tokens[-1], *guesses]], cache, start_pos=start)[0].argmax(-1).tolist()  # one a token fed
+        kept = common_prefix(guesses, best)
+        log.append((start, cache.length - start, len(guesses), kept))
+        cache.truncate(crop(start, kept))
+        tokens += [*guesses[:kept], best[kept]]
+    return tokens[:n], log
+
+
+count = prompt_of("Count from 3 to 14.")
+n = 40
+right = lambda start, kept: start + 1 + kept  # the newest token was fed too
+guesser = EarlyExit(model, c.num_hidden_layers - 1)
+tokens, log = rounds(count, guesser, n, right)
+plain = list(nanokv.generate(model, count, max_new_tokens=n, eos_token_ids=[]))
+for start, wrote, guessed, kept in log[:6]:
+    print(f"cache {start:>3} → written {wrote} → {start + wrote:>3}; {kept} of {guessed} guesses kept "
+          f"→ back to {right(start, kept)}")
+print(repr(tokenizer.decode(tokens)))
+print("the same tokens as without guesses:", tokens == plain, f" forwards: {len(log) + 1} instead of {n}")
+course.figure("11.written", log[0][1])
+course.figure("11.forwards", len(log) + 1)
+course.reveal("11.b", log[0][1])
+
+# %% [markdown]
+# The check writes <!--fig 11.written-->5<!--/fig--> tokens in every round: the newest one, which had been drawn but
+# never fed, and four guesses, before anybody knows which are right. (If you said four: the newest is easily forgotten,
+# here and in the line that truncates.) What is wrong must be taken back, to the token exactly. Let us be careless:
+
+# %%
+crops = {
+    "right": right,
+    "one too few": lambda start, kept: start + kept,  # "the newest token is not a guess"
+    "one too many": lambda start, kept: start + 2 + kept,  # counts the token that was drawn but not yet fed
+    "never": lambda start, kept: 10**9,
+}
+agree, texts = {}, {}
+for name, crop in crops.items():
+    tokens, _ = rounds(count, EarlyExit(model, c.num_hidden_layers - 1), n, crop)
+    agree[name] = next((i for i, (a, b) in enumerate(zip(tokens, plain)) if a != b), n)
+    texts[name] = tokenizer.decode(tokens)
+    print(f"{name:<13} first {agree[name]:>2} tokens right: {texts[name]!r}")
+course.figure("11.few", agree["one too few"])
+course.figure("11.many", agree["one too many"])
+course.figure("11.never", agree["never"])
+
+# %% [markdown]
+# No error is raised: `start_pos` is taken from the cache, so it agrees with the cache. What disagrees is the text.
+# After <!--fig 11.few-->3<!--/fig--> or <!--fig 11.many-->4<!--/fig--> tokens the answers part, and one of the wrong
+# ones goes on counting in good order, only from elsewhere. It is the bug to look for when a speculative decoder answers
+# in another way than the model alone.
+#
+# The output of speculative decoding is that of the model alone, whatever the guesser says. A bad guesser costs time and
+# never a word. How often it is right depends on the text:
+
+# %%
+tasks = {
+    "count": prompt_of("Count from 3 to 14."),
+    "answer": prompt_of("What is a KV cache?"),
+    "story": prompt_of("Tell me a story."),
+    "say it again": prompt_of("What is a KV cache?", tokenizer.decode(
+        list(nanokv.generate(model, prompt_of("What is a KV cache?"), max_new_tokens=48))[:-1]), "What is a KV cache?"),
+}
+deep = c.num_hidden_layers
+drafts = {
+    "n-gram": (lambda: PromptLookup(max_ngram=3, tokens=4), 0),
+    f"first {deep // 2} layers": (lambda: EarlyExit(model, deep // 2), deep // 2),
+    f"first {deep - 1} layers": (lambda: EarlyExit(model, deep - 1), deep - 1),
+}
+kept_in, passes, same = {name: [] for name in drafts}, {}, True
+for name, (make, layers) in drafts.items():
+    work = plain_work = 0
+    for ids in tasks.values():
+        stream = nanokv.speculate(model, ids, make(), max_new_tokens=48)
+        same &= list(stream) == list(nanokv.generate(model, ids, max_new_tokens=48))
+        report = stream.report
+        kept_in[name].append(report.rounds)
+        work += len(report.rounds) * deep + report.proposed * layers  # layers passed through, one after another
+        plain_work += (len(report.tokens) - 1) * deep
+    passes[name] = work / plain_work
+    rates = [sum(k for _, k in r) / max(1, sum(g for g, _ in r)) for r in kept_in[name]]
+    print(f"{name:<15} accepted:", "  ".join(f"{task} {rate:4.0%}" for task, rate in zip(tasks, rates)),
+          f"   layer passes × {passes[name]:.2f}")
+print("always the same tokens:", same)
+again, story = kept_in["n-gram"][3], kept_in["n-gram"][2]
+course.figure("11.again", 100 * sum(k for _, k in again) / sum(g for g, _ in again))
+course.figure("11.ngram", passes["n-gram"])
+course.figure("11.deep", passes[f"first {deep - 1} layers"])
+
+# %%
+fig, axes = course.subplots(1, 3, width=10, height=2.7, sharey=True)
+described = []
+for axis, (name, by_task) in zip(axes, kept_in.items()):
+    all_rounds = [kept for task in by_task for _, kept in task]
+    shares_of = [all_rounds.count(k) / len(all_rounds) for k in range(5)]
+    mean = sum(all_rounds) / len(all_rounds)
+    described.append(f"{name}: mean {mean:.2f}, none in {shares_of[0]:.0%} of the rounds, four in {shares_of[4]:.0%}")
+    axis.bar(range(5), shares_of, color=course.COLORS[0])
+    axis.axvline(mean, color=course.COLORS[1], linestyle="--", linewidth=1.5)
+    axis.set(title=f"{name}", xlabel="guesses kept in a round", xticks=range(5))
+axes[0].set_ylabel("share of the rounds")
+course.show(fig, alt="Three histograms of how many guesses a round keeps, with the mean as a dashed line: "
+            + "; ".join(described) + ".")
+
+# %% [markdown]
+# When the model says again what is in its context, looking up what followed last time is right
+# <!--fig 11.again-->100<!--/fig--> percent of the time, and costs nothing. Over all four texts it takes
+# <!--fig 11.ngram-->0.75<!--/fig--> of the layer passes of plain decoding. The guesser with all layers but one is right
+# more often, and takes <!--fig 11.deep-->1.5<!--/fig--> times as many: its guesses cost nearly as much as what they
+# replace. A high rate of acceptance is not yet a gain. What counts is what a guess costs.
+
+# %% [markdown]
+# ## Experiment 5: two thoughts from one prompt
+#
+# Beam search and several answers to one question go on from one prompt in different ways. `fork` gives an independent
+# cache. With pages it copies nothing but a table: the pages of the prompt have two owners, and whoever writes into a
+# shared page takes a copy of that page first.
+
+# %%
+pool = nanokv.cache.PagePool(c, pages=64, page_size=page)
+in_use = lambda: sum(owners > 0 for owners in pool.references)
+prompt = (question * 8)[:100]
+trunk = nanokv.make_cache("paged", c, pool=pool)
+logits = nanokv.prefill(model, [prompt], trunk)
+alone = in_use()
+branches = [trunk.fork() for _ in range(4)]
+forked = in_use()
+gaps_of = []
+for branch, token in zip(branches, logits[0].topk(4).indices.tolist()):
+    after = nanokv.decode(model, [[token]], branch, start_pos=branch.length)
+    gaps_of.append(float((after - nanokv.score(model, [prompt + [token]])[:, -1]).abs().max()))
+written_pages = in_use()
+print(f"{len(prompt)} tokens: {alone} pages; after 4 forks {forked}; after a token in each {written_pages}, "
+      f"where copies would take {5 * alone}")
+print(f"each branch gives the logits of its own text, to {max(gaps_of):.0e}")
+best = nanokv.beam_search(model, prompt_of("Tell me a story."), beams=4, max_new_tokens=16, eos_token_ids=[])[0]
+print("a beam search with 4 beams:", repr(tokenizer.decode(best.ids)))
+course.figure("11.pages", alone)
+course.figure("11.cow", written_pages)
+
+# %% [markdown]
+# <!--fig 11.pages-->7<!--/fig--> pages for one cache, still as many for five, and <!--fig 11.cow-->11<!--/fig--> after
+# each branch has gone its own way: one copied page each.
+
+# %% [markdown]
+# ## What the articles say
+#
+# The claims about reuse; `nanokv course claims` prints all, from five articles.
+
+# %%
+offloaded = nanokv.make_cache("offloaded", c, to="host")
+gap = float((nanokv.prefill(model, [question], offloaded) - whole).abs().max())
+saved = [100 * (1 - tokens / longest) for tokens in computed]
+course.claim("0.10", "right", found=f"for {T} tokens after {held} cached ones it is {tuple(layer.mask(T).shape)}")
+course.claim("1.16", "misleading", found=f"{percent[1]:.0f} percent shared saved {saved[1]:.0f} percent of the tokens, "
+             f"{percent[5]:.0f} percent shared {saved[5]:.0f}")
+course.claim("1.21", "right", found=f"layers kept in host memory give the same logits, to {gap:.0e}")
+course.claim("1.22", "wrong", found=f"{log[0][1]} tokens written, {log[0][3]} guesses kept, in the first round")
+course.claim("2.15", "misleading", found=f"{len(branches)} branches of one cache, each with the logits of its own text")
+course.claim("3.3", "misleading")
+
+# %% [markdown]
+# ## Exercises
+#
+# **11.1** Write the mask of a chunk: `cached` tokens are in the cache, `T` new ones come. A bool tensor
+# `(T, cached + T)`, True where a query may look. It is tried on splits of 12 tokens.
+
+
+# %% tags=["exercise"]
+def chunk_mask(cached, T):
+    return ...
+
+
+# %% tags=["solution"]
+def chunk_mask(cached, T):
+    return torch.ones(T, cached + T, dtype=torch.bool).tril(cached)
+
+
+# %%
+course.check("11.1", chunk_mask)
+
+# %% [markdown]
+# **11.2** All requests of a service begin with the same system prompt. One has been served. How many tokens does the
+# prefill of the next one feed, with a prefix cache that keeps full pages? (The questions differ from their first token
+# on.)
+
+# %%
+case = course.case("11.2")
+print(f"system prompt {case.system} tokens, question {case.question} tokens, pages of {case.page}")
+
+# %% tags=["exercise"]
+fed = ...
+
+# %% tags=["solution"]
+fed = case.system + case.question - case.system // case.page * case.page
+
+# %%
+course.check("11.2", fed)
+
+# %% [markdown]
+# **11.3** A round of speculative decoding. The cache holds `n` tokens, the newest token of the text has not been fed
+# yet. There are `g` guesses, of which the model keeps the first `k`. How many tokens are in the cache right after the
+# check, and to how many must it be truncated? Answer with a pair.
+
+# %%
+case = course.case("11.3")
+print(f"n = {case.n}, g = {case.g}, k = {case.k}")
+
+# %% tags=["exercise"]
+after_and_back = ..., ...
+
+# %% tags=["solution"]
+after_and_back = case.n + 1 + case.g, case.n + 1 + case.k
+
+# %%
+course.check("11.3", after_and_back)
+
+# %% [markdown]
+# **11.4** The next turn of a chat: `cached` are the ids in the cache, `new` those of the new prompt. To which length do
+# you truncate, so that the rest can be prefilled and gives logits?
+
+
+# %% tags=["exercise"]
+def keep(cached, new):
+    return ...
+
+
+# %% tags=["solution"]
+def keep(cached, new):
+    n = 0
+    while n < min(len(cached), len(new) - 1) and cached[n] == new[n]:
+        n += 1
+    return n
+
+
+# %%
+course.check("11.4", keep)
+
+# %% [markdown]
+# **11.5** The check itself, for greedy decoding. `guesses` are `g` ids. `best` are `g + 1` ids: the model's own choice
+# after the newest token, after the first guess, and so on. Return the list of tokens that this round adds to the text.
+
+
+# %% tags=["exercise"]
+def accept(guesses, best):
+    return ...
+
+
+# %% tags=["solution"]
+def accept(guesses, best):
+    kept = 0
+    while kept < len(guesses) and guesses[kept] == best[kept]:
+        kept += 1
+    return [*guesses[:kept], best[kept]]
+
+
+# %%
+course.check("11.5", accept)
+
+# %% [markdown]
+# ## Quiz
+
+# %%
+course.quiz("11")
+
+# %% tags=["exercise"]
+q1, q2, q3 = ..., ..., ...  # letters
+
+# %% tags=["solution"]
+q1, q2, q3 = "c", "b", "b"
+
+# %%
+course.answer("11.q1", q1)
+course.answer("11.q2", q2)
+course.answer("11.q3", q3)
+
+# %% [markdown]
+# ## Further reading
+#
+# - Leviathan and others, [Fast inference from transformers via speculative decoding](https://arxiv.org/abs/2211.17192):
+#   why the result is exact with sampling too.
+# - Zheng and others, [SGLang](https://arxiv.org/abs/2312.07104): a tree of shared prefixes for many requests.
+# - `nanokv/session.py` and `nanokv/prefix.py`: a chat that keeps what it can and says why it could not;
+#   `nanokv/speculative.py`: the rounds, for any temperature; `nanokv/cache/prefix.py`: the index of pages.
+#
+# ## Next
+#
+# One text at a time is over. In [12](12_batches_and_eviction.ipynb) several share a model, a window forgets, and
+# numbers lose bits.

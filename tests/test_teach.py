@@ -1,0 +1,420 @@
+"""The teacher pack: plans, rubric, sample answers and mistakes against the notebooks; slides, exams and grades.
+
+Fast tests execute no notebook. The slow ones compare the figures of the plans with a run, and use a deck in a browser.
+"""
+
+import base64
+import csv
+import hashlib
+import html
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from nanokv.cli.course import ACTIONS
+from nanokv.course import checking, exam, grading, mistakes, prose, running, slides, twins, variants
+from nanokv.course.book import slug
+from nanokv.course.claims import CLAIMS
+from nanokv.errors import CourseError
+from nanokv.faults import FAULTS
+from test_notebooks import solved
+from test_trace_browser import driver  # noqa: F401  (a fixture)
+
+NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
+TEACH = NOTEBOOKS / "teach"
+SOURCES = {path.stem[:2]: path for path in sorted((NOTEBOOKS / "source").glob("*.py"))}
+PLANS = sorted(TEACH.glob("*_plan.md"))
+CORE = ["05", "06", "07", "08"]
+TEXTS = sorted(TEACH.glob("*.md"))
+ID = re.compile(r"`((\d\d)\.(?:q?\d+|[a-z]))`")
+
+
+def ids(number: str) -> set[str]:
+    """Exercises, questions and predictions of a notebook."""
+    module, code = checking.exercises(number), twins.read(SOURCES[number]).code()
+    named = {item.id for item in (*module.CHECKS, *module.QUESTIONS)}
+    return named | set(re.findall(r'course\.predict\("([\w.]+)"', code))
+
+
+def each_text(test):
+    return pytest.mark.parametrize("path", TEXTS, ids=[path.stem for path in TEXTS])(test)
+
+
+def each_plan(test):
+    return pytest.mark.parametrize("path", PLANS, ids=[path.stem for path in PLANS])(test)
+
+
+# --- what is written by hand --------------------------------------------------------------------------------------
+
+
+def test_there_is_a_plan_for_every_lesson_of_the_core_story():
+    assert [path.stem for path in PLANS] == [f"{number}_plan" for number in CORE]
+
+
+@each_plan
+def test_the_minutes_of_a_plan_add_up(path):
+    text = path.read_text("utf-8")
+    rows = [[int(n) for n in pair] for pair in re.findall(r"^\|.*\| (\d+) \| (\d+) \|$", text, re.MULTILINE)]
+    assert len(rows) >= 6 and rows[0] == [60, 90]  # the head of the table
+    assert [sum(column) for column in zip(*rows[1:], strict=True)] == [60, 90]
+    assert "Goal: " in text and "## Watch" in text and "If time is short" in text and "```" in text
+
+
+@each_text
+def test_what_a_text_names_exists(path):
+    text = path.read_text("utf-8")
+    for id, number in ID.findall(text):
+        assert number not in SOURCES or id in ids(number), id
+    assert set(re.findall(r"nanokv course (\w+)", text)) <= ACTIONS.keys()
+    for action in re.findall(r"nanokv course exam ([^…\n]+?)(?: --|`|$)", text, re.MULTILINE):
+        assert all(exam.chosen(NOTEBOOKS, word, 1) for word in action.split())
+    for name, anchor in re.findall(r"\]\((?!https?:)([^)#]+)#?([^)]*)\)", text):
+        headings = re.findall(r"^#+ (.+)$", (TEACH / name).read_text("utf-8"), re.MULTILINE)
+        assert not anchor or anchor in {slug(heading) for heading in headings}, name
+    assert set(re.findall(r"open\.\d+", text)) <= set(OPEN)
+
+
+@pytest.mark.parametrize("path", [p for p in PLANS if p.stem[:2] in SOURCES], ids=lambda path: path.stem)
+def test_a_plan_leaves_no_prediction_exercise_or_question_out(path):
+    named = {id for id, _ in ID.findall(path.read_text("utf-8"))} | set(in_mistakes(path.stem[:2]))
+    assert ids(path.stem[:2]) <= named
+
+
+def in_mistakes(number: str) -> list[str]:
+    return [id for id, _ in COMMENTS if id.startswith(number)]
+
+
+def test_a_plan_of_the_bug_hunt_names_real_faults():
+    named = set(re.findall(r"`([a-z]+(?:_[a-z]+)+)`", (TEACH / "07_plan.md").read_text("utf-8")))
+    assert len(named) == 6 and named <= FAULTS.keys()
+    assert {FAULTS[name].seen_by for name in named} == {"words", "logits", "bytes", "error"}
+
+
+@each_text
+def test_every_figure_is_recorded_in_a_notebook_and_every_number_marked(path):
+    text = path.read_text("utf-8")
+    recorded = {
+        id for source in SOURCES.values()
+        for id in re.findall(r'course\.figure\(\s*f?"([\w.{}]+)"', twins.read(source).code())
+    }  # fmt: skip
+    missing = {id for id, _, _ in prose.figures(text)} - recorded
+    assert {id for id in missing if f"{id[:2]}.{{name}}" not in recorded} == set()
+    if path.stem.endswith("_plan"):
+        assert prose.unmarked(re.sub(r"\([^()]*?\)", "", text)) == []
+
+
+QUESTIONS_TEXT = (TEACH / "open_questions.md").read_text("utf-8")
+OPEN = {part.split("\n", 1)[0]: part for part in re.split(r"^## ", QUESTIONS_TEXT, flags=re.MULTILINE)[1:]}
+
+
+@pytest.mark.parametrize("id", OPEN)
+def test_an_open_question_has_a_weak_a_middling_and_a_strong_answer(id):
+    part = OPEN[id]
+    assert "**A full answer**" in part and "**Common wrong answer**" in part
+    marks = re.findall(r"(?:^> .+\n)+\n\*\*([0-3])\.\*\*", part, re.MULTILINE)
+    assert marks in (["0", "2", "3"], ["1", "2", "3"])
+    assert part.count("\n> ") >= 3 and part.split("\n")[2].strip()
+
+
+def test_the_rubric_has_four_levels_for_each_type():
+    text = (TEACH / "rubric.md").read_text("utf-8")
+    sections = re.split(r"^## ", text, flags=re.MULTILINE)[1:]
+    levels = {s.split("\n")[0]: re.findall(r"^- \*\*(\d)\*\* \S", s, re.MULTILINE) for s in sections}
+    assert len([found for found in levels.values() if found == ["3", "2", "1", "0"]]) >= 5
+    assert all(found in (["3", "2", "1", "0"], []) or "open" in name for name, found in levels.items())
+
+
+# --- mistakes -----------------------------------------------------------------------------------------------------
+
+COMMENTS = mistakes.comments((TEACH / "mistakes.md").read_text("utf-8"))
+
+
+@pytest.mark.parametrize("number", sorted({id[:2] for id, _ in COMMENTS} & SOURCES.keys()))
+def test_every_registered_mistake_has_a_word_for_the_class_and_no_other(number):
+    known = {(mistake.id, mistake.name) for mistake in mistakes.registered(number)}
+    assert known == {key for key in COMMENTS if key[0].startswith(number)}
+
+
+def test_a_mistake_was_met_in_a_thread_or_in_a_claim():
+    assert {"05", "06", "08"} <= {id[:2] for id, _ in COMMENTS}
+    for id, (echo, advice) in COMMENTS.items():
+        assert advice.endswith((".", "?")), id
+        claim = re.fullmatch(r"claim (\d\.\d+)", echo)
+        assert not echo or (claim and claim[1] in CLAIMS) or re.fullmatch(r"[\w.-]+/[\w.-]+#\d+", echo), (id, echo)
+
+
+def test_the_table_of_mistakes_shows_each_once():
+    table = mistakes.table(["05", "06"], TEACH / "mistakes.md").splitlines()
+    assert len(table) == 2 + len(mistakes.registered("05")) + len(mistakes.registered("06"))
+    assert any(line.startswith("| 05.3 | row and column |") and line.endswith("#3118 |") for line in table)
+    assert any(line.startswith("| 06.3 | axis |") for line in table), "from a judge"
+    assert any(line.startswith("| 05.q2 | a |") for line in table) and "| 05.q2 | c |" not in "\n".join(table)
+    assert all(len(re.findall(r"(?<!\\)\|", line)) == 5 for line in table)
+
+
+def test_the_mistakes_of_a_judge_are_read_from_what_it_calls():
+    source = '''
+def helper(x):
+    return wrong(f"got {x} | no", "deep")
+def other():
+    return wrong("not mine", "other")
+def judge(answer, case):
+    return wrong("unnamed") if answer else (wrong("flat", "flat") and helper(answer))
+CHECKS = (judged("x.1", judge), judged("x.2", lambda a, c: other()), judged("x.3", print))
+'''
+    found = mistakes.judged(source)
+    assert found == {"x.1": [("flat", "flat"), ("deep", "got … | no")], "x.2": [("other", "not mine")], "x.3": []}
+
+
+# --- the exam -----------------------------------------------------------------------------------------------------
+
+
+def test_an_exam_has_two_sheets_with_other_numbers_and_a_key(tmp_path):
+    words = ["05", "06.1", "06.3", "06.q2", "open.1"]
+    paths = exam.write(NOTEBOOKS, words, 7, tmp_path)
+    a, b, key = (path.read_text("utf-8") for path in paths)
+    assert [path.name for path in paths] == ["A.md", "B.md", "key.md"]
+    tasks = [re.split(r"^\*\*\d+\.\*\* ", text, flags=re.MULTILINE)[1:] for text in (a, b)]
+    items = [item for word in words for item in exam.chosen(NOTEBOOKS, word, 7)]
+    assert len(tasks[0]) == len(tasks[1]) == len(items)
+    for item, *pair in zip(items, *tasks, strict=True):
+        fixed = item.kind == "open" or item.id == "06.3"
+        assert (pair[0] == pair[1]) == fixed and (item.answer["A"] == item.answer["B"]) == fixed, item.id
+    assert "self.key" not in a and "self.key" in key and "last token fed" in key and "last token fed" not in a
+    assert "Points: ______ of 16" not in a and f"of {3 * 5 + 1 * 4}" in a
+    exam.write(NOTEBOOKS, words, 7, tmp_path / "again")
+    assert (tmp_path / "again" / "A.md").read_text("utf-8") == a
+    exam.write(NOTEBOOKS, words, 8, tmp_path / "again")
+    assert (tmp_path / "again" / "A.md").read_text("utf-8") != a
+
+
+@pytest.mark.parametrize("number", sorted(SOURCES))
+@pytest.mark.parametrize("seed", [1, 2])
+def test_the_answers_of_both_sheets_are_right_and_differ(number, seed):
+    for check in checking.exercises(number).CHECKS:
+        cases = exam.draw(check, seed)
+        if check.key and check.parameters:
+            right = {name: check.key(case) for name, case in cases.items()}
+            assert all(check.judge(right[name], cases[name]).state == "right" for name in exam.SHEETS)
+            assert check.judge(right["A"], cases["B"]).state == "wrong"
+    for question in checking.exercises(number).QUESTIONS:
+        item = exam.chosen(NOTEBOOKS, question.id, seed)[0]
+        for name in exam.SHEETS:
+            shown = dict(re.findall(r"^- \*\*(\w)\)\*\* (.+)$", item.text[name], re.MULTILINE))
+            chosen = shown[item.answer[name].strip("*")]
+            letter = next(letter for letter, (text, _) in question.options.items() if text == chosen)
+            assert question.judge(letter).state == "right"
+
+
+@pytest.mark.parametrize("word", ["99", "05.99", "open.99"])
+def test_an_exam_of_what_does_not_exist_is_refused(word):
+    with pytest.raises(CourseError):
+        exam.chosen(NOTEBOOKS, word, 7)
+
+
+def test_names_become_safe_and_are_not_lost(tmp_path):
+    assert [variants.file_name(name) for name in ("-rf /", "=1+1", "Ada L.", "../x", "日本", "\ufeffBo", "?")] == [
+        "rf", "1_1", "Ada_L", "x", "日本", "Bo", "student",
+    ]  # fmt: skip
+    with pytest.raises(CourseError, match="not all different"):
+        variants.write([SOURCES["05"]], ["ada", "Ada"], 7, tmp_path)
+
+
+# --- grading ------------------------------------------------------------------------------------------------------
+
+
+def small(*cells: str) -> str:
+    base = twins.read(SOURCES["05"]).student()
+    code = [{"cell_type": "code", "id": f"c{i}", "metadata": {}, "outputs": [], "execution_count": None, "source": text}
+            for i, text in enumerate(cells)]
+    return json.dumps(base | {"cells": code})
+
+
+def test_whatever_is_in_the_folder_costs_one_row_at_most(tmp_path, monkeypatch):
+    folder = tmp_path / "in"
+    (folder / "Ada_1").mkdir(parents=True)
+    (folder / ".ipynb_checkpoints").mkdir()
+    for name in ("good.ipynb", "=1+1.ipynb", "--help.ipynb", "a\nb.ipynb", "breaks.ipynb", "silent.ipynb",
+                 "Ada_1/05.ipynb", ".ipynb_checkpoints/good-checkpoint.ipynb", "._good.ipynb", "UPPER.IPYNB"):
+        (folder / name).write_text(small(name))
+    with open(os.fsencode(folder) + b"/bad\xff.ipynb", "w") as file:
+        file.write(small("bad"))
+    (folder / "dir.ipynb").mkdir()
+    (folder / "dangling.ipynb").symlink_to("/nowhere")
+    (folder / "link.ipynb").symlink_to(folder / "good.ipynb")
+    os.mkfifo(folder / "pipe.ipynb")
+    (folder / "deep.ipynb").write_text("[" * 200_000)
+    right = {"event": "check", "id": "05.1", "state": "right", "seed": 3}
+
+    def run(notebook, limit, keep_going):
+        if "breaks" in notebook["cells"][0]["source"]:
+            raise IsADirectoryError("log")
+        odd = [{"event": "check", "id": ["05.1"], "state": {}}, {"event": "answer", "id": "05.q1"}]
+        return running.Run(notebook, [] if "silent" in notebook["cells"][0]["source"] else [*odd, right])
+
+    monkeypatch.setattr(running, "run", run)
+    grading.write(grading.grade(folder), tmp_path / "t.csv")
+    rows = {row["file"]: row for row in csv.DictReader(open(tmp_path / "t.csv", newline="", encoding="utf-8"))}
+    assert {name for name, row in rows.items() if row["score"] == "1"} == {
+        "good.ipynb", "'=1+1.ipynb", "'--help.ipynb", "a b.ipynb", "Ada_1/05.ipynb", "UPPER.IPYNB", "bad\\udcff.ipynb",
+    }  # fmt: skip
+    for name in ("dir", "dangling", "link", "pipe"):
+        assert rows[f"{name}.ipynb"]["error"] == "not a file of its own"
+    assert "RecursionError" in rows["deep.ipynb"]["error"] and "IsADirectoryError" in rows["breaks.ipynb"]["error"]
+    assert "course.start" in rows["silent.ipynb"]["error"] and len(rows) == 14
+
+
+def test_a_submission_that_the_key_does_not_know_is_reported(tmp_path, monkeypatch):
+    (tmp_path / "Bo.ipynb").write_text(small("x"))
+    right = {"event": "check", "id": "05.1", "state": "right", "seed": 3}
+    monkeypatch.setattr(running, "run", lambda *args, **more: running.Run({}, [right]))
+    assert "not in the key" in grading.row(tmp_path / "Bo.ipynb", 1, {})["error"]
+    known = grading.row(tmp_path / "Bo.ipynb", 1, {("Bo", "05"): 3})
+    assert known["error"] == "" and known["score"] == 1
+    assert grading.row(tmp_path / "Bo.ipynb", 1, {("Bo", "05"): 4})["05.1"] == "other variant"
+
+
+def test_the_class_is_counted():
+    rows = [{"student": "a", "05.1": "right"}, {"student": "b", "05.1": "right"}, {"student": "c", "05.1": "wrong: x"}]
+    assert grading.tally([*rows, {"student": "d", "error": "?"}]) == "05.1    2 right, 1 wrong: x\n"
+
+
+# --- slides -------------------------------------------------------------------------------------------------------
+
+PIXEL = base64.b64encode(b"not really a picture").decode()
+
+
+def pretend(source) -> dict:
+    """An executed solution, with one printed line and, where a plot is shown, one picture in every code cell."""
+    notebook = source.solution()
+    for i, cell in enumerate(notebook["cells"]):
+        if cell["cell_type"] == "code":
+            cell["outputs"] = [{"output_type": "stream", "name": "stdout", "text": f"output {i}.\nIn words: twice\n"}]
+            if "course.show" in "".join(cell["source"]):
+                picture = {"data": {"image/png": PIXEL}, "metadata": {"image/png": {"alt": f'plot <{i}> "x"'}}}
+                cell["outputs"].append({"output_type": "display_data"} | picture)
+    return notebook
+
+
+@pytest.mark.parametrize("number", sorted(SOURCES))
+def test_a_deck_holds_headings_plots_and_tasks_and_no_answers(number):
+    source = twins.read(SOURCES[number])
+    deck = slides.deck(source, pretend(source))
+    page = slides.page(source.title, deck)
+    titles = [slide.title for slide in deck]
+    assert titles[0] == source.title and {"Predict", "Next"} <= set(titles)
+    module = checking.exercises(number)
+    assert {f"Exercise {c.id}" for c in module.CHECKS} | {f"Quiz {q.id}" for q in module.QUESTIONS} <= set(titles)
+    assert "output " in page and page.count("<img") == page.count("<figcaption>") == source.code().count("course.show(")
+    assert all(slide.body for slide in deck[1:]) and "In words" not in page and "<!--fig" not in page
+    assert 'src="http' not in page and page.count("<script") == 1 and not re.search(r'href="(?!https://)', page)
+    for question in module.QUESTIONS:
+        assert not [comment for _, comment in question.options.values() if html.escape(comment) in page]
+    printed = set(re.findall(r"output \d+\.", page))
+    for i, cell in enumerate(cell for cell in source.cells if cell.role != "exercise"):
+        if cell.role == "solution" or re.search(r"course\.(check|answer|predict)\(", cell.text):
+            assert f"output {i}." not in printed, cell.text
+        if cell.role == "solution" and cell.kind == "code":
+            assert not [line for line in cell.text.splitlines() if len(line) > 25 and html.escape(line.strip()) in page]
+
+
+def test_the_pages_own_script_is_the_only_one_that_may_run():
+    page = slides.page("<T>", [slides.Slide("<T>", ["<p>x</p>"], ["<p>y</p>"])])
+    script = re.search(r"<script>(.*)</script>", page, re.DOTALL)[1]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'" in page
+    assert "&lt;T&gt;" in page and "<aside><p>y</p></aside>" in page and "{css}" not in page
+
+
+def test_a_text_becomes_slides_at_headings_and_exercises():
+    text = "Before.\n\n## One `x`\n\nTo [06](06_x.ipynb) and [web](https://a.b).\n\n**05.1** Do it.\n\n**05.2** Too."
+    made = slides.of_text(text, "Old")
+    assert [slide.title for slide in made] == ["Old", "One x", "Exercise 05.1", "Exercise 05.2"]
+    assert "06_x" not in made[1].body[0] and 'href="https://a.b"' in made[1].body[0] and "Do it" in made[2].body[0]
+
+
+def test_what_is_too_long_goes_to_the_notes():
+    long = "First one. " + " ".join(["Word"] * slides.WORDS) + ". Last one."
+    (cut,), (whole,) = slides.of_text(long, "T"), slides.of_text(long, "T", whole=True)
+    assert [len(cut.body), len(cut.notes)] == [1, 2] and [len(whole.body), len(whole.notes)] == [3, 0]
+    made = [slides.Slide("T")]
+    slides._add_outputs(made, [{"text": "x\n" * slides.LINES}, {"text": "y\n" * (slides.LINES + 1)}, {"text": " \n"}])
+    assert len(made[0].body) == 1 and "y" in made[0].notes[0] and len(made[0].notes) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [("One. Two? Three", 3), ("Use `a. B` here. Done.", 2), ("**Bold. Still.** Then.", 2), ("See [a. B](c.d). E.", 2),
+     ("3.5 ms, e.g. nothing.", 1)],
+)  # fmt: skip
+def test_a_paragraph_is_cut_between_sentences_only(text, parts):
+    assert len(slides.sentences(text)) == parts and " ".join(slides.sentences(text)) == text
+
+
+def test_authors_can_show_code_and_leave_cells_out(tmp_path):
+    text = SOURCES["05"].read_text("utf-8")
+    shown = text.replace("# %%\nclass RowCounter", '# %% tags=["slide"]\nclass RowCounter').replace(
+        "# %% [markdown]\n# ## Experiment 2", '# %% [markdown] tags=["skip"]\n# ## Experiment 2')
+    path = tmp_path / SOURCES["05"].name
+    path.write_text(shown, "utf-8")
+    source = twins.read(path)
+    assert source.student() == twins.read(SOURCES["05"]).student()
+    deck = slides.deck(source, pretend(source))
+    assert any("RowCounter" in "".join(slide.body) for slide in deck)
+    assert not any(slide.title.startswith("Experiment 2") for slide in deck)
+    path.write_text(shown.replace('["skip"]', '["skipp"]'), "utf-8")
+    with pytest.raises(CourseError, match="skipp"):
+        twins.read(path)
+
+
+# --- with a run ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@each_plan
+def test_the_figures_of_a_plan_are_what_was_measured(path):
+    quoted = prose.figures(path.read_text("utf-8"))
+    recorded = {}
+    for number in {id[:2] for id, _, _ in quoted}:
+        recorded |= solved(SOURCES[number]).figures()
+    assert [f"{id}: {text}, {recorded[id]}" for id, x, text in quoted if not prose.agrees(text, recorded[id], x)] == []
+
+
+@pytest.mark.slow
+def test_a_notebook_that_fills_the_memory_is_stopped(monkeypatch):
+    monkeypatch.setattr(running, "MEMORY_LIMIT", 2**30)
+    done = running.run(json.loads(small("x = []\nwhile True: x.append(b'1' * 10**7)")), 300, keep_going=True)
+    assert done.error == "stopped at 1 GiB of memory"
+
+
+@pytest.mark.slow
+def test_a_deck_is_used_with_the_keyboard(driver, tmp_path):  # noqa: F811
+    from selenium.webdriver.common.keys import Keys
+
+    source = twins.read(SOURCES["05"])
+    path = tmp_path / "deck.html"
+    path.write_text(slides.page(source.title, slides.deck(source, solved(SOURCES["05"]).notebook)), "utf-8")
+    driver.get_log("performance")
+    driver.get(path.as_uri())
+    body, shown = driver.find_element("tag name", "body"), lambda: driver.find_elements("css selector", "section.now")
+    last = len(driver.find_elements("tag name", "section"))
+    for key, number in ((Keys.ARROW_RIGHT, 2), (Keys.SPACE, 3), (Keys.ARROW_LEFT, 2), (Keys.END, last), (Keys.HOME, 1),
+                        (Keys.PAGE_UP, 1)):
+        driver.switch_to.active_element.send_keys(key)
+        assert len(shown()) == 1 and shown()[0].get_attribute("aria-label").startswith(f"{number} of {last}: ")
+        assert driver.switch_to.active_element == shown()[0], "a screen reader is taken along"
+    assert not [note for note in driver.find_elements("tag name", "aside") if note.is_displayed()]
+    body.send_keys("n")
+    assert [note for note in driver.find_elements("tag name", "aside") if note.is_displayed()]
+    body.send_keys("n")
+    for number in range(1, last + 1):
+        height = driver.execute_script("return [arguments[0].scrollHeight, arguments[0].clientHeight]", shown()[0])
+        assert height[0] <= height[1] + 1, f"slide {number} does not fit"
+        driver.switch_to.active_element.send_keys(Keys.ARROW_RIGHT)
+    messages = [json.loads(entry["message"])["message"] for entry in driver.get_log("performance")]
+    asked = [m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"]
+    assert [url for url in asked if url.startswith(("http", "ws"))] == []
+    assert [entry for entry in driver.get_log("browser") if entry["level"] == "SEVERE"] == []
