@@ -22,7 +22,9 @@ def causal_mask(T: int, S: int, device=None):
 
 def is_causal(mask) -> bool:
     """Is this the plain causal mask and nothing else? Then half of the work can be skipped."""
-    return mask is not None and mask.dim() == 2 and bool(torch.equal(mask, causal_mask(*mask.shape, mask.device)))
+    if mask is None or mask.dim() != 2 or mask.shape[0] == 1:  # a single query's plain causal mask is None
+        return False
+    return torch.equal(mask, causal_mask(*mask.shape, mask.device))
 
 
 def causal_attention(q, k, v, mask=None):

@@ -437,4 +437,4 @@ course.answer("01.q3", q3)
 # ## Next
 #
 # Between the ids and the logits lies the model. [02](02_attention_and_masks.ipynb) opens its only part in which tokens
-# look at each other, and finds two of five articles wrong about it.
+# look at each other, and finds an article that is wrong about it twice.

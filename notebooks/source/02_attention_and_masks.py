@@ -9,9 +9,9 @@
 # %% [markdown]
 # # 02 · Attention, masks and why the formula matters
 #
-# `softmax(q·kᵀ / √D + M)·v`. One line, printed in every article, and in two of the five that this course audits it is
-# printed wrong. You will run the wrong versions on a trained model. One of them wrecks it at once. The other changes
-# neither the text nor the loss, and is by far the worse.
+# `softmax(q·kᵀ / √D + M)·v`. One line, and one of the five articles that this course audits gets it wrong twice: in
+# the formula the mask is wrong, in the code below it the root is missing. You will run both on a trained model. The
+# missing root wrecks it at once. The wrong mask changes hardly anything that you can see, and is by far the worse.
 #
 # ## What you will be able to do
 #
@@ -390,7 +390,8 @@ course.show(fig, alt=f"Two curves over the factor on the scores. The loss is low
 # ## What the articles say
 #
 # Five articles on the KV cache, audited claim by claim; `nanokv course claims` prints all. These are about the formula.
-# The two wrong ones come with an example of five tokens, ten numbers wide; we draw it a thousand times.
+# The two wrong ones stand in one article, with an example of five tokens, ten numbers wide; we draw it a thousand
+# times.
 
 # %%
 torch.manual_seed(0)

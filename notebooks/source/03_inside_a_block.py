@@ -9,10 +9,10 @@
 # %% [markdown]
 # # 03 · Inside a Qwen3 block
 #
-# A Qwen3 model is one small piece of code, the block, run a few dozen times with other weights. It is short enough to
-# know by heart, and it has four places where ports go wrong without an error message: the size of a head, the order of
-# norm and rotation, the pairing of the rotation, the sharing of keys. You will make each of these mistakes on purpose
-# and see how loud, or how quiet, it is.
+# A Qwen3 model is one small piece of code, the block, run again and again with other weights. It is short enough to
+# know by heart, and it has four places where ports go wrong without an error message: the pairing of the rotation, its
+# base, the norm of queries and keys, and the order of norm and rotation. You will make each of these mistakes on
+# purpose and see how loud, or how quiet, it is.
 #
 # ## What you will be able to do
 #
@@ -84,8 +84,9 @@ course.reveal("03.a", wide)
 # <!--fig 03.qproj-->288<!--/fig-->, and not the <!--fig 03.hidden-->192<!--/fig--> of the hidden size. The
 # [head size](glossary.md#head-size) `D` is an entry of the config, here <!--fig 03.head-->48<!--/fig-->; hidden size
 # over heads would be <!--fig 03.derived-->32<!--/fig-->. In older models the two agreed, and a lot of code still
-# divides. For Qwen3-0.6B it gets `1024 / 16 = 64` where the config says `128`: the most common wrong number about this
-# model. `o_proj` brings the heads back to `C`, so the [residual stream](glossary.md#residual-stream) keeps its width.
+# divides. For Qwen3-0.6B it gets `1024 / 16 = 64` where the config says `128`. One of the articles gets a shape and a
+# size in bytes wrong that way. `o_proj` brings the heads back to `C`, so the
+# [residual stream](glossary.md#residual-stream) keeps its width.
 #
 # Where do the parameters sit?
 

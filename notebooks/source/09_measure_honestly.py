@@ -312,7 +312,7 @@ course.show(fig, alt="Four bars, each split into the parts of a decode step. " +
 # one waits for Python: its weights are read quickly, and much of the step is "the rest", the starting of some hundred
 # small operations. That is the price that does not depend on rows, and the reason why a tiny model gains less from a
 # cache than the count promises: the cache takes away rows, and rows were not what cost. Take away the calls as well,
-# and the same step is about <!--fig 09.fast x4-->4<!--/fig--> times as fast; for the large model there is little left
+# and the same step is about <!--fig 09.fast x4-->5<!--/fig--> times as fast; for the large model there is little left
 # to take.
 #
 # (A floor is only as good as its assumption. A model of a few megabytes fits into the processor's own caches, from

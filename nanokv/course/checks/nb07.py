@@ -72,7 +72,8 @@ def _judge_name(answer, case):
     hint = next(hint for hint, family in FAMILIES.items() if case.fault in family)
     if name in FAMILIES[hint]:
         return wrong(f"You are near. {hint}", "same family")
-    return wrong("That one would show elsewhere. Which operation of layer 0 differs first, and at which token?", "elsewhere")
+    message = "That one would show elsewhere. Which operation of layer 0 differs first, and at which token?"
+    return wrong(message, "elsewhere")
 
 
 # --- 07.4: a test, graded by the faults that it notices -----------------------------------------------------------
@@ -132,7 +133,7 @@ CHECKS = (
         ),
         trials=20,
     ),
-    judged("07.2", _judge_name, {"fault": FAMILIES[next(iter(FAMILIES))] + SUSPECTS}, key=lambda case: case.fault),
+    judged("07.2", _judge_name, {"fault": ("no_mask_on_chunk", *SUSPECTS)}, key=lambda case: case.fault),
     function(
         "07.3",
         right=lambda H, Hk: ((H + 2 * Hk) / (2 * Hk), H / Hk),
@@ -172,13 +173,14 @@ QUESTIONS = (
                   "A bug needs its situation. Most columns of the table belong to other tests."),
             "b": ("Wrong positions, because RoPE is relative.",
                   "The shift between prompt and answer is no common shift: it sees them."),
-            "c": ("Nothing: equal logits mean a right cache.", "The common wrong answer. Equal in this situation only."),
+            "c": ("Nothing: equal logits mean a right cache.",
+                  "The common wrong answer. Equal in this situation only."),
         },
         right="dafbc05bbf43a5cc4692",
     ),
     Question(
         "07.q3",
-        "Keys and values of the new tokens are right in layer 0, and the output of its attention is wrong. Where is the bug?",
+        "In layer 0 query, key and value of new tokens are right, and what attention gives is wrong. Where is the bug?",
         {
             "a": ("In the projections of layer 0.", "Then the new keys and values would be wrong."),
             "b": ("In the rotation.", "Then rope_k or rope_q would be the first to differ."),

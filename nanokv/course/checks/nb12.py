@@ -1,0 +1,300 @@
+"""Notebook 12: batches, windows, bits, and the capstone."""
+
+import random
+
+from nanokv.course.checking import RIGHT, UNANSWERED, Mistake, Question, judged, value, wrong
+
+# --- 12.1: the rectangle ------------------------------------------------------------------------------------------
+
+
+def _judge_rectangle(answer, case):
+    """Every row must give the logits of its prompt alone, through PaddedCache."""
+    import torch
+
+    from nanokv.cache import make_cache
+    from nanokv.cache.padded import PaddedCache
+    from nanokv.course.answers import is_blank, plain
+    from nanokv.inference import prefill, score
+
+    rng = random.Random("12.1")
+    prompts = [[rng.randrange(1, case.config.vocab_size) for _ in range(n)] for n in (9, 4, 12, 7)]
+    given = answer([list(prompt) for prompt in prompts])
+    if is_blank(given):
+        return UNANSWERED
+    rows, pads = (plain(part) for part in given)
+    outcome = _rectangle_outcome(prompts, rows, pads)
+    if outcome is not None:
+        return outcome
+    cache = PaddedCache(make_cache("dict", case.config, batch_size=len(rows)), pads)
+    logits = prefill(case.model, rows, cache, start_pos=cache.length)
+    for b, prompt in enumerate(prompts):
+        if not torch.allclose(logits[b], score(case.model, [prompt])[0, -1], atol=1e-3):
+            return wrong(f"row {b} gives other logits than its prompt alone", "logits")
+    return RIGHT
+
+
+def _rectangle_outcome(prompts, rows, pads):
+    """An Outcome for what can be told by looking."""
+    longest = max(map(len, prompts))
+    widths = {len(row) for row in rows}
+    if len(rows) != len(prompts) or len(pads) != len(prompts):
+        return wrong(f"{len(prompts)} prompts need as many rows and as many numbers of columns", "count")
+    if len(widths) > 1:
+        return wrong(f"the rows are {sorted(widths)} long: a rectangle has rows of one length", "ragged")
+    if min(widths) < longest:
+        return wrong("the longest prompt was cut: fill up the short ones instead", "cut")
+    if all(row[: len(prompt)] == prompt for row, prompt in zip(rows, prompts, strict=True)):
+        return wrong("the padding is on the right: what follows the last column would follow the padding", "right")
+    right = [len(row) - len(prompt) for row, prompt in zip(rows, prompts, strict=True)]
+    if pads != right:
+        return wrong(f"the numbers of padding columns are {pads}, but your rows have {right}", "pads")
+    return None
+
+
+# --- 12.2: a window -----------------------------------------------------------------------------------------------
+
+
+def _window(c):
+    """(keys that the query at t sees, the oldest that is no sink), from the mask of nanokv's sliding cache."""
+    from nanokv.cache import make_cache
+
+    rows = make_cache("sliding", c.config, window=c.w).mask(c.t + 1)  # (T,T): who sees whom, without sinks
+    seen = rows[c.t].nonzero().flatten().tolist()
+    return len(set(seen) | set(range(c.s))), seen[0]
+
+
+# --- 12.4: rounding -----------------------------------------------------------------------------------------------
+
+
+def _judge_rounding(answer, case):
+    import torch
+
+    generator = torch.Generator().manual_seed(12)
+    for bits, dim in ((4, 2), (2, 3), (8, 2), (4, 1)):
+        x = torch.randn(2, 3, 10, 8, generator=generator, dtype=torch.float64)
+        x[..., 3] *= 30  # one large channel
+        given = answer(x.clone(), bits, dim)
+        if given is None or given is ...:
+            return UNANSWERED
+        if given.shape != x.shape:
+            return wrong(f"the shape became {tuple(given.shape)}, it was {tuple(x.shape)}", "shape")
+        outcome = _rounding_outcome(x, given.double(), bits, dim)
+        if outcome is not None:
+            return outcome
+    return RIGHT
+
+
+def _rounding_outcome(x, given, bits, dim):
+    low, high = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
+    off = (given - x).abs()
+    half = (high - low) / (2**bits - 1) / 2 * (1 + 1e-3)
+    if bool((off <= half).all()):
+        most = max(len(line.unique()) for line in given.movedim(dim, -1).reshape(-1, x.shape[dim]).round(decimals=9))
+        return wrong(f"a group has {most} levels", "levels") if most > 2**bits else None
+    if bool((off <= (high - low) / (2**bits - 2 + (bits == 1)) / 2 * (1 + 1e-3)).all()):
+        return wrong("nearly: 2**bits levels have 2**bits − 1 steps between them", "one step too few")
+    if bool((off <= 2 * half).all()):
+        return wrong("some values are off by up to a whole step: round to the nearest, do not cut off", "floor")
+    for other in {0, 1, 2, 3} - {dim}:
+        step = (x.amax(other, keepdim=True) - x.amin(other, keepdim=True)) / (2**bits - 1)
+        if bool((off <= step / 2 * (1 + 1e-3)).all()):
+            return wrong(f"for dim={dim} you took the smallest and the largest along {other}", "dimension")
+    whole = (x.max() - x.min()) / (2**bits - 1) / 2 * (1 + 1e-3)
+    if bool((off <= whole).all()):
+        return wrong("one scale for all: each line along `dim` has its own smallest and largest value", "one scale")
+    return wrong(f"with bits={bits} and dim={dim} a value is off by {float((off / half / 2).max()):.2f} steps", "error")
+
+
+# --- 12.5: the capstone -------------------------------------------------------------------------------------------
+
+
+def _judge_capstone(answer, case):
+    if not isinstance(answer, tuple | list) or len(answer) != 2 or answer[0] not in CAPSTONES:
+        return wrong(f"hand in a pair: one of {', '.join(CAPSTONES)}, and your code", "form")
+    return CAPSTONES[answer[0]](answer[1])
+
+
+def _suite(make, model=None):
+    """None, or an Outcome with the first case of the public suite that fails."""
+    from nanokv import equality
+
+    report = equality.check(make, model, stop=True)
+    if report.passed:
+        return None
+    failure = report.first_failure
+    detail = failure.detail if failure else "every case was refused"
+    return wrong(f"the equality suite, case “{failure.name if failure else 'none'}”: {detail}", "equality")
+
+
+def _judge_static(layer):
+    import torch
+
+    from nanokv.cache import KVCache
+    from nanokv.errors import CapacityError
+
+    def make(config, batch_size, capacity):
+        cache = KVCache((layer(capacity) for _ in range(config.num_hidden_layers)), config)
+        cache.asked_rows = batch_size
+        return cache
+
+    k, one = torch.randn(1, 2, 1, 6), layer(4)
+    places = {one.append(k, k)[0].data_ptr() for _ in range(4)}
+    if len(places) > 1:
+        return wrong("the keys moved while tokens came: take the memory once, and write into it", "moved")
+    try:
+        one.append(k, k)
+    except CapacityError:
+        if one.length != 4:
+            return wrong(f"after the refusal length is {one.length}: check before you write", "late check")
+    else:
+        return wrong("a fifth token went into 4 slots without a CapacityError", "no refusal")
+    one.truncate(2)
+    if one.length != 2 or one.append(k, k)[0].shape[2] != 3:
+        return wrong("truncate(2) and one token more must give 3 tokens", "truncate")
+    return _suite(make) or RIGHT
+
+
+def _judge_prefix(store):
+    import torch
+
+    from nanokv.equality import small_model
+    from nanokv.inference import prefill, score
+
+    model = small_model()
+
+    def ask(own, tokens):
+        """A request as a server would run it → (tokens found, cache)."""
+        cache, n = own.get(tokens)
+        if cache.length != n or not 0 <= n < len(tokens):
+            raise ValueError(f"get of {len(tokens)} tokens gave n = {n} and a cache of {cache.length}")
+        logits = prefill(model, [tokens[n:]], cache, start_pos=n)
+        if not torch.allclose(logits, score(model, [tokens])[:, -1], atol=1e-3):
+            raise ValueError(f"after {n} reused tokens the logits are others than without a cache")
+        own.put(tokens, cache)
+        return n, cache
+
+    a, b, c = ([token] * 3 + list(range(token, token + 6)) for token in (5, 20, 40))
+    own = store(model.config, 2)
+    first = ask(own, a)[0], ask(own, b)[0], ask(own, a)[0]
+    if first != (0, 0, len(a) - 1):
+        return wrong(f"two prompts and the first once more: {first} reused, expected (0, 0, {len(a) - 1})", "reuse")
+    n, cache = ask(own, [*a[:5], 1, 2])
+    if n != 5:
+        return wrong(f"a prompt that shares 5 tokens reused {n}", "common prefix")
+    cache.truncate(2)  # the caller goes on with its cache; what is stored must not change
+    prefill(model, [[3] * 6], cache, start_pos=2)
+    try:
+        ask(own, [*a[:5], 1, 2, 9])
+    except ValueError:
+        return wrong("what a caller does with its cache changes the stored one: fork it", "shared")
+    own = store(model.config, 2)
+    for tokens in (a, b, a, c):
+        ask(own, tokens)
+    if ask(own, [*a, 7])[0] != len(a) or ask(own, [*b, 7])[0] != 0:
+        return wrong("with room for two, a, b, a, c must forget b: the least recently used, not the oldest", "order")
+    return _suite(lambda config, batch_size, capacity: store(config, 2).get([1, 2])[0]) or RIGHT
+
+
+def _judge_mqa(convert):
+    import torch
+
+    from nanokv.equality import small_model
+
+    model = small_model()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    made = convert(model)
+    if made is None or made is ...:
+        return UNANSWERED
+    if any(not torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items()):
+        return wrong("the old model has changed: build a new one", "changed")
+    config = model.config
+    if made.config.num_key_value_heads != 1 or made.config.head_dim != config.head_dim:
+        return wrong("the config must say one KV head, and the head size must stay", "config")
+    for old, new in zip(model.layers, made.layers, strict=True):
+        for name in ("k_proj", "v_proj"):
+            mean = getattr(old.self_attn, name).weight.view(config.num_key_value_heads, config.head_dim, -1).mean(0)
+            given = getattr(new.self_attn, name).weight
+            if given.shape != mean.shape:
+                return wrong(f"{name} is {tuple(given.shape)}, one head of it is {tuple(mean.shape)}", "shape")
+            if not torch.allclose(given, mean, atol=1e-6):
+                return wrong(f"{name} is not the mean of the old heads", "mean")
+        if not torch.equal(old.mlp.up_proj.weight, new.mlp.up_proj.weight):
+            return wrong("the other weights must be those of the old model", "others")
+    return _suite("dict", made) or RIGHT
+
+
+CAPSTONES = {"static": _judge_static, "prefix": _judge_prefix, "mqa": _judge_mqa}
+
+CHECKS = (
+    judged("12.1", _judge_rectangle),
+    value(
+        "12.2",
+        right=_window,
+        parameters={"w": (16, 32, 24), "s": (4, 2, 6), "t": (100, 77, 150)},
+        wrong=(
+            Mistake("no sinks", lambda c: (c.w, c.t - c.w + 1), "The sinks are seen as well."),
+            Mistake("one too many", lambda c: (c.w + c.s + 1, c.t - c.w),
+                    "The window counts the query's own position."),
+            Mistake("oldest one off", lambda c: (c.w + c.s, c.t - c.w),
+                    "The count is right. From t down, w positions end at t − w + 1."),
+            Mistake("everything", lambda c: (c.t + 1, 0), "That is without a window."),
+            Mistake("sinks in the window", lambda c: (c.w, c.t - c.w + c.s + 1),
+                    "Here the sinks come on top of the window. In some programs they are taken out of it."),
+        ),
+        otherwise="List the positions that it sees: t, t − 1, … and the sinks.",
+    ),
+    value(
+        "12.3",
+        right=lambda case: 16 / (case.bits + 2 * 16 / case.group),
+        parameters={"bits": (4, 8, 2), "group": (64, 32, 128)},
+        rel=1e-3,
+        wrong=(
+            Mistake("no scales", lambda c: 16 / c.bits, "Every group has a scale and a zero point too."),
+            Mistake("scale only", lambda c: 16 / (c.bits + 16 / c.group), "There is a zero point besides the scale."),
+            Mistake("per value", lambda c: 16 / (c.bits + 32), "The two are shared by the whole group."),
+            Mistake("upside down", lambda c: (c.bits + 32 / c.group) / 16, "How many times smaller: a number above 1."),
+        ),
+        otherwise="How many bits does one value take, its share of scale and zero point included?",
+    ),
+    judged("12.4", _judge_rounding),
+    judged("12.5", _judge_capstone),
+)
+
+QUESTIONS = (
+    Question(
+        "12.q1",
+        "Why is a batch of prompts padded on the left for generation?",
+        {
+            "a": ("So that all rows end in the last column, where the next token follows.",
+                  "And then the padding has to be masked, in every step."),
+            "b": ("Because padding on the right costs more.", "Both cost the same: every column is computed."),
+            "c": ("So that no mask is needed.",
+                  "The common wrong answer. Without a mask every token sees the padding; the words may hide it."),
+        },
+        right="7008f963da30ccbfb2c5",
+    ),
+    Question(
+        "12.q2",
+        "With a sliding window the perplexity of your test texts is unchanged. What do you know?",
+        {
+            "a": ("That the window is large enough.",
+                  "The common wrong answer. In experiment 2 the mean hardly moved, and the name was gone."),
+            "b": ("That the model has forgotten nothing.", "It cannot see beyond the window, in no layer directly."),
+            "c": ("That few tokens of these texts needed what lies outside of it.",
+                  "A mean over all tokens. Ask about what is outside."),
+        },
+        right="45f1e2b48fa5d78c1f76",
+    ),
+    Question(
+        "12.q3",
+        "Why do keys get one scale a channel, and values one a token?",
+        {
+            "a": ("Because keys are larger.", "How large all of them are does not matter: a scale takes care of that."),
+            "b": ("Because keys of many models have a few channels that are far larger than the others.",
+                  "In one group with them the other channels would have hardly any levels left."),
+            "c": ("Because keys are rotated and values are not.",
+                  "True, but not the reason: rotation mixes pairs of channels and leaves large ones large."),
+        },
+        right="53ca68e9cb5086218734",
+    ),
+)  # fmt: skip

@@ -1,0 +1,526 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 07 · Bug hunt
+#
+# Your cache of the last notebook is right. This one has a drawer full of caches that are not: bugs that people really
+# had, most of them with the address of the public thread where somebody asked for help. Each can be switched on for the
+# length of a `with` block. You bet which of them can be heard, learn to read where a bug sits from its traces, and write
+# a test that is graded by the bugs it notices.
+#
+# ## What you will be able to do
+#
+# - say what the text of a model tells about its cache: about half of the truth;
+# - find a bug from the first number that differs: which layer, which token, which operation;
+# - choose the *situation* that a test needs, and judge a test by [mutation](glossary.md#mutation);
+# - find and mend the bugs of a cache that you have never seen.
+
+# %%
+import copy
+
+import torch
+
+import nanokv
+from nanokv import course, debug, equality, faults
+from nanokv.course.checks.nb07 import SUSPECTS, WANTED, trace
+from nanokv.faults.diagnosis import random_prompts
+from nanokv.model import apply_rope, rope_angles
+
+model, tokenizer = course.start("07")
+c = model.config
+print(f"\n{len(faults.FAULTS)} bugs:")
+for name, fault in faults.FAULTS.items():
+    print(f"  {name:<25} {fault.title}")
+
+# %% [markdown]
+# ## Predict
+#
+# With each of them the model is asked the same kind of question, *What is my name?*, in a situation in which the bug
+# comes into play. Put the names of those into a set with which the answer will be **word for word right**, no error and
+# no odd word. Look at the titles, and bet.
+
+# %% tags=["exercise"]
+bet = ...  # {"…", "…"}
+
+# %% tags=["solution"]
+bet = {"rounded_to_bf16", "cached_queries", "repeated_before_caching"}  # a common bet: only what changes no value much
+
+# %% [markdown]
+# And a number: a test checks what is easy to check, that keys and values have the right shapes and the cache the right
+# length after a prefill and a decode. How many of the bugs does it notice?
+
+# %% tags=["exercise"]
+noticed = ...
+
+# %% tags=["solution"]
+noticed = 8
+
+# %%
+course.predict("07.a", len(bet) if isinstance(bet, set) else ..., unit="bugs that cannot be heard")
+course.predict("07.b", noticed, unit="bugs noticed")
+
+# %% [markdown]
+# ## Experiment 1: listen
+#
+# `faults.diagnose` runs the situation of a bug twice, right and wrong, and compares what comes out: the words, the
+# logits (fed with the same tokens, so that they can be compared position by position), and the bytes of the cache.
+
+# %%
+found = {name: faults.diagnose(name, model, tokenizer) for name in faults.FAULTS}
+bets = bet if isinstance(bet, set) else set()
+for name, one in found.items():
+    heard = one.error or next((w for r, w in zip(one.right, one.wrong) if w != r), "(every word is right)")
+    print(f"{name:<25} {'*' if name in bets else ' '} {one.seen_by:<7} {' '.join(heard.split())[:60]}")
+silent = {name for name, one in found.items() if one.seen_by in ("logits", "bytes", "nothing")}
+print(f"* = your bet: {len(bets & silent)} of {len(bets)} are silent indeed, and {len(silent - bets)} more are")
+count = {kind: sum(one.seen_by == kind for one in found.values()) for kind in ("words", "error", "logits", "bytes")}
+course.figure("07.all", len(found))
+course.figure("07.silent", len(silent))
+course.figure("07.words", count["words"])
+course.figure("07.errors", count["error"])
+course.figure("07.bytes", count["bytes"])
+course.reveal("07.a", len(silent))
+
+# %% [markdown]
+# Of <!--fig 07.all-->22<!--/fig--> bugs <!--fig 07.errors-->2<!--/fig--> stop with an error and
+# <!--fig 07.words-->9<!--/fig--> change words, of which some still make a clean sentence: an answer to the question of
+# somebody else, for example. With the other <!--fig 07.silent-->11<!--/fig--> every word is right. Of those
+# <!--fig 07.bytes-->2<!--/fig--> change no value at all and only cost memory. But the rest is not harmless:
+
+# %%
+single = {name: one for name, one in found.items() if one.deltas and one.fault.scenario not in ("batch", "beams")}
+order = sorted(single, key=lambda name: (max(single[name].deltas), name))
+steps = max(len(single[name].deltas) for name in order)
+table = torch.full((len(order), steps), float("nan"))
+for row, name in enumerate(order):
+    table[row, : len(single[name].deltas)] = torch.tensor(single[name].deltas).clamp(min=1e-4)
+
+from matplotlib.colors import LogNorm
+
+orange, blue = course.COLORS[1], course.COLORS[0]
+fig, axis = course.subplots(width=9.5, height=5)
+image = axis.imshow(table, norm=LogNorm(1e-4, 100), aspect="auto")
+axis.grid(False)
+axis.set(xlabel="logits of step (0 = those after the prompt)", title="how far the logits move (blue name: words are right)")
+axis.set_yticks(range(len(order)), order, fontsize=8.5)
+for label, name in zip(axis.get_yticklabels(), order):
+    label.set_color(blue if name in silent else orange)
+fig.colorbar(image, label="max |Δ| (log)")
+loudest = max((name for name in order if name in silent), key=lambda name: max(single[name].deltas))
+quietest = min((name for name in order if name not in silent), key=lambda name: max(single[name].deltas))
+course.show(fig, alt="One row a bug, one column a step of the answer, brighter where logits move further, sorted by size. "
+            f"The loudest bug with right words is {loudest}, which moves logits by {max(single[loudest].deltas):.0f}; the "
+            f"quietest one that changes a word is {quietest}, with {max(single[quietest].deltas):.0f}. Many rows are dark at "
+            "step 0 and bright after it: the prompt was right.")
+course.figure("07.loudest", max(single[loudest].deltas))
+
+# %% [markdown]
+# The loudest of the silent ones moves a logit by <!--fig 07.loudest-->13<!--/fig-->, and every word is still right: the
+# largest logit stayed the largest. In a closer race it would not. So never ask a text whether a cache is right. Ask the
+# logits, beside those of a run without a cache.
+
+# %% [markdown]
+# ## Experiment 2: read the first difference
+#
+# A wrong number infects all numbers after it, so what matters is the *first*. `diagnose` gives layer, token and operation,
+# and these three say a lot:
+
+# %%
+places = {}
+for name, one in found.items():
+    places.setdefault((one.layer, one.token, one.operation), []).append(name)
+for (layer, token, operation), names in sorted(places.items(), key=str):
+    where = "nothing differs" if token is None else f"layer {layer}, token {token}, {operation}"
+    print(f"{where:<42} {', '.join(names)}")
+prompt = len(faults.diagnosis.talk(tokenizer)[0])
+print(f"(the prompt of the first conversation is tokens 0 to {prompt - 1})")
+
+# %% [markdown]
+# - **Which token.** Token 0: something is wrong from the start, in what is stored or in who was there before. The first
+#   token after the prompt: the prompt was right, and decoding is not. The first token of the second chunk: positions or
+#   mask of a chunk that is not the first.
+# - **Which operation.** `rope_k`: the key that reaches attention is wrong, by position or because it was stored wrongly.
+#   `attention`: query, key and value of the new token are right and the output is not, so it is what came out of the
+#   *cache*, or the mask.
+# - **Which layer.** Layer 0 nearly always, because a wrong cache is wrong in every layer. Later layers only inherit.
+#
+# In exercise 07.2 you name a bug from its trace alone.
+
+# %% [markdown]
+# ## Experiment 3: a bug needs its situation
+#
+# Every bug is put into every situation, with a small random model that talks nonsense. Bugs need no words. What is seen,
+# by logits, by an error, or by bytes?
+
+# %%
+small = equality.small_model()
+prompts = random_prompts(small)
+for name, run in faults.SCENARIOS.items():
+    print(f"{name:<13} {run.__doc__.splitlines()[0]}")
+
+
+def outcome(run, forced=None):
+    """What a situation gives: an Outcome, or the error."""
+    try:
+        return run(small, prompts, forced)
+    except (RuntimeError, ValueError) as error:
+        return error
+
+
+def difference(right, wrong):
+    """0 nothing, 1 bytes, 2 logits, 3 an error where there should be none, or none where there should be one."""
+    if isinstance(right, Exception) or isinstance(wrong, Exception):
+        return 0 if type(right) is type(wrong) else 3
+    if float((right.logits - wrong.logits).abs().max()) > 1e-3:
+        return 2
+    return int(right.bytes != wrong.bytes)
+
+
+answer = [[7] * 12]  # the same 12 tokens are fed after every prompt
+truth = {name: outcome(run, answer) for name, run in faults.SCENARIOS.items()}
+shows = {name: [] for name in faults.FAULTS}
+for name, row in shows.items():
+    for situation, run in faults.SCENARIOS.items():
+        with faults.inject(name):  # anew for each: some bugs remember what came before
+            row.append(difference(truth[situation], outcome(run, answer)))
+columns = {situation: sum(row[i] > 0 for row in shows.values()) for i, situation in enumerate(faults.SCENARIOS)}
+print("bugs seen in a situation:", columns)
+course.figure("07.solo", columns["solo"])
+course.figure("07.chunked", columns["chunked"])
+
+# %%
+from matplotlib.colors import ListedColormap
+from matplotlib.patches import Patch
+
+palette = ["#ECECEC", course.COLORS[5], orange, "black"]
+fig, axis = course.subplots(width=9.5, height=5.6)
+axis.imshow(list(shows.values()), cmap=ListedColormap(palette), vmin=0, vmax=3, aspect="auto")
+axis.grid(False)
+axis.set_yticks(range(len(shows)), list(shows), fontsize=8.5)
+axis.set_xticks(range(len(columns)), [name.replace("_", "\n") for name in columns], fontsize=8.5)
+for i in range(len(shows) + 1):
+    axis.axhline(i - 0.5, color="white", linewidth=1)
+for i in range(len(columns) + 1):
+    axis.axvline(i - 0.5, color="white", linewidth=3)
+axis.set_title("where a bug shows")
+kinds = ["not at all", "in bytes", "in logits", "by an error, or one that is missing"]
+axis.legend([Patch(color=color) for color in palette], kinds, loc="upper left", bbox_to_anchor=(0, -0.12), ncols=4)
+only = {situation: [name for name in shows if shows[name][i] and sum(map(bool, shows[name])) == 1]
+        for i, situation in enumerate(columns)}
+course.show(fig, alt="A table of bugs and situations. About half of the bugs show nearly everywhere. The others show in one or two columns: "
+            + "; ".join(f"only {situation}: {', '.join(names)}" for situation, names in only.items() if names) + ".")
+
+# %% [markdown]
+# One prompt and one answer (`solo`) show <!--fig 07.solo-->12<!--/fig--> of the bugs, if you look at logits and bytes. Reading
+# the prompt in chunks shows <!--fig 07.chunked-->15<!--/fig-->. The others hide until there is a second request, a batch, beams,
+# an undone turn or a full buffer. What a test needs is not cleverness. It is the situation.
+
+# %% [markdown]
+# ## Experiment 4: grade the tests
+#
+# How good is a test? Count the bugs that it notices. `faults.grade` runs it once on right code, where it must pass, and
+# once under every bug, where it should not. Three candidates, in one and the same situation: the easy one of your
+# prediction; one that compares words; one that compares logits.
+
+# %%
+ids = torch.tensor(faults.diagnosis.talk(tokenizer)[:1])  # (1,P): my name is Zorbla … what is my name?
+
+
+def shapes_are_right(model):
+    cache = nanokv.make_cache("dict", model.config)
+    nanokv.prefill(model, ids[:, :-1], cache, start_pos=0)
+    logits = nanokv.decode(model, ids[:, -1:], cache, start_pos=cache.length)
+    assert logits.shape == (1, model.config.vocab_size) and torch.isfinite(logits).all()
+    assert cache.length == ids.shape[1] and len(cache) == model.config.num_hidden_layers
+    for layer in cache:
+        shape = (1, model.config.num_key_value_heads, ids.shape[1], model.config.head_dim)
+        assert layer["key"].shape == layer["value"].shape == shape
+
+
+def words_are_right(model):
+    cached = list(nanokv.generate(model, ids, max_new_tokens=8, eos_token_ids=[]))
+    text = ids
+    for _ in range(8):
+        text = torch.cat((text, nanokv.score(model, text)[:, -1].argmax(-1, keepdim=True)), dim=1)
+    assert text[0, ids.shape[1] :].tolist() == cached
+
+
+def logits_are_right(model):
+    cache = nanokv.make_cache("dict", model.config)
+    nanokv.prefill(model, ids[:, :-2], cache, start_pos=0)
+    nanokv.decode(model, ids[:, -2:-1], cache, start_pos=cache.length)
+    logits = nanokv.decode(model, ids[:, -1:], cache, start_pos=cache.length)
+    assert torch.allclose(logits, nanokv.score(model, ids)[:, -1], atol=1e-3)
+
+
+grades = {test.__name__: faults.grade(test, model) for test in (shapes_are_right, words_are_right, logits_are_right)}
+for name, grade in grades.items():
+    print(f"{name:<17} kills {len(grade.kills):>2} of {len(faults.FAULTS)}: {', '.join(grade.kills)}\n")
+shapes, words, logits = (len(grade.kills) for grade in grades.values())
+course.figure("07.shapes", shapes)
+course.figure("07.word_test", words)
+course.figure("07.logit_test", logits)
+course.reveal("07.b", shapes)
+
+# %% [markdown]
+# Checking shapes notices <!--fig 07.shapes-->1<!--/fig--> of them, comparing words <!--fig 07.word_test-->6<!--/fig-->,
+# comparing logits <!--fig 07.logit_test-->10<!--/fig-->. And that is all that one situation can show. A test that passes says
+# something only if it would fail; the survivors say what to write next:
+
+# %%
+print(grades["logits_are_right"])
+
+# %% [markdown]
+# ## Experiment 5: bring your own cache
+#
+# For a cache of your own there is a whole suite of situations, `nanokv.equality`. It compares with the model without a
+# cache, and follows what differs down to the layer and the token. Here is a cache that somebody wrote for speed: one block
+# of memory, written in place, nothing is copied when a token comes. Its author tried a short prompt and was content.
+
+
+# %%
+class SlabCache(nanokv.cache.LayerCache):
+    """Keys and values of one layer in a block with 32 places."""
+
+    def __init__(self):
+        self.length, self.keys, self.values = 0, None, None
+
+    def append(self, k, v):
+        B, Hk, T, D = k.shape
+        if self.keys is None:
+            self.keys, self.values = k.new_zeros(B, Hk, 32, D), v.new_zeros(B, Hk, 32, D)
+        end = self.length + T
+        self.keys[:, :, self.length : end] = k
+        self.values[:, :, self.length : end] = v
+        self.length = end
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+    def truncate(self, n):
+        self.length = min(n, self.length)
+
+    def fork(self):
+        return copy.copy(self)
+
+    def reorder(self, index):
+        if self.keys is not None:
+            self.keys = self.keys[index]
+
+
+report = equality.check(SlabCache)
+print(report)
+failed = [case for case in report.cases if case.status == "failed"]
+course.figure("07.failed", len(failed))
+course.figure("07.token", failed[0].token)
+
+# %% [markdown]
+# <!--fig 07.failed-->3<!--/fig--> cases fail. Read the first: it differs from token <!--fig 07.token-->32<!--/fig--> on, and
+# without an error. A single new token is written behind the end of the block, into a slice that is empty, and torch allows
+# that: a row of length one fits into nothing by broadcasting. The position moves on, and the newest tokens are gone. One of
+# the five articles has the same bug in its contiguous cache.
+
+# %% [markdown]
+# ## What the articles say
+#
+# Three claims about bugs, tried out.
+
+# %%
+generator = torch.Generator().manual_seed(0)
+q, k, v = torch.randn(3, 1, 1, 10, 8, generator=generator)  # (B,H,T,D) each: ten tokens, one head
+at_once = nanokv.attention.prefill_attention(q, k, v)  # without a mask, as in the article
+stepwise = torch.cat([nanokv.attention.prefill_attention(q[:, :, t : t + 1], k[:, :, : t + 1], v[:, :, : t + 1])
+                      for t in range(10)], dim=2)
+rows = (at_once - stepwise).abs().amax((0, 1, 3))  # (T,)
+print("no mask, prompt at once against token by token:", " ".join(f"{float(gap):.2f}" for gap in rows))
+
+H, D, t = 8, 16, 5
+results = []
+for axis_ in range(4):
+    try:
+        cached = torch.cat([torch.randn(1, H, 1, D) for _ in range(t)], dim=axis_)
+        scores = torch.randn(1, H, 1, D) @ cached.transpose(-1, -2)
+        results.append(f"axis {axis_}: scores {tuple(scores.shape)}")
+    except RuntimeError as error:
+        results.append(f"axis {axis_}: {type(error).__name__}")
+print("; ".join(results))
+usual = {name: found[name].seen_by for name in ("not_cleared", "wrong_axis", "start_pos_off_by_one", "cached_queries")}
+course.claim("1.3", "wrong", found=f"without a mask row 0 moves by {float(rows[0]):.2f}, the last by {float(rows[-1]):.0e}")
+course.claim("4.8", "wrong", found="; ".join(results))
+course.claim("4.10", "right", found="seen by: " + ", ".join(f"{name} {by}" for name, by in usual.items()))
+
+# %% [markdown]
+# ## Exercises
+#
+# **07.1** A tool first. `key` is a key before rotation, `rotated` the same key as it stands in a cache, both `(1,1,1,D)`.
+# At which position does it stand? It is below `100`. `rope_angles(config, torch.tensor([p]), key.dtype)` gives the angles
+# of position `p`, and `apply_rope(key, angles)` turns.
+
+
+# %% tags=["exercise"]
+def position_of(config, key, rotated):
+    return ...
+
+
+# %% tags=["solution"]
+def position_of(config, key, rotated):
+    def error(p):
+        return float((apply_rope(key, rope_angles(config, torch.tensor([p]), key.dtype)) - rotated).abs().max())
+
+    return min(range(100), key=error)
+
+
+# %%
+course.check("07.1", position_of)
+
+# %% [markdown]
+# **07.2** Somebody's cache is broken, and you have the trace of a run: a small random model reads a prompt of `24` tokens in
+# chunks of `8`, then single tokens. `right` and `seen` are its forward passes on right code and on theirs. Which bug is it?
+# The table is a beginning; `gap(i, layer, operation)` gives the difference of every token of pass `i`, and
+# `seen[i].values[layer, "k_norm"]` and `"rope_k"`, both `(B,T,Hk,D)`, are keys before and after rotation.
+
+# %%
+case = course.case("07.2")
+right, seen = trace(case)
+
+
+def gap(i, layer, operation):
+    """max |Δ| of every token of pass i; inf where the broken run never came to this operation."""
+    a, b = seen[i].values.get((layer, operation)), right[i].values[layer, operation]  # (B,T,…)
+    return [float("inf")] * b.shape[1] if a is None else (a - b).flatten(2).abs().amax((0, 2)).tolist()
+
+
+print("suspects:", ", ".join(SUSPECTS), "\n")
+for i in range(len(right)):
+    for operation in ("rope_k", "cached_v", "attention"):
+        print(f"tokens from {right[i].start:>2}, layer 0, {operation:<10}", " ".join(f"{x:.0e}" for x in gap(i, 0, operation)))
+
+# %% tags=["exercise"]
+culprit = ...
+
+# %% tags=["solution"]
+culprit = "no_mask_on_chunk"  # keys are right; all tokens of a later chunk are wrong but its last; single ones are right
+
+# %%
+course.check("07.2", culprit)
+
+# %% [markdown]
+# **07.3** The two bugs that change no value. A layer has `H` query heads and `Hk` KV heads. How many times the bytes does a
+# cache take (first) if queries are cached too, and (second) if KV heads are repeated for all query heads before they are
+# cached? Return both.
+
+
+# %% tags=["exercise"]
+def times_the_bytes(H, Hk):
+    return ..., ...
+
+
+# %% tags=["solution"]
+def times_the_bytes(H, Hk):
+    return (H + 2 * Hk) / (2 * Hk), H / Hk
+
+
+# %%
+course.check("07.3", times_the_bytes)
+print("measured:", *(found[name].bytes[1] / found[name].bytes[0] for name in ("cached_queries", "repeated_before_caching")))
+
+# %% [markdown]
+# **07.4** Write a test that notices more. It gets a model (small and random) and raises if something is wrong; it may use
+# whatever is public, such as `nanokv.score`, `make_cache`, `prefill`, `decode`, `cache.truncate`, `cache.nbytes`,
+# `generate_padded`. The score lists the survivors, and the situation in which each shows. A test that fails on right code
+# is a false alarm and scores nothing.
+
+# %%
+print(f"wanted: {WANTED} of {len(faults.FAULTS)}")
+
+
+# %% tags=["exercise"]
+def my_test(model):
+    return ...
+
+
+# %% tags=["solution"]
+def my_test(model):
+    def equal(logits, ids):
+        assert torch.allclose(logits, nanokv.score(model, ids)[:, -1], atol=1e-3)
+
+    for seed in (0, 20):  # the second request must not see the first
+        ids = torch.arange(40)[None] + seed % 7 + 2  # (1,40): more than 32 positions
+        cache, other = nanokv.make_cache("dict", model.config), nanokv.make_cache("dict", model.config)
+        equal(nanokv.prefill(model, ids[:, :7], cache, start_pos=0), ids[:, :7])
+        equal(nanokv.prefill(model, ids[:, 7:30], cache, start_pos=7), ids[:, :30])  # a chunk after another
+        nanokv.prefill(model, ids[:, 5:15], other, start_pos=0)  # another request in between
+        nanokv.prefill(model, ids[:, :4], cache, start_pos=30)  # a guess, taken back
+        cache.truncate(30)
+        for at in range(30, 40):
+            equal(nanokv.decode(model, ids[:, at : at + 1], cache, start_pos=at), ids[:, : at + 1])
+        c = model.config
+        values = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * 40
+        assert cache.nbytes == values * model.embed_tokens.weight.element_size()
+
+
+# %%
+course.check("07.4", my_test)
+
+# %% [markdown]
+# **07.5** Mend the cache of Experiment 5. It should still write in place, truncate, fork and reorder. The check runs the
+# suite.
+
+# %% tags=["exercise"]
+Mended = ...  # class Mended(SlabCache): …
+
+
+# %% tags=["solution"]
+class Mended(SlabCache):
+    def append(self, k, v):
+        end = self.length + k.shape[2]
+        while self.keys is not None and end > self.keys.shape[2]:  # a block of twice the size
+            self.keys, self.values = (torch.cat((x, torch.zeros_like(x)), dim=2) for x in (self.keys, self.values))
+        return super().append(k, v)
+
+    def fork(self):
+        other = copy.copy(self)
+        if self.keys is not None:
+            other.keys, other.values = self.keys.clone(), self.values.clone()
+        return other
+
+    def reorder(self, index):
+        if self.keys is not None:
+            self.keys, self.values = self.keys[index], self.values[index]
+
+
+# %%
+course.check("07.5", Mended)
+
+# %% [markdown]
+# ## Quiz
+
+# %%
+course.quiz("07")
+
+# %% tags=["exercise"]
+q1, q2, q3 = ..., ..., ...  # letters
+
+# %% tags=["solution"]
+q1, q2, q3 = "b", "a", "c"
+
+# %%
+course.answer("07.q1", q1)
+course.answer("07.q2", q2)
+course.answer("07.q3", q3)
+
+# %% [markdown]
+# ## Further reading
+#
+# - `nanokv/faults/catalogue.py`: every bug as code, with its public thread; `nanokv/faults/smallest.py`: the shortest test
+#   that notices it. `nanokv/equality.py`: the suite.
+# - DeMillo, Lipton and Sayward, [Hints on test data selection](https://doi.org/10.1109/C-M.1978.218136): where the idea of
+#   grading tests by mutants comes from.
+#
+# ## Next
+#
+# A cache that is right still has a price. In [08](08_how_much_memory.ipynb) you compute it to the byte.

@@ -1,0 +1,116 @@
+"""The judges of notebook 07: each suspect can be told from the others by its trace; tests get what they earn."""
+
+import pytest
+import torch
+
+import nanokv
+from nanokv import equality, faults
+from nanokv.course import checking
+from nanokv.course.checks import nb07
+
+NAME, TEST, CACHE = (checking.find(id) for id in ("07.2", "07.4", "07.5"))
+
+
+def evidence(name):
+    """What the notebook prints: tokens of layer 0 that differ by more than rounding, a pass and an operation a row."""
+    right, seen = nb07.trace(checking.Case({"fault": name}))
+    rows = []
+    for a, b in zip(right, seen, strict=True):
+        for operation in ("rope_k", "cached_v", "attention"):
+            key = 0, operation
+            gaps = (a.values[key] - b.values[key]).flatten(2).abs().amax((0, 2)) if key in b.values else None
+            rows.append(None if gaps is None else tuple(round(float(gap), 2) for gap in gaps))
+    return tuple(rows)
+
+
+def test_every_suspect_leaves_a_trace_of_its_own():
+    traces = {name: evidence(name) for name in nb07.SUSPECTS}
+    assert set(nb07.SUSPECTS) <= set(faults.FAULTS) and len(nb07.SUSPECTS) == 9
+    assert len(set(traces.values())) == len(traces)
+    assert all(any(row is None or any(row) for row in rows) for rows in traces.values())
+
+
+@pytest.mark.parametrize("fault", nb07.SUSPECTS)
+def test_a_name_is_right_near_or_elsewhere(fault):
+    case = checking.Case({"fault": fault})
+    family = next(names for names in nb07.FAMILIES.values() if fault in names)
+    for name in nb07.SUSPECTS:
+        outcome = NAME.judge(name, case)
+        expected = ("right", "") if name == fault else ("wrong", "same family" if name in family else "elsewhere")
+        assert (outcome.state, outcome.mistake) == expected
+
+
+def test_a_tool_that_finds_positions_finds_them():
+    from random import Random
+
+    for seed in range(5):
+        config, key, rotated = nb07._key(Random(seed))
+        position = nb07._position_of(config, key, rotated)
+        assert torch.allclose(nb07._rotated(config, key, position), rotated, atol=1e-6)
+
+
+def test_a_test_is_judged_by_what_it_kills():
+    def blind(model):
+        pass
+
+    def runs(model):
+        nanokv.score(model, torch.arange(5)[None])
+
+    def alarm(model):
+        raise AssertionError("never content")
+
+    def unfinished(model):
+        return ...
+
+    case = TEST.case()
+    found = {test.__name__: TEST.judge(test, case) for test in (blind, runs, alarm, unfinished)}
+    found["one"] = TEST.judge(faults.smallest_test("start_pos_restarts"), case)
+    assert {name: outcome.mistake for name, outcome in found.items()} == {
+        "blind": "vacuous", "runs": "vacuous", "alarm": "false alarm", "unfinished": "", "one": "survivors",
+    }  # fmt: skip
+    assert found["unfinished"].state == "unanswered" and "survived: top_left_mask" in found["one"].message
+
+    def everything(model):
+        for name in faults.FAULTS:
+            faults.smallest_test(name)(model)
+
+    assert TEST.judge(everything, case).message.startswith("22 of 22 faults killed")
+
+
+class Plain(nanokv.cache.LayerCache):
+    """Right, and can do nothing else than append."""
+
+    def __init__(self):
+        self.length, self.parts = 0, []
+
+    def append(self, k, v):
+        self.parts.append((k, v))
+        self.length += k.shape[2]
+        return tuple(torch.cat(one, dim=2) for one in zip(*self.parts, strict=True))
+
+
+class Whole(Plain):
+    """With everything that the exercise asks for."""
+
+    def truncate(self, n):
+        k, v = (torch.cat(one, dim=2)[:, :, :n] for one in zip(*self.parts, strict=True))
+        self.parts, self.length = [(k, v)] * (n > 0), n
+
+    def fork(self):
+        other = type(self)()
+        other.parts, other.length = list(self.parts), self.length
+        return other
+
+    def reorder(self, index):
+        self.parts = [(k[index], v[index]) for k, v in self.parts]
+
+
+def test_a_mended_cache_passes_and_must_still_do_all_that_the_broken_one_did():
+    class Shallow(Whole):
+        def fork(self):
+            return self
+
+    case = CACHE.case()
+    assert CACHE.judge(Whole, case) == checking.Outcome("right", "13 of 13 cases passed")
+    assert CACHE.judge(Plain, case).mistake == "not offered" and equality.check(Plain).passed
+    assert CACHE.judge(Shallow, case).mistake == "differs" and CACHE.judge(Whole(), case).state == "wrong"
