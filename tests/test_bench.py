@@ -5,6 +5,7 @@ The guards at the end count operators and bytes exactly, and compare times only 
 
 import json
 import math
+import signal
 import time
 from collections import Counter
 
@@ -77,7 +78,29 @@ def test_what_was_interrupted_is_left_out(monkeypatch):
     assert [row.runner.weights for row in rotation.finished()] == ["b"]
 
 
-# --- what is compared answers alike -----------------------------------------------------------------------------------
+def test_a_spread_needs_two_rounds(monkeypatch):
+    monkeypatch.setattr(machine, "BUFFER", 1 << 16)
+    for repeat in (1, 2):
+        rotation = Rotation([Scripted("a", [], 0.001)], [5], 97, repeat=repeat, steps=3)
+        list(rotation.run())
+        (row,) = rotation.finished()
+        assert row.figures()["spread"] is None if repeat == 1 else row.spread > 0
+
+
+def test_ctrl_c_before_the_first_measurement_leaves_at_once(monkeypatch):
+    """Models for int4 take minutes to make: a press was kept for later, and measured first."""
+    from nanokv import cli
+
+    def pressed(*_):
+        signal.raise_signal(signal.SIGINT)
+        return []
+
+    monkeypatch.setattr("nanokv.cli.bench.make_runners", pressed)
+    monkeypatch.setattr(Rotation, "__init__", lambda *_: pytest.fail("went on to measure"))
+    assert cli.main(["bench", "--contexts", "16", "--threads", "1"]) == 130
+
+
+# --- what is compared answers alike ---------------------------------------------------------------------------------
 
 
 def greedy(runner, ids, steps=6):
@@ -194,9 +217,15 @@ def test_bench_prints_one_json_object_and_a_picture(tmp_path):
 
 
 def test_bench_table_never_shows_speed_without_bandwidth():
-    result = run_cli("bench", "--contexts", "16", "--steps", "1", "--repeat", "1", "--threads", "1")
+    """What is asked for twice is measured once; of one round no spread is known."""
+    result = run_cli(
+        "bench", "--contexts", "16,16", "--steps", "1", "--repeat", "1", "--threads", "1", "--weights",
+        "plain,fast,fast", "--caches", "dict,dict", "--batch", "1,1",
+    )  # fmt: skip
     assert result.returncode == 0, result.stderr
     text = result.stdout.decode()
+    assert "· 1 thread ·" in text and len(text.splitlines()) == 5
+    assert all(line.split()[7] == "–" for line in text.splitlines()[3:])
     assert "read bandwidth" in text and "% of limit" in text and "GB/s" in text
     assert "nanokv plain dict" in text and "nanokv fast dict" in text
 
@@ -236,11 +265,19 @@ def test_served_answers_are_those_of_generate():
 
 @pytest.mark.parametrize(("argv", "message"), [
     (["--requests", "3", "--against", "llama.cpp"], "generate_batch only"),
-    (["--requests", "3", "--plot", "x.png"], "no picture of --requests"),
+    (["--requests", "3", "--plot", "x.png"], "--plot means nothing to --requests"),
     (["--contexts", "0"], "list of numbers"), (["--contexts", "2048"], "leaves no room"),
     (["--weights", "int3"], "'int3' is not one of plain"), (["--against", "vllm"], "'vllm' is not one of"),
     (["--plot", "x.pdf"], "does not end in .png or .svg"), (["--caches", "ring"], "ring"),
     (["-m", "qwen3-0.7b-random"], "qwen3-0.7b-random"),
+    (["--plot", "no/such/folder/x.png"], "no file can be written there"),
+    (["--quality", "--plot", "x.png"], "--plot means nothing to --quality"),
+    (["--quality", "--against", "transformers"], "--against means nothing to --quality"),
+    (["--quality", "--requests", "3"], "--requests means nothing to --quality"),
+    (["--quality", "--batch", "4"], "--batch means nothing to --quality"),
+    (["--requests", "3", "--uncached"], "--uncached means nothing to --requests"),
+    (["--requests", "3", "--caches", "static"], "--caches means nothing to --requests"),
+    (["--dtype", "float16"], "no kernels for a model in float16"),
 ])  # fmt: skip
 def test_bench_refuses_before_work(argv, message):
     result = run_cli("bench", *argv)

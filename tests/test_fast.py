@@ -4,18 +4,23 @@ fp32 is compared at 1e-5. bf16, int8 and int4 are other numbers; their distance 
 log-likelihood of text, and each kernel against the same arithmetic in fp64 over the weights that it really holds.
 """
 
+import copy
 import ctypes
+import os
+import pickle
 import random
+import threading
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 import nanokv
-from nanokv.attention import causal_mask
+from nanokv.attention import causal_attention, causal_mask
 from nanokv.bench.profile import parts_of
 from nanokv.cache import BatchCache, make_cache
-from nanokv.cache.base import Pages
+from nanokv.cache.base import NoCache, Pages
 from nanokv.cache.paged_batch import PagedBatch
 from nanokv.errors import ConfigError
 from nanokv.fast import native, optimize, torch_ops, weights
@@ -164,6 +169,109 @@ def test_a_format_that_is_not_there_is_named():
         optimize(model, "bf16")
     with pytest.raises(ConfigError, match="groups of 32"):
         optimize(small(hidden_size=72)[0], "int8")
+
+
+# --- addresses: what kernels were told stays true -------------------------------------------------------------------
+
+
+def test_a_moved_plain_model_leaves_the_fast_one_as_it_is(code):
+    """`.to` gives every Parameter other memory; the fast model once held the very same Parameters."""
+    model, ids = small()
+    fast, expected = optimize(model), run(model, ids, make_cache("dict", model.config))
+    assert gap(run(fast, ids, make_cache("static", model.config, capacity=100)), expected) <= 1e-5
+    model.to(torch.bfloat16)
+    assert gap(run(fast, ids, make_cache("static", model.config, capacity=100)), expected) <= 1e-5
+
+
+@pytest.mark.parametrize("name", ["fp32", "int8", "int4"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_an_optimized_model_keeps_its_dtypes(name, dtype):
+    model, ids = small()
+    fast = optimize(model, name)
+    before = run(fast, ids, make_cache("static", model.config, capacity=100))
+    with pytest.raises(ConfigError, match="keeps its dtypes"):
+        fast.to(dtype)
+    assert torch.equal(run(fast.to("cpu"), ids, make_cache("static", model.config, capacity=100)), before)
+
+
+@pytest.mark.parametrize("name", [None, "int8", "int4"])
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda fast: pickle.loads(pickle.dumps(fast))])
+def test_copies_of_a_model_that_has_run(code, name, copied):
+    model, ids = small()
+    fast = optimize(model, name)
+    expected = run(fast, ids, make_cache("static", model.config, capacity=100))
+    other = copied(fast)
+    for buffer in fast.buffers():
+        buffer.fill_(1)
+    assert torch.equal(run(other, ids, make_cache("static", model.config, capacity=100)), expected)
+
+
+@pytest.mark.parametrize("name", [None, "int4"])
+@pytest.mark.parametrize("assign", [False, True])
+def test_weights_loaded_into_a_model_that_has_run(code, name, assign):
+    """With assign=True the tensors are others: the kernels must not read where the old ones were."""
+    model, ids = small()
+    fast, other = optimize(model, name), optimize(small(rms_norm_eps=1e-6)[0], name)
+    with torch.no_grad():
+        other.layers[0].norm.mul_(1.5)
+        other.layers[0].qkv.scale = other.layers[0].qkv.scale if name is None else other.layers[0].qkv.scale * 2
+    before = run(fast, ids, make_cache("static", model.config, capacity=100))
+    fast.load_state_dict({key: tensor.clone() for key, tensor in other.state_dict().items()}, assign=assign)
+    after = run(fast, ids, make_cache("static", model.config, capacity=100))
+    assert torch.equal(after, run(other, ids, make_cache("static", model.config, capacity=100)))
+    assert gap(after, before) > 1e-3
+
+
+def test_the_plain_model_can_be_trained_afterwards():
+    """By an optimizer that was made before: every Parameter is still the same one, and wants its gradient."""
+    model, ids = small()
+    model.requires_grad_(True)
+    held = list(model.parameters())
+    with torch.inference_mode():  # whatever mode it is called in
+        optimize(model)
+    assert all(a is b and a.requires_grad for a, b in zip(held, model.parameters(), strict=True))
+    before = score(model, ids)
+    hidden = model(ids, NoCache(len(model.layers)), 0, causal_attention)
+    model.lm_head(hidden).square().mean().backward()
+    torch.optim.SGD(held, lr=0.01).step()
+    assert gap(score(model, ids), before) > 1e-3
+    fast = optimize(model)
+    assert gap(score(fast, ids), score(model, ids)) <= 1e-5 and not any(b.requires_grad for b in fast.buffers())
+
+
+def test_optimizing_twice_and_what_cannot_be_optimized():
+    model, ids = small()
+    expected = score(model, ids)
+    first, second = optimize(model), optimize(model)
+    assert gap(score(first, ids), expected) <= 1e-5 and gap(score(second, ids), expected) <= 1e-5
+    for wrong in (first, optimize(model, compile=64), torch.nn.Linear(2, 2)):
+        with pytest.raises(ConfigError, match="optimized already, or not a Qwen3"):
+            optimize(wrong)
+    for name in (None, "int8"):
+        with pytest.raises(ConfigError, match="float16"):
+            optimize(small(torch.float16)[0], name)
+
+
+def test_the_default_dtype_of_torch_does_not_matter(code):
+    """Kernels write fp32: a buffer in another default dtype would be too small, or be read as something else."""
+    model, ids = small()
+    fast, expected = optimize(model), run(model, ids, make_cache("dict", model.config))
+    try:
+        for dtype in (torch.float64, torch.bfloat16):
+            torch.set_default_dtype(dtype)
+            for name in ("static", "dict"):
+                cache = make_cache(name, model.config, capacity=100, dtype=torch.float32)
+                assert gap(run(fast, ids, cache), expected) <= 1e-5
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@needs_kernels
+def test_autocast_does_not_hand_the_kernels_another_dtype():
+    """torch's product then gives bf16 where fp32 was asked for; kernels would read past its end."""
+    matrix, x = weights.Dense(torch.randn(37, 64)), torch.randn(40, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert matrix.product(x).dtype == torch.float32
 
 
 # --- fewer bits -----------------------------------------------------------------------------------------------------
@@ -326,29 +434,189 @@ def test_times_of_the_kernels_are_told_apart():
     assert found["weights"] > 0 and found["attention"] > 0 and found["cache update"] > 0
 
 
-def test_kernels_can_be_left_out(monkeypatch):
-    monkeypatch.setenv("NANOKV_KERNELS", "off")
-    native.library.cache_clear()
+@needs_kernels
+def test_gates_far_below_zero_are_closed():
+    """silu(−100) is −4e-42. An exponential that ran over once made it −100."""
+    gate = torch.tensor([-3e38, -1e4, -1000, -100, -95, -90, -89.5, -89, -88.5, -88, -20, -1, 0, 1, 100, 1e4])
+    for dtype, form in ((torch.float32, 0), (torch.bfloat16, 1)):
+        both, y = torch.cat((gate, torch.ones(16)))[None].to(dtype), torch.empty(1, 16, dtype=dtype)
+        KERNELS.gate_rows(y.data_ptr(), both.data_ptr(), 1, 16, form)
+        assert torch.allclose(y[0].float(), F.silu(both[0, :16].float()), rtol=0.01, atol=1e-30)
+    gate[8:] = torch.tensor([torch.nan, torch.inf, 88, 88.5, 89, 90, 200, 3e38])
+    both, y = torch.cat((gate, torch.ones(16)))[None], torch.empty(1, 16)
+    KERNELS.gate_rows(y.data_ptr(), both.data_ptr(), 1, 16, 0)
+    assert torch.allclose(y[0], F.silu(gate), rtol=1e-5, atol=1e-30, equal_nan=True)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("name", ["fp32", "int8", "int4"])
+def test_what_is_no_number_stays_none(code, name, bad):
+    """A code of 8 bits has no NaN: the kernels once went on with a number."""
+    matrix, x = weights.FORMATS[name](torch.randn(8, 96)), torch.randn(2, 96)
+    x[0, 70] = bad
+    y = matrix(x)
+    assert not y[0].isfinite().any() and y[1].isfinite().all()
+
+
+@needs_kernels
+def test_a_part_of_nothing_but_nan_counts():
+    """Key 256 begins a part of its own; when it is NaN so is the answer, as it is for any other key."""
+    k, v = torch.randn(1, 2, 257, 16), torch.randn(1, 2, 257, 16)
+    k[:, :, 256] = torch.nan
+    y, expected = attended(Pages(k, v, [257]), torch.randn(1, 4, 16), 2, torch.float32, [(k[0], v[0])])
+    assert bool(expected.isnan().all()) and bool(y.isnan().all())
+
+
+# --- threads, and building ------------------------------------------------------------------------------------------
+
+
+@needs_kernels
+def test_two_models_decode_in_two_threads():
+    """No buffer is shared, and each thread has its own times."""
+    pairs = [small(num_hidden_layers=layers) for layers in (2, 3)]
+    work = [(optimize(model), ids, run(model, ids, make_cache("dict", model.config))) for model, ids in pairs]
+    gaps, clocks = [], []
+
+    def repeat(fast, ids, expected):
+        for _ in range(10):
+            gaps.append(gap(run(fast, ids, make_cache("static", fast.config, capacity=100)), expected))
+        clocks.append(ctypes.addressof(KERNELS.times().contents))
+
+    in_threads(*(lambda case=case: repeat(*case) for case in work))
+    assert len(gaps) == 20 and max(gaps) <= 1e-5 and len(set(clocks)) == 2
+
+
+def in_threads(*functions):
+    """All at once; each stays alive until all are done."""
+    barrier = threading.Barrier(len(functions))
+    threads = [threading.Thread(target=lambda f=f: (f(), barrier.wait(60))) for f in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+
+
+@needs_kernels
+@pytest.mark.skipif(not hasattr(KERNELS, "omp_get_max_threads"), reason="built without OpenMP")
+def test_threads_are_as_many_as_torch_was_told():
+    """OpenMP keeps the number for each thread; in one that has just begun it is the default."""
+    before, found = torch.get_num_threads(), []
+
+    def product():
+        found.append(KERNELS.omp_get_max_threads())
+        weights.Dense(torch.ones(2, 8))(torch.ones(1, 8))
+        found.append(KERNELS.omp_get_max_threads())
+
     try:
-        assert native.library() == (None, "torch operators (NANOKV_KERNELS=off)")
+        for wanted in (1, 2):
+            torch.set_num_threads(wanted)
+            product(), in_threads(product)
+            assert found[1::2] == [wanted] * len(found[1::2])
+            assert found.pop(0) == wanted  # the thread that was told
+            found.clear()
     finally:
-        monkeypatch.undo()
-        native.library.cache_clear()
+        torch.set_num_threads(before)
 
 
-def test_a_compiler_that_fails_is_named(monkeypatch, tmp_path):
-    broken = tmp_path / "cxx"
-    broken.write_text("#!/bin/sh\necho no such luck >&2\nexit 1\n")
-    broken.chmod(0o755)
-    monkeypatch.setenv("CXX", str(broken))
+@pytest.fixture
+def fresh(monkeypatch, tmp_path):
+    """library() with nothing built and nothing known. fresh(script) makes a compiler, fresh.runs() counts its runs."""
     monkeypatch.setenv("NANOKV_CACHE", str(tmp_path))
     native.library.cache_clear()
-    try:
-        kernels, why = native.library()
-        assert kernels is None and "no such luck" in why
-    finally:
-        monkeypatch.undo()
+
+    def compiler(script: str) -> Path:
+        path = tmp_path / "cxx"
+        path.write_text(f"#!/bin/sh\necho run >> {tmp_path}/log\n{script}\n")
+        path.chmod(0o755)
+        monkeypatch.setenv("CXX", str(path))
+        return path
+
+    compiler.folder, compiler.runs = tmp_path / "nanokv", lambda: len((tmp_path / "log").read_text().split())
+    yield compiler
+    monkeypatch.undo()
+    native.library.cache_clear()
+
+
+@needs_kernels
+@pytest.mark.parametrize("broken", [b"", b"\x7fELF\x02\x01\x01", b"no library at all" * 99])
+def test_a_file_that_cannot_be_loaded_is_built_again(fresh, broken):
+    fresh(f'exec {native.find_compiler()[0]} "$@" -O0')
+    fresh.folder.mkdir()
+    path = fresh.folder / f"kernels-{native.build_key(native.find_compiler())}.so"
+    path.write_bytes(broken)
+    for _ in range(2):  # built, then found
+        assert native.library()[0] and fresh.runs() == 1 and path.stat().st_size > 10_000
         native.library.cache_clear()
+
+
+@pytest.mark.skipif(not hasattr(os, "getuid"), reason="no file modes")
+def test_code_that_others_can_write_is_not_loaded(fresh):
+    fresh("exit 0")
+    fresh.folder.mkdir()
+    fresh.folder.chmod(0o777)
+    kernels, why = native.library()
+    assert kernels is None and "can be written by other users" in why and not (fresh.folder.parent / "log").exists()
+    fresh.folder.chmod(0o755)
+    planted = fresh.folder / f"kernels-{native.build_key(native.find_compiler())}.so"
+    planted.write_bytes(b"")
+    planted.chmod(0o777)
+    native.library.cache_clear()
+    assert "can be written by other users" in native.library()[1]
+
+
+def test_a_compiler_that_hangs_and_one_that_warns_first(fresh, monkeypatch):
+    monkeypatch.setattr(native, "TIMEOUT", 0.5)
+    fresh("exec sleep 20")
+    assert "not done after 0.5 seconds" in native.library()[1]
+    fresh("echo 'a.cpp:1: warning: x' >&2; echo 'a.cpp:2: error: no such luck' >&2; exit 1")
+    native.library.cache_clear()
+    assert "a.cpp:2: error: no such luck" in native.library()[1]
+    assert list(fresh.folder.iterdir()) == []
+
+
+def test_no_home_and_no_place_to_write_are_named(fresh, monkeypatch):
+    fresh("exit 1")
+
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(native.Path, "home", no_home)
+    for name in ("NANOKV_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    kernels, why = native.library()
+    assert kernels is None and "set NANOKV_CACHE" in why
+    monkeypatch.setenv("NANOKV_CACHE", str(fresh.folder.parent / "cxx"))  # a file
+    native.library.cache_clear()
+    assert native.library()[0] is None
+
+
+def test_cxx_may_have_arguments_and_is_not_replaced(fresh, monkeypatch):
+    path = fresh("echo error: \"$1\" >&2; exit 1")
+    monkeypatch.setenv("CXX", f"{path} -some-flag")
+    assert "error: -some-flag" in native.library()[1]
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    native.library.cache_clear()
+    kernels, why = native.library()
+    assert kernels is None and "no C++ compiler" in why
+
+
+def test_kernels_are_on_or_off(fresh, monkeypatch):
+    monkeypatch.setenv("NANOKV_KERNELS", "off")
+    assert native.library() == (None, "torch operators (NANOKV_KERNELS=off)")
+    native.library.cache_clear()
+    monkeypatch.setenv("NANOKV_KERNELS", "0")
+    with pytest.raises(ConfigError, match="NANOKV_KERNELS is '0'"):
+        native.library()
+
+
+def test_the_key_names_the_processor_on_arm_too(monkeypatch):
+    """There, nothing in /proc/cpuinfo is called flags or model name."""
+    arm = "processor : 0\nBogoMIPS : 50.00\nFeatures : fp asimd{}\nCPU implementer : 0x41\nCPU part : 0x{}\n"
+    texts, found = [arm.format(*each) for each in (("", "d0c"), (" sve", "d0c"), ("", "d40"))], []
+    for text in texts:
+        monkeypatch.setattr(native.Path, "read_text", lambda self, text=text: text)
+        found.append(native.processor())
+    assert len(set(found)) == 3 and "Bogo" not in "".join(found)
 
 
 # --- torch's own operators: a release that changes one is noticed here -----------------------------------------------

@@ -33,9 +33,9 @@ class Row:
         return statistics.median(self.decodes)
 
     @property
-    def spread(self) -> float:
-        """(slowest − fastest) / median of the decode steps."""
-        return (max(self.decodes) - min(self.decodes)) / self.decode_s
+    def spread(self) -> float | None:
+        """(slowest − fastest) / median of the decode steps; of one round nothing is known."""
+        return None if len(self.decodes) < 2 else (max(self.decodes) - min(self.decodes)) / self.decode_s
 
     @property
     def bytes(self) -> int:
@@ -97,10 +97,14 @@ class Rotation:
             runner.step()
         return prefilled - began, (now(self.device) - prefilled) / self.steps
 
+    @property
+    def rate(self) -> float:
+        """Median of the probed bandwidths, bytes a second; 0 before the first."""
+        return statistics.median(self.bandwidth.rates) if self.bandwidth.rates else 0.0
+
     def finished(self) -> list[Row]:
         """Rows with at least one round behind the warm-up, by context and runner."""
-        rate = statistics.median(self.bandwidth.rates) if self.bandwidth.rates else 0.0
         rows = [row for row in self.rows.values() if row.decodes]
         for row in rows:
-            row.bandwidth = rate
+            row.bandwidth = self.rate
         return rows

@@ -1,6 +1,7 @@
 """`nanokv bench`: the table of nanokv/bench, with a bar on a terminal, JSON and a picture on request."""
 
 import json
+import os
 import sys
 import tempfile
 import time
@@ -55,8 +56,7 @@ def run(args) -> int:
     contexts, batches = numbers("--contexts", args.contexts), numbers("--batch", args.batch)
     weights = names("--weights", args.weights, WEIGHTS)
     against = names("--against", args.against, AGAINST) if args.against else []
-    if args.plot and Path(args.plot).suffix not in (".png", ".svg"):
-        raise NanoKVError(f"--plot {args.plot!r} does not end in .png or .svg", "--plot bench.png")
+    check_flags(args, against)
     loaded = load_random(args) if args.model in RANDOM else load_model(args)
     longest = loaded.context - args.steps
     if max(contexts) > longest:
@@ -68,18 +68,37 @@ def run(args) -> int:
     from nanokv.bench.machine import Others, gemm_peak
     from nanokv.bench.rotation import Rotation
 
-    with tempfile.TemporaryDirectory() as folder, terminal.Interrupt() as stop:
+    with tempfile.TemporaryDirectory() as folder:
         runners = make_runners(args, loaded, weights, batches, against, max(contexts) + args.steps, Path(folder))
         peak, others = gemm_peak(loaded.dtype, loaded.device), Others()
         rotation = Rotation(runners, contexts, loaded.config.vocab_size, loaded.device, args.repeat, args.steps)
-        began = time.perf_counter()
-        for done, _ in enumerate(rotation.run(), start=1):
-            progress(done, rotation.total, time.perf_counter() - began, args)
-            if stop.requested:
-                break
+        with terminal.Interrupt() as stop:  # until here there is nothing to print, and Ctrl-C just leaves
+            began = time.perf_counter()
+            for done, _ in enumerate(rotation.run(), start=1):
+                progress(done, rotation.total, time.perf_counter() - began, args)
+                if stop.requested:
+                    break
     report(args, loaded, rotation, peak, others.cores())
     stop.finish()
     return 130 if stop.requested else 0
+
+
+def check_flags(args, against) -> None:
+    """Flags that do not go together, and a picture that could not be written, before anything is loaded."""
+    if args.plot and Path(args.plot).suffix not in (".png", ".svg"):
+        raise NanoKVError(f"--plot {args.plot!r} does not end in .png or .svg", "--plot bench.png")
+    if args.plot and not (Path(args.plot).parent.is_dir() and os.access(Path(args.plot).parent, os.W_OK)):
+        raise NanoKVError(f"--plot {args.plot!r}: no file can be written there", "--plot bench.png")
+    mode = "--quality" if args.quality else "--requests" if args.requests else None
+    if mode == "--requests" and not set(against) <= {"transformers"}:
+        raise NanoKVError("--requests compares with transformers' generate_batch only", hint="--against transformers")
+    unused = {
+        "--requests": args.requests and args.quality, "--against": against and args.quality, "--plot": args.plot,
+        "--caches": args.caches, "--uncached": args.uncached, "--batch": args.batch != "1",
+    }  # fmt: skip
+    for flag, given in unused.items():
+        if mode and given:
+            raise NanoKVError(f"{flag} means nothing to {mode}", hint=f"leave {flag} out")
 
 
 def serve(args, loaded, weights, against, longest: int) -> int:
@@ -87,10 +106,6 @@ def serve(args, loaded, weights, against, longest: int) -> int:
     from nanokv.bench import serving
     from nanokv.bench.runners import Transformers
 
-    if not set(against) <= {"transformers"}:
-        raise NanoKVError("--requests compares with transformers' generate_batch only", hint="--against transformers")
-    if args.plot:
-        raise NanoKVError("--plot has no picture of --requests", hint="leave --plot out")
     prompts = serving.requests_of(loaded.config.vocab_size, args.requests, longest)
     tokens = sum(map(len, prompts))
     served = [
@@ -111,7 +126,7 @@ def serve(args, loaded, weights, against, longest: int) -> int:
         facts = {"model": loaded.name, "dtype": loaded.dtype_name, "threads": loaded.threads, "requests": args.requests}
         terminal.write_out(json.dumps(facts | {"rows": rows}) + "\n")
     else:
-        print_served(f"{loaded.name} {loaded.dtype_name} · {loaded.threads} threads · {args.requests} requests", rows)
+        print_served(f"{loaded.name} {loaded.dtype_name} · {threads_text(loaded)} · {args.requests} requests", rows)
     stop.finish()
     return 130 if stop.requested else 0
 
@@ -172,7 +187,7 @@ def make_runners(args, loaded, weights, batches, against, room: int, folder: Pat
     """Every combination that was asked for; models are shared."""
     from nanokv.bench.runners import Ours, Uncached
 
-    caches = [cache_name(text) for text in args.caches.split(",")] if args.caches else [args.cache]
+    caches = [cache_name(text) for text in dict.fromkeys(args.caches.split(","))] if args.caches else [args.cache]
     models = made(loaded, weights)
     runners = [
         Ours(models[name], name, kind, options, batch, loaded.dtype)
@@ -202,7 +217,7 @@ def other(name: str, loaded, room: int, folder: Path):
 def numbers(flag: str, text: str) -> list[int]:
     """"128,1024" → [128, 1024]."""
     try:
-        found = [int(part) for part in text.split(",")]
+        found = list(dict.fromkeys(int(part) for part in text.split(",")))
     except ValueError:
         found = []
     if not found or min(found) < 1:
@@ -211,8 +226,8 @@ def numbers(flag: str, text: str) -> list[int]:
 
 
 def names(flag: str, text: str, known) -> list[str]:
-    """A comma-separated choice."""
-    found = text.split(",")
+    """A comma-separated choice, each once."""
+    found = list(dict.fromkeys(text.split(",")))
     wrong = [name for name in found if name not in known]
     if wrong:
         raise NanoKVError(f"{flag}: {wrong[0]!r} is not one of {', '.join(known)}", hint=f"{flag} {known[0]}")
@@ -231,8 +246,8 @@ def report(args, loaded, rotation, peak: float, others: float | None) -> None:
     from nanokv.fast import native
 
     rows = rotation.finished()
-    rate = rows[0].bandwidth if rows else 0.0
-    head = f"{loaded.name} {loaded.dtype_name} · {loaded.threads} threads · read bandwidth {rate / 1e9:.1f} GB/s"
+    rate = rotation.rate
+    head = f"{loaded.name} {loaded.dtype_name} · {threads_text(loaded)} · read bandwidth {rate / 1e9:.1f} GB/s"
     head += f" · products {peak / 1e9:,.0f} GFLOP/s (measured now)"
     if args.json:
         facts = {
@@ -249,6 +264,11 @@ def report(args, loaded, rotation, peak: float, others: float | None) -> None:
         plot(rows, head, args.plot)
 
 
+def threads_text(loaded) -> str:
+    """1 thread, 2 threads."""
+    return f"{loaded.threads} thread{'s' * (loaded.threads > 1)}"
+
+
 def peak_bytes() -> int | None:
     """The most memory that this process has held."""
     try:
@@ -260,7 +280,7 @@ def peak_bytes() -> int | None:
 
 def print_table(head: str, rows, others: float | None, code: str) -> None:
     """tok/s never without GB/s and the share of the limit."""
-    spread = max((row.spread for row in rows), default=0)
+    spread = max((row.spread or 0 for row in rows), default=0)
     noise = []
     if spread > NOISY:
         noise.append(f"spread ±{spread / 2:.0%}")
@@ -273,9 +293,9 @@ def print_table(head: str, rows, others: float | None, code: str) -> None:
     columns = ("context", "prefill tok/s", "decode tok/s", "ms/step", "±", "MB/step", "GB/s", "% of limit")
     terminal.write_out(" " * wide + "{:>8}{:>15}{:>14}{:>10}{:>6}{:>11}{:>8}{:>12}\n".format(*columns))
     for row in rows:
-        f = row.figures()
+        f, spread = row.figures(), "–" if row.spread is None else f"{row.spread / 2:.0%}"
         terminal.write_out(
             f"{row.runner.label:<{wide}}{row.context:>8,}{f['prefill_tok_s']:>15,.0f}{f['decode_tok_s']:>14,.1f}"
-            f"{row.decode_s * 1e3:>10.2f}{row.spread / 2:>6.0%}{row.bytes / 1e6:>11,.1f}"
+            f"{row.decode_s * 1e3:>10.2f}{spread:>6}{row.bytes / 1e6:>11,.1f}"
             f"{f['gigabytes_per_second']:>8.2f}{row.share:>12.1%}\n"
         )

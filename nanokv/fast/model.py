@@ -16,12 +16,12 @@ from torch import nn
 from nanokv.attention import causal_attention, decode_attention
 from nanokv.errors import ConfigError
 from nanokv.fast import native
-from nanokv.fast.weights import FEW_ROWS, FORMATS, Dense, Int8
+from nanokv.fast.weights import FEW_ROWS, FORMATS, Addressed, Dense, Int8
 from nanokv.model import apply_rope
 from nanokv.skeleton import skeleton
 
 
-class Block(nn.Module):
+class Block(Addressed):
     """One layer of `plain`, two halves in one: attention and MLP, each with its norm, its weights fused."""
 
     def __init__(self, plain, config, make_matrix):
@@ -29,25 +29,26 @@ class Block(nn.Module):
         attention, mlp = plain.self_attn, plain.mlp
         self.heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         self.eps, self.dtype = config.rms_norm_eps, attention.q_proj.weight.dtype  # dtype of cached keys and values
-        self.like = torch.empty(1, self.heads[1], 1, self.heads[2], dtype=self.dtype)  # what one token adds to a cache
+        _, Hk, D = self.heads
+        self.like = torch.empty(1, Hk, 1, D, dtype=self.dtype, device="cpu")  # what one token adds to a cache
         self.qkv = make_matrix(*fused(attention.q_proj, attention.k_proj, attention.v_proj))
         self.o = make_matrix(attention.o_proj.weight, attention.o_proj.bias)
         self.gate_up = make_matrix(*fused(mlp.gate_proj, mlp.up_proj))
         self.down = make_matrix(mlp.down_proj.weight)
         norms = plain.input_layernorm, attention.q_norm, attention.k_norm, plain.post_attention_layernorm
         for name, norm in zip(("norm", "q_norm", "k_norm", "mlp_norm"), norms, strict=True):
-            self.register_buffer(name, norm.weight.float())
+            self.register_buffer(name, norm.weight.detach().float().contiguous())
 
     @functools.cached_property
     def struct(self):
-        """The layer as the kernels take it; addresses never change."""
+        """The layer as the kernels take it; made once."""
         matrices = (matrix.struct for matrix in (self.qkv, self.o, self.gate_up, self.down))
         norms = (norm.data_ptr() for norm in (self.norm, self.q_norm, self.k_norm, self.mlp_norm))
         return native.Layer(*matrices, *norms, *self.heads, self.eps, native.FORMATS[self.dtype])
 
     def forward(self, x, rope, cache, attend):
         """x (B,T,C) fp32 → (B,T,C)."""
-        kernels, _ = native.library()
+        kernels = native.kernels()
         if kernels and x.shape[1] == 1 and x.device.type == "cpu" and (attend is decode_attention or cache.in_place):
             return self.step(kernels, x, rope, cache)
         if kernels and x.device.type == "cpu" and x.shape[0] * x.shape[1] > FEW_ROWS:
@@ -62,8 +63,8 @@ class Block(nn.Module):
             pages = cache.room(self.like if B == 1 else self.like.expand(B, -1, -1, -1))
             kernels.step(layer, x.data_ptr(), B, *angles, native.pages_struct(pages))
             return x
-        q = torch.empty(B, H, D)
-        k, v = torch.empty(2, B, Hk, 1, D, dtype=self.dtype)
+        q = x.new_empty(B, H, D)
+        k, v = x.new_empty(2, B, Hk, 1, D, dtype=self.dtype)
         kernels.before_cache(layer, x.data_ptr(), B, *angles, q.data_ptr(), k.data_ptr(), v.data_ptr())
         pages = cache.place(k, v)
         kernels.after_cache(layer, x.data_ptr(), B, q.data_ptr(), native.pages_struct(pages))
@@ -72,7 +73,7 @@ class Block(nn.Module):
     def many(self, kernels, x, rope, cache, attend):
         """Many tokens: torch's products, and kernels for all that is between them; x is written over."""
         (B, T, _), (H, Hk, D), dtype = x.shape, self.heads, self.dtype
-        q, k, v = (torch.empty(B, heads, T, D, dtype=dtype) for heads in (H, Hk, Hk))
+        q, k, v = (x.new_empty(B, heads, T, D, dtype=dtype) for heads in (H, Hk, Hk))
         (cos, sin), form = (angle.contiguous() for angle in rope), native.FORMATS[dtype]
         qkv = self.qkv.product(self.rows_normed(kernels, x, self.norm))  # (B,T,(H+2Hk)·D)
         kernels.split_rows(
@@ -82,7 +83,7 @@ class Block(nn.Module):
         y = self.o.product(self.attended(kernels, q, *cache.append(k, v), attend))  # (B,T,C)
         kernels.add_rows(x.data_ptr(), y.data_ptr(), x.numel(), form)
         both = self.gate_up.product(self.rows_normed(kernels, x, self.mlp_norm))  # (B,T,2I)
-        hidden = torch.empty(B, T, both.shape[-1] // 2, dtype=dtype)
+        hidden = both.new_empty(B, T, both.shape[-1] // 2)
         kernels.gate_rows(hidden.data_ptr(), both.data_ptr(), B * T, hidden.shape[-1], form)
         y = self.down.product(hidden)
         kernels.add_rows(x.data_ptr(), y.data_ptr(), x.numel(), form)
@@ -104,7 +105,7 @@ class Block(nn.Module):
         causal = getattr(attend, "func", attend) is causal_attention  # then no mask has to be read
         if not causal or q.dtype != torch.bfloat16 or not plain or not kernels.has_flash(D):
             return attend(q, k, v).transpose(1, 2).reshape(B, T, H * D)
-        y = torch.empty(B, T, H * D, dtype=q.dtype)
+        y = q.new_empty(B, T, H * D)
         kernels.flash_attention(
             y.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr(), B, H, Hk, T, S, D, strides[0], strides[1]
         )
@@ -142,42 +143,54 @@ class Embedding(nn.Module):
         return self.table.rows(tokens)  # (B,T,C)
 
 
-class Norm(nn.Module):
+class Norm(Addressed):
     """The last norm, fp32."""
 
     def __init__(self, plain):
         super().__init__()
-        self.register_buffer("weight", plain.weight.float())
+        self.register_buffer("weight", plain.weight.detach().float())
         self.eps = plain.eps
 
     def forward(self, x):
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
+@torch.inference_mode(False)  # or the plain model, whose weights become views, could not be trained any more
+@torch.no_grad()
 def optimize(model, weights=None, compile: int | None = None):
     """A model that decodes faster and answers the same: for every function and cache that takes the plain one.
 
     `weights`: None (as loaded), "fp32", "bf16", "int8" or "int4". int4 keeps the embedding and the head in int8, as
     llama.cpp keeps them in more bits than the rest. As loaded, the weights are shared: those of `model` become views of
-    the fused ones. Logits are fp32. Raises ConfigError for another name, or a shape that has no whole groups.
+    the fused ones. They stay what they were to an optimizer, but not all that is made here follows an edit of `model`:
+    optimize again after one. Logits are fp32. Raises ConfigError for another name, a shape that has no whole groups,
+    a model in float16, or one that is optimized already.
 
     `compile`: instead of all that, the plain blocks through torch.compile with static shapes, for a cache of so many
     slots, `result.make_cache()`: for GPUs, where a step is then one CUDA graph (nanokv/fast/compiled.py).
     """
     if compile is not None:
         if weights is not None:
-            raise ConfigError(f"weights={weights!r} and compile={compile!r}: kernels are not compiled again, choose one")
+            raise ConfigError(f"weights={weights!r} and compile={compile!r}: kernels are compiled already, choose one")
         from nanokv.fast.compiled import Compiled
 
         return Compiled(model, compile)
+    if not all(hasattr(layer, "self_attn") for layer in getattr(model, "layers", [None])):
+        raise ConfigError(
+            f"{type(model).__name__} has no plain blocks to fuse: it is optimized already, or not a Qwen3",
+            hint="optimize the model that nanokv.load returns",
+        )
     dtype = model.embed_tokens.weight.dtype
     own = {torch.float32: "fp32", torch.bfloat16: "bf16"}
-    weights = weights or own.get(dtype)
-    if weights not in FORMATS or (weights in own.values() and weights != own.get(dtype)):
-        known = ", ".join([*([own[dtype]] if dtype in own else []), "int8", "int4"])
+    name = str(dtype).removeprefix("torch.")
+    if dtype not in own:
+        raise ConfigError(f"there are no kernels for a model in {name}", hint="load it in bfloat16 or float32")
+    weights = own[dtype] if weights is None else weights
+    known = own[dtype], "int8", "int4"
+    if weights not in known:
         raise ConfigError(
-            f"weights={weights!r} is not a format for a model in {str(dtype).removeprefix('torch.')}",
-            hint=f"one of: {known}; load the model in another dtype for the rest",
+            f"weights={weights!r} is not a format for a model in {name}",
+            hint=f"one of: {', '.join(known)}; load the model in another dtype for the rest",
         )
     make_matrix = FORMATS[weights]
     fast = skeleton(model.config)
@@ -192,11 +205,14 @@ def optimize(model, weights=None, compile: int | None = None):
 
 
 def fused(*linears):
-    """Weights and biases one below the other; the parts become views, so that they are not stored twice."""
+    """Weights and biases one below the other; the parts become views, so that they are not stored twice.
+
+    Each part stays the same Parameter: whoever trains it, or holds it, goes on.
+    """
     weight = torch.cat([part.weight for part in linears])  # (ΣN,K)
     bias = None if linears[0].bias is None else torch.cat([part.bias for part in linears])
     start = 0
     for part in linears:
-        part.weight = nn.Parameter(weight[start : start + part.out_features], requires_grad=False)
+        part.weight.data = weight[start : start + part.out_features]
         start += part.out_features
     return weight, bias

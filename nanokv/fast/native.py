@@ -1,7 +1,8 @@
 """Builds the kernels once, keeps the result, and calls it. Where no compiler is, `library()` is None and says why.
 
 The compiler writes for the processor that it runs on, so the file is kept under a name that holds the source, the
-flags and the processor. `NANOKV_KERNELS=off` leaves the kernels out; `CXX` names another compiler.
+flags and the processor. `NANOKV_KERNELS=off` leaves the kernels out; `CXX` names another compiler. Code is loaded only
+from a folder that nobody else can write to.
 """
 
 import ctypes
@@ -9,6 +10,7 @@ import functools
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -16,15 +18,18 @@ from pathlib import Path
 
 import torch
 
+from nanokv.errors import ConfigError
+
 FOLDER = Path(__file__).with_name("kernels")
 SOURCES = FOLDER / "decode.cpp", FOLDER / "prefill.cpp"
 FLAGS = ("-O3", "-march=native", "-ffast-math", "-fno-finite-math-only", "-std=c++17", "-shared", "-fPIC")
 FORMATS = {torch.float32: 0, torch.bfloat16: 1, "int8": 2, "int4": 3}
+TIMEOUT = 120  # seconds that the compiler may take
 POINTER, LONG, INT, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 
 
 class Weight(ctypes.Structure):
-    """A matrix as the kernels see it; `tensors` keeps the memory alive."""
+    """A matrix as the kernels see it; the module that made it keeps the memory alive."""
 
     _fields_ = [("data", POINTER), ("scale", POINTER), ("bias", POINTER), ("N", LONG), ("K", LONG), ("format", INT)]
 
@@ -39,7 +44,7 @@ class Pages(ctypes.Structure):
 
 
 class Layer(ctypes.Structure):
-    """All that one layer needs; `keep` holds the tensors alive whose addresses are in here."""
+    """All that one layer needs; the block that made it keeps the memory alive."""
 
     _fields_ = [
         *((name, Weight) for name in ("qkv", "o", "gate_up", "down")),
@@ -66,56 +71,119 @@ SIGNATURES = {  # name: (arguments, result)
 @functools.cache
 def library():
     """(the loaded kernels or None, one line that says which code runs and why)."""
-    if os.environ.get("NANOKV_KERNELS", "on") == "off":
+    wanted = os.environ.get("NANOKV_KERNELS") or "on"
+    if wanted not in ("on", "off"):
+        raise ConfigError(f"NANOKV_KERNELS is {wanted!r}: on or off", hint="unset NANOKV_KERNELS")
+    if wanted == "off":
         return None, "torch operators (NANOKV_KERNELS=off)"
-    compiler = next((found for name in (os.environ.get("CXX"), "c++", "g++", "clang++")
-                     if name and (found := shutil.which(name))), None)  # fmt: skip
+    compiler = find_compiler()
     if compiler is None:
         return None, "torch operators (no C++ compiler found: install g++ or clang++, or set CXX)"
     try:
-        path = built(compiler)
-        kernels = ctypes.CDLL(str(path))
+        kernels, path = load(compiler)
     except (OSError, subprocess.SubprocessError) as error:
-        lines = (getattr(error, "stderr", "") or str(error)).strip().splitlines()
-        return None, f"torch operators (the kernels did not build with {compiler}: {lines[0] if lines else error})"
+        return None, f"torch operators (the kernels did not build with {compiler[0]}: {reason(error)})"
+    return kernels, f"native kernels ({Path(compiler[0]).name}, {path})"
+
+
+def kernels():
+    """The loaded kernels or None."""
+    torch.get_num_threads()  # a thread that has just begun takes torch's number over when it asks for it, not before
+    return library()[0]
+
+
+def find_compiler() -> list[str] | None:
+    """$CXX, which may have arguments, or the first of the usual names; a $CXX that is not there is not replaced."""
+    wanted = shlex.split(os.environ.get("CXX", ""))
+    for name in wanted[:1] or ("c++", "g++", "clang++"):
+        if found := shutil.which(name):
+            return [found, *wanted[1:]]
+    return None
+
+
+def load(compiler: list[str]):
+    """(the library with the types of its functions, its path). A file that cannot be loaded is built once more."""
+    path = folder() / f"kernels-{build_key(compiler)}.so"
+    if path.exists():
+        check_private(path.parent, path)
+        try:
+            return typed(path), path
+        except (OSError, AttributeError):  # cut off, or not ours
+            path.unlink()
+    build(compiler, path)
+    return typed(path), path
+
+
+def typed(path: Path):
+    """The library, its functions with the types of what they take and return."""
+    kernels = ctypes.CDLL(str(path))
     for name, (arguments, result) in SIGNATURES.items():
         function = getattr(kernels, name)
         function.argtypes, function.restype = arguments, result
-    return kernels, f"native kernels ({Path(compiler).name}, {path})"
+    return kernels
 
 
-def built(compiler: str) -> Path:
-    """The shared library for this source, compiler and processor; compiled only if it is not there yet."""
+def build_key(compiler: list[str]) -> str:
+    """Names the source, the compiler with its flags, and the processor."""
     source = b"".join(path.read_bytes() for path in sorted(FOLDER.iterdir()))
-    key = hashlib.sha256(b"\0".join([source, compiler.encode(), " ".join(FLAGS).encode(), processor().encode()]))
-    path = folder() / f"kernels-{key.hexdigest()[:16]}.so"
-    if path.exists():
-        return path
-    path.parent.mkdir(parents=True, exist_ok=True)
+    parts = source, " ".join(compiler).encode(), " ".join(FLAGS).encode(), processor().encode()
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+
+
+def build(compiler: list[str], path: Path) -> None:
+    """Compile into a folder beside `path`, then rename: two processes may build at once."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    check_private(path.parent)
     with tempfile.TemporaryDirectory(dir=path.parent) as work:
         target = Path(work) / path.name
-        run = functools.partial(subprocess.run, check=True, capture_output=True, text=True, timeout=120)
+        run = functools.partial(
+            subprocess.run, check=True, capture_output=True, text=True, errors="replace", timeout=TIMEOUT
+        )
         try:  # torch's own OpenMP runtime is loaded already, so both share one team of threads
-            run([compiler, *FLAGS, "-fopenmp", *map(str, SOURCES), "-o", str(target)])
+            run([*compiler, *FLAGS, "-fopenmp", *map(str, SOURCES), "-o", str(target)])
         except subprocess.CalledProcessError:  # Apple's clang has none: one thread
-            run([compiler, *FLAGS, *map(str, SOURCES), "-o", str(target)])
-        os.replace(target, path)  # atomic: two processes may build at once
-    return path
+            run([*compiler, *FLAGS, *map(str, SOURCES), "-o", str(target)])
+        target.chmod(0o700)
+        with target.open("rb") as file:
+            os.fsync(file.fileno())  # or a power cut could leave half of it under the final name
+        os.replace(target, path)
+
+
+def reason(error) -> str:
+    """What went wrong, in one line: of a compiler's output the first that names an error."""
+    if isinstance(error, subprocess.TimeoutExpired):
+        return f"not done after {error.timeout} seconds"
+    lines = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
+    return next((line for line in lines if "error" in line.lower()), lines[0] if lines else type(error).__name__)
+
+
+def check_private(*places: Path) -> None:
+    """What is loaded from here runs with our rights: refuse what another user owns or everybody may write to."""
+    if not hasattr(os, "getuid"):  # Windows: the folder is in the user's profile
+        return
+    for place in places:
+        status = place.stat()
+        if status.st_uid not in (0, os.getuid()) or status.st_mode & 0o002:
+            raise PermissionError(f"{place} can be written by other users: set NANOKV_CACHE to a folder of your own")
 
 
 def folder() -> Path:
     """Where compiled kernels are kept between runs."""
-    base = os.environ.get("NANOKV_CACHE") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "nanokv"
+    base = os.environ.get("NANOKV_CACHE") or os.environ.get("XDG_CACHE_HOME")
+    try:
+        return Path(base or Path.home() / ".cache").absolute() / "nanokv"
+    except RuntimeError:  # no HOME, and no name for this user
+        raise OSError("this user has no home folder: set NANOKV_CACHE") from None
 
 
 def processor() -> str:
     """What -march=native depends on."""
     try:
         text = Path("/proc/cpuinfo").read_text()
-        return "".join(sorted({line for line in text.splitlines() if line.startswith(("model name", "flags"))}))
     except OSError:
         return platform.processor() + platform.machine()
+    kinds = "model name", "flags", "Features", "CPU "  # x86; the last two: Arm
+    return "".join(sorted({line for line in text.splitlines() if line.startswith(kinds)}))
 
 
 def pointer(tensor):

@@ -22,7 +22,35 @@ GROUP = 32  # weights of a row that share a scale in int4, and activations that 
 FEW_ROWS = 32  # rows of activations up to which the kernels win; above, torch's blocked product does
 
 
-class Matrix(nn.Module):
+class Addressed(nn.Module):
+    """A module whose tensors kernels know by their addresses: what was made from these is dropped when they change."""
+
+    made = "struct", "torch_form"  # cached properties
+
+    def forget(self):
+        for name in self.made:
+            self.__dict__.pop(name, None)
+
+    def _apply(self, function, recurse=True):  # behind .to(), .half(), .share_memory() …
+        for tensor in self.buffers(recurse=False):
+            dtype = function(tensor.new_empty(0)).dtype
+            if dtype != tensor.dtype:
+                raise ConfigError(
+                    f"an optimized model keeps its dtypes: {tensor.dtype} was to become {dtype}",
+                    hint="load the model in that dtype, then optimize it",
+                )
+        self.forget()
+        return super()._apply(function, recurse)
+
+    def _load_from_state_dict(self, *args, **kwargs):
+        self.forget()
+        super()._load_from_state_dict(*args, **kwargs)
+
+    def __getstate__(self):  # for copy and pickle
+        return {name: value for name, value in self.__dict__.items() if name not in self.made}
+
+
+class Matrix(Addressed):
     """x (…,K) → x·wᵀ + bias (…,N) in fp32. `dense` gives the weights back as a tensor (N,K)."""
 
     format: object  # what the kernels call it
@@ -30,25 +58,25 @@ class Matrix(nn.Module):
     def __init__(self, N: int, K: int, bias=None):
         super().__init__()
         self.N, self.K = N, K
-        self.register_buffer("bias", None if bias is None else bias.float().contiguous())
+        self.register_buffer("bias", None if bias is None else bias.detach().float().contiguous())
         self.scale = None
 
     @functools.cached_property
     def struct(self):
-        """What a kernel is given; made once, the addresses never change."""
+        """What a kernel is given; made once."""
         address, bias, scale = (native.pointer(t) for t in (self.weight, self.bias, self.scale))
         return native.Weight(address, scale, bias, self.N, self.K, native.FORMATS[self.format])
 
     def forward(self, x):
         rows = x.numel() // self.K
-        kernels, _ = native.library()
+        kernels = native.kernels()
         if rows > FEW_ROWS or self.weight.device.type != "cpu":
             return self.many(x)
         if kernels is None:
             y = self.few(x)
             return y if self.bias is None else y + self.bias
         x = x.float().contiguous()
-        y = torch.empty(*x.shape[:-1], self.N)
+        y = x.new_empty(*x.shape[:-1], self.N)
         kernels.linear(y.data_ptr(), x.data_ptr(), rows, ctypes.byref(self.struct))
         return y
 
@@ -60,7 +88,7 @@ class Matrix(nn.Module):
         """The same in the weights' dtype."""
         weight = self.dense()
         bias = None if self.bias is None else self.bias.to(weight.dtype)
-        return F.linear(x.to(weight.dtype), weight, bias)
+        return F.linear(x.to(weight.dtype), weight, bias).to(weight.dtype)  # inside torch.autocast it is another one
 
     def few(self, x):
         """The fastest operator of torch for a row or two, without bias."""
@@ -77,7 +105,7 @@ class Dense(Matrix):
 
     def __init__(self, weight, bias=None):
         super().__init__(*weight.shape, bias)
-        self.register_buffer("weight", weight)
+        self.register_buffer("weight", weight.detach().contiguous())  # the memory is shared, the tensor is not
 
     @property
     def format(self):
@@ -112,7 +140,7 @@ class Int8(Matrix):
         self.dtype = weight.dtype
 
     def dense(self):
-        return (self.weight.to(self.dtype) * self.scale[:, None].to(self.dtype))  # (N,K)
+        return self.weight.to(self.dtype) * self.scale[:, None].to(self.dtype)  # (N,K)
 
     def rows(self, index):
         return F.embedding(index, self.weight).float() * self.scale[index][..., None]

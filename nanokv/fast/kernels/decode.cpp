@@ -1,15 +1,15 @@
 // A decode step in C++: what PyTorch is several times slower at than the memory, and nothing else.
 //
 // One token a row through one layer is one call, `step`, or two where a cache wants the key and the value itself:
-// `before_cache` and `after_cache`. Activations are fp32 throughout; weights
-// and cached keys and values are read once, in the format in which they are stored. Every matrix is (N,K) row-major, as
-// nn.Linear keeps it, so that one copy serves these kernels and torch's own large products alike.
+// `before_cache` and `after_cache`. Activations are fp32 throughout; weights and cached keys and values are read once, in
+// the format in which they are stored. Every matrix is (N,K) row-major, as nn.Linear keeps it, so that one copy serves
+// these kernels and torch's own large products alike.
 //
 //     M rows of activations · N outputs · K inputs · H query heads · Hk KV heads · G = H / Hk · D head dim
 
 #include "vectors.h"
 
-// --- inner products: R rows of weights with one row of activations --------------------------------------------------------
+// --- inner products: R rows of weights with one row of activations -----------------------------------------------------
 
 // Four sums, so that no addition waits for the one before it.
 template <class T>
@@ -37,11 +37,13 @@ struct Codes {
         for (int64_t g = 0; g < K / GROUP; g++) {
             const float* xg = x + g * GROUP;
             float largest = 0;
-            for (int i = 0; i < GROUP; i++) largest = fmaxf(largest, fabsf(xg[i]));
-            float inverse = largest > 0 ? 127 / largest : 0;
+            bool finite = true;
+            for (int i = 0; i < GROUP; i++) largest = fmaxf(largest, fabsf(xg[i])), finite &= fabsf(xg[i]) <= FLT_MAX;
+            float inverse = finite && largest > 1e-30f ? 127 / largest : 0;
             int sum = 0;
-            for (int i = 0; i < GROUP; i++) sum += code[g * GROUP + i] = (int8_t)nearbyintf(xg[i] * inverse);
-            scale[g] = largest / 127, offset[g] = scale[g] * sum, total += offset[g];
+            for (int i = 0; i < GROUP; i++) sum += code[g * GROUP + i] = finite ? (int8_t)nearbyintf(xg[i] * inverse) : 0;
+            scale[g] = finite ? largest / 127 : NAN;  // no code stands for NaN or infinity: the product becomes NaN
+            offset[g] = scale[g] * sum, total += offset[g];
         }
     }
 };
@@ -107,7 +109,7 @@ static inline float dot_int4(const uint8_t* w, const bf16* scale, const Codes& x
     return sum8(a, b) - 8 * offset;
 }
 
-// --- linear: y (M,N) = x (M,K) · wᵀ, optionally added to what y holds -----------------------------------------------------
+// --- linear: y (M,N) = x (M,K) · wᵀ, optionally added to what y holds --------------------------------------------------
 
 struct Weight {  // as nanokv/fast/native.py fills it
     const void* data;
@@ -158,7 +160,6 @@ static inline void put(float* y, const Weight& w, int64_t n, float value, bool a
     y[n] = add ? y[n] + value : value;
 }
 
-// Rows n0 … n1−1 of the weights; called by every thread with a part of its own.
 struct Input {  // x in the form that the weights' format wants, made once for all threads
     const float* x;
     int64_t M;
@@ -203,6 +204,7 @@ static void rows_bf16(float* y, const Weight& w, const Input& in, int64_t n0, in
 }
 #endif
 
+// Rows n0 … n1−1 of the weights; called by every thread with a part of its own.
 static void rows(float* y, const Weight& w, const Input& in, int64_t n0, int64_t n1, bool add) {
     int64_t pairs = pairs_of(w.K);
     std::vector<float> both(2 * pairs);
@@ -239,7 +241,7 @@ static void multiply(float* y, const float* x, int64_t M, const Weight& w, bool 
     for (int64_t n = 0; n < w.N; n += part) rows(y, w, in, n, n + part < w.N ? n + part : w.N, add);
 }
 
-// --- the rest of a layer -------------------------------------------------------------------------------------------------
+// --- the rest of a layer -----------------------------------------------------------------------------------------------
 
 struct Layer {  // as nanokv/fast/native.py fills it
     Weight qkv, o, gate_up, down;
@@ -273,7 +275,7 @@ static void split_heads(const Layer& layer, const float* qkv, int64_t M, const f
     }
 }
 
-// --- attention of one query a row over cached keys and values (FlashDecoding: parts of the keys, then put together) ------------
+// --- attention of one query a row over cached keys and values (FlashDecoding: parts of the keys, then put together) ----
 
 struct Pages {  // where the keys and values of each row lie; a dense cache (B,Hk,S,D) is one page a row
     const void *keys, *values;
@@ -355,7 +357,7 @@ static void attend_part(const Pages& p, int64_t b, int64_t head, int64_t from, i
         float *row = &scores[g * PART], most = -INFINITY;
         f32x16 sum = {};
         for (int64_t s = 0; s < to - from; s++) most = row[s] > most ? row[s] : most;
-        for (int64_t s = to - from; s % 16; s++) row[s] = most - 1000;  // fills up the last vector with zeros
+        for (int64_t s = to - from; s % 16; s++) row[s] = most - 1000;  // fills up the last vector with next to nothing
         for (int64_t s = 0; s < to - from; s += 16) sum += *(f32x16*)(row + s) = exp16(load16(row + s) - most);
         largest[g] = most, total[g] = sum16(sum);
     }
@@ -400,8 +402,7 @@ static void attention(float* y, float* q, int64_t B, int64_t H, int64_t Hk, int6
             for (int64_t part = 0; part < parts; part++) most = fmaxf(most, largest[at(part)]);
             for (int64_t d = 0; d < D; d++) to[d] = 0;
             for (int64_t part = 0; part < parts; part++) {
-                float weight = expf(largest[at(part)] - most);
-                if (weight == 0) continue;
+                float weight = expf(largest[at(part)] - most);  // a part that holds nothing but NaN counts too: 0 · NaN
                 sum += weight * total[at(part)];
                 for (int64_t d = 0; d < D; d++) to[d] += weight * out[at(part) * D + d];
             }
@@ -410,9 +411,9 @@ static void attention(float* y, float* q, int64_t B, int64_t H, int64_t Hk, int6
     }
 }
 
-// --- what Python calls -----------------------------------------------------------------------------------------------------------
+// --- what Python calls -------------------------------------------------------------------------------------------------
 
-double spent[6];
+thread_local double spent[6];
 
 static void norm_multiply(float* y, const float* x, int64_t M, const float* norm, float eps, const Weight& w) {
     std::vector<float> normed(M * w.K);
@@ -457,7 +458,10 @@ void after_cache(const Layer* layer, float* x, int64_t M, float* q, const Pages*
     for (int64_t m = 0; m < M; m++) {
         const float *gate = &both[m * 2 * I], *up = gate + I;
         int64_t i = 0;
-        for (; i + 16 <= I; i += 16) *(f32x16*)&hidden[m * I + i] = load16(gate + i) / (1 + exp16(-load16(gate + i))) * load16(up + i);
+        for (; i + 16 <= I; i += 16) {
+            f32x16 g = load16(gate + i);
+            store16(&hidden[m * I + i], g / (1 + exp16(-g)) * load16(up + i));
+        }
         for (; i < I; i++) hidden[m * I + i] = gate[i] / (1 + expf(-gate[i])) * up[i];
     }
     multiply(x, hidden.data(), M, layer->down, true);

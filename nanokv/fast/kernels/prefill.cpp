@@ -63,7 +63,7 @@ static void add_all(float* x, const T* y, int64_t count) {
         for (int64_t i = from; i < from + part && i < count; i++) x[i] += to_float(y[i]);
 }
 
-// --- causal attention, block by block (FlashAttention), for processors that multiply bf16 ----------------------------------------
+// --- causal attention, block by block (FlashAttention), for processors that multiply bf16 ------------------------------
 
 #if defined(__AVX512BF16__)
 
@@ -169,7 +169,7 @@ static void attend_block(const bf16* q, int64_t n, int64_t first, const bf16* ke
 
 #endif
 
-// --- what Python calls -----------------------------------------------------------------------------------------------------------
+// --- what Python calls -------------------------------------------------------------------------------------------------
 
 extern "C" {
 
@@ -187,7 +187,8 @@ void split_rows(const void* qkv, int64_t B, int64_t T, int64_t H, int64_t Hk, in
         split_all((const float*)qkv, B, T, H, Hk, D, q_norm, k_norm, eps, cos, sin, batch_stride, (float*)q, (float*)k,
                   (float*)v);
     else
-        split_all((const bf16*)qkv, B, T, H, Hk, D, q_norm, k_norm, eps, cos, sin, batch_stride, (bf16*)q, (bf16*)k, (bf16*)v);
+        split_all((const bf16*)qkv, B, T, H, Hk, D, q_norm, k_norm, eps, cos, sin, batch_stride, (bf16*)q, (bf16*)k,
+                  (bf16*)v);
 }
 
 // both (M,2·I) → y (M,I) = silu(gate) · up

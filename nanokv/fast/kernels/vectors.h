@@ -4,6 +4,7 @@
 // stand only where a processor has an instruction that no portable expression becomes.
 
 #pragma once
+#include <cfloat>
 #include <chrono>
 #include <cmath>
 #include <cstdint>
@@ -26,7 +27,7 @@ enum Format { FP32, BF16, INT8, INT4 };
 const int64_t WORTH = 1 << 18;  // bytes to touch (or as much arithmetic) from which on a second thread is asked
 const int GROUP = 32;  // inputs that share a scale: of the activations for int8 and int4, of the weights for int4
 
-// --- numbers ------------------------------------------------------------------------------------------------------------
+// --- numbers -----------------------------------------------------------------------------------------------------------
 
 static inline float to_float(float x) { return x; }
 static inline float to_float(bf16 x) {
@@ -91,13 +92,16 @@ static inline f32x16 sums16(const f32x16* v) {
 #endif
 }
 
-// e^x to 2e-7: 2^n · e^r with |r| ≤ ln(2)/2, e^r by its series; what is below the smallest float becomes 0
+// e^x to 2e-7: 2^n · e^r with |r| ≤ ln(2)/2, e^r by its series. Below −87 it stays at e^−87 = 1.6e-38; from 88.4 on, where
+// n is 128, it is infinite. NaN stays NaN.
 static inline f32x16 exp16(f32x16 x) {
     x = x < -87.f ? (f32x16){} - 87.f : x;
+    x = x > 89.f ? (f32x16){} + 89.f : x;  // more would run over into the bit of the sign
     i32x16 n = __builtin_convertvector(x * 1.44269504f + (x < 0.f ? (f32x16){} - 0.5f : (f32x16){} + 0.5f), i32x16);
     f32x16 whole = __builtin_convertvector(n, f32x16);
     f32x16 r = x - whole * 0.693359375f + whole * 2.12194440e-4f;
-    f32x16 y = 1 + r * (1 + r * (0.5f + r * (1.6666667e-1f + r * (4.1666667e-2f + r * (8.3333333e-3f + r * 1.3888889e-3f)))));
+    f32x16 y = 4.1666667e-2f + r * (8.3333333e-3f + r * 1.3888889e-3f);
+    y = 1 + r * (1 + r * (0.5f + r * (1.6666667e-1f + r * y)));
     i32x16 power = (n + 127) << 23;
     return y * (f32x16)power;
 }
@@ -122,7 +126,7 @@ static void rotate(float* x, const float* cos, const float* sin, int64_t D) {  /
 // --- where the time goes -----------------------------------------------------------------------------------------------
 
 enum Part { QKV, ATTENTION, O, MLP, HEAD, BETWEEN };  // of a decode step; BETWEEN: norms, rotation and gates of a prefill
-extern double spent[6];                               // seconds, added up until somebody sets them to 0
+extern thread_local double spent[6];  // seconds of the calling thread, added up until somebody sets them to 0
 
 struct Timer {
     double* to;
