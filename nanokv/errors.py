@@ -11,6 +11,8 @@ class NanoKVError(ValueError):
     def __init__(self, message: str, hint: str = ""):
         super().__init__(message)
         self.hint = hint
+        if hint:
+            self.add_note(f"hint: {hint}")  # below the message in a traceback
 
 
 class ConfigError(NanoKVError):

@@ -124,7 +124,9 @@ class Generation:
             raise ContextError(
                 f"needs {cache.length + len(self.ids):,} of {self.context:,} tokens "
                 f"({cache.length:,} in the cache + {len(self.ids):,} new)",
-                "shorten the prompt or start with an empty cache",
+                "start with an empty cache, or shorten the prompt" if cache.length else
+                "shorten the prompt" if self.context == model.config.max_position_embeddings else
+                "shorten the prompt, or make a larger cache (capacity, pages)",
             )
         self.values, self.generator = params.values(), params.generator(model.embed_tokens.weight.device)
         self.seed = self.generator.initial_seed()

@@ -10,6 +10,7 @@ import json
 import pytest
 import torch
 
+import nanokv
 from nanokv import costs
 from nanokv.cache import CACHES, BatchCache, DictCache, KVCache, PagePool, PrefixPool, make_cache
 from nanokv.cache.codes import LARGEST
@@ -511,3 +512,18 @@ def test_what_cannot_be_undone_is_refused_in_all_rows_or_none(model):
         batch[0].truncate(7)
     assert [row.length for row in rows] == [9, 9]
     batch.truncate([7, 9])
+
+
+def test_a_cache_says_what_it_is_and_copies_as_one():
+    """Not as the list that it is: thousands of numbers, and a copy that would append to the same layers."""
+    config = nanokv.load("tiny")[0].config
+    cache = nanokv.make_cache("dict", config)
+    for layer in cache:
+        layer.append(*torch.zeros(2, 1, config.num_key_value_heads, 5, config.head_dim))
+    assert repr(cache) == f"<KVCache 'dict': 6 layers × 5 tokens, {cache.nbytes:,} B>"
+    twin = cache.copy()
+    twin.truncate(2)
+    assert (cache.length, twin.length, twin.name) == (5, 2, "dict")
+    with pytest.raises(CacheError, match="config is a Qwen3, not a Config") as caught:
+        nanokv.make_cache("dict", nanokv.load("tiny")[0])
+    assert caught.value.__notes__ == ["hint: pass model.config"]

@@ -225,7 +225,7 @@ def test_a_terminal_without_prompt_is_an_error_with_an_example(cli, argv):
     """It must not sit there waiting for input that nobody knows about."""
     code, out, err = cli("generate", *argv, tty=True)
     message, hint = errors_in(err)
-    assert (code, out, message) == (2, "", "no prompt") and 'nanokv generate "Once upon a time"' in hint
+    assert (code, out, message) == (2, "", "no prompt") and 'nanokv generate "What is a KV cache?" --chat' in hint
 
 
 @pytest.mark.parametrize(
@@ -724,3 +724,17 @@ def test_env_names_values_and_origins_but_no_secrets(cli, monkeypatch):
     assert "pass" not in out and "hub.example" in out and "\x1b" not in out
     fields = json.loads(cli("env", "--json", "-m", "tiny")[1])
     assert fields["settings"]["model"] == ["tiny", "flag"] and "torch" in fields["versions"]
+
+
+def test_ctrl_c_inside_an_import_is_ctrl_c_all_the_same(monkeypatch, capsys):
+    """torch turns it into a RuntimeError on its way out; that is no bug of ours to report."""
+
+    def import_torch(words):
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt as error:
+            raise RuntimeError("Error calling __set_name__") from error
+
+    monkeypatch.setattr("nanokv.cli.dispatch", import_torch)
+    assert main(["generate", "hi"]) == 130
+    assert "bug" not in capsys.readouterr().err

@@ -109,6 +109,8 @@ def make_cache(name, config, batch_size: int = 1, capacity=None, dtype=None, dev
     `device` is given, an append of another one is refused.
     """
     check_options(name, options, objects=True)
+    if not hasattr(config, "num_hidden_layers"):
+        raise CacheError(f"config is a {type(config).__name__}, not a Config", hint="pass model.config")
     check("batch_size", batch_size, 1)
     if capacity is not None:
         check("capacity", capacity, 1)

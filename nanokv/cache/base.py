@@ -120,6 +120,10 @@ class KVCache(list):
         super().__init__(layers)
         self.config = config
 
+    def __repr__(self):
+        tokens = self[0].length if self else 0
+        return f"<{type(self).__name__} {self.name!r}: {len(self)} layers × {tokens} tokens, {self.nbytes:,} B>"
+
     @property
     def length(self) -> int:
         """Tokens held, the same in every layer; a failed forward leaves them unequal, which raises until mended."""
@@ -170,6 +174,9 @@ class KVCache(list):
         """An independent copy of the whole cache."""
         copy = type(self)((layer.fork() for layer in self), self.config)
         return copy.made_like(self)
+
+    def copy(self):
+        return self.fork()
 
     def __copy__(self):
         return self.fork()  # a shallow copy would append to the same layers, and give pages back that it never took

@@ -29,7 +29,7 @@ COMMANDS = {  # name → (module, what it does)
     "course": ("nanokv.cli.course", "the notebooks: build, execute, render, grade; the claims of the articles"),
     "env": ("nanokv.cli.env", "show the settings that apply and where they come from"),
 }
-EXAMPLES = ("nanokv chat", 'nanokv generate "Once upon a time" -n 64', "nanokv chat -m Qwen/Qwen3-0.6B")
+EXAMPLES = ("nanokv chat", 'nanokv generate "What is a KV cache?" --chat', "nanokv chat -m Qwen/Qwen3-0.6B")
 REPORT = "this is a bug in nanokv, please report it"
 
 
@@ -115,7 +115,7 @@ def report(error: BaseException, words: list[str]) -> int:
         return error.code if isinstance(error.code, int) else int(bool(error.code))
     if isinstance(error, BrokenPipeError):
         return 141
-    if isinstance(error, KeyboardInterrupt):
+    if interrupted(error):
         terminal.write_err("\n" if terminal.is_tty(sys.stderr) else "")
         return 130
     if debug:
@@ -130,6 +130,13 @@ def report(error: BaseException, words: list[str]) -> int:
         return 1
     show_error(*known, when=when)
     return 2
+
+
+def interrupted(error) -> bool:
+    """Ctrl-C itself, or what an import made of it on its way."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def describe(error: BaseException) -> tuple[str, str] | None:

@@ -56,7 +56,7 @@ class Parser(argparse.ArgumentParser):
             return args
         flag = next((word for word in extra if word.startswith("-") and word != "-"), None)
         if flag is None:
-            hint = 'put the text in quotes: "Once upon a time"' if "prompt" in args else f"{self.prog} --help"
+            hint = 'put the text in quotes: "What is a KV cache?"' if "prompt" in args else f"{self.prog} --help"
             raise NanoKVError(f"unexpected argument {extra[0]!r}", hint)
         name = flag.split("=", 1)[0]
         close = nearest(name, self.flags()) or nearest("--" + name.lstrip("-"), self.flags())

@@ -18,7 +18,7 @@ from nanokv.cli.text import clean, read_prompt_bytes, refuse_special
 from nanokv.errors import ContextError, NanoKVError
 
 EXAMPLES = (
-    'nanokv generate "Once upon a time" -n 64',
+    'nanokv generate "What is a KV cache?" --chat',
     "cat notes.txt | nanokv generate -",
     'nanokv generate --chat "Who are you?" --json',
 )
@@ -112,10 +112,11 @@ def read_prompt(args) -> str:
     if piped and (wants_stdin or args.file is None):
         parts.append(read_stdin(args).removesuffix("\n"))
     if not parts:
-        raise NanoKVError("no prompt", 'nanokv generate "Once upon a time", or: cat notes.txt | nanokv generate -')
+        example = 'nanokv generate "What is a KV cache?" --chat, or: cat notes.txt | nanokv generate -'
+        raise NanoKVError("no prompt", example)
     prompt = "\n\n".join(part for part in parts if part)
     if not prompt or (args.chat and not prompt.strip()):
-        raise NanoKVError("the prompt is empty", 'nanokv generate "Once upon a time"')
+        raise NanoKVError("the prompt is empty", 'nanokv generate "What is a KV cache?" --chat')
     return prompt
 
 

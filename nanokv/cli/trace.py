@@ -17,7 +17,7 @@ from nanokv.errors import ContextError, NanoKVError
 
 EXAMPLES = (
     'nanokv trace --chat "My name is Zorbla. What is my name?" --open',
-    'nanokv trace --prompt "Once upon a time" -n 40 -o trace.html --layers 0,5',
+    'nanokv trace --prompt "What is a KV cache?" --chat -n 40 -o trace.html --layers 0,5',
     'nanokv trace --chat "Say blue red green." --fault start_pos_restarts',
 )
 DESCRIPTION = "Record a greedy run and write one self-contained HTML page. stdout carries its path only."
