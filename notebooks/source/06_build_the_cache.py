@@ -420,4 +420,4 @@ course.answer("06.q3", q3)
 #
 # ## Next
 #
-# Your cache is right. In [07](07_bug_hunt.ipynb) sixteen others are not, and most of them still talk fluently.
+# Your cache is right. In [07](07_bug_hunt.ipynb) many others are not, and half of those still say the right words.
