@@ -241,8 +241,8 @@ def _explain(error: Exception, repo: str, revision: str, missing: list[str], kno
         return CheckpointError(f"{repo}: {error.filename}: {error.strerror}", "set HF_HOME to a writable folder")
     lacks = f"the cache lacks {', '.join(missing[:3])}{' ...' if len(missing) > 3 else ''}"
     if isinstance(error, hub.OfflineModeIsEnabled):
-        return CheckpointError(f"{repo}: HF_HUB_OFFLINE is set and {lacks} (revision {revision})",
-                               f"unset it to download; {OFFLINE_HINT}")  # fmt: skip
+        return CheckpointError(f"{repo}: offline (--offline or HF_HUB_OFFLINE) and {lacks} (revision {revision})",
+                               f"go online to download; {OFFLINE_HINT}")  # fmt: skip
     return CheckpointError(f"{repo}: {constants.ENDPOINT} failed ({_reason(error)}) and {lacks}",
                            f"check the network and run it again; {OFFLINE_HINT}")  # fmt: skip
 
