@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from cli_helpers import environment
+from cli_helpers import environment, run_cli
 from nanokv import costs
 from nanokv.cli import main
 from nanokv.config import Config
@@ -225,3 +225,11 @@ def test_number_texts(count, ten, two):
 def test_bisection_ends():
     assert most_tokens(lambda n: n <= 7) == 7 and most_tokens(lambda n: False) == 0
     assert most_tokens(lambda n: True) is None
+
+
+def test_a_pool_that_is_too_small_is_not_shown_as_one_that_fits():
+    result = run_cli("memory", "tiny", "--cache", "paged:pages=4", "--batch", "2", "--context", "64")
+    assert result.returncode == 2 and result.stdout == b""
+    assert b"4 pages of 16 hold 64 tokens, not 2 \xc3\x97 64" in result.stderr
+    assert b"pages=8, or --context 32" in result.stderr
+    assert run_cli("memory", "tiny", "--cache", "paged:pages=8", "--batch", "2", "--context", "64").returncode == 0

@@ -63,8 +63,20 @@ def plan(args) -> Estimate:
     check_options(name, options)
     config = find_config(args)
     context = args.context or config.max_position_embeddings
+    check_pool(options, context, args.batch)
     dtype = choose_dtype(args, config, "cpu" if args.device == "auto" else args.device)
     return Estimate(display_name(args.model), config, dtype, context, args.batch, name, options)
+
+
+def check_pool(options: dict, context: int, batch: int) -> None:
+    """A page pool of a fixed size holds what it holds, whatever the context."""
+    pages, page = options.get("pages"), options.get("page", 16)
+    needed = batch * -(-context // page)
+    if pages and pages < needed:
+        raise NanoKVError(
+            f"{pages:,} pages of {page} hold {pages * page:,} tokens, not {batch:,} × {context:,}",
+            f"pages={needed}, or --context {max(1, pages // batch * page)}",
+        )
 
 
 def find_config(args) -> Config:
