@@ -295,11 +295,12 @@ static inline int64_t place(const Pages& p, int64_t b, int64_t head, int64_t s, 
 
 const int PART = 256;  // keys a task: the scores stay in the first-level cache
 
-// Ask for so many values ahead of their use.
+// Ask for so many values long before their use, into the second-level cache: the first holds too few requests at once.
 template <class T>
 static inline void fetch(const T* from, int64_t count) {
-    for (int64_t i = 0; i < count * (int64_t)sizeof(T); i += 64) __builtin_prefetch((const char*)from + i);
+    for (int64_t i = 0; i < count * (int64_t)sizeof(T); i += 64) __builtin_prefetch((const char*)from + i, 0, 2);
 }
+const int SOON = 64;  // keys ahead
 
 // scores[g][s] = q_g · k_s for n keys that lie one after the other; sixteen at once, a key is loaded once for G queries
 template <class T, int G>
@@ -308,7 +309,7 @@ static void score_run(const T* k, int64_t n, const float* q, int64_t D, float* s
     int64_t s = 0;
     for (; s + keys <= n && D % 16 == 0; s += keys) {
         f32x16 sum[16] = {};
-        fetch(k + (s + 2 * keys) * D, keys * D);
+        fetch(k + (s + SOON) * D, keys * D);
         for (int64_t d = 0; d < D; d += 16)
 #pragma GCC unroll 16
             for (int i = 0; i < keys; i++) {
@@ -327,7 +328,7 @@ template <class T, int G>
 static void mix_run(const T* v, int64_t n, const float* p, int64_t D, float* out) {
     int64_t s = 0;
     for (; s + 4 <= n && D % 16 == 0; s += 4) {
-        fetch(v + (s + 16) * D, 4 * D);
+        fetch(v + (s + SOON) * D, 4 * D);
         for (int64_t d = 0; d < D; d += 16) {
             const T* at = v + s * D + d;
             f32x16 a = load16(at), b = load16(at + D), c = load16(at + 2 * D), e = load16(at + 3 * D);
