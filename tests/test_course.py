@@ -320,23 +320,24 @@ def test_a_malformed_source_is_refused(tmp_path, old, new, words):
 
 
 @pytest.mark.parametrize(
-    ("quoted", "recorded", "factor", "fits"),
+    ("quoted", "recorded", "allowed", "fits"),
     [
-        ("48", 48.13, None, True), ("48.1", 48.13, None, True), ("48.2", 48.13, None, False),
-        ("6,112", 6112, None, True),
-        ("6,113", 6112, None, False), ("2e-5", 2.4e-5, None, True), ("2e-5", 2.6e-5, None, False),
-        ("−3", -3.2, None, True), ("12", 30, 3, True), ("12", 40, 3, False), ("12", -12, 3, False),
-        ("about 5", 5, None, False), ("1", math.inf, None, False),
+        ("48", 48.13, "", True), ("48.1", 48.13, "", True), ("48.2", 48.13, "", False),
+        ("6,112", 6112, "", True),
+        ("6,113", 6112, "", False), ("2e-5", 2.4e-5, "", True), ("2e-5", 2.6e-5, "", False),
+        ("−3", -3.2, "", True), ("12", 30, "x3", True), ("12", 40, "x3", False), ("12", -12, "x3", False),
+        ("4", 5.0, "above", True), ("4", 3.9, "above", False), ("4", 3.9, "below", True), ("4", 5.0, "below", False),
+        ("about 5", 5, "", False), ("1", math.inf, "", False),
     ],
 )  # fmt: skip
-def test_a_quoted_figure_agrees_to_the_digits_written(quoted, recorded, factor, fits):
-    assert prose.agrees(quoted, recorded, factor) == fits
+def test_a_quoted_figure_agrees_to_the_digits_written(quoted, recorded, allowed, fits):
+    assert prose.agrees(quoted, recorded, allowed) == fits
 
 
 def test_unmarked_numbers_are_found():
     text = "takes 48 times, <!--fig 05.a-->7<!--/fig--> times, `64 tokens`, <!--def-->112<!--/def--> KiB, 3.5 ms, §3.2"
     assert prose.unmarked(text) == ["48 times", "3.5 ms"]
-    assert prose.figures("<!--fig 05.a x3-->7<!--/fig-->") == [("05.a", 3.0, "7")]
+    assert prose.figures("<!--fig 05.a x3-->7<!--/fig-->") == [("05.a", "x3", "7")]
 
 
 # --- variants and grades ------------------------------------------------------------------------------------------

@@ -64,8 +64,8 @@ def test_every_figure_in_the_text_is_what_was_measured(path):
     recorded = solved(path).figures()
     wrong = [
         f"{id}: the text says {quoted}, measured {recorded.get(id)}"
-        for id, factor, quoted in prose.figures(twins.read(path).prose())
-        if id not in recorded or not prose.agrees(quoted, recorded[id], factor)
+        for id, allowed, quoted in prose.figures(twins.read(path).prose())
+        if id not in recorded or not prose.agrees(quoted, recorded[id], allowed)
     ]
     assert wrong == []
 

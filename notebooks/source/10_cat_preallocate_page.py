@@ -259,8 +259,8 @@ print("empty slots hold NaN, all of them masked: the result is", poisoned[0, 0, 
 course.figure("10.slower", micro[-1] / micro[0])
 
 # %% [markdown]
-# 4,096 slots for 64 tokens make this attention about <!--fig 10.slower x4-->15<!--/fig--> times slower, with the same
-# result. And memory that was taken and not written holds anything. A masked slot gets the weight 0, but 0 times NaN is
+# 4,096 slots for 64 tokens make this attention more than <!--fig 10.slower above-->3<!--/fig--> times slower, with the
+# same result. And memory that was taken and not written holds anything. A masked slot gets the weight 0, but 0 times NaN is
 # NaN: whoever attends over a whole slab has to clear it first. nanokv's `StaticCache` gives attention a view of the
 # part in use, which costs neither time nor NaN; only its `slab`, for compiled steps, clears and masks.
 

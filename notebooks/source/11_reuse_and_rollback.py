@@ -213,9 +213,9 @@ course.show(fig, alt=f"Left: a straight line from {computed[0]} computed tokens 
 # %% [markdown]
 # The saving is the shared length over the total length, and nothing else. Of <!--fig 11.shared80-->358<!--/fig-->
 # shared tokens <!--fig 11.reused80-->352<!--/fig--> are reused, because only full pages are kept; that makes the
-# prefill about <!--fig 11.faster80 x3-->4<!--/fig--> times as fast. Two things make this safe: the stored *tokens* are
-# compared, not only a hash, and a page belongs to everything before it: the same words after another beginning are
-# another page.
+# prefill more than <!--fig 11.faster80 above-->1.5<!--/fig--> times as fast. Two things make this safe: the stored
+# *tokens* are compared, not only a hash, and a page belongs to everything before it: the same words after another
+# beginning are another page.
 
 # %% [markdown]
 # ## Experiment 3: the next turn of a chat

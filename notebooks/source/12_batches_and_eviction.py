@@ -181,8 +181,8 @@ course.show(fig, alt="Bars of tokens a second: "
 course.figure("12.batch", rate[-1] / rate[0])
 
 # %% [markdown]
-# <!--def-->32<!--/def--> rows give about <!--fig 12.batch x3-->6<!--/fig--> times as many tokens a second as one: a
-# step reads every weight once, however many rows share it. The caches are what the rows do *not* share.
+# <!--def-->32<!--/def--> rows give more than <!--fig 12.batch above-->3<!--/fig--> times as many tokens a second as one:
+# a step reads every weight once, however many rows share it. The caches are what the rows do *not* share.
 
 # %% [markdown]
 # ## Experiment 2: forget what is old
