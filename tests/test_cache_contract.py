@@ -1,8 +1,8 @@
 """What every cache must do, run over every name in CACHES: a new cache is held to all of this by its entry there.
 
 The reference is the model without a cache (`score`) and, in the random sequences at the end, plain Python lists of
-tensors. What one kind of cache cannot do stands in CANNOT and must then raise UnsupportedError; how its bytes count
-stands in BYTES; nothing else may differ between caches that keep exact values.
+tensors. Every kind can truncate, fork, reorder and save; a layer that cannot says so by UnsupportedError, from the base
+class. Nothing but how bytes count may differ between caches that keep exact values.
 """
 
 import copy
@@ -32,7 +32,6 @@ from nanokv.inference import decode, prefill, score
 from oracle import SHAPES, TOLERANCE, gap, pair, pair_from_disk, random_ids
 
 CAPACITY = 64
-CANNOT = {}  # cache name → operations that it refuses: truncate, fork, reorder, save
 KEEPS_MEMORY = ("static", "growing")  # truncate moves an end mark; fork, reorder and load take what they need anew
 VARIANTS = {  # the same kinds with other options; none of them forgets or rounds anything within these tests
     "paged page=1": ("paged", {"page": 1}),
@@ -96,12 +95,6 @@ def bf16_model(tmp_path_factory):
 def new(name, model):
     """new(batch_size) → an empty cache of this kind."""
     return lambda batch=1: make(name, model.config, batch)
-
-
-def needs(name, *operations):
-    for operation in operations:
-        if operation in CANNOT.get(name, ()):
-            pytest.skip(f"{name} caches cannot {operation}; that they refuse it is tested separately")
 
 
 def contents(cache):
@@ -220,7 +213,6 @@ def test_an_id_outside_the_vocabulary_raises_before_anything_is_written(new, mod
 @pytest.mark.parametrize("keep", [0, 1, 6, 11])
 def test_truncate_equals_never_happened(new, name, model, keep):
     """Same bytes and, after that, bit-equal logits: a rejected draft leaves no trace."""
-    needs(name, "truncate")
     ids, rest = random_ids(9, 2, 12), random_ids(10, 2, 4)
     cache, clean = new(2), new(2)
     feed(model, ids, cache, *[keep, 12 - keep] if keep else [12])
@@ -239,7 +231,6 @@ def test_truncate_equals_never_happened(new, name, model, keep):
 
 
 def test_truncate_is_absolute_and_idempotent(new, name, model):
-    needs(name, "truncate")
     cache = new()
     feed(model, random_ids(11, 1, 12), cache)
     for n, left in ((7, 7), (7, 7), (9, 7), (1000, 7), (3, 3), (0, 0), (0, 0), (5, 0)):
@@ -249,7 +240,6 @@ def test_truncate_is_absolute_and_idempotent(new, name, model):
 
 @pytest.mark.parametrize("n", [-1, 1.0, "1", None, True])
 def test_truncate_refuses_what_is_no_number_of_tokens(new, name, model, n):
-    needs(name, "truncate")
     cache = new()
     feed(model, random_ids(12, 1, 4), cache)
     with pytest.raises(CacheError, match="truncate"):
@@ -273,7 +263,6 @@ def test_truncated_rows_give_their_memory_back(model):
 @pytest.mark.parametrize("layer", [0, 1, 2])
 def test_a_failed_forward_is_noticed_and_truncate_mends_it(new, name, model, layer, part, monkeypatch):
     """Layers before the failure hold new tokens, later ones do not: unmended, positions would silently shift."""
-    needs(name, "truncate")
     prompt, more = random_ids(14, 2, 9), random_ids(15, 2, 5)
     cache, clean = new(2), new(2)
     feed(model, prompt, cache)
@@ -307,34 +296,28 @@ def test_a_failed_forward_is_noticed_and_truncate_mends_it(new, name, model, lay
 
 @VARIANTS_TOO
 def test_fork_and_parent_do_not_touch_each_other(new, name, model):
-    needs(name, "fork")
     cache = new(2)
     feed(model, random_ids(16, 2, 8), cache)
     fork, before = cache.fork(), contents(cache)
     assert type(fork) is type(cache)
     assert (fork.length, fork.name, fork.options, fork.config) == (8, *made_with(name), model.config)
     feed(model, random_ids(17, 2, 3), fork)
-    if "reorder" not in CANNOT.get(name, ()):
-        fork.reorder([1, 0])
-    if "truncate" not in CANNOT.get(name, ()):
-        fork.truncate(2)
+    fork.reorder([1, 0])
+    fork.truncate(2)
     assert same(contents(cache), before)
     frozen = contents(fork)
     feed(model, random_ids(18, 2, 4), cache)
-    if "truncate" not in CANNOT.get(name, ()):
-        cache.truncate(1)
+    cache.truncate(1)
     assert same(contents(fork), frozen)
 
 
 def test_fork_continues_with_the_same_logits(new, name, model):
-    needs(name, "fork")
     cache, more = new(), random_ids(20, 1, 3)
     feed(model, random_ids(19, 1, 8), cache)
     assert torch.equal(feed(model, more, cache.fork()), feed(model, more, cache))
 
 
 def test_reorder_makes_rows_equal(new, name, model):
-    needs(name, "reorder")
     ids = random_ids(21, 2, 9)
     cache, alone = new(2), new(1)
     feed(model, ids, cache)
@@ -350,7 +333,6 @@ def test_reorder_makes_rows_equal(new, name, model):
     [2, 0, 1], (1, 1, 1), torch.tensor([0, 0, 2]), torch.tensor([2, 1, 0]).int(),
 ], ids=["list", "tuple", "tensor", "int32"])  # fmt: skip
 def test_reorder_takes_rows_from_where_the_index_says(new, name, model, index):
-    needs(name, "reorder")
     cache, ids, more = new(3), random_ids(23, 3, 7), random_ids(24, 3, 4)
     feed(model, ids, cache)
     cache.reorder(index)
@@ -361,7 +343,6 @@ def test_reorder_takes_rows_from_where_the_index_says(new, name, model, index):
 @VARIANTS_TOO
 @pytest.mark.parametrize("index", [[0, 0, 1, 1], [1]], ids=["grow", "shrink"])
 def test_the_batch_may_grow_and_shrink(new, name, model, index):
-    needs(name, "reorder")
     cache, ids, more = new(2), random_ids(25, 2, 7), random_ids(26, len(index), 2)
     feed(model, ids, cache)
     cache.reorder(index)
@@ -373,7 +354,6 @@ def test_the_batch_may_grow_and_shrink(new, name, model, index):
 
 @pytest.mark.parametrize("index", [[2], [-1], [], [[0]], [0.5], [True, False], 1], ids=str)
 def test_reorder_refuses_rows_that_do_not_exist(new, name, model, index):
-    needs(name, "reorder")
     cache = new(2)
     feed(model, random_ids(27, 2, 3), cache)
     before = contents(cache)
@@ -385,33 +365,23 @@ def test_reorder_refuses_rows_that_do_not_exist(new, name, model, index):
 @VARIANTS_TOO
 def test_operations_on_an_empty_cache(new, name, model, tmp_path):
     cache = new()
-    if "truncate" not in CANNOT.get(name, ()):
-        cache.truncate(0)
-        cache.truncate(5)
-    if "reorder" not in CANNOT.get(name, ()):
-        cache.reorder([0])
-    if "fork" not in CANNOT.get(name, ()):
-        cache = cache.fork()
-    if "save" not in CANNOT.get(name, ()):
-        cache.save(tmp_path / "empty")
-        cache = KVCache.load(tmp_path / "empty", model.config)
+    cache.truncate(0)
+    cache.truncate(5)
+    cache.reorder([0])
+    cache = cache.fork()
+    cache.save(tmp_path / "empty")
+    cache = KVCache.load(tmp_path / "empty", model.config)
     assert cache.length == 0
     ids = random_ids(28, 1, 6)
     assert gap(feed(model, ids, cache), score(model, ids)[:, -1]) <= TOLERANCE
 
 
 @pytest.mark.parametrize("operation", ["truncate", "fork", "reorder", "save"])
-def test_what_a_cache_cannot_do_is_refused_by_type(new, name, model, tmp_path, operation):
+def test_what_a_layer_cannot_do_is_refused_by_type(model, tmp_path, operation):
     """A kind that does not implement an operation gets this from the base class, which names the class."""
     args = {"truncate": (0,), "fork": (), "reorder": ([0],), "save": (tmp_path / "x",)}[operation]
     with pytest.raises(UnsupportedError, match="LayerCache cannot"):
         getattr(KVCache([LayerCache()], model.config), operation)(*args)
-    if operation in CANNOT.get(name, ()):
-        cache = new()
-        feed(model, random_ids(29, 1, 4), cache)
-        with pytest.raises(UnsupportedError):
-            getattr(cache, operation)(*args)
-        assert cache.length == 4
 
 
 # --- save and load --------------------------------------------------------------------------------------------------
@@ -420,7 +390,6 @@ def test_what_a_cache_cannot_do_is_refused_by_type(new, name, model, tmp_path, o
 @pytest.fixture
 def saved(new, name, model, tmp_path):
     """(path, the cache that was saved): 2 rows of 6 tokens, with ids and a fingerprint."""
-    needs(name, "save")
     cache, path = new(2), tmp_path / "cache.safetensors"
     feed(model, random_ids(30, 2, 6), cache)
     cache.save(path, tokens=[5, 6, 7, 8, 9, 10], model_fingerprint="0123456789abcdef")
@@ -440,7 +409,6 @@ def test_load_continues_with_bit_equal_logits(saved, name, model):
 
 
 def test_bf16_survives_the_file(name, bf16_model, tmp_path):
-    needs(name, "save")
     cache = make(name, bf16_model.config, dtype=torch.bfloat16)
     feed(bf16_model, random_ids(32, 1, 6), cache)
     cache.save(tmp_path / "c")
@@ -528,7 +496,6 @@ def test_save_replaces_a_file_only_when_it_is_whole(saved, model, monkeypatch):
 
 
 def test_a_cache_with_unequal_layers_is_not_saved(new, name, model, tmp_path):
-    needs(name, "save")
     cache = new()
     feed(model, random_ids(35, 1, 4), cache)
     shape = (1, model.config.num_key_value_heads, 1, model.config.head_dim)
@@ -619,9 +586,6 @@ class AnySequence(RuleBasedStateMachine):
         self.parents = []
         self.rows_share = False
 
-    def can(self, operation):
-        return operation not in CANNOT.get(self.kind, ())
-
     @precondition(lambda self: len(self.lists[0]) <= CAPACITY - 10)
     @rule(T=st.integers(1, 9))
     def append(self, T):
@@ -636,14 +600,13 @@ class AnySequence(RuleBasedStateMachine):
             assert torch.equal(keys, torch.stack([pair[0] for pair in kept], 2))
             assert torch.equal(values, torch.stack([pair[1] for pair in kept], 2))
 
-    @precondition(lambda self: self.can("truncate"))
     @rule(n=st.integers(0, CAPACITY))
     def truncate(self, n):
         self.cache.truncate(n)
         for kept in self.lists:
             del kept[n:]
 
-    @precondition(lambda self: self.can("fork") and len(self.parents) < 3)
+    @precondition(lambda self: len(self.parents) < 3)
     @rule(keep_parent=st.booleans())
     def fork(self, keep_parent):
         fork, lists = self.cache.fork(), [list(kept) for kept in self.lists]
@@ -652,7 +615,6 @@ class AnySequence(RuleBasedStateMachine):
         self.parents.append((self.cache, self.lists))
         self.cache, self.lists = fork, lists
 
-    @precondition(lambda self: self.can("reorder"))
     @rule(index=st.lists(st.integers(0, B - 1), min_size=B, max_size=B))
     def reorder(self, index):
         self.cache.reorder(index)
@@ -660,7 +622,6 @@ class AnySequence(RuleBasedStateMachine):
         for kept in self.lists:
             kept[:] = [(k[index], v[index]) for k, v in kept]
 
-    @precondition(lambda self: self.can("save"))
     @rule()
     def save_and_load(self):
         path = self.folder / "cache"

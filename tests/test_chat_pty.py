@@ -17,9 +17,6 @@ import pytest
 from chat_terminal import Terminal, chat_argv
 from tiny_checkpoint import write_tiny_checkpoint
 
-if not hasattr(termios, "tcgetattr"):  # pragma: no cover
-    pytest.skip("no pseudo-terminals here", allow_module_level=True)
-
 READY = r"^> *$"
 STATUS = (
     r"^  [\d,]+ new \+ [\d,]+ reused → [\d,]+ out · first token [\d.]+ m?s( · [\d,]+ tok/s)? · cache {}/{} · "

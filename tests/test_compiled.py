@@ -315,7 +315,6 @@ def test_bf16_is_as_near_to_fp32_as_the_plain_model():
 
 
 def test_the_gpu_script_runs_dry(tmp_path, capsys):
-    pytest.importorskip("transformers")
     assert gpu.main(["--dry-run", "--out", str(tmp_path / "dry")]) == 0
     report = json.loads((tmp_path / "dry.json").read_text())
     assert report["dry_run"] and report["faults"] == [] and 0 < report["parity"]["gap"] <= 1e-4

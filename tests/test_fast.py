@@ -9,6 +9,9 @@ import ctypes
 import os
 import pickle
 import random
+import re
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -497,7 +500,8 @@ def in_threads(*functions):
 
 
 @needs_kernels
-@pytest.mark.skipif(not hasattr(KERNELS, "omp_get_max_threads"), reason="built without OpenMP")
+@needs_kernels
+@pytest.mark.skipif(KERNELS is not None and not hasattr(KERNELS, "omp_get_max_threads"), reason="built without OpenMP")
 def test_threads_are_as_many_as_torch_was_told():
     """OpenMP keeps the number for each thread; in one that has just begun it is the default."""
     before, found = torch.get_num_threads(), []
@@ -522,6 +526,8 @@ def test_threads_are_as_many_as_torch_was_told():
 def fresh(monkeypatch, tmp_path):
     """library() with nothing built and nothing known. fresh(script) makes a compiler, fresh.runs() counts its runs."""
     monkeypatch.setenv("NANOKV_CACHE", str(tmp_path))
+    for name in ("NANOKV_KERNELS", "CXX"):
+        monkeypatch.delenv(name, raising=False)
     native.library.cache_clear()
 
     def compiler(script: str) -> Path:
@@ -549,7 +555,6 @@ def test_a_file_that_cannot_be_loaded_is_built_again(fresh, broken):
         native.library.cache_clear()
 
 
-@pytest.mark.skipif(not hasattr(os, "getuid"), reason="no file modes")
 def test_code_that_others_can_write_is_not_loaded(fresh):
     fresh("exit 0")
     fresh.folder.mkdir()
@@ -641,3 +646,20 @@ def test_pointwise_operator_of_onednn():
     assert torch_ops.has(torch.ops.mkldnn, "_linear_pointwise")
     x, weight = torch.randn(1, 1, 64), torch.randn(32, 64)
     assert gap(torch_ops.linear(x, weight).double(), x.double() @ weight.double().T) <= 1e-5
+
+
+# --- without a compiler -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_without_kernels_everything_else_here_still_holds():
+    """The same file once more with the kernels switched off; what needs them says so."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-rs", "-m", "not slow", "-p", "no:cacheprovider", __file__],
+        env=os.environ | {"NANOKV_KERNELS": "off"}, capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:]
+    passed, skipped = (int(re.search(rf"(\d+) {word}", done.stdout)[1]) for word in ("passed", "skipped"))
+    assert passed > 100 and skipped > 100
+    said = [line for line in done.stdout.splitlines() if line.startswith("SKIPPED")]
+    assert said and all("NANOKV_KERNELS=off" in line for line in said)

@@ -206,7 +206,6 @@ def test_more_context_than_the_model_has_is_said(cli):
 
 
 def test_plot(cli, tmp_path):
-    pytest.importorskip("matplotlib")
     code, _, err = cli("memory", "Qwen/Qwen3-0.6B", "--plot", tmp_path / "memory.svg")
     assert code == 0 and "memory.svg" in err and "Qwen3-32B" not in err
     assert (tmp_path / "memory.svg").read_text().startswith("<?xml")

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 
 import nanokv
@@ -104,7 +105,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def theirs(folder):
-    return pytest.importorskip("transformers").AutoTokenizer.from_pretrained(folder)
+    return transformers.AutoTokenizer.from_pretrained(folder)
 
 
 def test_training_text_is_the_chat_template(folder, theirs):
@@ -563,7 +564,6 @@ def test_the_export_is_the_checkpoint_in_bf16(finished):
 
 def test_the_export_is_an_ordinary_hugging_face_folder(finished):
     """nanokv.load and transformers read the same model out of it: logits, ids, template, eos."""
-    transformers = pytest.importorskip("transformers")
     model, tokenizer = nanokv.load(finished / "model")
     reference = transformers.AutoModelForCausalLM.from_pretrained(finished / "model", dtype=torch.float32).eval()
     theirs = transformers.AutoTokenizer.from_pretrained(finished / "model")

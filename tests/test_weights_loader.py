@@ -10,6 +10,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import tempfile
 import warnings
 from pathlib import Path
 
@@ -271,10 +272,21 @@ def test_a_truncated_file(kept, tmp_path):
     assert "fetch it again" in error.hint
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_a_file_that_may_not_be_read(tmp_path):
-    (write(tmp_path) / "model.safetensors").chmod(0)
-    refused(tmp_path, "model.safetensors", "Permission denied")
+@pytest.fixture
+def ordinary_folder():
+    """A folder that anybody may enter, in a test that runs as nobody if it began as root, who may read everything."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        user = os.geteuid()
+        yield Path(folder), lambda: os.seteuid(user or 65534)
+        os.seteuid(user)
+
+
+def test_a_file_that_may_not_be_read(ordinary_folder):
+    folder, drop_rights = ordinary_folder
+    (write(folder) / "model.safetensors").chmod(0)
+    drop_rights()
+    refused(folder, "model.safetensors", "Permission denied")
 
 
 def test_trailing_bytes(tmp_path):
