@@ -5,10 +5,14 @@ a random model's logits are nearly equal), and head_dim differs from hidden / he
 here and nowhere at run time.
 """
 
+import gc
+from contextlib import contextmanager
+
 import torch
 from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
 from nanokv.config import Config
+from nanokv.inference import score
 from nanokv.loading import build
 
 TOLERANCE = 1e-5  # fp32, logits of size 4: measured 3e-7 … 4e-6
@@ -107,6 +111,36 @@ def reference_step(reference, ids, cache):
     """Append ids to the reference's cache; (B,V) logits of the last position."""
     with torch.inference_mode():
         return reference(ids, past_key_values=cache, use_cache=True).logits[:, -1]
+
+
+def log_probability(model, ids, tokens: list[int]) -> float:
+    """Of `tokens` after ids (1,N), summed, by our own forward without a cache."""
+    whole = torch.cat((ids, torch.tensor([tokens])), 1)
+    log_probs = score(model, whole)[0, ids.shape[1] - 1 : -1].log_softmax(-1)
+    return log_probs.gather(1, torch.tensor(tokens)[:, None]).sum().item()
+
+
+def interrupt_at(monkeypatch, layer, at: int):
+    """From now on the at-th forward of this block is a Ctrl-C."""
+    forward, calls = type(layer).forward, []
+
+    def break_once(self, *args):
+        if self is layer:
+            calls.append(1)
+            if len(calls) == at:
+                raise KeyboardInterrupt
+        return forward(self, *args)
+
+    monkeypatch.setattr(type(layer), "forward", break_once)
+
+
+@contextmanager
+def whole_again(pool):
+    """The pool; at the end every page must be free exactly once, with no reference left."""
+    yield pool
+    gc.collect()
+    assert sorted(pool.free) == list(range(len(pool.references)))
+    assert not any(pool.references)
 
 
 def gap(ours, theirs) -> float:

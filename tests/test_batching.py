@@ -17,7 +17,7 @@ from nanokv.cache.padded import PaddedCache
 from nanokv.errors import CacheError, CapacityError, ContextError, GenerationError, UnsupportedError
 from nanokv.generation import SamplingParams, generate
 from nanokv.inference import prefill, prefill_chunks, score
-from oracle import SHAPES, TOLERANCE, gap, pair, random_ids
+from oracle import SHAPES, TOLERANCE, gap, interrupt_at, pair, random_ids
 
 LENGTHS = (3, 11, 1, 7)
 PROMPTS = [random_ids(i, 1, n)[0].tolist() for i, n in enumerate(LENGTHS)]
@@ -195,17 +195,8 @@ def test_an_interrupted_ragged_batch_leaves_every_row_as_it_was(models, alone, m
     cache = make_cache("batch", model.config, len(PROMPTS), of=kind)
     prefill(model, [PROMPTS[1][:2]], cache.rows[1], 0)
     rest = [PROMPTS[0], PROMPTS[1][2:], *PROMPTS[2:]]
-    layer, calls, eos = model.layers[1], [], [alone[0][1]]
-    forward = type(layer).forward
-
-    def break_once(self, *args):
-        if self is layer:
-            calls.append(1)
-            if len(calls) == at:
-                raise KeyboardInterrupt
-        return forward(self, *args)
-
-    monkeypatch.setattr(type(layer), "forward", break_once)
+    eos = [alone[0][1]]
+    interrupt_at(monkeypatch, model.layers[1], at)
     with pytest.raises(KeyboardInterrupt):
         generate_ragged(model, rest, cache, NEW, eos_token_ids=eos)
     monkeypatch.undo()

@@ -18,9 +18,9 @@ from nanokv.beam import REPLAY, BeamGeneration, beam_search
 from nanokv.cache import CACHES, make_cache
 from nanokv.errors import ContextError, GenerationError
 from nanokv.generation import generate
-from nanokv.inference import prefill, score
+from nanokv.inference import prefill
 from nanokv.prefix import common_prefix
-from oracle import SHAPES, pair, random_ids
+from oracle import SHAPES, log_probability, pair, random_ids
 
 V = 31
 EOS = [3, 17]
@@ -114,9 +114,7 @@ def test_a_score_is_the_log_probability_of_its_tokens(models):
     _, model = models
     ids = random_ids(6, 1, 6, V)
     for beam in beam_search(model, ids, 3, 8, eos_token_ids=EOS, num_return=3, length_penalty=1.0):
-        whole = torch.cat((ids, torch.tensor([beam.ids])), 1)
-        log_probs = score(model, whole)[0, 5:-1].log_softmax(-1)
-        total = log_probs.gather(1, torch.tensor(beam.ids)[:, None]).sum().item()
+        total = log_probability(model, ids, beam.ids)
         assert beam.score == pytest.approx(total / len(beam.ids), abs=1e-5)
 
 
@@ -230,9 +228,7 @@ def test_a_stopped_search_returns_the_best_so_far(models, steps):
     assert [beam.score for beam in found] == sorted((beam.score for beam in found), reverse=True)
     assert len(found) == (3 if steps else 0) and max((len(beam.ids) for beam in found), default=0) == steps
     for beam in found:
-        whole = torch.cat((ids, torch.tensor([beam.ids])), 1)
-        log_probs = score(model, whole)[0, 8:-1].log_softmax(-1)
-        total = log_probs.gather(1, torch.tensor(beam.ids)[:, None]).sum().item()
+        total = log_probability(model, ids, beam.ids)
         assert beam.score == pytest.approx(total / len(beam.ids), abs=1e-5)
 
 

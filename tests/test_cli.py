@@ -21,7 +21,7 @@ import pytest
 
 import nanokv
 from cli_helpers import command, environment, run_cli, spawn_cli
-from nanokv.cli import COMMANDS, arguments, generate, main, make_parser
+from nanokv.cli import COMMANDS, arguments, generate, main, make_parser, prompt
 from nanokv.cli.text import read_prompt_bytes
 from nanokv.errors import NanoKVError
 
@@ -253,10 +253,10 @@ def test_a_silent_pipe_is_mentioned(monkeypatch):
 
     notices = []
     monkeypatch.setattr("sys.stdin", os.fdopen(reader))
-    monkeypatch.setattr(generate, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(prompt, "PATIENCE_S", 0.01)
     monkeypatch.setattr("nanokv.cli.terminal.notice", heard)
     args = make_parser("generate", generate).parse(["early"])
-    assert generate.read_prompt(args) == "early\n\nlate"
+    assert prompt.read_prompt(args, "") == "early\n\nlate"
     assert len(notices) == 1 and "waiting for stdin" in notices[0]
 
 

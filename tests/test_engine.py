@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import nanokv
 from nanokv.engine import Engine
 from nanokv.errors import CapacityError, ContextError, GenerationError
-from oracle import SHAPES, pair, random_ids
+from oracle import SHAPES, interrupt_at, pair, random_ids
 
 SAMPLED = {"temperature": 0.9, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.3}
 
@@ -278,17 +278,7 @@ def test_an_interrupt_in_any_forward_loses_nothing(model, monkeypatch, at):
     engine = Engine(model, pages=20, page_size=4, step_tokens=6)
     prompts = [prompt(i, 9) for i in range(3)]
     requests = [engine.submit(ids, max_new_tokens=5) for ids in prompts]
-    layer, calls = model.layers[1], []
-    forward = type(layer).forward
-
-    def break_once(self, *args):
-        if self is layer:
-            calls.append(1)
-            if len(calls) == at:
-                raise KeyboardInterrupt
-        return forward(self, *args)
-
-    monkeypatch.setattr(type(layer), "forward", break_once)
+    interrupt_at(monkeypatch, model.layers[1], at)
     with pytest.raises(KeyboardInterrupt):
         engine.run()
     engine.run()

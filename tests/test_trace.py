@@ -335,6 +335,7 @@ def test_stdout_is_the_path_and_nothing_else(tmp_path):
         (["--fault", "start_pos_restart"], "no fault 'start_pos_restart'", "did you mean start_pos_restarts"),
         (["--fault", "top_left_mask"], "shows only in another situation", "one of"),
         (["--context", "8"], "the context is 8", "smaller -n"),
+        (["--prompt", ""], "the prompt is empty", "nanokv trace --chat"),
     ],
 )
 def test_refusals_say_why_and_leave_with_2(flags, message, hint, tmp_path, capsys, monkeypatch):

@@ -15,7 +15,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from nanokv.cli import terminal
-from nanokv.cli.generate import to_json
+from nanokv.cli.text import to_json
 from nanokv.errors import NanoKVError
 
 NOTICE_S = 10.0  # seconds between two progress lines where there is no terminal

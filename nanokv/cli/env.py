@@ -49,7 +49,7 @@ def run(args) -> int:
         "environment": {name: (shown(name), "") for name in VARIABLES},
     }  # fmt: skip
     if args.json:
-        from nanokv.cli.generate import to_json
+        from nanokv.cli.text import to_json
 
         terminal.write_out(to_json(sections) + "\n")
         return 0

@@ -1,8 +1,10 @@
-"""What goes into a prompt: bytes to text, arguments that are not UTF-8, and control tokens that somebody typed.
+"""Text in and out: bytes to text, arguments that are not UTF-8, control tokens that somebody typed, values to JSON.
 
 Nothing is guessed or dropped silently: invalid UTF-8 is an error with its position. Only a byte order mark is removed
 and CRLF becomes LF. NUL is an ordinary character here (a byte-level tokenizer has a token for it).
 """
+
+import json
 
 from nanokv.cli.terminal import sanitize_line
 from nanokv.errors import NanoKVError
@@ -52,3 +54,8 @@ def refuse_special(text: str, tokenizer, allow: bool) -> None:
         raise NanoKVError(
             f"message contains {token}, a control token", "--allow-special sends it to the model as that token"
         )
+
+
+def to_json(value) -> str:
+    """One line of ASCII: control characters, DEL included, only as escapes."""
+    return json.dumps(value, ensure_ascii=True, allow_nan=False).replace("\x7f", "\\u007f")

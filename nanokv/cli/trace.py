@@ -10,8 +10,8 @@ from pathlib import Path
 
 from nanokv.cli import arguments, terminal
 from nanokv.cli.arguments import integer
-from nanokv.cli.generate import encode, read_prompt
 from nanokv.cli.loading import Loaded, load_model
+from nanokv.cli.prompt import add_prompt_arguments, encode, messages, read_prompt
 from nanokv.config import Config
 from nanokv.errors import ContextError, NanoKVError
 
@@ -29,16 +29,7 @@ ANOTHER = "Count from one to five."  # the request before, where a fault needs o
 
 def add_arguments(parser) -> None:
     """The prompt as in generate, the page, then the model flags."""
-    parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="the text; - reads stdin")
-    group = parser.add_argument_group("prompt")
-    group.add_argument("-p", "--prompt", dest="prompt_flag", metavar="TEXT", help="the same as PROMPT")
-    group.add_argument("--file", metavar="FILE", type=Path, help="read the prompt from FILE (after PROMPT, if both)")
-    group.add_argument("--chat", action="store_true", help="send it as a message in the model's chat template")
-    arguments.add_system_argument(group)
-    group.add_argument("--thinking", choices=("on", "off"), help="with --chat: enable_thinking of the template")
-    group.add_argument(
-        "--allow-special", action="store_true", help="control tokens spelled out in the prompt are meant"
-    )
+    add_prompt_arguments(parser)
     group = parser.add_argument_group("page")
     group.add_argument(
         "-o", "--out", metavar="FILE", type=Path, default=Path("trace.html"), help="default: trace.html"
@@ -59,7 +50,7 @@ def run(args) -> int:
     check_place(args.out)
     if args.cache[0] != "dict":
         raise NanoKVError(f"--cache {args.cache[0]}: only the dict cache can be traced", "leave out --cache")
-    prompt = read_prompt(args)
+    prompt = read_prompt(args, EXAMPLES[0])
     fault = find_fault(args.fault)
     loaded = load_model(args)
     layers = choose_layers(args.layers, loaded.config)
@@ -96,9 +87,7 @@ def roles(args, loaded: Loaded, prompt: str, ids: list[int]) -> list[str]:
         return ["p"] * len(ids)
     from nanokv.prefix import token_roles
 
-    messages = [{"role": "system", "content": args.system}] if args.system else []
-    messages.append({"role": "user", "content": prompt})
-    return [letter for letter, _ in token_roles(loaded.tokenizer, ids, messages)]
+    return [letter for letter, _ in token_roles(loaded.tokenizer, ids, messages(args, prompt))]
 
 
 # --- faults -------------------------------------------------------------------------------------------------------

@@ -71,7 +71,7 @@ def run(args) -> int:
 
 def as_json(report) -> str:
     """One object; figures that are not finite become null, `note` says why."""
-    from nanokv.cli.generate import to_json
+    from nanokv.cli.text import to_json
 
     def finite(fields: dict) -> dict:
         bad = (float("inf"), float("-inf"))
