@@ -42,6 +42,16 @@ def prefill_attention(q, k, v, mask=None):
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
 
 
+def packed_attention(q, keys, values, attends):
+    """Several sequences one behind the other: attends[b] takes the T_b queries of sequence b, which see its keys only.
+
+    q (N,H,1,D) with N = ΣT_b, keys and values lists of (1,Hk,S_b,D) with the T_b new ones last → (N,H,1,D).
+    """
+    queries = q.split([size for size, _ in attends])  # (T_b,H,1,D)
+    each = zip(queries, keys, values, attends, strict=True)
+    return torch.cat([attend(rows.transpose(0, 2), k, v).transpose(0, 2) for rows, k, v, (_, attend) in each])
+
+
 def decode_attention(q, k, v, mask=None):
     """One query row. The G heads that share a KV head become G rows of one query block: K and V are read once.
 

@@ -20,7 +20,7 @@ from nanokv.cache.base import NoCache
 def score(model, tokens):
     """Logits of every position without a cache. tokens (B,T) → (B,T,V); V·T·4 bytes: 622 MB at T 1024, V 151,936."""
     cache = NoCache(model.config.num_hidden_layers)
-    hidden = model(_ids(model, tokens), cache, 0, causal_attention)  # (B,T,C)
+    hidden = model(token_ids(model, tokens), cache, 0, causal_attention)  # (B,T,C)
     return model.lm_head(hidden)  # (B,T,V)
 
 
@@ -43,7 +43,7 @@ def prefill_chunks(model, tokens, cache, start_pos: int = 0, chunk: int = 512):
     """
     if type(chunk) is not int or chunk < 1:
         raise ValueError(f"chunk is {chunk!r}: it must be an integer ≥ 1")
-    for part in _ids(model, tokens).split(chunk, dim=1):  # (B,t), t ≤ chunk
+    for part in token_ids(model, tokens).split(chunk, dim=1):  # (B,t), t ≤ chunk
         logits = prefill(model, part, cache, start_pos)
         start_pos = start_pos + part.shape[1]
     return logits  # (B,V)
@@ -52,7 +52,7 @@ def prefill_chunks(model, tokens, cache, start_pos: int = 0, chunk: int = 512):
 @torch.inference_mode()
 def decode(model, token, cache, start_pos: int):
     """Append one token to the cache, return the logits that follow it. token (B,1) → (B,V)."""
-    token = _ids(model, token)
+    token = token_ids(model, token)
     if token.shape[1] != 1:
         raise ValueError(f"decode takes one token a row, got {token.shape[1]}: prefill takes any number")
     mask = cache.mask(1)  # None, unless rows differ in length
@@ -73,14 +73,18 @@ def verify(model, tokens, cache, start_pos: int):
 
 def _append(model, tokens, cache, start_pos):
     """Any T new tokens over what is cached → hidden states (B,T,C)."""
-    tokens = _ids(model, tokens)
-    mask = cache.mask(tokens.shape[1])  # asked once, before the first append
-    mask = mask if mask is None else mask.to(tokens.device)
-    attend = partial(causal_attention if is_causal(mask) else prefill_attention, mask=mask)
-    return model(tokens, cache, start_pos, attend)
+    tokens = token_ids(model, tokens)
+    return model(tokens, cache, start_pos, attention_over(cache, tokens.shape[1], tokens.device))
 
 
-def _ids(model, tokens):
+def attention_over(cache, T, device):
+    """How the next T queries see what is cached; asked once, before the first append."""
+    mask = cache.mask(T)
+    mask = mask if mask is None else mask.to(device)
+    return partial(causal_attention if is_causal(mask) else prefill_attention, mask=mask)
+
+
+def token_ids(model, tokens):
     """Ids as a (B,T) int64 tensor on the model's device; anything else is refused before work starts."""
     tokens = torch.as_tensor(tokens, device=model.embed_tokens.weight.device)
     if tokens.dim() != 2 or tokens.numel() == 0 or tokens.dtype not in (torch.int64, torch.int32):

@@ -1,8 +1,8 @@
 """The engine: feeds what the scheduler planned, draws a token for every request that has none pending, and reports.
 
-A step runs one forward for each prefill chunk and one ragged forward for all decodes. Which requests share a step
-changes nothing but the rounding of sums: greedy answers are those of nanokv.generate, sampled ones too, because every
-request has a generator of its own. Single-threaded: callbacks run between two forwards and may submit and cancel.
+A step runs one packed forward for all prefill chunks and one ragged forward for all decodes. Which requests share a
+step changes nothing but the rounding of sums: greedy answers are those of nanokv.generate, sampled ones too, because
+every request has a generator of its own. Single-threaded: callbacks run between two forwards and may submit and cancel.
 """
 
 from time import perf_counter
@@ -12,11 +12,12 @@ import torch
 from nanokv.cache import PrefixPool
 from nanokv.cache.paged_batch import PagedBatch
 from nanokv.engine.metrics import Metrics
+from nanokv.engine.packed import prefill_packed
 from nanokv.engine.request import FINISHED, Request
 from nanokv.engine.scheduler import Scheduler
 from nanokv.errors import CapacityError, ContextError, GenerationError
 from nanokv.generation import SamplingParams, eos_ids, prompt_ids
-from nanokv.inference import decode, prefill
+from nanokv.inference import decode
 from nanokv.sample import check_sampling
 
 
@@ -128,41 +129,52 @@ class Engine:
         for request, _ in work:
             request.admitted = now if request.admitted is None else request.admitted
         decodes = [request for request, _ in work if request.pending == 1]
-        for request, tokens in work:
-            if request.pending > 1:
-                self._prefill(request, tokens)
+        chunks = [(request, tokens) for request, tokens in work if request.pending > 1]
+        while chunks:
+            chunks = self._prefill(chunks)
         self._decode(decodes)
         self.metrics.note_step(self.pool, self.scheduler)
         self._draw()
         drawn, self._drawn = self._drawn, []
         return drawn
 
-    def _prefill(self, request: Request, tokens: int):
-        """The next chunk of one request, of which others can reuse the full pages; the last one gives its logits."""
-        self.scheduler.reuse(request)  # who came with it may have computed its beginning since it was admitted
-        tokens, start = min(tokens, request.pending), request.cache.length
-        part = request.known[start : start + tokens]
-        logits = self._forward(prefill, [request], request.cache, [part])
-        self.metrics.prefill_tokens += tokens
-        request.cache.remember(request.known)
-        if request.pending == 0:
-            request.logits = logits
+    def _prefill(self, chunks) -> list:
+        """The next chunk of each request in one forward; the last chunk gives the logits. Returns the chunks that have
+        to wait, because their beginning is computed here, for another request, and can be reused then."""
+        now, later = [], []
+        for request, tokens in chunks:
+            self.scheduler.reuse(request)  # who came with it may have computed its beginning since it was admitted
+            tokens = min(tokens, request.pending)
+            waits = any(self.scheduler.shares(request, other, more) for other, more in now)
+            (later if waits else now).append((request, tokens))
+        requests = [request for request, _ in now]
+        starts = [request.cache.length for request in requests]
+        parts = [request.known[start : start + n] for (request, n), start in zip(now, starts, strict=True)]
+        caches = [request.cache for request in requests]
+        logits = self._forward(requests, prefill_packed, parts, caches, starts)  # (B,V)
+        for row, (request, tokens) in enumerate(now):
+            self.metrics.prefill_tokens += tokens
+            request.cache.remember(request.known)
+            if request.pending == 0:
+                request.logits = logits[row : row + 1]
+        return later
 
     def _decode(self, requests):
         """One token of each, rows of any length."""
         if not requests:
             return
         cache = PagedBatch([request.cache for request in requests], self.config)
-        logits = self._forward(decode, requests, cache, [request.known[-1:] for request in requests])  # (B,V)
+        newest = torch.tensor([request.known[-1:] for request in requests], device=self.device)  # (B,1)
+        logits = self._forward(requests, decode, newest, cache, cache.length)  # (B,V)
         self.metrics.decode_tokens += len(requests)
         for row, request in enumerate(requests):
             request.logits = logits[row : row + 1]
 
-    def _forward(self, path, requests, cache, ids):
+    def _forward(self, requests, path, *arguments):
         before = [request.cache.length for request in requests]
         try:
             self.metrics.forwards += 1
-            return path(self.model, torch.tensor(ids, device=self.device), cache, start_pos=cache.length)
+            return path(self.model, *arguments)
         except BaseException:  # KeyboardInterrupt too: some layers have the new tokens, others do not
             for request, length in zip(requests, before, strict=True):
                 request.cache.truncate(length)

@@ -7,6 +7,7 @@ request gives its pages back and waits, its tokens kept. The oldest one can ther
 """
 
 from bisect import insort
+from itertools import takewhile
 
 from nanokv.cache import make_cache
 from nanokv.engine.request import FINISHED, RUNNING, WAITING, Request
@@ -58,6 +59,15 @@ class Scheduler:
         if cache.length <= before:
             cache.truncate(0)
             self.count_reused(request, cache.reuse(request.known) - before)
+
+    def shares(self, request: Request, other: Request, tokens: int) -> bool:
+        """Will `other`, fed so many tokens more, have a full page that `request` could reuse and does not hold yet?"""
+        held, size = request.cache.length, self.pool.page_size
+        if request.salt != other.salt or held > request.cache.hits:
+            return False
+        mine, theirs = request.known[:-1], other.known[: other.cache.length + tokens]  # its last token is always fed
+        alike = takewhile(lambda pair: pair[0] == pair[1], zip(mine, theirs, strict=False))
+        return sum(1 for _ in alike) // size * size > held
 
     def count_reused(self, request: Request, tokens: int):
         """Found in the index; of a request that was preempted only the engine's sum tells."""

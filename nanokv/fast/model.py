@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanokv.attention import causal_attention, decode_attention
+from nanokv.attention import causal_attention, decode_attention, packed_attention
 from nanokv.errors import ConfigError
 from nanokv.fast import native
 from nanokv.fast.weights import FEW_ROWS, FORMATS, Addressed, Dense, Int8
@@ -80,7 +80,8 @@ class Block(Addressed):
             qkv.data_ptr(), B, T, H, Hk, D, self.q_norm.data_ptr(), self.k_norm.data_ptr(), self.eps, cos.data_ptr(),
             sin.data_ptr(), T * D if cos.numel() > T * D else 0, q.data_ptr(), k.data_ptr(), v.data_ptr(), form,
         )  # fmt: skip
-        y = self.o.product(self.attended(kernels, q, *cache.append(k, v), attend))  # (B,T,C)
+        y = self.attended(kernels, attend, q, *cache.append(k, v))  # (B,H,T,D)
+        y = self.o.product(y.transpose(1, 2).reshape(B, T, H * D))  # (B,T,C)
         kernels.add_rows(x.data_ptr(), y.data_ptr(), x.numel(), form)
         both = self.gate_up.product(self.rows_normed(kernels, x, self.mlp_norm))  # (B,T,2I)
         hidden = both.new_empty(B, T, both.shape[-1] // 2)
@@ -97,19 +98,23 @@ class Block(Addressed):
         )
         return y
 
-    def attended(self, kernels, q, k, v, attend):
-        """q (B,H,T,D), k and v (B,Hk,S,D) → (B,T,H·D)."""
+    def attended(self, kernels, attend, q, k, v):
+        """q (B,H,T,D), k and v (B,Hk,S,D) → (B,H,T,D); of packed sequences each by itself."""
+        formula = getattr(attend, "func", attend)
+        if formula is packed_attention:
+            attends = [(T, functools.partial(self.attended, kernels, own)) for T, own in attend.keywords["attends"]]
+            return packed_attention(q, k, v, attends)
         (B, H, T, D), (Hk, S) = q.shape, k.shape[1:3]
         strides = k.stride()
         plain = strides == v.stride() and strides[2:] == (D, 1)
-        causal = getattr(attend, "func", attend) is causal_attention  # then no mask has to be read
+        causal = formula is causal_attention  # then no mask has to be read
         if not causal or q.dtype != torch.bfloat16 or not plain or not kernels.has_flash(D):
-            return attend(q, k, v).transpose(1, 2).reshape(B, T, H * D)
-        y = q.new_empty(B, T, H * D)
+            return attend(q, k, v)
+        q, y = q.contiguous(), q.new_empty(B, T, H, D)
         kernels.flash_attention(
             y.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr(), B, H, Hk, T, S, D, strides[0], strides[1]
         )
-        return y
+        return y.transpose(1, 2)
 
     def torch_path(self, x, rope, cache, attend):
         """Any number of tokens, any mask, any device; norms in fp32, products and attention in the weights' dtype."""

@@ -1,0 +1,53 @@
+"""Several prompts, one behind the other, in one forward: no padding, and products as large as all of them together.
+
+To the model every token is a row of its own, with a position of its own: (N,1) tokens. Only attention knows which rows
+belong together: `append` returns the keys and values of every sequence apart, and `packed_attention` takes them.
+"""
+
+import torch
+
+from nanokv.cache.base import KVCache, LayerCache
+from nanokv.cache.checks import check_append
+from nanokv.errors import CacheError
+
+
+class PackedLayer(LayerCache):
+    """Layer i of every sequence; `sizes[b]` of the next N tokens are sequence b's."""
+
+    def __init__(self, parts, sizes):
+        self.parts, self.sizes, self.expects = parts, sizes, parts[0].expects
+
+    def append(self, k, v):
+        """(N,Hk,1,D) ×2 → two lists with (1,Hk,S_b,D) for each sequence; all are written, or none."""
+        check_append(k, v, expects=self.expects)
+        if k.shape[0] != sum(self.sizes):
+            raise CacheError(f"cannot append keys {tuple(k.shape)} to sequences of {self.sizes} tokens")
+        marks, pairs = [part.mark() for part in self.parts], []
+        try:
+            for part, *new in zip(self.parts, k.split(self.sizes), v.split(self.sizes), strict=True):  # (T_b,Hk,1,D)
+                pairs.append(part.append(*(x.transpose(0, 2) for x in new)))  # (1,Hk,T_b,D) → (1,Hk,S_b,D) ×2
+            return tuple(map(list, zip(*pairs, strict=True)))
+        except BaseException:
+            for part, mark in zip(self.parts, marks, strict=True):
+                part.back(mark)
+            raise
+
+
+class PackedCache(KVCache):
+    """One forward's view of `caches`, each of one sequence, of which sequence b gets sizes[b] ≥ 1 tokens.
+
+    What is appended here is in them; a forward that failed is undone by truncating every one of them.
+    """
+
+    name = "packed"
+
+    def __init__(self, caches, sizes, config):
+        if not caches or len({id(cache) for cache in caches}) < len(caches) or len(sizes) != len(caches):
+            raise CacheError(f"{len(sizes)} prompts for {len(caches)} caches: one each, and no cache twice")
+        self.caches, self.sizes = list(caches), list(sizes)
+        super().__init__((PackedLayer(parts, self.sizes) for parts in zip(*caches, strict=True)), config)
+
+    @property
+    def length(self):
+        """(N,) int64: how many tokens of its own sequence stand before each row."""
+        return torch.cat([cache.length + torch.arange(n) for cache, n in zip(self.caches, self.sizes, strict=True)])

@@ -1,0 +1,125 @@
+"""Prompts of different lengths in one forward: each gets the logits and leaves the cache of a prefill of its own."""
+
+import pytest
+import torch
+
+import nanokv
+from nanokv.cache import CACHES, make_cache
+from nanokv.engine import Engine
+from nanokv.engine.packed import prefill_packed
+from nanokv.errors import CacheError
+from nanokv.inference import decode, prefill
+from oracle import SHAPES, TOLERANCE, gap, interrupt_at, pair, random_ids, reference_logits
+
+LENGTHS = [5, 33, 1, 12]
+
+
+@pytest.fixture(scope="module")
+def models():
+    """(reference, ours), fp32."""
+    return pair(**SHAPES["G2-untied-bias"])
+
+
+def prompts(seed: int) -> list[list[int]]:
+    return [random_ids(seed + i, 1, n)[0].tolist() for i, n in enumerate(LENGTHS)]
+
+
+def caches(kind, model, **options):
+    return [make_cache(kind, model.config, capacity=128, **options) for _ in LENGTHS]
+
+
+@pytest.mark.parametrize("kind", sorted(CACHES))
+@pytest.mark.parametrize("fast", [False, True], ids=["plain", "optimized"])
+def test_each_prompt_is_as_if_it_were_alone(models, kind, fast):
+    """From the start, from where the last chunk ended, and in a decode after it, over caches of every kind."""
+    model = nanokv.optimize(models[1]) if fast else models[1]
+    together, apart = caches(kind, model), caches(kind, model)
+    for seed in (0, 10):
+        starts = [cache.length for cache in together]
+        logits = prefill_packed(model, prompts(seed), together, starts)  # (B,V)
+        expected = [prefill(model, [ids], own, own.length) for ids, own in zip(prompts(seed), apart, strict=True)]
+        assert gap(logits, torch.cat(expected)) <= TOLERANCE
+        assert [cache.length for cache in together] == [start + n for start, n in zip(starts, LENGTHS, strict=True)]
+    for mine, own in zip(together, apart, strict=True):
+        assert gap(decode(model, [[7]], mine, mine.length), decode(model, [[7]], own, own.length)) <= TOLERANCE
+
+
+def test_the_logits_are_those_of_transformers(models):
+    reference, model = models
+    logits = prefill_packed(model, prompts(20), caches("dict", model), [0] * len(LENGTHS))
+    expected = [reference_logits(reference, torch.tensor([ids]))[:, -1] for ids in prompts(20)]
+    assert gap(logits, torch.cat(expected)) <= TOLERANCE
+
+
+def test_bf16_over_pages(models):
+    """The causal kernel takes each sequence by itself; products of other sizes round alike to the precision of bf16."""
+    model = nanokv.optimize(nanokv.load("tiny", dtype=torch.bfloat16)[0])
+    together, apart = caches("paged", model), caches("paged", model)
+    logits = prefill_packed(model, prompts(0), together, [0] * len(LENGTHS))
+    expected = torch.cat([prefill(model, [ids], own, 0) for ids, own in zip(prompts(0), apart, strict=True)])
+    assert gap(logits, expected) <= 0.03 * expected.abs().max().item()
+
+
+@pytest.mark.parametrize("kind", ["dict", "static", "paged"])
+def test_what_failed_half_way_is_mended_by_truncating(models, monkeypatch, kind):
+    model, together = models[1], caches(kind, models[1])
+    prefill_packed(model, prompts(0), together, [0] * len(LENGTHS))
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, model.layers[1], 1)
+        with pytest.raises(KeyboardInterrupt):
+            prefill_packed(model, prompts(10), together, LENGTHS)
+    for cache, length in zip(together, LENGTHS, strict=True):
+        cache.truncate(length)
+    clean = caches(kind, model)
+    prefill_packed(model, prompts(0), clean, [0] * len(LENGTHS))
+    again, expected = (prefill_packed(model, prompts(10), mine, LENGTHS) for mine in (together, clean))
+    assert torch.equal(again, expected)
+
+
+def test_a_layer_is_written_for_all_or_for_none(models):
+    """The third sequence has no room: the first two hold what they held."""
+    model = models[1]
+    tight = [make_cache("static", model.config, capacity=n) for n in (64, 64, 6, 64)]
+    prefill_packed(model, [[1]] * 4, tight, [0] * 4)
+    with pytest.raises(CacheError):
+        prefill_packed(model, [[1, 2], [1, 2, 3], [1] * 9, [1]], tight, [1] * 4)
+    assert [cache[0].length for cache in tight] == [1] * 4
+
+
+def test_what_does_not_fit_together_is_refused(models):
+    model, four = models[1], caches("dict", models[1])
+    with pytest.raises(ValueError, match="start_pos"):
+        prefill_packed(model, prompts(0), four, [0, 0, 3, 0])
+    for some in (four[:3], [four[0]] * 4, []):
+        with pytest.raises((CacheError, ValueError)):
+            prefill_packed(model, prompts(0), some, [0] * len(some))
+    with pytest.raises(IndexError, match="outside the vocabulary"):
+        prefill_packed(model, [[1], [10**6]], four[:2], [0, 0])
+    assert [cache.length for cache in four] == [0] * 4
+
+
+# --- in the engine ------------------------------------------------------------------------------------------------
+
+
+def test_all_prompts_of_a_step_are_one_forward(models):
+    engine = Engine(models[1], pages=40, page_size=4, step_tokens=64)
+    for ids in prompts(30):
+        engine.submit(ids, max_new_tokens=3, eos_token_ids=[])
+    engine.step()
+    assert engine.metrics.forwards == 2  # prompts of one token are decodes from the first step on
+    engine.run()
+    assert engine.metrics.forwards == 4
+
+
+def test_who_begins_alike_waits_for_the_first_of_them_and_others_do_not(models):
+    """Four prompts, three with one beginning of two pages: it is computed once, then the two others go together."""
+    engine = Engine(models[1], pages=40, page_size=4, step_tokens=256)
+    beginning = random_ids(50, 1, 9)[0].tolist()
+    ids = [beginning + [1, 2, 3], beginning + [4, 5], random_ids(51, 1, 7)[0].tolist(), beginning + [6]]
+    asked = [engine.submit(prompt, max_new_tokens=1) for prompt in ids]
+    salted = engine.submit(beginning + [1], max_new_tokens=1, salt="another tenant")
+    engine.step()
+    assert engine.metrics.forwards == 2
+    assert [request.reused_tokens for request in asked] == [0, 8, 0, 8] and salted.reused_tokens == 0
+    for prompt, request in zip(ids, asked, strict=True):
+        assert request.tokens == list(nanokv.generate(models[1], prompt, max_new_tokens=1))
