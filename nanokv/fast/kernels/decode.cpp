@@ -293,23 +293,23 @@ static inline int64_t place(const Pages& p, int64_t b, int64_t head, int64_t s, 
     return page * p.page_stride + head * p.head_stride + s % p.page_size * D;
 }
 
-const int PART = 256;  // keys a task: the scores stay in the first-level cache
+const int PART = 256;  // keys a task: the scores stay in the first-level cache, keys and values in the second
 
 // Ask for so many values long before their use, into the second-level cache: the first holds too few requests at once.
 template <class T>
 static inline void fetch(const T* from, int64_t count) {
     for (int64_t i = 0; i < count * (int64_t)sizeof(T); i += 64) __builtin_prefetch((const char*)from + i, 0, 2);
 }
-const int SOON = 64;  // keys ahead
 
-// scores[g][s] = q_g · k_s for n keys that lie one after the other; sixteen at once, a key is loaded once for G queries
+// scores[g][s] = q_g · k_s for n keys that lie one after the other; sixteen at once, a key is loaded once for G queries.
+// Meanwhile their values v come, which are needed when all scores are there.
 template <class T, int G>
-static void score_run(const T* k, int64_t n, const float* q, int64_t D, float* scores) {
+static void score_run(const T* k, const T* v, int64_t n, const float* q, int64_t D, float* scores) {
     const int keys = 16 / G;
     int64_t s = 0;
     for (; s + keys <= n && D % 16 == 0; s += keys) {
         f32x16 sum[16] = {};
-        fetch(k + (s + SOON) * D, keys * D);
+        fetch(v + s * D, keys * D);
         for (int64_t d = 0; d < D; d += 16)
 #pragma GCC unroll 16
             for (int i = 0; i < keys; i++) {
@@ -323,12 +323,13 @@ static void score_run(const T* k, int64_t n, const float* q, int64_t D, float* s
         for (int g = 0; g < G; g++) scores[g * PART + s] = dot(k + s * D, q + g * D, D);
 }
 
-// out[g] += Σ_s p[g][s] · v_s, four values at a time so that the sums are loaded and stored a quarter as often
+// out[g] += Σ_s p[g][s] · v_s, four values at a time so that the sums are loaded and stored a quarter as often. Meanwhile
+// the keys of the next task come.
 template <class T, int G>
-static void mix_run(const T* v, int64_t n, const float* p, int64_t D, float* out) {
+static void mix_run(const T* v, const T* next, int64_t n, const float* p, int64_t D, float* out) {
     int64_t s = 0;
     for (; s + 4 <= n && D % 16 == 0; s += 4) {
-        fetch(v + (s + SOON) * D, 4 * D);
+        if (next) fetch(next + s * D, 4 * D);
         for (int64_t d = 0; d < D; d += 16) {
             const T* at = v + s * D + d;
             f32x16 a = load16(at), b = load16(at + D), c = load16(at + 2 * D), e = load16(at + 3 * D);
@@ -343,17 +344,27 @@ static void mix_run(const T* v, int64_t n, const float* p, int64_t D, float* out
             for (int64_t d = 0; d < D; d++) out[g * D + d] += p[g * PART + s] * to_float(v[s * D + d]);
 }
 
-// Queries of one KV head over the keys from … to−1: a softmax of its own, put together with the others afterwards.
+struct Task {  // the keys from … to−1 of row b in one KV head
+    int64_t b, head, from, to;
+};
+
+// G queries of a task: a softmax of its own, put together with the others afterwards.
 template <class T, int G>
-static void attend_part(const Pages& p, int64_t b, int64_t head, int64_t from, int64_t to, const float* q, int64_t D,
-                        float* out, float* largest, float* total) {
+static void attend_part(const Pages& p, const Task& task, const Task* next, const float* q, int64_t D, float* out,
+                        float* largest, float* total) {
     float scores[G * PART];
-    auto at = [&](const void* base, int64_t s) { return (const T*)base + place(p, b, head, s, D); };
+    int64_t from = task.from, to = task.to;
+    auto at = [&](const void* base, int64_t s) { return (const T*)base + place(p, task.b, task.head, s, D); };
     auto run = [&](int64_t s) {  // how many tokens from s on lie in one piece
         int64_t left = p.page_size - s % p.page_size;
         return to - s < left ? to - s : left;
     };
-    for (int64_t s = from; s < to; s += run(s)) score_run<T, G>(at(p.keys, s), run(s), q, D, &scores[s - from]);
+    auto then = [&](int64_t s) {  // the key of the next task that has the place of s in this one
+        if (!next || s - from >= next->to - next->from) return (const T*)nullptr;
+        return (const T*)p.keys + place(p, next->b, next->head, next->from + s - from, D);
+    };
+    for (int64_t s = from; s < to; s += run(s))
+        score_run<T, G>(at(p.keys, s), at(p.values, s), run(s), q, D, &scores[s - from]);
     for (int g = 0; g < G; g++) {
         float *row = &scores[g * PART], most = -INFINITY;
         f32x16 sum = {};
@@ -363,17 +374,17 @@ static void attend_part(const Pages& p, int64_t b, int64_t head, int64_t from, i
         largest[g] = most, total[g] = sum16(sum);
     }
     memset(out, 0, G * D * sizeof(float));
-    for (int64_t s = from; s < to; s += run(s)) mix_run<T, G>(at(p.values, s), run(s), &scores[s - from], D, out);
+    for (int64_t s = from; s < to; s += run(s)) mix_run<T, G>(at(p.values, s), then(s), run(s), &scores[s - from], D, out);
 }
 
 // All G queries of a KV head: as many at once as there are, or 4, 2, 1.
 template <class T>
-static void attend_head(const Pages& p, int64_t b, int64_t head, int64_t from, int64_t to, const float* q, int64_t G,
-                        int64_t D, float* out, float* largest, float* total) {
+static void attend_head(const Pages& p, const Task& task, const Task* next, const float* q, int64_t G, int64_t D,
+                        float* out, float* largest, float* total) {
     for (int64_t g = 0; g < G;) {
         int count = G - g >= 4 ? 4 : G - g >= 2 ? 2 : 1;
         auto part = count == 4 ? attend_part<T, 4> : count == 2 ? attend_part<T, 2> : attend_part<T, 1>;
-        part(p, b, head, from, to, q + g * D, D, out + g * D, largest + g, total + g);
+        part(p, task, g ? nullptr : next, q + g * D, D, out + g * D, largest + g, total + g);
         g += count;
     }
 }
@@ -385,17 +396,21 @@ static void attention(float* y, float* q, int64_t B, int64_t H, int64_t Hk, int6
     int64_t parts = (longest + PART - 1) / PART;
     std::vector<float> out(B * Hk * parts * G * D), largest(B * Hk * parts * G, -INFINITY), total(B * Hk * parts * G);
     for (int64_t i = 0; i < B * H * D; i++) q[i] /= sqrtf((float)D);
+    std::vector<Task> tasks;
+    for (int64_t row = 0; row < B * Hk; row++)
+        for (int64_t from = 0, S = pages.lengths[row / Hk]; from < S; from += PART)
+            tasks.push_back({row / Hk, row % Hk, from, from + PART < S ? from + PART : S});
+    int64_t count = tasks.size(), some = count < 8 ? 1 : count < 32 ? 2 : count < 128 ? 4 : 8;  // in a row: each fetches for the next one
 #pragma omp parallel if (4 * B * Hk * longest * D >= WORTH)
     {
-#pragma omp for schedule(dynamic) collapse(2)
-        for (int64_t row = 0; row < B * Hk; row++)
-            for (int64_t part = 0; part < parts; part++) {
-                int64_t from = part * PART, to = from + PART, at = (row * parts + part) * G, b = row / Hk;
-                if (to > pages.lengths[b]) to = pages.lengths[b];
-                if (from >= to) continue;
-                auto f = pages.format == FP32 ? attend_head<float> : attend_head<bf16>;
-                f(pages, b, row % Hk, from, to, q + row * G * D, G, D, &out[at * D], &largest[at], &total[at]);
-            }
+#pragma omp for schedule(dynamic, some)
+        for (int64_t i = 0; i < count; i++) {
+            const Task& task = tasks[i];
+            const Task* next = (i + 1) % some && i + 1 < count ? &task + 1 : nullptr;
+            int64_t row = task.b * Hk + task.head, at = (row * parts + task.from / PART) * G;
+            auto f = pages.format == FP32 ? attend_head<float> : attend_head<bf16>;
+            f(pages, task, next, q + row * G * D, G, D, &out[at * D], &largest[at], &total[at]);
+        }
 #pragma omp for
         for (int64_t i = 0; i < B * H; i++) {  // the parts of head i % H of row i / H, put together
             float most = -INFINITY, sum = 0, *to = y + i * D;
