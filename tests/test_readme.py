@@ -117,6 +117,22 @@ def test_files_of_the_readme_exist():
     assert [link for link in links if not (ROOT / link).exists()] == []
 
 
+def test_the_readme_is_short():
+    """What is longer belongs into docs/."""
+    text = readme()
+    assert len(text.splitlines()) <= 200
+    assert sum(any(letter.isalnum() for letter in word) for word in text.split()) <= 900
+
+
+def test_the_map_of_the_code_is_whole():
+    """docs/code.md names every module and every package of nanokv."""
+    text = (ROOT / "docs" / "code.md").read_text()
+    parts = [path for path in (ROOT / "nanokv").iterdir() if not path.name.startswith("__")]
+    names = {f"{path.name}/" if path.is_dir() else path.name for path in parts}
+    assert [name for name in sorted(names) if name not in text] == []
+    assert [name for name in re.findall(r"^  (\w+(?:\.py|/))", text, re.MULTILINE) if name not in names] == []
+
+
 def test_proofs_name_tests_and_commands_that_exist():
     """docs/proofs.md: every test file between its backticks, every make target, every nanokv command."""
     from nanokv import cli
