@@ -127,10 +127,10 @@ class PagedLayer(LayerCache):
         return len(self.parent.tables)
 
     def gather(self, pages, table):
-        """Dense (B,Hk,S,D): every page of every row, copied."""
+        """Dense (B,Hk,S,D): every page of every row, copied once."""
         used = table[:, : self.parent.pages_of(self.length)]  # (B,n)
-        dense = pages[self.layer][used].transpose(1, 2)  # (B,n,Hk,page,D) → (B,Hk,n,page,D)
-        return dense.flatten(2, 3)[:, :, : self.length]  # (B,Hk,S,D)
+        dense = pages[self.layer].transpose(0, 1)[:, used]  # (P,Hk,page,D) → (Hk,B,n,page,D), the copy
+        return dense.transpose(0, 1).flatten(2, 3)[:, :, : self.length]  # (B,Hk,S,D), a view: pages lie in order
 
     def truncate(self, n: int):
         self.check_truncate(n)

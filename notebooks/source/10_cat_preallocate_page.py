@@ -143,9 +143,9 @@ course.show(fig, alt="Bytes written against tokens held. cat and gathered pages 
 # the way is S²/2. A slab writes each byte once. A slab that doubles when it is full writes it
 # <!--fig 10.growing-->2.0<!--/fig--> times, and needs no capacity beforehand. Pages write it once too, *if* attention
 # reads them where they lie. If they are gathered into one tensor for an attention that knows nothing of pages, as
-# nanokv's plain path does, every token is moved again in every step, as with `cat`, and here even twice:
-# <!--fig 10.gather x1.1-->528<!--/fig--> times. Pages are about memory, not about copies. Experiment 4 shows what they
-# are for.
+# nanokv's plain path does, every token is moved again in every step, as with `cat`:
+# <!--fig 10.gather-->265<!--/fig--> times. Pages are about memory, not about copies. Experiment 4 shows what they are
+# for.
 #
 # Your prediction was for 1,000 tokens. Half of it:
 
@@ -376,8 +376,8 @@ course.show(fig, alt="Maps of the memory, slots upwards and steps to the right, 
 # That did not happen here, and to one who has reserved everything it never does: it is the price of promising more than
 # there is.
 #
-# Right answers first, as always. `nanokv.equality` feeds a cache token by token, in chunks, in batches, forked, cut and
-# loaded from a file, and compares with the model without a cache:
+# Right answers first, as always. `nanokv.equality` feeds a cache token by token, in [chunks](glossary.md#chunk), in
+# batches, forked, cut and loaded from a file, and compares with the model without a cache:
 
 # %%
 report = nanokv.equality.check("paged")
