@@ -5,9 +5,12 @@ words runs on a small random one.
 """
 
 import inspect
+import random
 import re
+import threading
 import time
 
+import numpy as np
 import pytest
 import torch
 
@@ -47,10 +50,8 @@ def test_the_catalogue_is_complete_and_in_one_form():
     for name, fault in faults.FAULTS.items():
         assert fault.name == name and fault.scenario in faults.SCENARIOS
         assert fault.seen_by in ("words", "logits", "bytes", "error")
-        assert re.fullmatch(r"([\w.-]+/[\w.-]+#\d+)?", fault.thread), fault.thread
+        assert re.fullmatch(r"[\w.-]+/[\w.-]+#\d+", fault.thread), fault.name
         assert fault.title and not fault.title.endswith(".") and fault.cause.endswith(".")
-    threads = [fault.thread for fault in faults.FAULTS.values() if fault.thread]
-    assert len(threads) >= 16
     with pytest.raises(AttributeError):
         fault.title = "another"
 
@@ -102,8 +103,22 @@ def test_the_byte_faults_cost_what_they_say(bundled):
 def test_a_model_without_a_tokenizer_is_diagnosed_by_ids(model):
     found = faults.diagnose("start_pos_restarts", model)
     assert found.token == 24 and re.fullmatch(r"[\d ]+", found.right[0]) and max(found.deltas) > 1e-3
-    own = faults.diagnose("start_pos_restarts", model, prompts=[[1, 2, 3], [4], [5]])
-    assert own.token == 3
+    own = faults.diagnose("start_pos_restarts", model, prompts=[[*range(10)], [*range(4, 15)], [*range(5, 16)]])
+    assert own.token == 10
+
+
+@pytest.mark.parametrize("lengths", [[12], [10, 11], [10, 10, 9], [12, 12, 12], []])
+def test_prompts_that_cannot_show_every_fault_are_refused(lengths, model):
+    """One prompt has no second request, three tokens make no second chunk, equal lengths need no padding."""
+    for name in ("right_padding", "not_cleared", "reorder_ignored", "top_left_mask"):
+        with pytest.raises(NanoKVError, match=f"three prompts of 10 tokens or more, .*{re.escape(str(lengths))}"):
+            faults.diagnose(name, model, prompts=[[*range(2, 2 + n)] for n in lengths])
+
+
+@EACH
+def test_the_shortest_prompts_that_are_taken_show_every_fault(name, model):
+    prompts = [[*range(2, 12)], [*range(20, 30)], [*range(40, 51)]]
+    assert faults.diagnose(name, model, prompts=prompts).seen_by != "nothing"
 
 
 @pytest.mark.parametrize("scenario", faults.SCENARIOS)
@@ -197,6 +212,69 @@ def test_a_fault_reaches_every_kind_of_cache_and_one_made_before(name, kind, mod
         nanokv.prefill(model, IDS[:, :8], cache, start_pos=0)
         logits = nanokv.decode(model, IDS[:, 8:9], cache, start_pos=8)
     assert (logits - right[1]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("kind", sorted(nanokv.CACHES))
+@pytest.mark.parametrize("name", ["square_mask", "top_left_mask", "no_mask_on_chunk"])
+def test_a_fault_of_masks_reaches_every_kind_of_cache(name, kind, model):
+    """As wrong logits; only the square mask fits nowhere."""
+
+    def chunks():
+        cache = nanokv.make_cache(kind, model.config)
+        nanokv.prefill(model, IDS[:, :7], cache, start_pos=0)
+        return nanokv.inference.verify(model, IDS[:, 7:], cache, start_pos=7)
+
+    right = chunks()
+    with faults.inject(name):
+        if name == "square_mask":
+            with pytest.raises(RuntimeError):
+                chunks()
+        else:
+            assert (chunks() - right).abs().max() > 1e-3
+
+
+def test_faults_may_be_left_in_any_order(model):
+    """The one that stays is in, the one that left is out, whichever came first."""
+    right, logits = cached_logits(model), {}
+    pair = "start_pos_off_by_one", "start_pos_restarts"  # both replace rope_angles
+    for name in pair:
+        with faults.inject(name):
+            logits[name] = cached_logits(model)
+    for leaves, stays in (pair, pair[::-1]):
+        first, second = faults.inject(pair[0]), faults.inject(pair[1])
+        inside = {pair[0]: first, pair[1]: second}
+        first.__enter__()
+        second.__enter__()
+        inside[leaves].__exit__(None, None, None)
+        assert torch.equal(cached_logits(model), logits[stays])
+        inside[stays].__exit__(None, None, None)
+        assert torch.equal(cached_logits(model), right)
+
+
+def test_another_thread_cannot_inject_meanwhile_and_can_afterwards(model):
+    right, angles = cached_logits(model), nanokv.model.rope_angles
+
+    def elsewhere(name):
+        found = []
+
+        def run():
+            try:
+                with faults.inject(name):
+                    found.append(cached_logits(model))
+            except NanoKVError as error:
+                found.append(error)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+        return found[0]
+
+    with faults.inject("start_pos_off_by_one"):
+        refusal = elsewhere("start_pos_restarts")
+        assert "the thread 'MainThread' has injected start_pos_off_by_one" in str(refusal)
+    assert nanokv.model.rope_angles is angles
+    assert (elsewhere("start_pos_restarts") - right).abs().max() > 1e-3
+    assert nanokv.model.rope_angles is angles and torch.equal(cached_logits(model), right)
 
 
 def test_what_is_kept_for_an_object_goes_with_it():
@@ -311,8 +389,107 @@ def test_a_test_that_hangs_is_ended(forwards, model):
         time.sleep(100)
 
     began = time.monotonic()
-    assert "TimeoutError" in faults.grade(hangs, seconds=0.3).false_alarm
+    assert "Overtime" in faults.grade(hangs, seconds=0.3).false_alarm
     assert time.monotonic() - began < 30
+
+
+@pytest.mark.parametrize("caught", [Exception, BaseException])
+def test_a_test_that_swallows_its_end_is_late_all_the_same(caught, model):
+    """Exceptions do not catch it; what catches everything has taken too long."""
+
+    def stubborn(model):
+        end = time.monotonic() + 2
+        while time.monotonic() < end:
+            try:
+                time.sleep(0.02)
+            except caught:
+                pass
+
+    began = time.monotonic()
+    assert faults.grade(stubborn, model, seconds=0.3).false_alarm == "Overtime: the test took longer than 0.3 s"
+    assert (time.monotonic() - began < 1.5) == (caught is Exception)
+
+    def under_a_fault(model):
+        try:
+            faults.smallest_test("start_pos_restarts")(model)
+        except AssertionError:
+            stubborn(model)
+
+    kills = faults.grade(under_a_fault, model, ["start_pos_restarts"], seconds=0.3).kills
+    assert kills == {"start_pos_restarts": "Overtime: the test took longer than 0.3 s"}
+
+
+@pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf")])
+def test_a_time_limit_is_a_time(seconds):
+    with pytest.raises(NanoKVError, match="seconds is"):
+        faults.grade(lambda model: None, seconds=seconds)
+
+
+def test_a_test_that_depends_on_what_ran_before_is_a_false_alarm(model):
+    """A kill must come from the fault, and not from the number of the run."""
+    runs = []
+
+    def content_once(model):
+        nanokv.score(model, IDS)
+        runs.append(1)
+        assert len(runs) == 1
+
+    grade = faults.grade(content_once, model, ["not_cleared"])
+    assert grade.false_alarm.startswith("only in a later run, so it depends on what ran before: AssertionError")
+    assert grade.kills == {} and len(runs) == 3
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand, lambda: float(torch.rand(1))])
+def test_a_coin_falls_the_same_way_in_every_run(draw, model):
+    drawn = []
+
+    def tosses(model):
+        nanokv.score(model, IDS)
+        drawn.append(draw())
+
+    faults.grade(tosses, model, ["not_cleared", "wrong_axis"])
+    assert len(drawn) == 4 and len(set(drawn)) == 1
+    assert draw() not in drawn, "outside, the numbers go on where they were"
+
+
+@pytest.mark.parametrize("spy", [
+    lambda: [None for name in faults.FAULTS for _ in [faults.inject(name).__enter__()]],
+    lambda: [entry for entry in faults.injection._stack if entry.fault.name] and 1 / 0,
+    lambda: 1 / len(faults.injection._stack) == 1 or 1 / 0,
+])  # fmt: skip
+def test_asking_whether_a_fault_is_in_kills_nothing(spy, model):
+    """What can be seen of an injection is there on right code too, and a graded test injects nothing."""
+
+    def asks(model):
+        nanokv.score(model, IDS)
+        spy()
+
+    assert faults.grade(asks, model, ["not_cleared", "wrong_axis"]).kills == {}
+    assert faults.injection._stack == []
+
+
+def test_what_a_test_replaces_is_put_back(model):
+    """In torch, in nanokv's modules and classes, between two runs and afterwards."""
+    right, allclose, append = cached_logits(model), torch.allclose, nanokv.cache.DictCache.append
+    found, _ = [], vars(nanokv).pop("Session", None)  # not asked for yet
+
+    def vandal(model):
+        found.append((torch.allclose, torch.get_default_dtype(), torch.is_grad_enabled(), nanokv.score,
+                      nanokv.cache.DictCache.append, hasattr(torch.Tensor, "allclose_"),
+                      hasattr(nanokv.cache.DictCache, "width_"), nanokv.cache.DictCache.mask))  # fmt: skip
+        torch.allclose = lambda *args, **options: True
+        nanokv.score = nanokv.Session = nanokv.inference.prefill = None
+        nanokv.cache.DictCache.append = nanokv.cache.DictCache.mask = None
+        torch.Tensor.allclose_ = nanokv.cache.DictCache.width_ = None
+        del nanokv.attention.causal_mask
+        torch.set_default_dtype(torch.float64)
+        torch.set_grad_enabled(False)
+
+    assert faults.grade(vandal, model, ["not_cleared", "square_mask"]).false_alarm == ""
+    assert len(found) == 4 and len(set(found)) == 1
+    assert (torch.allclose, torch.get_default_dtype()) == (allclose, torch.float32) and torch.is_grad_enabled()
+    assert nanokv.Session is nanokv.session.Session and nanokv.cache.DictCache.append is append
+    assert torch.equal(cached_logits(model), right)
 
 
 def test_runs_do_not_disturb_each_other_or_the_model(model):
@@ -326,7 +503,7 @@ def test_runs_do_not_disturb_each_other_or_the_model(model):
 
     state = torch.get_rng_state()
     grade = faults.grade(vandal, model, ["not_cleared", "wrong_axis"])
-    assert grade.false_alarm == "" and len(set(drawn)) == 1 and len(drawn) == 3
+    assert grade.false_alarm == "" and len(set(drawn)) == 1 and len(drawn) == 4
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), weights, strict=True))
     assert sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()) == 0

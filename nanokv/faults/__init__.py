@@ -1,13 +1,13 @@
 """Real KV-cache bugs that can be switched on for a while, to learn what they look like and what catches them.
 
     with nanokv.faults.inject("start_pos_off_by_one"):
-        ...                                              # any model and any cache used here has the bug
+        ...                                              # models and caches used here have the bug
     print(nanokv.faults.diagnose("not_cleared", model, tokenizer))
     print(nanokv.faults.grade(my_test))                  # how many of the bugs does my test notice?
 
 The model and the caches know nothing of it: a fault is put in from outside, by substitution, and taken out again
 whatever happens. FAULTS is the catalogue, by name. Models from nanokv.fast have a forward pass of their own and are
-not affected; faults are for one thread.
+not affected, nor is a layer class that makes its own mask by a fault of masks. All threads see a fault; one may inject.
 """
 
 from nanokv.faults.catalogue import FAULTS, Fault

@@ -17,6 +17,7 @@ import nanokv.cache.base
 from nanokv.attention import prefill_attention
 from nanokv.cache import BatchCache, KVCache
 from nanokv.cache.padded import PaddedCache
+from nanokv.cache.sliding import SlidingCache
 from nanokv.cache.static import StaticCache
 from nanokv.faults.substitute import PerObject, between, has_cache, in_all, positions
 from nanokv.inference import prefill_chunks
@@ -127,7 +128,7 @@ def cached_before_rope():
     "new keys are joined along the wrong axis",
     "cat(dim=0) stacks tokens as if they were rows of the batch. Token by token the shapes fit and scores come out; "
     "here the reshape after attention notices, or cat itself.",
-    "", "error",
+    "deepspeedai/Megatron-DeepSpeed#112", "error",
 )  # fmt: skip
 def wrong_axis():
     """cat along the batch."""
@@ -265,14 +266,21 @@ def top_left_mask():
 )  # fmt: skip
 def no_mask_on_chunk():
     """Causal only while T == S."""
-    return masks(lambda right, T, S: right(T, S) if T == S else None)
+    return masks(lambda right, T, S: right(T, S) if T in (1, S) else torch.ones(T, S, dtype=torch.bool))
 
 
 def masks(wrong) -> list:
-    """Swap for the mask that caches share; wrong(right, T, S)."""
-    right = nanokv.cache.base.causal_mask
-    stand_in = lambda T, S, device=None: wrong(right, T, S)  # noqa: E731
-    return [(nanokv.cache.base, "causal_mask", stand_in)]
+    """Swaps for the mask that caches share and for the sliding cache's own; wrong(right, T, S) gives (T,S) or None."""
+    right, band = nanokv.cache.base.causal_mask, SlidingCache.mask
+
+    def causal_mask(T, S, device=None):
+        return wrong(right, T, S)
+
+    def mask(self, T):
+        S = self.width(T)
+        return wrong(lambda t, s: band(self, T) if s == S else right(t, s), T, S)
+
+    return [(nanokv.cache.base, "causal_mask", causal_mask), (SlidingCache, "mask", mask)]
 
 
 # --- batches --------------------------------------------------------------------------------------------------------
@@ -322,7 +330,7 @@ def mask_of_row_0():
     "the cache is not reordered with its beams",
     "Beam search keeps the best continuations and moves their tokens, but every row of the cache stays where it was: "
     "beams go on with the past of others.",
-    "", "logits", "beams",
+    "huggingface/transformers#46612", "logits", "beams",
 )  # fmt: skip
 def reorder_ignored():
     """Rows stay where they are, as long as their number does."""
@@ -363,7 +371,7 @@ def not_cleared():
     "two requests share one storage",
     "The buffers hang on the model, or are a default argument that is made once: whoever writes last owns the slots, "
     "and the other request goes on with a foreign past.",
-    "", "words", "interleaved",
+    "MemTensor/MemOS#2301", "words", "interleaved",
 )  # fmt: skip
 def shared_between_requests():
     """One slab a layer, for all caches."""
@@ -381,7 +389,7 @@ def shared_between_requests():
     "truncate moves the length, but the rows stay",
     "After a rejected draft or an undone turn the forgotten keys can still be seen; positions go on from the right "
     "place, so nothing looks odd.",
-    "", "logits", "undo",
+    "ml-explore/mlx-lm#1486", "logits", "undo",
 )  # fmt: skip
 def truncate_keeps_rows():
     """What truncate should forget is seen by all that comes later."""
@@ -408,7 +416,7 @@ def truncate_keeps_rows():
     "queries are cached too",
     "Q is stored beside K and V although no later token ever asks for an old query: every value is right, and the "
     "cache is (H + 2·Hk) / (2·Hk) times as large.",
-    "", "bytes",
+    "jingyaogong/minimind#156", "bytes",
 )  # fmt: skip
 def cached_queries():
     """Queries are kept beside every layer."""
@@ -432,7 +440,7 @@ def cached_queries():
     "KV heads are repeated before they are cached",
     "repeat_kv comes before the cache instead of after it, so each of the Hk heads is stored G times: the saving of "
     "grouped-query attention is gone, and no value tells.",
-    "", "bytes",
+    "FYYFU/HeadKV#3", "bytes",
 )  # fmt: skip
 def repeated_before_caching():
     """The other G − 1 copies of every head are kept beside every layer."""

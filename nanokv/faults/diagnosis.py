@@ -9,10 +9,12 @@ from dataclasses import dataclass
 import torch
 
 from nanokv.debug import compare, earliest, watch
+from nanokv.errors import NanoKVError
 from nanokv.faults.catalogue import Fault
 from nanokv.faults.injection import find, inject
 from nanokv.faults.scenarios import SCENARIOS, Outcome, solo
 
+SHORTEST = 10  # tokens of a prompt: a chunk of 8 and one that needs a mask
 SEEN = 1e-3  # max |Δ logits| that is no rounding: equal code on another path differs by 1e-4 at most
 TALK = (  # conversations that the bundled model answers well; the first one is watched
     ["My name is Zorbla.", "Nice to meet you, Zorbla.", "What is my name?"],
@@ -53,12 +55,21 @@ class Diagnosis:
 
 
 def diagnose(name: str, model, tokenizer=None, prompts=None) -> Diagnosis:
-    """Run the fault's scenario right and wrong. prompts: lists of ids, at least three, the first is watched.
+    """Run the fault's scenario right and wrong. prompts: at least three lists of at least 10 ids, not all of the
+    same length; the first is watched.
 
     Without prompts: short conversations that the bundled model knows, or random ids where there is no tokenizer.
+    NanoKVError: no such fault, or prompts that cannot show every fault.
     """
     fault = find(name)
-    prompts = prompts or (random_prompts(model) if tokenizer is None else talk(tokenizer))
+    if prompts is None:
+        prompts = random_prompts(model) if tokenizer is None else talk(tokenizer)
+    lengths = [len(prompt) for prompt in prompts]
+    if len(lengths) < 3 or min(lengths) < SHORTEST or len(set(lengths)) == 1:
+        raise NanoKVError(
+            f"three prompts of {SHORTEST} tokens or more, not all of one length, are needed: these have {lengths}",
+            hint="some bugs show in a second request, in padding, or in a second chunk of 8 tokens only",
+        )
     right_one = solo if fault.scenario == "overflow" else SCENARIOS[fault.scenario]  # what there is to say, with room
     right = right_one(model, prompts)
     truth, passes, _ = watched(right_one, model, prompts, right.answers)
