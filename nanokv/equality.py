@@ -20,13 +20,14 @@ from nanokv.batching import generate_padded
 from nanokv.cache import CACHES, KVCache, LayerCache, make_cache
 from nanokv.config import Config
 from nanokv.debug import compare, earliest, watch
-from nanokv.errors import CacheError, CapacityError, UnsupportedError
+from nanokv.errors import CacheError, CapacityError, NanoKVError, UnsupportedError
 from nanokv.generation import generate
 from nanokv.inference import decode, prefill, score, verify
 from nanokv.model import Qwen3
 
 TOLERANCE = 1e-4  # on logits of size 10 in fp32; equal code on another path differs by 1e-5 at most
-CAPACITY = 64  # tokens a row that every case but the last two asks room for
+CAPACITY = 64  # tokens a row that a case asks room for, unless it says otherwise
+LONG, LONGEST = 130, 250  # tokens of the long text: with a capacity, and where none was set
 
 
 @dataclass(frozen=True)
@@ -81,8 +82,9 @@ class Different(Exception):
 def check(make, model=None, tolerance: float = TOLERANCE, stop: bool = False) -> Report:
     """Run every case. make: a name in nanokv.CACHES, a class for one layer, or make(config, batch_size, capacity).
 
-    model: None takes a small random one (about a second); any other must have room for 64 positions. stop: end at the
-    first failure, which is enough to know that something is wrong.
+    model: None takes a small random one (about a second); any other must have room for 250 positions and be in fp32
+    or fp64, because half precision moves logits further than many a bug does. stop: end at the first failure, which is
+    enough to know that something is wrong. NanoKVError: such a model, or a tolerance that is no number ≥ 0.
     """
     lab, cases = Lab(small_model() if model is None else model, maker(make), tolerance), []
     for case in CASES:
@@ -96,7 +98,7 @@ def check(make, model=None, tolerance: float = TOLERANCE, stop: bool = False) ->
             cases.append(Case(name, "not offered", str(error)))
         except Different as error:
             cases.append(Case(name, "failed", **error.where))
-        except Exception as error:  # whatever a learner's class raises is its result
+        except (Exception, SystemExit) as error:  # whatever a learner's class raises is its result
             cases.append(Case(name, "failed", f"{type(error).__name__}: {error}", delta=float("inf")))
     return Report(tuple(cases))
 
@@ -107,6 +109,8 @@ def maker(make):
         if make not in CACHES:
             raise CacheError(f"no cache is called {make!r}: there are {', '.join(CACHES)}")
         return partial(make_cache, make)
+    if not callable(make):
+        raise CacheError(f"{make!r:.60} makes no cache", hint="a name, a class for one layer, or a function makes one")
     if not isinstance(make, type):
         return make
     layer = make if issubclass(make, LayerCache) else type(make.__name__, (make, LayerCache), {})
@@ -138,7 +142,14 @@ def small_model(seed: int = 0) -> Qwen3:
 class Lab:
     """What every case needs: a model, fresh caches, random ids, and a feed that compares."""
 
-    def __init__(self, model, make, tolerance):
+    def __init__(self, model, make, tolerance: float):
+        dtype, room = model.embed_tokens.weight.dtype, model.config.max_position_embeddings
+        if dtype not in (torch.float32, torch.float64):
+            raise NanoKVError(f"the model is in {dtype}, which rounds more than a bug may change", hint="model.float()")
+        if room < LONGEST:
+            raise NanoKVError(f"the model has {room} positions, and the longest case takes {LONGEST}")
+        if not 0 <= tolerance < float("inf"):
+            raise NanoKVError(f"the tolerance is {tolerance!r}: a number ≥ 0 was expected")
         self.model, self.make, self.tolerance = model, make, tolerance
 
     def cache(self, batch_size: int = 1, capacity: int = CAPACITY):
@@ -208,13 +219,16 @@ def every_split(lab):
 
 
 def long_text(lab):
-    """48 tokens: positions beyond any prompt of the other cases."""
-    lab.feed(lab.cache(), lab.ids(4, 1, 48), 20, 8, *[1] * 20)
+    """130 tokens, and 250 where no capacity is set: nothing is forgotten on the way."""
+    ids, cache = lab.ids(4, 1, LONGEST), lab.cache(capacity=LONG)
+    lab.feed(cache, ids, 20, 8, *[1] * 20, LONG - 50, 1, 1)
+    if cache.capacity is None:
+        lab.feed(cache, ids, LONGEST - LONG - 1, 1, start=LONG)
 
 
 def batch_rows(lab):
-    """Three rows at once."""
-    lab.feed(lab.cache(3), lab.ids(5, 3, 12), 5, 3, *[1] * 4)
+    """Five rows at once."""
+    lab.feed(lab.cache(5), lab.ids(5, 5, 12), 5, 3, *[1] * 4)
 
 
 def padded_rows(lab):
@@ -271,6 +285,30 @@ def fork(lab):
     lab.feed(copy, other, 1, start=9)
 
 
+def fork_taken_back(lab):
+    """Tokens taken back in a fork stay in the original, and the other way round."""
+    ids, other = lab.ids(24, 1, 12), lab.ids(25, 1, 12)
+    other[:, :4] = ids[:, :4]
+    for shortened in (0, 1):
+        cache = lab.cache()
+        lab.feed(cache, ids, 8)
+        both = cache, cache.fork()
+        both[shortened].truncate(4)
+        lab.feed(both[shortened], other, 3, 1, start=4)
+        lab.feed(both[1 - shortened], ids, 3, 1, start=8)
+        lab.feed(both[shortened], other, 1, start=8)
+
+
+def fork_reordered(lab):
+    """Rows that change places in a fork stay where they are in the original."""
+    ids, cache = lab.ids(26, 2, 10), lab.cache(2)
+    lab.feed(cache, ids, 6)
+    copy = cache.fork()
+    copy.reorder([1, 0])
+    lab.feed(copy, ids[[1, 0]], 2, 1, start=6)
+    lab.feed(cache, ids, 3, 1, start=6)
+
+
 def reorder(lab):
     """Rows change places, as in beam search."""
     ids, cache = lab.ids(18, 3, 10), lab.cache(3)
@@ -279,6 +317,17 @@ def reorder(lab):
     later = ids[[2, 0, 0]].clone()
     later[:, 6:] = lab.ids(19, 3, 4)
     lab.feed(cache, later, 3, 1, start=6)
+
+
+def more_rows_and_fewer(lab):
+    """One row becomes five, and five become one."""
+    ids, cache = lab.ids(23, 5, 12), lab.cache()
+    ids[:, :6] = ids[0, :6]
+    lab.feed(cache, ids[:1], 6)
+    cache.reorder([0] * 5)
+    lab.feed(cache, ids, 2, 1, start=6)
+    cache.reorder([3])
+    lab.feed(cache, ids[3:4], 2, 1, start=9)
 
 
 def save_and_load(lab):
@@ -304,18 +353,19 @@ def more_than_fits(lab):
 
 
 def bytes_held(lab):
-    """32 tokens take the bytes of their keys and values, and no more."""
+    """32 tokens take the bytes of their keys and values, no more and no less."""
     config, cache = lab.model.config, lab.cache(capacity=32)
     lab.feed(cache, lab.ids(22, 1, 32), 31, 1)
-    if not cache.nbytes:
+    if cache.nbytes == 0:
         raise UnsupportedError("no bytes are counted (nbytes)")
     width = lab.model.embed_tokens.weight.element_size()
     need = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 32 * width
-    if cache.nbytes > need:
+    if cache.nbytes != need:
         raise Different(f"{cache.nbytes:,} bytes for 2·L·Hk·D·S values of {width} bytes = {need:,}")
 
 
 CASES = (
     token_by_token, prefill_then_decode, every_split, long_text, batch_rows, padded_rows, truncate_and_go_on,
-    second_request, emptied, two_at_once, fork, reorder, save_and_load, more_than_fits, bytes_held,
+    second_request, emptied, two_at_once, fork, fork_taken_back, fork_reordered, reorder, more_rows_and_fewer,
+    save_and_load, more_than_fits, bytes_held,
 )  # fmt: skip
