@@ -79,7 +79,7 @@ class Estimate:
 
     @property
     def crossover(self) -> int | None:
-        """Tokens, over all sequences, from which on the cache is larger than the weights; None: never."""
+        """The most tokens, over all sequences, whose cache is no larger than the weights; None: any number."""
         return most_tokens(lambda tokens: self.cached(tokens, 1) <= self.weights)
 
     def max_batch(self, memory: int) -> int:

@@ -22,7 +22,10 @@ VERDICTS = ("right", "misleading", "wrong")
 
 @dataclass(frozen=True)
 class Claim:
-    """`says` is a paraphrase; `printed` the article's own number where it has one; `where` a notebook."""
+    """`says` is a paraphrase; `printed` the article's own number where it has one; `where` a notebook.
+
+    `implied`: the number does not stand in the article, but follows from what stands there.
+    """
 
     id: str
     verdict: str
@@ -32,6 +35,7 @@ class Claim:
     value: Callable | None = None
     printed: float | None = None
     unit: str = ""
+    implied: bool = False
 
     def confirm(self, verdict: str, found=None) -> None:
         """CourseError unless verdict and number are the registry's (to a thousandth)."""
@@ -61,10 +65,11 @@ def table() -> str:
 
 
 def numbers(claim: Claim) -> str:
-    """`printed 64, computed 128 values a head · `, or nothing."""
+    """`printed 64, computed 128 values a head · `, or nothing; `implied` where the article has no such number."""
     if claim.value is None:
         return ""
-    said = "" if claim.printed is None else f"printed {claim.printed:,.12g}, "
+    source = "implied" if claim.implied else "printed"
+    said = "" if claim.printed is None else f"{source} {claim.printed:,.12g}, "
     return f"{said}computed {claim.value():,.12g} {claim.unit}".rstrip() + " · "
 
 

@@ -37,7 +37,7 @@ CLAIMS = (
           "They depend on positions only. For Qwen3 their scale is 1.", "03"),
     Claim("0.8", "wrong", "RoPE rotates dimension 2i together with 2i+1.",
           "It pairs i with i + D/2. The angles are right; the base of Qwen3 is 1,000,000.", "03",
-          lambda: QWEN.head_dim // 2, 1, "= partner of dimension 0"),
+          lambda: QWEN.head_dim // 2, 1, "= partner of dimension 0", implied=True),
     Claim("0.9", "misleading", "The causal mask is added: 0 where allowed, −∞ where forbidden.",
           "Depends on the kernel: none at all for a first prefill, bool for a later chunk, the smallest finite number "
           "instead of −∞ in the plain version.", "12"),
@@ -62,7 +62,7 @@ CLAIMS = (
     Claim("0.17", "misleading", "A growing shape cannot be compiled.",
           "Dynamic shapes do compile; it is CUDA graphs that need fixed shapes and addresses.", "10"),
     Claim("0.18", "wrong", "After a prompt of 4, step N allocates N+1 slots and copies N.",
-          "It allocates N+4 and copies N+3.", "10", lambda: _slots_after(4, 10), 11, "slots at step 10"),
+          "It allocates N+4 and copies N+3.", "10", lambda: _slots_after(4, 10), 11, "slots at step 10", implied=True),
     Claim("0.19", "right", "A static cache is one slab a layer, written in place, with a capacity chosen beforehand.",
           "And it has a price: attention runs over the whole slab with a mask.", "10"),
 )  # fmt: skip

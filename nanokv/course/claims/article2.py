@@ -7,7 +7,7 @@ from nanokv.course.claims.shapes import SMOLLM2_135M, SMOLLM2_135M_MHA
 CLAIMS = (
     Claim("2.1", "misleading", "The cache made generation 38 percent faster.",
           "Of what? 38 percent less time is 1.61 times the rate; 38 percent more rate is 1.38 times. Say which, for "
-          "which prompt, length and machine.", "09", lambda: 1 / (1 - 0.38), 1.38, "times the rate"),
+          "which prompt, length and machine.", "09", lambda: 1 / (1 - 0.38), 1.38, "times the rate", implied=True),
     Claim("2.2", "misleading", "Each token costs a forward pass that is quadratic in the length.",
           "Attention scores are; projections and MLP, most of the work in a short text, are linear.", "05"),
     Claim("2.3", "wrong", "Attention multiplies the scores by a 0/1 mask before softmax.",
@@ -23,7 +23,7 @@ CLAIMS = (
     Claim("2.8", "misleading", "Cached tensors have shape (batch, heads, tokens, head size).",
           "KV heads, not query heads: its own model has 3 of 9.", "06",
           lambda: costs.kv_bytes_per_token(SMOLLM2_135M, 2), costs.kv_bytes_per_token(SMOLLM2_135M_MHA, 2),
-          "B a token"),
+          "B a token", implied=True),
     Claim("2.9", "wrong", "In the picture of 5×5 growing to 6×6, the new row and column are recomputed in vain.",
           "They are the new part. What is computed again in vain is the old 5×5.", "05"),
     Claim("2.10", "right", "The attention block rotates, concatenates on the token axis and returns the cache.",

@@ -30,6 +30,6 @@ CLAIMS = (
     Claim("4.12", "right", "A cache helps decoding and not training; it holds keys and values, no logits.",
           "The form of its questions, with the common wrong answer, is that of the quizzes here.", "06"),
     Claim("4.13", "right", "Exercise: shapes at step 5 for batch 2, 4 heads of 16.",
-          "q [2,4,1,16], keys [2,4,5,16], scores [2,4,1,5].", "06", lambda: 2 * 4 * 1 * 5, 40, "scores"),
+          "q [2,4,1,16], keys [2,4,5,16], scores [2,4,1,5].", "06", lambda: 2 * 4 * 1 * 5, 40, "scores", implied=True),
     Claim("4.14", "right", "A cache saves work and takes memory from the first token on.", "The next notebook.", "06"),
 )  # fmt: skip
