@@ -3,10 +3,13 @@
 test_notebooks.py executes the notebooks.
 """
 
+import itertools
 import json
 import math
+import os
 import random
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +20,7 @@ from nanokv.course.answers import Sealed, is_blank, same, seal
 from nanokv.course.book import slug
 from nanokv.course.checking import Mistake, Question, function, judged, value
 from nanokv.errors import CourseError
+from nanokv.model import Qwen3
 
 NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
 SOURCES = sorted((NOTEBOOKS / "source").glob("*.py"))
@@ -39,7 +43,8 @@ def each_source(test):
         (torch.Size([1, 2]), (1, 2)), (torch.ones(2, 2), [[1, 1], [1, 1]]), ("  Axis  0", "axis 0"),
         ({"k", "V"}, {"K", "v"}),
         ({"a": (1, 2)}, {"a": [1, 2]}), (True, True), (1 / 3, 0.33333333), ("b", Sealed("x", seal("x", "B "))),
-        ({"K", "Q"}, Sealed("x", seal("x", {"q", "k"}))),
+        ({"K", "Q"}, Sealed("x", seal("x", {"q", "k"}))), (["K", "q"], Sealed("x", seal("x", {"q", "k"}))),
+        (["V", "k"], {"K", "v"}), ([2, 0], {0, 2}), ((), set()), ("-1,024.5", -1024.5), ("1_024", 1024),
     ],
 )  # fmt: skip
 def test_two_ways_to_say_the_same(answer, right):
@@ -52,6 +57,8 @@ def test_two_ways_to_say_the_same(answer, right):
         (8, 9), ("eight", 8), (True, 1), (1, True), ((1, 2), (2, 1)), ((1,), (1, 2)), (8, (8,)),
         (float("nan"), float("nan")), (torch.ones(2), [1, 1, 1]), ("axis 1", "axis 0"), ({"K"}, {"K", "V"}),
         ({"a": 1}, {"b": 1}), (None, 0), (lambda: 8, 8),
+        ("0,5", 5), ("1,5", 15), ("0,500", 500), ("10,00", 1000), (10**400, 8), ("1e999", 8), (["K", "K"], {"K"}),
+        ("K", {"K"}), (type("Yes", (), {"__eq__": lambda *a: True, "__hash__": None})(), {"K"}),
         ("c", Sealed("x", seal("x", "b"))), ("b", Sealed("y", seal("x", "b"))), (8.0001, 8), (float("inf"), 8),
     ],
 )  # fmt: skip
@@ -125,6 +132,206 @@ def test_a_judge_that_raises_means_a_wrong_answer():
     assert check.judge(None, check.case()).state == "unanswered"
 
 
+def rotated(x, cos, sin):
+    half = x.shape[-1] // 2
+    turned = torch.cat((-x[..., half:], x[..., :half]), -1)
+    return x.mul_(cos).add_(turned.mul_(sin))
+
+
+def normed(x, weight, eps):
+    return x.mul_((x.pow(2).mean(-1, keepdim=True) + eps).rsqrt()).mul_(weight)
+
+
+def attended(q, k, v):
+    q /= q.shape[-1] ** 0.5
+    return (q @ k.T).masked_fill_(torch.ones(len(q), len(q)).triu(1).bool(), -torch.inf).softmax(-1) @ v
+
+
+def decoded(pieces):
+    data = b""
+    while pieces:
+        data += pieces.pop(0)
+    return data.decode("utf-8", "replace")
+
+
+def until(stream, stop):
+    del stream[next(i for i, token in enumerate(stream) if token in stop) :]
+    return stream
+
+
+def accepted(guesses, best):
+    kept = []
+    while guesses and guesses.pop(0) == best[0]:
+        kept.append(best.pop(0))
+    return [*kept, best[0]]
+
+
+@pytest.mark.parametrize(
+    ("id", "answer"),
+    [("03.2", rotated), ("03.3", normed), ("02.2", attended), ("01.2", decoded), ("01.5", until), ("11.5", accepted)],
+)
+def test_a_right_function_may_change_what_it_is_given(id, answer):
+    check = checking.find(id)
+    assert check.judge(answer, check.case()).state == "right"
+
+
+@pytest.mark.parametrize(
+    ("id", "answer"),
+    [
+        ("03.2", lambda x, cos, sin: x.zero_()), ("03.3", lambda x, weight, eps: x.zero_()),
+        ("02.2", lambda q, k, v: v.zero_()), ("01.3", lambda chances, p: chances.clear() or set()),
+        ("11.4", lambda cached, new: cached.clear() or new.__setitem__(slice(None), [1]) or 0),
+        ("11.5", lambda g, b: g.clear() or b.__setitem__(slice(None), [7]) or [7]),
+    ],
+)  # fmt: skip
+def test_a_wrong_function_cannot_make_itself_right_by_changing_its_input(id, answer):
+    check = checking.find(id)
+    assert check.judge(answer, check.case()).state == "wrong"
+
+
+class Odd:
+    """An object of which nothing can be learned."""
+
+    def refuse(self, *_):
+        raise ValueError("no")
+
+    __eq__ = __repr__ = __str__ = __hash__ = __len__ = __iter__ = refuse
+
+
+RECURSIVE = [1]
+RECURSIVE.append(RECURSIVE)
+
+
+@pytest.mark.parametrize("id", ["05.1", "05.2", "05.5", "04.5", "08.2", "01.3", "03.5", "12.5", "05.q1"])
+@pytest.mark.parametrize(
+    "odd",
+    [Odd(), (Odd(), Odd()), lambda *_: Odd(), (10**400, 1), RECURSIVE, torch.ones(2, device="meta"), pytest.fail,
+     lambda *_: pytest.skip("x"), lambda *_: exit(3), lambda *_: RECURSIVE, lambda *_: torch.ones(2, device="meta"),
+     lambda *_: (_ for _ in ()).throw(KeyError(Odd()))],
+)  # fmt: skip
+def test_no_answer_is_so_odd_that_check_raises(id, odd, capsys):
+    result = session.answer(id, odd) if "q" in id else session.check(id, odd)
+    assert result.state == "wrong" and capsys.readouterr().out.startswith(f"{id}: not yet.")
+
+
+def test_only_the_reader_interrupts_a_check():
+    def interrupted(P, N):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        session.check("05.2", interrupted)
+
+
+def test_two_tensors_of_one_shape_are_told_apart_in_words():
+    check = checking.find("11.1")
+
+    def right(n, T):
+        return torch.ones(T, n + T, dtype=torch.bool).tril(n)
+
+    floats = check.judge(lambda n, T: right(n, T).float(), check.case()).message
+    assert "1 (torch.float32) at [0, 0]" in floats and "1 (torch.bool)" in floats
+    one = check.judge(lambda n, T: right(n, T) if T > 1 else None, check.case())
+    assert one.state == "wrong" and "gives None, but it is (1, " in one.message
+    check = checking.find("03.2")
+    message = check.judge(lambda x, cos, sin: rotated(x, cos, sin) + torch.tensor([0.0, 1] * (x.shape[-1] // 2)),
+                          check.case()).message  # fmt: skip
+    assert re.search(r"yours gives (\S+) \(torch.float32\) at \[0, 0, 0, 1\], but it is (?!\1)", message)
+
+
+def test_a_case_shows_its_numbers_unless_they_are_the_answer():
+    assert repr(checking.find("05.1").case()) == "Case(P=5, N=4)"
+    hidden = [check for _, check in EXERCISES if check.hidden]
+    assert [check.id for check in hidden] == ["04.4", "07.2"]
+    assert all(repr(check.case()) == "Case(hidden)" == str(check.case(3)) for check in hidden)
+
+
+@pytest.mark.parametrize("check", [c for _, c in EXERCISES if c.parameters and c.mistakes], ids=lambda check: check.id)
+def test_no_draw_makes_two_mistakes_one(check):
+    for values in itertools.product(*check.parameters.values()):
+        case = checking.Case(dict(zip(check.parameters, values, strict=True)))
+        names = [check.judge(mistake.gives(case), case).mistake for mistake in check.mistakes]
+        assert names == [mistake.name for mistake in check.mistakes], case
+
+
+def rounded(x, bits, dim, most=8):
+    low, high = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
+    step = (high - low) / (2 ** min(bits, most) - 1)
+    return ((x - low) / step).round() * step + low
+
+
+@pytest.mark.parametrize(
+    ("answer", "mistake"),
+    [
+        (rounded, ""), (lambda x, bits, dim: x if bits > 2 else rounded(x, bits, dim), "levels"),
+        (lambda x, bits, dim: x if bits > 4 else rounded(x, bits, dim), "levels"),
+        (lambda x, bits, dim: rounded(x, 8 if bits > 2 else 2, dim), "levels"),
+        (lambda x, bits, dim: rounded(x, bits, dim, most=4), "error"),
+    ],
+)  # fmt: skip
+def test_rounding_is_tried_with_more_values_than_levels(answer, mistake):
+    check = checking.find("12.4")
+    outcome = check.judge(answer, check.case())
+    assert (outcome.state, outcome.mistake) == ("wrong" if mistake else "right", mistake)
+
+
+def one_kv_head(model, change=None):
+    config = replace(model.config, num_key_value_heads=1)
+    weights = {name: weight.clone() for name, weight in model.state_dict().items()}
+    for name in weights:
+        if name.endswith(("k_proj.weight", "v_proj.weight")):
+            weights[name] = weights[name].view(model.config.num_key_value_heads, config.head_dim, -1).mean(0)
+        elif change and change in name:
+            weights[name] = torch.randn(weights[name].shape, generator=torch.Generator().manual_seed(0))
+    made = Qwen3(config).requires_grad_(False).eval()
+    made.load_state_dict(weights)
+    return made
+
+
+@pytest.mark.parametrize("change", [None, "embed_tokens", "o_proj", "q_norm", "1.input_layernorm", "down_proj"])
+def test_a_converted_model_keeps_every_other_weight(change):
+    check = checking.find("12.5")
+    outcome = check.judge(("mqa", lambda model: one_kv_head(model, change)), check.case())
+    assert (outcome.state, outcome.mistake) == (("wrong", "others") if change else ("right", ""))
+
+
+@pytest.mark.parametrize(
+    ("weights", "state"),
+    [([1, 2, 3, 4] * 2, "right"), ([1e6, 2, 3, 4] * 2, "right"), ([1e-3, 2e-3, 1e-3, 3e-3] * 2, "right"),
+     ([1e6, 1, 2, 3, 1e6, 5, 6, 7], "wrong"), ([1] * 7 + [1.0001], "wrong")],
+)  # fmt: skip
+def test_weights_that_commute_with_the_rotation_are_told_whatever_their_size(weights, state):
+    check = checking.find("03.5")
+    assert check.judge(weights, check.case()).state == state
+
+
+def test_a_profile_of_one_token_has_no_time_between_tokens():
+    def profile(start, clock):
+        list(start())
+        times = [clock(), *(clock() for _ in start())]
+        steps = sorted(b - a for a, b in itertools.pairwise(times[1:]))
+        return times[1] - times[0], steps[len(steps) // 2] if steps else None
+
+    check = checking.find("09.2")
+    assert check.judge(profile, check.case()).state == "right"
+    assert check.judge(lambda start, clock: ..., check.case()).state == "unanswered"
+
+
+def test_a_leak_test_has_to_look_at_every_position():
+    def leaks(forward, ids, V, places=range(1, 8)):
+        before = forward(ids)
+        for place in places:
+            changed = ids.clone()
+            changed[0, place] = (changed[0, place] + 1) % V
+            if not torch.allclose(forward(changed)[:, :place], before[:, :place], atol=1e-4):
+                return True
+        return False
+
+    check = checking.find("02.4")
+    assert check.judge(leaks, check.case()).state == "right"
+    early = check.judge(lambda forward, ids, V: leaks(forward, ids, V, [1]), check.case())
+    assert (early.state, early.mistake) == ("wrong", "late row missed")
+
+
 def test_a_quiz_question_explains_the_letter_that_was_chosen():
     question = Question("x.q1", "why?", {"a": ("…", "no, because"), "b": ("…", "yes, because")}, seal("x.q1", "b"))
     assert question.judge(" B ") == checking.Outcome("right", "yes, because")
@@ -188,10 +395,19 @@ def test_a_prediction_stands_beside_the_measurement(capsys):
     assert said[3] == "x.a: you predicted 2 times, it is 48 times: 24 times too low."
 
 
+def test_a_comma_is_no_decimal_point(capsys):
+    session._PREDICTIONS.clear()
+    session.predict("x.a", "0,5")
+    session.predict("x.a", 10**400)
+    assert capsys.readouterr().out.count("no prediction yet") == 2 and not session._PREDICTIONS
+
+
 @pytest.mark.parametrize(
     ("guess", "measured", "words"),
     [(5, 5, "exactly right"), (5.2, 5, "within a tenth"), (6, 5, "the right size, 1.2 times too high"),
-     (1, 100, "100 times too low"), (0, 3, "no ratio"), (-1, 1, "sign"), (1e9, 1, "too high by 10^9")],
+     (1, 100, "100 times too low"), (0, 3, "no ratio"), (-1, 1, "sign"), (1e9, 1, "too high by 10^9"),
+     (1e-320, 5, "too low by 10^321"), (5, math.inf, "too low"), (1e300, 1e-300, "too high by 10^600"),
+     (-2e-300, -1e-300, "the right size, 2 times too high")],
 )  # fmt: skip
 def test_the_comment_on_a_prediction(guess, measured, words):
     assert words in session.comment(guess, measured)
@@ -382,6 +598,20 @@ def test_the_table_is_safe_to_open_in_a_spreadsheet(tmp_path):
 def test_a_log_with_rubbish_is_read(tmp_path):
     (tmp_path / "log").write_text('{"event": "check"}\nnot json\n[1]\n{"event": 3}\n')
     assert log.read(tmp_path / "log") == [{"event": "check"}] and log.read(tmp_path / "none") == []
+
+
+def test_a_log_that_never_ends_is_not_read(tmp_path, monkeypatch):
+    (tmp_path / "deep").write_text('{"event": "check"}\n' + "[" * 100_000 + '\n{"event": "answer"}\n')
+    assert [event["event"] for event in log.read(tmp_path / "deep")] == ["check", "answer"]
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "zero").symlink_to("/dev/zero")
+    (tmp_path / "link").symlink_to(tmp_path / "deep")
+    for name in ("pipe", "zero", "link"):
+        with pytest.raises(CourseError, match="not a file of its own"):
+            log.read(tmp_path / name)
+    monkeypatch.setattr(log, "LARGEST", 1000)
+    with pytest.raises(CourseError, match="larger than 1,000 bytes"):
+        log.read(tmp_path / "deep")
 
 
 def test_a_function_check_is_tried_on_the_same_inputs_every_time():

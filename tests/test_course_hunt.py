@@ -1,5 +1,8 @@
 """The judges of notebook 07: each suspect can be told from the others by its trace; tests get what they earn."""
 
+import re
+import sys
+
 import pytest
 import torch
 
@@ -77,6 +80,33 @@ def test_a_test_is_judged_by_what_it_kills():
     assert TEST.judge(everything, case).message.startswith("22 of 22 faults killed")
 
 
+@pytest.mark.parametrize("leave", [pytest.fail, pytest.skip, lambda _: sys.exit(1)], ids=["fail", "skip", "exit"])
+def test_a_test_is_run_under_guard_and_a_stub_but_once(leave, monkeypatch):
+    """Nothing that a test raises escapes, and what never ends is ended."""
+    monkeypatch.setattr(nb07, "SECONDS", 0.3)
+    runs = []
+
+    def leaves(model):
+        runs.append(nanokv.score(model, torch.arange(5)[None]))
+        leave("not today")
+
+    outcome = TEST.judge(leaves, TEST.case())
+    assert outcome.mistake == ("vacuous" if leave is pytest.skip else "false alarm")
+    assert len(runs) == (len(faults.FAULTS) + 2 if leave is pytest.skip else 1)
+
+    def stub(model):
+        runs.append(1)
+        raise NotImplementedError
+
+    def hangs(model):
+        while True:
+            pass
+
+    runs.clear()
+    assert TEST.judge(stub, TEST.case()).state == "unanswered" and runs == [1]
+    assert "Overtime" in TEST.judge(hangs, TEST.case()).message
+
+
 class Plain(nanokv.cache.LayerCache):
     """Right, and can do nothing else than append."""
 
@@ -111,6 +141,7 @@ def test_a_mended_cache_passes_and_must_still_do_all_that_the_broken_one_did():
             return self
 
     case = CACHE.case()
-    assert CACHE.judge(Whole, case) == checking.Outcome("right", "13 of 13 cases passed")
+    mended = CACHE.judge(Whole, case)
+    assert mended.state == "right" and re.fullmatch(r"(\d\d) of \1 cases passed", mended.message)
     assert CACHE.judge(Plain, case).mistake == "not offered" and equality.check(Plain).passed
     assert CACHE.judge(Shallow, case).mistake == "differs" and CACHE.judge(Whole(), case).state == "wrong"

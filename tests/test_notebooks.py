@@ -7,6 +7,7 @@ import copy
 import csv
 import json
 import re
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -112,12 +113,53 @@ def test_a_notebook_reaches_this_machine_and_no_other():
 
 
 def test_an_endless_notebook_is_stopped_with_all_that_it_started():
-    import psutil
-
     start = "import subprocess\nchild = subprocess.Popen(['sleep', '987'])\nprint(child.pid, flush=True)"
     done = running.run(notebook(start, "while True: pass"), limit=20)
     assert done.error == "stopped after 20 s" and done.seconds < 60
-    assert not [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "987"]]
+    assert sleepers(987) == []
+
+
+def sleepers(seconds: int) -> list:
+    import psutil
+
+    return [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", str(seconds)]]
+
+
+LOOSE = """
+import os
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        os.execvp("sleep", ["sleep", "4242"])
+    os._exit(0)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_CHILD_SUBREAPER")
+@pytest.mark.parametrize("then", ["pass", "while True: pass"])
+def test_what_has_cut_itself_loose_is_ended_too(then):
+    done = running.run(notebook(LOOSE, then), limit=20)
+    assert done.error == ("" if then == "pass" else "stopped after 20 s") and sleepers(4242) == []
+
+
+def test_what_prints_without_end_fails_and_the_answers_after_it_count():
+    begin, right = 'from nanokv import course\ncourse.start("05")', 'course.check("05.1", (26, 8))'
+    done = running.run(notebook(begin, right, "while True: print('x' * 10**6)", right), WALL, keep_going=True)
+    assert done.error.startswith("OSError: more than 5,000,000 characters") and done.peak < 2**30
+    assert done.states("check") == {"05.1": ["right", "right"]}
+    assert "05.1: right." in done.notebook["cells"][-1]["outputs"][0]["text"]
+
+
+@pytest.mark.parametrize("trick", ["os.mkfifo(p)", "os.symlink('/dev/zero', p)"])
+@pytest.mark.parametrize("name", ["events.jsonl", "out.ipynb"])
+def test_a_submission_cannot_make_its_reader_wait(tmp_path, trick, name):
+    """By putting something else where the run leaves what the grader reads."""
+    begin = "import os\nfrom nanokv import course\ncourse.start('05')"
+    there = f"p = os.path.join(os.path.dirname(os.environ['NANOKV_COURSE_LOG']), '{name}')"
+    made = notebook(begin, f"{there}\nos.path.exists(p) and os.remove(p)\n{trick}\nos.kill(os.getppid(), 9)")
+    (tmp_path / "a.ipynb").write_text(json.dumps(made))
+    (row,) = grading.grade(tmp_path, limit=60)
+    assert "events.jsonl: not a file of its own" in row["error"] if name == "events.jsonl" else row["error"]
 
 
 def test_submissions_are_graded_each_for_itself(tmp_path):

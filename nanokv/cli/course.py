@@ -50,7 +50,7 @@ def run(args) -> int:
 def _build(args) -> None:
     from nanokv.course import twins
 
-    written = twins.build(args.folder, args.words or None)
+    written = twins.build(args.folder, args.words)
     for path in written:
         terminal.write_out(f"{path}\n")
     terminal.notice(f"{len(written)} written, the others are up to date", args)
@@ -60,7 +60,7 @@ def _run(args) -> int:
     from nanokv.course import running, twins
 
     failed = 0
-    for path in _chosen(args):
+    for path in twins.chosen(args.folder, args.words):
         done = running.run(twins.read(path).solution(), args.limit)
         bad = [id for id, states in done.states("check").items() if states[-1] != "right"]
         problem = done.error or (f"on stderr: {done.stderr.strip()[:200]}" if done.stderr else "")
@@ -74,20 +74,22 @@ def _run(args) -> int:
 def _book(args) -> None:
     from nanokv.course import book
 
+    _no_words(args)
     for page in book.build(args.folder, args.out or Path("book"), args.limit):
         terminal.write_out(f"{page}\n")
 
 
 def _slides(args) -> None:
-    from nanokv.course import slides
+    from nanokv.course import slides, twins
 
-    for deck in slides.build(_chosen(args), args.out or Path("slides"), args.limit):
+    for deck in slides.build(twins.chosen(args.folder, args.words), args.out or Path("slides"), args.limit):
         terminal.write_out(f"{deck}\n")
 
 
 def _claims(args) -> None:
     from nanokv.course import claims
 
+    _no_words(args)
     terminal.write_out(claims.table())
 
 
@@ -100,12 +102,12 @@ def _seal(args) -> None:
 
 
 def _variants(args) -> None:
-    from nanokv.course import variants
+    from nanokv.course import grading, twins, variants
 
     if not args.students:
         raise CourseError("variants needs the names", "--students names.txt, one name a line")
-    names = args.students.read_text(encoding="utf-8").splitlines()
-    key = variants.write(_chosen(args), names, args.seed, args.out or Path("handout"))
+    names = grading.read_text(args.students).splitlines()
+    key = variants.write(twins.chosen(args.folder, args.words), names, args.seed, args.out or Path("handout"))
     terminal.write_out(f"{key}\n")
 
 
@@ -117,9 +119,9 @@ def _exam(args) -> None:
 
 
 def _mistakes(args) -> None:
-    from nanokv.course import mistakes
+    from nanokv.course import mistakes, twins
 
-    notebooks = [path.stem[:2] for path in _chosen(args)]
+    notebooks = [path.stem[:2] for path in twins.chosen(args.folder, args.words)]
     terminal.write_out(mistakes.table(notebooks, args.folder / "teach" / "mistakes.md"))
 
 
@@ -129,22 +131,22 @@ def _grade(args) -> None:
     if len(args.words) != 1:
         raise CourseError("grade takes one folder of notebooks", "nanokv course grade submissions -o results.csv")
     out, rows = args.out or Path("results.csv"), []
+    graded = grading.grade(Path(args.words[0]), args.limit, args.key)
+    if not out.parent.is_dir() or out.is_dir():  # said now, not after an hour of work
+        raise CourseError(f"{out} cannot be written: {out.parent} is no folder, or {out} is one", "-o results.csv")
+    grading.write(rows, out)
     try:
-        for row in grading.grade(Path(args.words[0]), args.limit, args.key):
+        for row in graded:
             rows.append(row)
+            grading.write(rows, out)
             terminal.notice(f"{row['file']}: {row['score']} of {row['of']}  {row['error']}".rstrip(), args)
     finally:
-        grading.write(rows, out)  # what is done is kept when somebody interrupts
+        grading.write(rows, out)  # whole, also when somebody interrupts while it is written
     terminal.write_out(terminal.sanitize(grading.tally(rows)) + f"{out}\n")
     terminal.notice(f"{len(rows)} submissions, {sum(bool(row['error']) for row in rows)} with an error", args)
 
 
-def _chosen(args) -> list[Path]:
-    """The sources of the notebooks that were named; all without a name."""
-    from nanokv.course import twins
-
-    found = twins.sources(args.folder)
-    unknown = set(args.words) - {path.stem[:2] for path in found}
-    if unknown:
-        raise CourseError(f"no notebook {', '.join(sorted(unknown))}", ", ".join(path.stem for path in found))
-    return [path for path in found if not args.words or path.stem[:2] in args.words]
+def _no_words(args) -> None:
+    """For actions that are about the whole course."""
+    if args.words:
+        raise CourseError(f"{args.action} takes no names; here is {args.words[0]!r}", f"nanokv course {args.action}")

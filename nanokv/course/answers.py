@@ -5,8 +5,12 @@ answer can be searched); a course needs no more.
 """
 
 import hashlib
+import math
 import numbers
+import re
 from dataclasses import dataclass
+
+THOUSANDS = re.compile(r"\s*[+-]?[1-9]\d{0,2}(,\d{3})+(\.\d*)?\s*")
 
 
 @dataclass(frozen=True)
@@ -43,9 +47,12 @@ def is_blank(answer) -> bool:
 
 
 def same(answer, right, rel: float = 1e-6, atol: float = 0.0) -> bool:
-    """Do they agree? Numbers within max(atol, rel·|right|), text without case and spacing, the rest item by item."""
+    """Do they agree? Numbers within max(atol, rel·|right|), text without case and spacing, the rest item by item.
+
+    A list says the same as a set if it holds nothing twice.
+    """
     if isinstance(right, Sealed):
-        return seal(right.id, answer) == right.digest
+        return right.digest in (seal(right.id, answer), seal(right.id, as_set(answer)))
     answer, right = plain(answer), plain(right)
     if isinstance(right, bool) or isinstance(answer, bool):
         return answer is right
@@ -62,7 +69,10 @@ def same(answer, right, rel: float = 1e-6, atol: float = 0.0) -> bool:
             isinstance(answer, dict) and set(answer) == set(right)
             and all(same(answer[key], right[key], rel, atol) for key in right)
         )  # fmt: skip
-    return canonical(answer) == canonical(right) if isinstance(right, str) else answer == right
+    if isinstance(right, set):
+        answer = as_set(answer)
+        return isinstance(answer, set) and answer == right
+    return isinstance(right, str) and canonical(answer) == canonical(right)
 
 
 def plain(value):
@@ -76,11 +86,23 @@ def plain(value):
     return value
 
 
+def as_set(value):
+    """A list without repeats as the set of its items; anything else as it is."""
+    items = plain(value)
+    if not isinstance(items, list):
+        return items
+    found = {canonical(item) for item in items}
+    return found if len(found) == len(items) else items
+
+
 def as_number(value) -> float | None:
-    """A number, also one written as "1,024"; None if it is none. NaN is none."""
+    """A number, also one written as "1,024"; None if it is none. NaN and what no float can hold are none."""
     if isinstance(value, str):
-        try:
-            value = float(value.replace(",", "").replace("_", "").strip())
-        except ValueError:
-            return None
-    return value if isinstance(value, numbers.Real) and not isinstance(value, bool) and value == value else None
+        value = value.replace(",", "") if THOUSANDS.fullmatch(value) else value  # "0,5" is no number: 5 or a half?
+    elif not isinstance(value, numbers.Real) or isinstance(value, bool):
+        return None
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):
+        return None
+    return None if math.isnan(number) else number if isinstance(value, str) else value

@@ -8,10 +8,13 @@
 Each notebook has a module nanokv/course/checks/nbNN.py with CHECKS and QUESTIONS. An answer is judged and never raises.
 """
 
+import copy
 import importlib
+import itertools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial, wraps
 from types import SimpleNamespace
 
 from nanokv.course.answers import Sealed, is_blank, same
@@ -22,11 +25,15 @@ UNFINISHED = (NotImplementedError,)
 
 
 class Case(SimpleNamespace):
-    """The numbers of one variant of an exercise, and the model it is about."""
+    """The numbers of one variant of an exercise, and the model it is about. `hidden`: they give the answer away."""
 
-    def __init__(self, values: dict, model=None):
+    def __init__(self, values: dict, model=None, hidden: bool = False):
         super().__init__(**values)
-        self._model = model
+        self._model, self._hidden = model, hidden
+
+    def __repr__(self):
+        given = [f"{name}={value!r}" for name, value in vars(self).items() if not name.startswith("_")]
+        return f"Case({'hidden' if self._hidden else ', '.join(given)})"
 
     @property
     def model(self):
@@ -69,24 +76,52 @@ class Mistake:
 
 @dataclass(frozen=True)
 class Check:
-    """One exercise. `parameters`: what a variant may draw, each (first, others …); the first is the course's own."""
+    """One exercise. `parameters`: what a variant may draw, each (first, others …); the first is the course's own.
+
+    `hidden`: the parameters are what is to be found out (a fault, a place), so they are never shown to a learner.
+    """
 
     id: str
     judge: Callable  # (answer, case) → Outcome
     parameters: dict = field(default_factory=dict)
     key: Callable | None = None  # case → the right answer, for a teacher's key; None: there is no single one
     mistakes: tuple = ()
+    hidden: bool = False
 
     def case(self, seed: int | None = None, model=None) -> Case:
         """The course's own numbers without a seed, a draw of them with one: the same for the same seed."""
         rng = random.Random(f"{self.id} {seed}")
         values = {name: rng.choice(s) if seed is not None else s[0] for name, s in self.parameters.items()}
-        return Case(values, model)
+        return Case(values, model, self.hidden)
 
 
-def value(id: str, right, wrong=(), rel: float = 1e-6, atol: float = 0.0, parameters=None, otherwise="") -> Check:
+def guarded(judge):
+    """Whatever an answer does when it is looked at or called, from raising to sys.exit: a wrong answer."""
+
+    @wraps(judge)
+    def careful(*arguments):
+        try:
+            return judge(*arguments)
+        except KeyboardInterrupt:  # of the one who waits
+            raise
+        except BaseException as error:  # SystemExit, and what pytest.fail and pytest.skip raise, are no Exception
+            return wrong(_stopped(error))
+
+    return careful
+
+
+def _stopped(error: BaseException) -> str:
+    try:
+        said = f": {error}".rstrip(": ")
+    except Exception:  # its text is the learner's code too
+        said = ""
+    return f"it stopped with {type(error).__name__}{said}"
+
+
+def value(id: str, right, wrong=(), rel=1e-6, atol=0.0, parameters=None, otherwise="", hidden=False) -> Check:
     """An exercise whose answer is a value. `right`: case → value, or a Sealed; `otherwise`: for an unknown mistake."""
 
+    @guarded
     def judge(answer, case):
         if is_blank(answer):
             return UNANSWERED
@@ -95,12 +130,16 @@ def value(id: str, right, wrong=(), rel: float = 1e-6, atol: float = 0.0, parame
         known = next((m for m in wrong if same(answer, m.gives(case), rel, atol)), None)
         return Outcome("wrong", known.message, known.name) if known else Outcome("wrong", otherwise)
 
-    return Check(id, judge, parameters or {}, None if isinstance(right, Sealed) else right, tuple(wrong))
+    return Check(id, judge, parameters or {}, None if isinstance(right, Sealed) else right, tuple(wrong), hidden)
 
 
 def function(id: str, right, inputs, wrong=(), rel=1e-6, atol=0.0, trials=TRIALS) -> Check:
-    """An exercise whose answer is a function, tried on `inputs(rng)` → arguments; `right` is the reference."""
+    """An exercise whose answer is a function, tried on `inputs(rng)` → arguments; `right` is the reference.
 
+    Each call gets arguments of its own, so what one of them does to a list or a tensor in place reaches no other.
+    """
+
+    @guarded
     def judge(answer, case):
         if is_blank(answer):
             return UNANSWERED
@@ -108,56 +147,79 @@ def function(id: str, right, inputs, wrong=(), rel=1e-6, atol=0.0, trials=TRIALS
             return Outcome("wrong", f"hand in the function itself, without calling it; this is {answer!r:.60}")
         rng = random.Random(id)
         tries = [inputs(rng) for _ in range(trials)]
+        expected = [right(*copy.deepcopy(arguments)) for arguments in tries]
         given = []
         for arguments in tries:
-            outcome = _call(answer, arguments, given)
-            if outcome:
-                return outcome
-        if all(same(g, right(*a), rel, atol) for g, a in zip(given, tries, strict=True)):
-            return RIGHT
-        for mistake in wrong:
-            if all(same(g, mistake.gives(*a), rel, atol) for g, a in zip(given, tries, strict=True)):
-                return Outcome("wrong", mistake.message, mistake.name)
-        a, g = next((a, g) for a, g in zip(tries, given, strict=True) if not same(g, right(*a), rel, atol))
-        return Outcome("wrong", f"for the input {_shown(a)} yours gives {_shown(g)}, but it is {_shown(right(*a))}")
+            try:
+                given.append(answer(*copy.deepcopy(arguments)))
+            except UNFINISHED:
+                return UNANSWERED
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:
+                return Outcome("wrong", f"for the input {shown(arguments)} {_stopped(error)}")
+        return _compared(tries, given, expected, wrong, partial(same, rel=rel, atol=atol))
 
     return Check(id, judge, {}, None, tuple(wrong))
 
 
-def judged(id: str, judge, parameters=None, key=None) -> Check:
+def _compared(tries, given, expected, mistakes, alike) -> Outcome:
+    """The results of a learner's function beside those of the reference and of the known mistakes."""
+    if all(is_blank(g) for g in given):
+        return UNANSWERED
+    differing = next((i for i, (g, right) in enumerate(zip(given, expected, strict=True)) if not alike(g, right)), None)
+    if differing is None:
+        return RIGHT
+    for mistake in mistakes:
+        if all(alike(g, mistake.gives(*copy.deepcopy(a))) for g, a in zip(given, tries, strict=True)):
+            return Outcome("wrong", mistake.message, mistake.name)
+    difference = _difference(given[differing], expected[differing], alike)
+    return Outcome("wrong", f"for the input {shown(tries[differing])} {difference}")
+
+
+def _difference(given, right, alike) -> str:
+    """What came back and what should have; of two tensors of one shape, at the first place where they differ."""
+    shape = getattr(right, "shape", ())
+    if shape and getattr(given, "shape", ()) == shape:
+        at = next(place for place in itertools.product(*map(range, shape)) if not alike(given[place], right[place]))
+        g, r = (f"{x[at].item():.6g} ({x.dtype})" for x in (given, right))
+        return f"yours gives {g} at {list(at)}, but it is {r}"
+    return f"yours gives {shown(given)}, but it is {shown(right)}"
+
+
+def judged(id: str, judge, parameters=None, key=None, hidden=False) -> Check:
     """An exercise with a judge of its own: (answer, case) → Outcome. The blank stub never reaches it."""
 
+    @guarded
     def careful(answer, case):
-        if is_blank(answer):
-            return UNANSWERED
         try:
-            return judge(answer, case)
+            return UNANSWERED if is_blank(answer) else judge(answer, case)
         except UNFINISHED:
             return UNANSWERED
-        except Exception as error:
-            return wrong(f"it stopped with {type(error).__name__}: {error}")
 
-    return Check(id, careful, parameters or {}, key)
+    return Check(id, careful, parameters or {}, key, (), hidden)
 
 
-def _call(answer, arguments, given) -> Outcome | None:
-    """Append the result to `given`; an Outcome only where there is none."""
-    try:
-        result = answer(*arguments)
-    except UNFINISHED:
-        return UNANSWERED
-    except Exception as error:
-        return Outcome("wrong", f"for the input {_shown(arguments)} it stopped with {type(error).__name__}: {error}")
-    if is_blank(result):
-        return UNANSWERED
-    given.append(result)
-    return None
+def no_class(answer) -> Outcome | None:
+    """An Outcome for a cache that is not handed in as a class."""
+    if isinstance(answer, type):
+        return None
+    return wrong("hand in the class itself, without calling it: there will be one object for each layer")
 
 
-def _shown(value) -> str:
+def failing(report) -> str:
+    """What is wrong with a cache according to a nanokv.equality report, in a sentence; "" if it passed."""
+    if report.passed:
+        return ""
+    failure = report.first_failure
+    return f"the case “{failure.name}”: {failure.detail}" if failure else "the equality suite could try no case"
+
+
+def shown(value) -> str:
+    """A value in a message: short, and a tensor as its shape and type."""
     if isinstance(value, tuple):
-        return "(" + ", ".join(_shown(item) for item in value) + ")"
-    text = str(tuple(value.shape)) + " tensor" if hasattr(value, "shape") and value.shape else repr(value)
+        return "(" + ", ".join(shown(item) for item in value) + ")"
+    text = f"{tuple(value.shape)} tensor of {value.dtype}" if getattr(value, "shape", ()) else repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
@@ -170,6 +232,7 @@ class Question:
     options: dict
     right: str
 
+    @guarded
     def judge(self, letter) -> Outcome:
         if is_blank(letter):
             return UNANSWERED

@@ -45,10 +45,10 @@ def chosen(folder: Path, word: str, number: int) -> list[Item]:
     """The items that a word names. Of a whole notebook: what has numbers to draw, and the quiz."""
     if word.startswith("open."):
         return [_open(folder / "teach" / "open_questions.md", word)]
-    source = _source(folder, word[:2])
+    source = twins.read(twins.chosen(folder, [word if word[2:3] == "_" else word[:2]])[0])
     module = checking.exercises(source.number)
-    if word == source.number:
-        checks, questions = [c for c in module.CHECKS if c.parameters and c.key], module.QUESTIONS
+    if word in (source.number, source.name):
+        checks, questions = [c for c in module.CHECKS if c.parameters and c.key and not c.hidden], module.QUESTIONS
     else:
         checks, questions = [c for c in module.CHECKS if c.id == word], [q for q in module.QUESTIONS if q.id == word]
     if not (*checks, *questions):
@@ -56,14 +56,9 @@ def chosen(folder: Path, word: str, number: int) -> list[Item]:
     return [_exercise(source, c, number) for c in checks] + [_question(q, number) for q in questions]
 
 
-def _source(folder: Path, notebook: str):
-    path = next((p for p in twins.sources(folder) if p.stem[:2] == notebook), None)
-    if path is None:
-        raise CourseError(f"no notebook {notebook!r}", ", ".join(p.stem for p in twins.sources(folder)))
-    return twins.read(path)
-
-
 def _exercise(source, check, number: int) -> Item:
+    if check.hidden:  # its parameters are the answer, and a sheet could show nothing else of it
+        raise CourseError(f"{check.id} works only at a computer", "nanokv course variants gives everyone their own")
     cases = draw(check, number)
     task = re.search(rf"^\*\*{re.escape(check.id)}\*\*\s*(.+?)(?=^\*\*\d\d\.|^#|\Z)", source.prose(), re.S | re.M)
     if task is None:

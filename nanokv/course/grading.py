@@ -6,13 +6,13 @@ forged, and only a container keeps it from reading files. The table says what to
 """
 
 import csv
+import io
 import json
-import stat
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from nanokv.course import checking, running
+from nanokv.course import checking, log, running
 from nanokv.errors import CourseError
 
 LARGEST = 20_000_000  # bytes of a submission; outputs count
@@ -21,11 +21,12 @@ FIXED = ("student", "file", "notebook", "score", "of", "error", "seconds")  # co
 
 def grade(folder: Path, limit: float = running.TIME_LIMIT, key: Path | None = None) -> Iterator[dict]:
     """One row for each notebook below a folder, as it is done. `key`: the file that `nanokv course variants` wrote."""
-    files = submissions(Path(folder))
+    folder = Path(folder)
+    files = submissions(folder)
     if not files:
         raise CourseError(f"{folder} holds no *.ipynb")
     seeds = read_seeds(key) if key else None
-    return (row(path, limit, seeds) | {"file": path.relative_to(folder).as_posix()} for path in files)
+    return (row(path, limit, seeds, folder) | {"file": path.relative_to(folder).as_posix()} for path in files)
 
 
 def submissions(folder: Path) -> list[Path]:
@@ -35,15 +36,17 @@ def submissions(folder: Path) -> list[Path]:
     return sorted(path for path in found if not any(p.startswith(".") for p in path.relative_to(folder).parts))
 
 
-def row(path: Path, limit: float, seeds: dict | None) -> dict:
+def row(path: Path, limit: float, seeds: dict | None, folder: Path | None = None) -> dict:
     """student, file, notebook, score, of, error, seconds, and the state of every exercise. Whatever a submission does
-    to its reader ends in its own row."""
-    fixed = dict.fromkeys(FIXED, "") | {"student": path.stem, "file": path.name, "score": 0, "of": 0, "seconds": 0.0}
+    to its reader ends in its own row. folder: what is graded; below it the folder of a file may bear the name."""
+    names = [path.stem] if folder in (None, path.parent) else [path.stem, path.parent.name]
+    fixed = dict.fromkeys(FIXED, "") | {"student": names[0], "file": path.name, "score": 0, "of": 0, "seconds": 0.0}
     try:
         notebook = load(path)
         number = notebook["metadata"]["nanokv"]["notebook"]
+        fixed["student"] = student(names, number, seeds)
+        seed = seeds.get((fixed["student"], number)) if seeds else None
         done = running.run(notebook, limit, keep_going=True)
-        seed = seeds.get((path.stem, number)) if seeds else None
         states = results(number, done.events, seed)
     except CourseError as error:
         return fixed | {"error": str(error)}
@@ -55,14 +58,18 @@ def row(path: Path, limit: float, seeds: dict | None) -> dict:
     return fixed | {"error": done.error or doubt, "seconds": round(done.seconds, 1)} | states
 
 
+def student(names: list[str], number: str, seeds: dict | None) -> str:
+    """Whose it is: the first of these names that the key has. Without one the file's name, or that of its folder where
+    the file is called like the notebook (05_the_waste), as learning platforms deliver them."""
+    known = [name for name in names if (name, number) in (seeds or {})]
+    return known[0] if known else names[-1] if names[0].startswith(f"{number}_") else names[0]
+
+
 def load(path: Path) -> dict:
     """A submission, cleaned of outputs; CourseError if it is no notebook of this course."""
-    if not stat.S_ISREG(path.lstat().st_mode):  # a link may lead anywhere, and a pipe would be read for ever
-        raise CourseError("not a file of its own")
-    if path.stat().st_size > LARGEST:
-        raise CourseError(f"larger than {LARGEST:,} bytes")
+    data = log.contents(path, LARGEST)
     try:
-        notebook = json.loads(path.read_text(encoding="utf-8"))
+        notebook = json.loads(data)
         number = notebook["metadata"]["nanokv"]["notebook"]
         checking.exercises(number)
         for cell in notebook["cells"]:
@@ -98,16 +105,35 @@ def tally(rows: list[dict]) -> str:
 
 
 def read_seeds(key: Path) -> dict[tuple[str, str], int]:
-    """{(student, notebook): seed} from a key."""
-    with open(key, newline="", encoding="utf-8") as file:
-        return {(line["student"], line["notebook"]): int(line["seed"]) for line in csv.DictReader(file)}
+    """{(student, notebook): seed} from a key, also from one that a spreadsheet program has saved."""
+    text = read_text(key)
+    lines = csv.DictReader(io.StringIO(text, newline=""), delimiter=max(",;\t", key=text.split("\n")[0].count))
+    missing = {"student", "notebook", "seed"} - set(lines.fieldnames or ())
+    if missing:
+        raise CourseError(f"{key}: no column {', '.join(sorted(missing))}", "nanokv course variants writes such a file")
+    seeds = {}
+    for line in lines:
+        try:
+            seeds[line["student"], line["notebook"].zfill(2)] = int(line["seed"])  # a spreadsheet makes 5 of 05
+        except (ValueError, TypeError, AttributeError) as error:
+            message = f"{key}, line {lines.line_num}, column seed: {line['seed']!r} is no whole number"
+            raise CourseError(message, "a spreadsheet may have rounded it: use the file as it was written") from error
+    return seeds
+
+
+def read_text(path: Path) -> str:
+    """A text of the teacher's, in UTF-8 with or without a mark in front; CourseError."""
+    try:
+        return Path(path).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise CourseError(f"{path}: not UTF-8 at byte {error.start}", "save it as UTF-8 text") from error
 
 
 def write(rows: Iterable[dict], path: Path) -> None:
     """CSV with the union of all columns. A text that a spreadsheet would take for a formula gets an apostrophe, and
     what a file name may hold and UTF-8 cannot is written as an escape."""
     rows = list(rows)
-    names = list(dict.fromkeys(name for row in rows for name in row))
+    names = list(dict.fromkeys(name for row in rows for name in row)) or FIXED
     with open(path, "w", newline="", encoding="utf-8", errors="backslashreplace") as file:
         out = csv.DictWriter(file, names, restval="")
         out.writeheader()

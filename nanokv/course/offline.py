@@ -1,4 +1,5 @@
-"""A process without a network: only this machine can be reached. For running notebooks that are not one's own.
+"""A process without a network: only this machine can be reached. For running notebooks that are not one's own,
+which may also print without end.
 
 An audit hook, which Python code cannot take away again. It sees Python's own sockets; a program that is started from
 here, or native code, goes past it: where that matters, run the whole thing in a container.
@@ -7,6 +8,7 @@ here, or native code, goes past it: where that matters, run the whole thing in a
 import ipaddress
 import sys
 
+OUTPUT_LIMIT = 5_000_000  # characters that a cell may print
 EVENTS = ("socket.connect", "socket.sendto", "socket.getaddrinfo", "socket.gethostbyname", "urllib.Request")
 
 
@@ -34,3 +36,30 @@ def is_local(host) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def load_ipython_extension(shell) -> None:
+    """What a kernel does first that is started with --IPKernelApp.extensions=nanokv.course.offline."""
+    block()
+    for stream in (sys.stdout, sys.stderr):
+        _limit(stream, shell.events)
+
+
+def _limit(stream, events) -> None:
+    """Printing more than OUTPUT_LIMIT in a cell raises OSError: a kernel keeps what was printed, so an endless loop
+    would fill the memory."""
+    write, printed = stream.write, 0
+
+    def begin(cell):
+        nonlocal printed
+        printed = 0
+
+    def limited(text):
+        nonlocal printed
+        printed += len(text)
+        if printed > OUTPUT_LIMIT:
+            raise OSError(f"more than {OUTPUT_LIMIT:,} characters were printed")
+        return write(text)
+
+    events.register("pre_run_cell", begin)
+    stream.write = limited

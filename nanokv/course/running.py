@@ -1,7 +1,8 @@
 """Execute a notebook in a process of its own: no network, a time limit, its events, its peak memory.
 
 `run` is the parent's side. `python -m nanokv.course.running IN OUT …` is the child, which starts a Jupyter kernel and
-runs the cells in it. What does not end in time is killed with everything that it started.
+runs the cells in it. What does not end in time is killed with everything that it started; where the system allows it
+(Linux), also what has cut itself loose from its parents.
 """
 
 import json
@@ -14,11 +15,11 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from nanokv.course import log
+from nanokv.course import log, offline
 
 TIME_LIMIT = 180.0  # seconds for a notebook
 MEMORY_LIMIT = 8 * 2**30  # bytes for all its processes: an endless list shall not take the machine with it
-OFFLINE = "from nanokv.course.offline import block; block(); del block"
+LARGEST = 200_000_000  # bytes of an executed notebook: what was printed, with escapes, and its pictures
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,9 @@ def _supervise(command, work, limit, env) -> tuple:
             elif _memory(psutil, family.values()) > MEMORY_LIMIT:
                 stopped = f"stopped at {MEMORY_LIMIT / 2**30:g} GiB of memory"
             if stopped:
-                child.send_signal(signal.SIGKILL)
+                os.kill(child.pid, signal.SIGSTOP)  # it shall not start others, nor react, while they are ended
+                _end(psutil, child.pid)
+                os.kill(child.pid, signal.SIGKILL)
                 _, status, usage = os.wait4(child.pid, 0)
                 break
             time.sleep(0.1)
@@ -109,16 +112,32 @@ def _supervise(command, work, limit, env) -> tuple:
                 process.kill()
             except psutil.Error:
                 pass
-        stderr.seek(0)
-        lines = stderr.read()[-4000:].decode("utf-8", "replace").strip().splitlines()
+        stderr.seek(max(0, stderr.seek(0, os.SEEK_END) - 4000))
+        lines = stderr.read(4000).decode("utf-8", "replace").strip().splitlines()
     return stopped, child.returncode, usage, lines[-1] if lines else ""
 
 
 def _children(psutil, pid: int) -> list:
+    """All that run below a process."""
     try:
         return psutil.Process(pid).children(recursive=True)
     except psutil.Error:
         return []
+
+
+def _end(psutil, pid: int) -> None:
+    """Kill all that run below a process, and what they have started meanwhile."""
+    for _ in range(20):
+        alive = 0
+        for process in _children(psutil, pid):
+            try:
+                alive += process.status() != psutil.STATUS_ZOMBIE
+                process.kill()
+            except psutil.Error:  # it has ended
+                pass
+        if not alive:
+            return
+        time.sleep(0.02)
 
 
 def _memory(psutil, processes) -> int:
@@ -136,8 +155,9 @@ def _load(path: Path) -> dict | None:
     import nbformat
 
     try:
-        return nbformat.read(path, as_version=4)  # joins the lines that the file keeps apart
-    except (OSError, ValueError, nbformat.ValidationError):
+        text = log.contents(path, LARGEST).decode()
+        return nbformat.reads(text, as_version=4)  # joins the lines that the file keeps apart
+    except (OSError, ValueError, RecursionError, nbformat.ValidationError):
         return None
 
 
@@ -161,7 +181,7 @@ def _execute(folder: Path, limit: float, keep_going: bool) -> None:
     a_cell = max(5, int(limit / 4)) if keep_going else int(limit)  # one endless loop shall not cost the other answers
     client = NotebookClient(
         notebook, timeout=a_cell, interrupt_on_timeout=keep_going, kernel_name="python3", allow_errors=keep_going,
-        extra_arguments=[f"--IPKernelApp.exec_lines={OFFLINE}"], resources={"metadata": {"path": os.getcwd()}},
+        extra_arguments=[f"--IPKernelApp.extensions={offline.__name__}"], resources={"metadata": {"path": os.getcwd()}},
     )  # fmt: skip
     try:
         client.execute()
@@ -171,5 +191,23 @@ def _execute(folder: Path, limit: float, keep_going: bool) -> None:
         nbformat.write(notebook, folder / "out.ipynb")
 
 
+def _adopt() -> None:
+    """Become the parent of all that is left without one below this process (Linux), so that _end finds it."""
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+
+
+def _main(folder: str, limit: str, keep_going: str) -> None:
+    import psutil
+
+    _adopt()
+    try:
+        _execute(Path(folder), float(limit), keep_going == "1")
+    finally:
+        _end(psutil, os.getpid())
+
+
 if __name__ == "__main__":
-    _execute(Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3] == "1")
+    _main(*sys.argv[1:])

@@ -96,7 +96,8 @@ def predict(id: str, value, unit: str = "") -> None:
     number = None if is_blank(value) else as_number(value)
     log.note("predict", id=id, value=number)
     if number is None:
-        print(f"{id}: no prediction yet. Write a number first: a wrong guess teaches more than none.")
+        said = "" if is_blank(value) else f" {checking.shown(value)} is none (a half is 0.5, a thousand 1000 or 1,000)."
+        print(f"{id}: no prediction yet. Write a number first: a wrong guess teaches more than none.{said}")
         return
     _PREDICTIONS[id] = (number, unit)
     print(f"{id}: you predict {quantity(number, unit)}.")
@@ -120,15 +121,18 @@ def comment(guess: float, measured: float) -> str:
     """How far off, in words."""
     if guess == measured:
         return "exactly right"
-    if guess * measured <= 0:
-        return "one of the two is zero, so no ratio" if guess * measured == 0 else "even the sign differs"
-    ratio = guess / measured
-    factor, side = (ratio, "high") if ratio > 1 else (1 / ratio, "low")
+    if guess == 0 or measured == 0:
+        return "one of the two is zero, so no ratio"
+    if (guess > 0) != (measured > 0):
+        return "even the sign differs"
+    decades = math.log10(abs(guess)) - math.log10(abs(measured))  # a ratio may leave the range of floats
+    side = "high" if decades > 0 else "low"
+    if abs(decades) >= 6:
+        return f"too {side} by 10^{abs(decades):.0f}"
+    factor = max(guess / measured, measured / guess)
     if factor <= 1.1:
         return "within a tenth"
-    if factor <= 2:
-        return f"the right size, {factor:.2g} times too {side}"
-    return f"{factor:,.0f} times too {side}" if factor < 1e6 else f"too {side} by 10^{math.log10(factor):.0f}"
+    return f"the right size, {factor:.2g} times too {side}" if factor <= 2 else f"{factor:,.0f} times too {side}"
 
 
 def quantity(number: float, unit: str = "") -> str:

@@ -132,12 +132,21 @@ def sources(folder) -> list[Path]:
     return found
 
 
-def build(folder, only=None) -> list[Path]:
-    """Write the student twins of a notebooks folder; those that are up to date stay as they are."""
+def chosen(folder, words=()) -> list[Path]:
+    """The sources that are named, by number (05) or whole (05_the_waste), in order; all without a name."""
+    found = sources(folder)
+    unknown = set(words) - {name for path in found for name in (path.stem, path.stem[:2])}
+    if unknown:
+        raise CourseError(f"no notebook {', '.join(sorted(unknown))}", ", ".join(path.stem for path in found))
+    return [path for path in found if not words or {path.stem, path.stem[:2]} & set(words)]
+
+
+def build(folder, words=()) -> list[Path]:
+    """Write the student twins of a notebooks folder, or of those named; those that are up to date stay as they are."""
     written = []
-    for path in sources(folder):
+    for path in chosen(folder, words):
         text, target = to_text(read(path).student()), Path(folder) / f"{path.stem}.ipynb"
-        if (only is None or path.stem[:2] in only) and (not target.exists() or target.read_text("utf-8") != text):
+        if not target.exists() or target.read_text("utf-8") != text:
             target.write_text(text, encoding="utf-8")
             written.append(target)
     return written

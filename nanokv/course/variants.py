@@ -13,6 +13,8 @@ from nanokv.course import checking, twins
 from nanokv.course.answers import plain
 from nanokv.errors import CourseError
 
+RESERVED = re.compile(r"CON|PRN|AUX|NUL|(COM|LPT)[0-9]", re.IGNORECASE)  # devices on Windows, with any suffix
+
 
 def seed_of(number: int, notebook: str, student: str) -> int:
     """A student's seed: 31 bits of a hash."""
@@ -51,7 +53,7 @@ def variant(source, seed: int) -> dict:
         raise CourseError(f"{source.name}: {call} stands in no cell, or in several", "the seed is put in there")
     for cell in notebook["cells"]:
         if cell["cell_type"] == "code":
-            cell["source"] = [line.replace(call, f'{call[:-1]}, seed={seed})') for line in cell["source"]]
+            cell["source"] = [line.replace(call, f"{call[:-1]}, seed={seed})") for line in cell["source"]]
     return notebook
 
 
@@ -68,4 +70,5 @@ def answers(notebook: str, seed: int) -> dict[str, str]:
 
 def file_name(student: str) -> str:
     """A name that is safe as a file name on every system, and as a cell of a spreadsheet."""
-    return re.sub(r"[^\w.-]+", "_", student)[:80].strip("._-") or "student"
+    name = re.sub(r"[^\w.-]+", "_", student)[:80].strip("._-") or "student"
+    return f"{name}_" if RESERVED.fullmatch(name.split(".")[0]) else name

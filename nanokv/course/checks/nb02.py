@@ -2,6 +2,7 @@
 
 import math
 
+from nanokv.course.answers import is_blank
 from nanokv.course.checking import RIGHT, UNANSWERED, Mistake, Question, function, judged, value, wrong
 
 
@@ -34,7 +35,7 @@ def _variant(scale=True, mask="added", axis=-1):
     def attend(q, k, v):
         import torch
 
-        scores = q @ k.T / (q.shape[-1] ** 0.5 if scale else 1)
+        scores = q @ k.mT / (q.shape[-1] ** 0.5 if scale else 1)
         visible = torch.ones(scores.shape).tril()
         if mask == "added":
             scores = scores.masked_fill(visible == 0, -torch.inf)
@@ -66,11 +67,12 @@ def _judge_leak_test(answer, case):
         ("a model with a multiplied mask", _multiplied, 0.0, True, "multiplied missed"),
         ("a model in which each token sees one token ahead", _one_ahead, 0.0, True, "one ahead missed"),
         ("a model in which only the first token sees ahead", _first_row, 0.0, True, "first row missed"),
+        ("a model in which only the last token but one sees ahead", _late_row, 0.0, True, "late row missed"),
         ("a causal model with rounding noise of 1e-6", causal_attention, 1e-6, False, "rounding taken for a leak"),
     )
     for words, attend, size, leaks, mistake in subjects:
         given = answer(_forward(case.model, attend, size, noise), ids.clone(), V)
-        if given is None or given is ...:
+        if is_blank(given):
             return UNANSWERED
         if not isinstance(given, bool) and not hasattr(given, "item"):
             return wrong(f"return True or False; this is {given!r:.40}", "no bool")
@@ -96,8 +98,7 @@ def _forward(model, attend, size, noise):
 
 def _multiplied(q, k, v):
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    scores = q @ k.transpose(2, 3) / q.shape[-1] ** 0.5
-    return (scores * scores.new_ones(scores.shape[2:]).tril()).softmax(-1) @ v
+    return _variant(mask="multiplied")(q, k, v)
 
 
 def _one_ahead(q, k, v):
@@ -111,6 +112,14 @@ def _first_row(q, k, v):
 
     mask = q.new_ones(q.shape[2], q.shape[2]).tril().bool()
     mask[0, : min(3, len(mask))] = True  # positions 1 and 2
+    return prefill_attention(q, k, v, mask)
+
+
+def _late_row(q, k, v):
+    from nanokv.attention import prefill_attention
+
+    mask = q.new_ones(q.shape[2], q.shape[2]).tril().bool()
+    mask[-2:, -1] = True
     return prefill_attention(q, k, v, mask)
 
 

@@ -128,7 +128,7 @@ def _judge_weights(answer, case):
 
     import torch
 
-    weight = torch.as_tensor(answer, dtype=torch.float32)
+    weight = torch.as_tensor(answer, dtype=torch.float32)  # (D,)
     if weight.shape != (8,):
         return wrong(f"eight numbers were asked for, these have the shape {tuple(weight.shape)}", "shape")
     if not weight.isfinite().all() or (weight == 0).any():
@@ -139,7 +139,8 @@ def _judge_weights(answer, case):
     angle = _random(rng, 4, 4).repeat(1, 2)
     x, cos, sin = _random(rng, 1, 1, 4, 8), angle.cos(), angle.sin()
     before, after = _rotate(_rms_norm(x, weight, 1e-6), cos, sin), _rms_norm(_rotate(x, cos, sin), weight, 1e-6)
-    if torch.allclose(before, after, rtol=1e-4, atol=1e-4 * float(weight.abs().max())):
+    pair = torch.maximum(weight.abs(), weight.roll(4).abs())  # (D,): what is mixed into each dimension has this size
+    if bool(((before - after).abs() <= 1e-5 * pair).all()):
         return RIGHT
     if torch.equal(weight[0::2], weight[1::2]):
         return wrong("you made neighbours equal, but they are no pair: dimension i turns with i + D/2", "neighbours")

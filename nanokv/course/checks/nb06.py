@@ -1,8 +1,10 @@
 """Notebook 06, the cache: its shapes, the class, the loop, the positions."""
 
+import itertools
 import random
 
-from nanokv.course.checking import RIGHT, UNANSWERED, Mistake, Question, judged, value, wrong
+from nanokv.course.answers import is_blank
+from nanokv.course.checking import RIGHT, UNANSWERED, Mistake, Question, failing, judged, no_class, value, wrong
 
 
 def _shapes(case, H=None, S=None):
@@ -18,16 +20,11 @@ def _judge_class(answer, case):
     """First two small appends, which name the usual mistakes; then the public equality suite."""
     from nanokv import equality
 
-    if not isinstance(answer, type):
-        return wrong("hand in the class itself, without calling it: there will be one object for each layer")
-    outcome = _two_appends(answer)
-    if outcome is not None:
+    outcome = no_class(answer) or _two_appends(answer)
+    if outcome:
         return outcome
-    report = equality.check(answer, stop=True)
-    if report.passed:
-        return RIGHT
-    failure = report.first_failure
-    return wrong(f"it differs from the model without a cache in the case “{failure.name}”: {failure.detail}", "differs")
+    failed = failing(equality.check(answer, stop=True))
+    return wrong(f"compared with the model without a cache, {failed}", "differs") if failed else RIGHT
 
 
 def _two_appends(make):
@@ -38,7 +35,7 @@ def _two_appends(make):
     layer = make()
     for part in (slice(0, 1), slice(1, 2)):
         returned = layer.append(k[:, :, part], v[:, :, part])
-        if returned is None or returned is ...:
+        if is_blank(returned):
             return UNANSWERED
     keys, values = returned
     axes = [axis for axis in range(4) if keys.shape[axis] != k.shape[axis]]
@@ -72,10 +69,9 @@ def _judge_loop(answer, case):
     rng = random.Random("06.4")
     for P, n in ((1, 1), (5, 6), (12, 9)):
         ids = torch.tensor([[rng.randrange(case.config.vocab_size) for _ in range(P)]])
-        given, rows = _count_rows(case.model, lambda ids=ids, n=n: answer(case.model, ids, n))
-        if given is None or given is ...:
+        given, rows = _count_rows(case.model, lambda ids=ids, n=n: answer(case.model, ids, n), P + n + 1)
+        if is_blank(given):
             return UNANSWERED
-        given = given.flatten().tolist() if isinstance(given, torch.Tensor) else list(given)
         expected = list(generate(case.model, ids, max_new_tokens=n, eos_token_ids=[]))
         outcome = _loop_outcome([int(token) for token in given], expected, ids[0].tolist(), rows, P, n)
         if outcome:
@@ -83,12 +79,18 @@ def _judge_loop(answer, case):
     return RIGHT
 
 
-def _count_rows(model, call):
-    """(what call() returns, rows of every forward that it makes)."""
+def _count_rows(model, call, most):
+    """(tokens that call() returns or yields, at most so many of them; rows of every forward that it makes)."""
+    import torch
+
     rows = []
     hook = model.layers[0].register_forward_pre_hook(lambda module, args: rows.append(args[0].shape[1]))  # (B,T,C)
     try:
-        return call(), rows
+        given = call()
+        if is_blank(given):
+            return None, rows
+        given = given.flatten().tolist() if isinstance(given, torch.Tensor) else given
+        return list(itertools.islice(given, most)), rows  # a generator runs here, and need not end
     finally:
         hook.remove()
 
@@ -97,7 +99,8 @@ def _loop_outcome(given, expected, prompt, rows, P, n):
     if given == prompt + expected:
         return wrong("return the new tokens only, without the prompt", "with prompt")
     if len(given) != n:
-        return wrong(f"{n} tokens were asked for and {len(given)} came back", "count")
+        many = f"{len(given)}" if len(given) <= len(prompt) + n else "more"
+        return wrong(f"{n} tokens were asked for and {many} came back", "count")
     if given != expected:
         at = next(i for i, (a, b) in enumerate(zip(given, expected, strict=True)) if a != b)
         return wrong(f"token {at} is {given[at]}, but greedy decoding gives {expected[at]}", "tokens")
