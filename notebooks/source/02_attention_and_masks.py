@@ -44,8 +44,16 @@ layers = c.num_hidden_layers
 
 question = tokenizer.render([{"role": "user", "content": "My name is Zorbla. What is my name?"}])
 ids = torch.tensor([tokenizer.encode(question)])  # (1,T), short: for looking
-talk = corpus.conversation(random.Random(1), 8, held_out=True)
-text = torch.tensor([tokenizer.encode(tokenizer.render(talk, add_generation_prompt=False))])[:, :160]  # for measuring
+
+
+
+def conversation(seed):
+    """(1,160): a talk with words that the model never saw."""
+    talk = corpus.conversation(random.Random(seed), 8, held_out=True)
+    return torch.tensor([tokenizer.encode(tokenizer.render(talk, add_generation_prompt=False))])[:, :160]
+
+
+text = conversation(1)  # for measuring
 
 # %% [markdown]
 # ## Predict
@@ -180,7 +188,7 @@ course.show(fig, alt="Three attention maps of layer 0. Mask added: nothing above
 truth = nanokv.score(model, text)
 
 
-def loss_of(logits):
+def loss_of(logits, text):
     """Mean loss of the text's tokens, in nats."""
     return -float(log_likelihood(logits, text).mean())
 
@@ -196,7 +204,7 @@ def answer(attend, n=12):
 losses, choices = {}, {}
 for mask in masks:
     logits = logits_with(attention(mask), text)
-    losses[mask] = loss_of(logits)
+    losses[mask] = loss_of(logits, text)
     choices[mask] = 100 * float((logits.argmax(-1) == truth.argmax(-1)).float().mean())
     print(f"mask {mask:<11} loss {losses[mask]:.3f}   same first choice {choices[mask]:3.0f} of 100   "
           f"{answer(attention(mask))!r}")
@@ -226,7 +234,9 @@ course.figure("02.leak", float(moves["multiplied"][:-1].max()))
 
 # %% [markdown]
 # With the right mask exactly nothing moves. With the multiplied one, logits move by up to
-# <!--fig 02.leak x2-->0.04<!--/fig-->, though the text is the same. A test of two lines, and it works for any model.
+# <!--fig 02.leak x2-->0.04<!--/fig-->, though the text is the same. Two lines, and no look into the code. With these
+# three masks they tell right from wrong; as a test for *any* model they are not enough, because the leak may be
+# elsewhere. In exercise 02.4 you meet one that they miss.
 
 # %% [markdown]
 # ## Experiment 3: train with it
@@ -282,7 +292,7 @@ fig, (left, right) = course.subplots(1, 2, width=10.5, height=3.5)
 colors = dict(zip(masks, (course.COLORS[0], course.COLORS[1], course.COLORS[3])))
 for mask in masks:
     most_moved = float(moves[mask][:-1].max())
-    left.plot(moves[mask][:-1].clamp(min=1e-8), color=colors[mask], label=f"mask {mask}: up to {most_moved:.1g}")
+    left.plot(moves[mask][:-1].clamp(min=1e-8), color=colors[mask], label=f"mask {mask}: up to {most_moved:.2g}")
 left.set(yscale="log", xlabel="position", ylabel="change of its logits (log)", title="the last token is changed")
 left.legend(loc="center", bbox_to_anchor=(0.5, 0.3))
 right.plot(honest_history, color=colors["added"], label="mask added")
@@ -311,13 +321,16 @@ course.show(fig, alt="Left, on a log scale: with the mask added no earlier logit
 # %%
 torch.manual_seed(0)
 print("   D   size of q·k   largest of 16 weights, without and with the division")
+divided = []
 for D in (4, 16, 64, 256):
     q, k = torch.randn(2000, 1, D), torch.randn(2000, 16, D)
     scores = (q @ k.transpose(1, 2)).squeeze(1)  # (2000,16)
     sharp, soft = (s.softmax(-1).amax(-1).mean() for s in (scores, scores / D**0.5))
+    divided.append(float(soft))
     print(f"{D:4}   {scores.std():11.2f}   {sharp:.2f}   {soft:.2f}")
 course.figure("02.sharp", sharp)
-course.figure("02.soft", soft)
+course.figure("02.soft", min(divided))
+course.figure("02.soft.most", max(divided))
 
 
 def spread(w):
@@ -325,10 +338,10 @@ def spread(w):
     return float(torch.special.entr(w).sum(-1).exp().mean())
 
 
-def measured(factor):
+def measured(factor, text=text):
     """Loss on the text and spread, with all scores times `factor`."""
     keep = []
-    loss = loss_of(logits_with(attention(factor=factor, keep=keep), text))
+    loss = loss_of(logits_with(attention(factor=factor, keep=keep), text), text)
     return loss, sum(spread(w) for w in keep) / layers
 
 
@@ -337,9 +350,9 @@ print(f"\nthe model as it is: a token spreads its attention over {right_spread:.
 course.figure("02.spread", right_spread)
 
 # %% [markdown]
-# Without the division the largest of 16 weights is <!--fig 02.sharp-->0.92<!--/fig--> at `D = 256`, with it
-# <!--fig 02.soft-->0.24<!--/fig--> for every `D`. Softmax would be a choice of one token, and the gradient nearly
-# nothing.
+# Without the division the largest of 16 weights grows with `D`, to <!--fig 02.sharp-->0.92<!--/fig--> at `D = 256`;
+# with it, it stays between <!--fig 02.soft-->0.24<!--/fig--> and <!--fig 02.soft.most-->0.25<!--/fig-->. Softmax would
+# be a choice of one token, and the gradient nearly nothing.
 #
 # In the bundled model a token spreads its attention over <!--fig 02.spread-->18<!--/fig--> tokens. One of the articles
 # leaves the division out. Over how many tokens, then?
@@ -363,6 +376,12 @@ loss_without, spread_without = points[factors.index(root)]
 course.figure("02.loss.half", points[factors.index(0.5)][0])
 course.figure("02.loss.double", points[factors.index(2.0)][0])
 course.figure("02.loss.root", loss_without)
+course.figure("02.loss.less", points[factors.index(0.8)][0])
+talks = [conversation(seed) for seed in range(2, 32)]
+better = sum(measured(0.8, talk)[0] < measured(1.0, talk)[0] for talk in talks)
+print(f"scores times 0.8 give a lower loss than times 1 in {better} of {len(talks)} other texts")
+course.figure("02.talks", len(talks))
+course.figure("02.better", better)
 course.figure("02.spread.root", spread_without)
 course.reveal("02.b", spread_without)
 print("without the division the model says", repr(answer(attention(factor=root))))
@@ -382,9 +401,12 @@ course.show(fig, alt=f"Two curves over the factor on the scores. The loss is low
 # %% [markdown]
 # <!--fig 02.spread.root-->2.1<!--/fig--> tokens: nearly a lookup of one. The loss is
 # <!--fig 02.loss.root-->1.62<!--/fig-->, and the answer above is no English. A model needs the scale with which it was
-# trained. The valley is flat, and not the same on both sides: half the scores cost
-# <!--fig 02.loss.half-->0.87<!--/fig-->, double scores <!--fig 02.loss.double-->0.43<!--/fig-->. The missing root is a
-# loud mistake, so somebody finds it. The multiplied mask is quiet.
+# trained, though not to the last digit. The valley is flat: at `0.8` the loss is even a little lower here,
+# <!--fig 02.loss.less-->0.397<!--/fig-->, but of <!--fig 02.talks-->30<!--/fig--> other texts only
+# <!--fig 02.better x1.3-->16<!--/fig--> agree, so these texts do not tell the two apart. Nor is it the same on both
+# sides: with half the scores the loss is <!--fig 02.loss.half-->0.87<!--/fig-->, with double scores
+# <!--fig 02.loss.double-->0.43<!--/fig-->. The missing root is a loud mistake, so somebody finds it. The multiplied mask
+# is quiet.
 
 # %% [markdown]
 # ## What the articles say
@@ -505,7 +527,8 @@ course.answer("02.q3", q3)
 #
 # - Vaswani and others, [Attention is all you need](https://arxiv.org/abs/1706.03762), section 3.2.1: the formula, and a
 #   footnote on why there is a root.
-# - `nanokv/attention.py`: the same for a prompt and for a single token, and a mask for chunks.
+# - `nanokv/attention.py`: the same for a prompt and for a single token, and a mask for
+#   [chunks](glossary.md#chunk).
 # - Holtzman and others, [The curious case of neural text degeneration](https://arxiv.org/abs/1904.09751): what happens
 #   to the numbers after the last layer; notebook 01 has it.
 #

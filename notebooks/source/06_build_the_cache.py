@@ -340,7 +340,7 @@ course.check("06.2", start_and_count)
 # %% [markdown]
 # **06.3** Write the cache of one layer. `append` gets the keys and values of the new tokens, `(B,Hk,T,D)` each, and
 # returns those of all tokens so far, `(B,Hk,S,D)`, oldest first. `length` is the number of tokens seen. The check runs it
-# through `nanokv.equality`: step by step, in chunks, in batches, two requests at once.
+# through `nanokv.equality`: step by step, in [chunks](glossary.md#chunk), in batches, two requests at once.
 
 
 # %% tags=["exercise"]

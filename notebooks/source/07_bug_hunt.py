@@ -43,7 +43,9 @@ for name, fault in faults.FAULTS.items():
 #
 # With each of them the model is asked the same kind of question, *What is my name?*, in a situation in which the bug
 # comes into play. Put the names of those into a set with which the answer will be **word for word right**, no error and
-# no odd word. Look at the titles, and bet.
+# no odd word. Look at the titles, and bet. (Three words in them are explained in the glossary:
+# [chunk](glossary.md#chunk), [beams](glossary.md#beam-search) and [reordered](glossary.md#reorder). Notebook 11 uses all
+# three.)
 
 # %% tags=["exercise"]
 bet = ...  # {"…", "…"}
@@ -224,8 +226,8 @@ course.show(fig, alt="A table of bugs and situations. About half of the bugs sho
 # %% [markdown]
 # ## Experiment 4: grade the tests
 #
-# How good is a test? Count the bugs that it notices. `faults.grade` runs it once on right code, where it must pass, and
-# once under every bug, where it should not. Three candidates, in one and the same situation: the easy one of your
+# How good is a test? Count the bugs that it notices. `faults.grade` runs it on right code, where it must pass, once
+# under every bug, where it should not, and on right code again. Three candidates, in one and the same situation: the easy one of your
 # prediction; one that compares words; one that compares logits.
 
 # %%
@@ -319,7 +321,7 @@ course.figure("07.failed", len(failed))
 course.figure("07.token", failed[0].token)
 
 # %% [markdown]
-# <!--fig 07.failed-->3<!--/fig--> cases fail. Read the first: it differs from token <!--fig 07.token-->32<!--/fig--> on, and
+# <!--fig 07.failed-->6<!--/fig--> cases fail. Read the first: it differs from token <!--fig 07.token-->32<!--/fig--> on, and
 # without an error. A single new token is written behind the end of the block, into a slice that is empty, and torch allows
 # that: a row of length one fits into nothing by broadcasting. The position moves on, and the newest tokens are gone. One of
 # the five articles has the same bug in its contiguous cache.

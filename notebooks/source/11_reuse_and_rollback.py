@@ -16,7 +16,7 @@
 #
 # ## What you will be able to do
 #
-# - feed a prompt in chunks, and write the [causal mask](glossary.md#causal-mask) that a chunk needs;
+# - feed a prompt in [chunks](glossary.md#chunk), and write the [causal mask](glossary.md#causal-mask) that a chunk needs;
 # - say how much a shared [prefix](glossary.md#prefix) saves, and what destroys it;
 # - find out where a chat template kills your cache, with the [longest common
 #   prefix](glossary.md#longest-common-prefix);
@@ -32,7 +32,7 @@ import nanokv
 from nanokv import course
 from nanokv.cache.dict_cache import DictCache
 from nanokv.inference import verify
-from nanokv.prefix import common_prefix, why_broken
+from nanokv.prefix import common_prefix
 from nanokv.speculative import EarlyExit, PromptLookup
 
 model, tokenizer = course.start("11")
@@ -254,7 +254,8 @@ def chat(name):
         new = prompt_of(*said[: i + 1], tokenizer=own)
         n = min(common_prefix(cached, new), len(new) - 1)  # one token at least must be fed, or there are no logits
         turns.append((n, len(new) - n, len(cached) - n))
-        reason = why_broken(own, cached, new, [("a", i // 2)] * len(new), n)
+        was, now = (own.decode(ids[n : n + 8]) for ids in (cached, new))
+        reason = f"token {n} is the first to differ: {was!r} is now {now!r}" if n < len(cached) else "nothing was lost"
         cache.truncate(n)
         logits = nanokv.prefill(model, [new[n:]], cache, start_pos=n)
         assert torch.allclose(logits, nanokv.score(model, [new])[:, -1], atol=1e-3)
@@ -262,7 +263,7 @@ def chat(name):
         nanokv.prefill(model, [reply], cache, start_pos=len(new))
         cached = new + reply
     print(f"{name:<17}", "  ".join(f"turn {i}: {r:>3} kept {p:>3} fed" for i, (r, p, _) in enumerate(turns, 1)))
-    print(" " * 17, reason or "nothing was lost")
+    print(" " * 17, reason)
     return turns
 
 
@@ -431,9 +432,9 @@ course.show(fig, alt="Three histograms of how many guesses a round keeps, with t
 # %% [markdown]
 # ## Experiment 5: two thoughts from one prompt
 #
-# Beam search and several answers to one question go on from one prompt in different ways. `fork` gives an independent
-# cache. With pages it copies nothing but a table: the pages of the prompt have two owners, and whoever writes into a
-# shared page takes a copy of that page first.
+# [Beam search](glossary.md#beam-search) and several answers to one question go on from one prompt in different ways.
+# `fork` gives an independent cache. With pages it copies nothing but a table: the pages of the prompt have two owners,
+# and whoever writes into a shared page takes a copy of that page first.
 
 # %%
 pool = nanokv.cache.PagePool(c, pages=64, page_size=page)

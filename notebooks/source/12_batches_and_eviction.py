@@ -342,8 +342,8 @@ course.figure("12.smaller", saved[4])
 # %% [markdown]
 # ## Experiment 4: which difference is a bug?
 #
-# Every cache of nanokv, the same conversation in chunks of eight. How far does the log-likelihood of any token move,
-# and do the bytes pay for it?
+# Every cache of nanokv, the same conversation in [chunks](glossary.md#chunk) of eight. How far does the log-likelihood
+# of any token move, and do the bytes pay for it?
 
 # %%
 kinds = {name: {} for name in nanokv.CACHES if name not in ("sliding", "quantized")}
@@ -547,6 +547,6 @@ course.answer("12.q3", q3)
 #
 # ## Next
 #
-# This was the last one. You have seen what a cache may keep and why, built one, broken sixteen, counted its bytes,
-# timed it, cut it into pages, and shared it. `nanokv chat`, `nanokv bench` and the sources are yours. Go back to
-# [07](07_bug_hunt.ipynb) and see whether the faults still fool you.
+# This was the last one. You have seen what a cache may keep and why, built one, switched on every bug of notebook 07,
+# counted a cache's bytes, timed it, cut it into pages, and shared it. `nanokv chat`, `nanokv bench` and the sources are
+# yours. Go back to [07](07_bug_hunt.ipynb) and see whether the faults still fool you.
