@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from nanokv.cli import main
 from nanokv.cli.course import ACTIONS
 from nanokv.course import checking, exam, grading, mistakes, prose, running, slides, twins, variants
 from nanokv.course.book import slug
@@ -50,8 +51,8 @@ def each_plan(test):
 # --- what is written by hand --------------------------------------------------------------------------------------
 
 
-def test_there_is_a_plan_for_every_lesson_of_the_core_story():
-    assert [path.stem for path in PLANS] == [f"{number}_plan" for number in CORE]
+def test_there_is_a_plan_for_every_lesson():
+    assert [path.stem for path in PLANS] == [f"{number}_plan" for number in SOURCES]
 
 
 @each_plan
@@ -192,6 +193,38 @@ def test_an_exam_has_two_sheets_with_other_numbers_and_a_key(tmp_path):
 
 
 @pytest.mark.parametrize("number", sorted(SOURCES))
+def test_no_sheet_holds_the_answer(number):
+    """Neither the right answer as the key shows it, nor a word of it among the numbers that were drawn."""
+    for check in checking.exercises(number).CHECKS:
+        if check.hidden:
+            continue
+        item = exam.chosen(NOTEBOOKS, check.id, 7)[0]
+        for name, case in exam.draw(check, 7).items():
+            if check.key and check.parameters:
+                right = exam._shown(check.key(case))
+                assert not re.search(rf"(?<![\w.]){re.escape(right)}(?![\w.])", item.text[name]), (check.id, right)
+                drawn = {str(getattr(case, parameter)) for parameter in check.parameters}
+                assert not drawn & set(map(str, [right, *texts_in(check.key(case))])), check.id
+
+
+def texts_in(answer) -> list:
+    """The texts in an answer."""
+    if isinstance(answer, list | tuple | set):
+        return [text for item in answer for text in texts_in(item)]
+    return [answer] if isinstance(answer, str) else []
+
+
+@pytest.mark.parametrize("id", ["04.4", "07.2"])
+def test_what_a_trace_hides_is_not_printed(id, tmp_path):
+    with pytest.raises(CourseError, match="only at a computer"):
+        exam.write(NOTEBOOKS, ["05", id], 3, tmp_path)
+    assert not list(tmp_path.iterdir())
+    exam.write(NOTEBOOKS, [id[:2]], 3, tmp_path)
+    sheet = (tmp_path / "A.md").read_text("utf-8")
+    assert "cause = " not in sheet and "fault = " not in sheet and sheet.count("**1.**") == 1
+
+
+@pytest.mark.parametrize("number", sorted(SOURCES))
 @pytest.mark.parametrize("seed", [1, 2])
 def test_the_answers_of_both_sheets_are_right_and_differ(number, seed):
     for check in checking.exercises(number).CHECKS:
@@ -221,6 +254,13 @@ def test_names_become_safe_and_are_not_lost(tmp_path):
     ]  # fmt: skip
     with pytest.raises(CourseError, match="not all different"):
         variants.write([SOURCES["05"]], ["ada", "Ada"], 7, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["CON", "nul", "Com1", "lpt9", "aux.1", "PRN "])
+def test_no_student_is_called_like_a_device_of_windows(name):
+    made = variants.file_name(name)
+    assert made.endswith("_") and made.casefold().startswith(name.strip().casefold())
+    assert variants.file_name("Conny") == "Conny" and variants.file_name("Con_Air") == "Con_Air"
 
 
 # --- grading ------------------------------------------------------------------------------------------------------
@@ -262,7 +302,7 @@ def test_whatever_is_in_the_folder_costs_one_row_at_most(tmp_path, monkeypatch):
         "good.ipynb", "'=1+1.ipynb", "'--help.ipynb", "a b.ipynb", "Ada_1/05.ipynb", "UPPER.IPYNB", "bad\\udcff.ipynb",
     }  # fmt: skip
     for name in ("dir", "dangling", "link", "pipe"):
-        assert rows[f"{name}.ipynb"]["error"] == "not a file of its own"
+        assert rows[f"{name}.ipynb"]["error"] == f"{name}.ipynb: not a file of its own"
     assert "RecursionError" in rows["deep.ipynb"]["error"] and "IsADirectoryError" in rows["breaks.ipynb"]["error"]
     assert "course.start" in rows["silent.ipynb"]["error"] and len(rows) == 14
 
@@ -275,6 +315,94 @@ def test_a_submission_that_the_key_does_not_know_is_reported(tmp_path, monkeypat
     known = grading.row(tmp_path / "Bo.ipynb", 1, {("Bo", "05"): 3})
     assert known["error"] == "" and known["score"] == 1
     assert grading.row(tmp_path / "Bo.ipynb", 1, {("Bo", "05"): 4})["05.1"] == "other variant"
+
+
+@pytest.mark.parametrize(
+    "saved",
+    [b"student,notebook,seed,05.1\nBo,05,3,x\n", b"\xef\xbb\xbfstudent,notebook,seed\r\nBo,05,3\r\n",
+     b"\xef\xbb\xbfstudent;notebook;seed;05.1\r\nBo;5;3;\"1,2\"\r\n", b"student\tnotebook\tseed\nBo\t5\t3\n"],
+)  # fmt: skip
+def test_a_key_that_a_spreadsheet_has_saved_is_read(tmp_path, saved):
+    (tmp_path / "key.csv").write_bytes(saved)
+    assert grading.read_seeds(tmp_path / "key.csv") == {("Bo", "05"): 3}
+
+
+@pytest.mark.parametrize(
+    ("saved", "words"),
+    [(b"name,notebook,seed\nBo,05,3\n", "key.csv: no column student"), (b"", "no column notebook, seed, student"),
+     (b"student,notebook,seed\nBo,05,1E+09\n", "line 2, column seed: '1E+09'"),
+     (b"student,notebook,seed\nBo,05\n", "line 2, column seed: None"),
+     (b"student,notebook,seed\nJ\xf6,05,3\n", "key.csv: not UTF-8 at byte 23")],
+)  # fmt: skip
+def test_a_key_that_is_none_is_the_teachers_error(tmp_path, saved, words, capsys):
+    (tmp_path / "key.csv").write_bytes(saved)
+    (tmp_path / "Bo.ipynb").write_text(small("x"))
+    out = tmp_path / "r.csv"
+    assert main(["course", "grade", str(tmp_path), "--key", str(tmp_path / "key.csv"), "-o", str(out)]) == 2
+    assert words in capsys.readouterr().err and not out.exists()
+
+
+def test_names_in_another_encoding_are_the_teachers_error(tmp_path, capsys):
+    (tmp_path / "names.txt").write_bytes("Jörg".encode("latin-1"))
+    assert main(["course", "variants", "05", "--students", str(tmp_path / "names.txt"), "-o", str(tmp_path)]) == 2
+    assert "names.txt: not UTF-8 at byte 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["build", "99"], ["claims", "99"], ["book", "05"], ["slides", "5"], ["exam", "5"]])
+def test_what_does_not_exist_is_not_passed_over(words, capsys):
+    assert main(["course", *words, "--folder", str(NOTEBOOKS)]) == 2 and words[1] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["-o", "X", "05", "06"], ["05", "-o", "X", "06"], ["05", "06", "-o", "X"]])
+def test_flags_may_stand_anywhere(words, monkeypatch, capsys):
+    made = []
+    monkeypatch.setattr(slides, "build", lambda paths, out, limit: made.append((paths, str(out))) or [])
+    assert main(["course", "slides", *words, "--folder", str(NOTEBOOKS)]) == 0
+    assert made == [([SOURCES["05"], SOURCES["06"]], "X")]
+    for bad in (["--ot", "X"], []):
+        assert main(["course", *bad, "slide", *words]) == 2 and capsys.readouterr().err
+
+
+def test_a_notebook_is_named_by_its_number_or_whole():
+    assert twins.chosen(NOTEBOOKS, ["05_the_waste"]) == twins.chosen(NOTEBOOKS, ["05"]) == [SOURCES["05"]]
+    assert twins.chosen(NOTEBOOKS) == list(SOURCES.values())
+    assert exam.chosen(NOTEBOOKS, "05_the_waste", 7) == exam.chosen(NOTEBOOKS, "05", 7)
+
+
+def test_a_grade_is_kept_as_soon_as_it_is_there(tmp_path, monkeypatch, capsys):
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.ipynb").write_text(small("x"))
+    out, seen = tmp_path / "r.csv", []
+
+    def run(*args, **more):
+        seen.append(out.read_text().splitlines() if out.exists() else None)
+        return running.Run({}, [{"event": "check", "id": "05.1", "state": "right"}])
+
+    monkeypatch.setattr(running, "run", run)
+    words = ["course", "grade", str(tmp_path), "-o"]
+    assert main([*words, str(tmp_path / "nowhere" / "r.csv")]) == 2 and main([*words, str(tmp_path)]) == 2
+    assert seen == [] and "nowhere" in capsys.readouterr().err, "said before anything is run"
+    assert main([*words, str(out)]) == 0
+    assert [len(lines) for lines in seen] == [1, 2] and seen[1][1].startswith("a,a.ipynb,05,1,")
+    assert len(out.read_text().splitlines()) == 3
+
+
+def test_a_submission_is_called_like_its_file_or_like_its_folder(tmp_path, monkeypatch):
+    for name in ("Ada/05_the_waste", "Bo_1/05_the_waste-Copy1", "05_the_waste", "group/Cy", "Di/answer"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / f"{name}.ipynb").write_text(small("x"))
+    monkeypatch.setattr(running, "run", lambda *args, **more: running.Run({}, [{"event": "start"}]))
+    rows = {row["file"]: row for row in grading.grade(tmp_path)}
+    assert {file: row["student"] for file, row in rows.items()} == {
+        "05_the_waste.ipynb": "05_the_waste", "Ada/05_the_waste.ipynb": "Ada", "Bo_1/05_the_waste-Copy1.ipynb": "Bo_1",
+        "Di/answer.ipynb": "answer", "group/Cy.ipynb": "Cy",
+    }  # fmt: skip
+    (tmp_path / "key.csv").write_text("student,notebook,seed\nAda,05,1\nCy,05,2\nDi,05,3\nBo,05,4\n")
+    rows = {row["file"].split("/")[0]: row for row in grading.grade(tmp_path, key=tmp_path / "key.csv")}
+    assert {name: (row["student"], row["error"] == "") for name, row in rows.items()} == {
+        "Ada": ("Ada", True), "group": ("Cy", True), "Di": ("Di", True), "Bo_1": ("Bo_1", False),
+        "05_the_waste.ipynb": ("05_the_waste", False),
+    }  # fmt: skip
 
 
 def test_the_class_is_counted():
@@ -386,6 +514,13 @@ def test_the_figures_of_a_plan_are_what_was_measured(path):
         if not prose.agrees(text, recorded[id], allowed)
     ]
     assert wrong == []
+
+
+@pytest.mark.slow
+def test_a_cell_that_never_ends_is_named_by_its_time():
+    done = running.run(json.loads(small("while True: pass", "print(5)")), 60, keep_going=True)
+    assert done.error == "a cell took longer than 15 s"
+    assert "5" in done.notebook["cells"][1]["outputs"][0]["text"]
 
 
 @pytest.mark.slow

@@ -123,8 +123,7 @@ def record_fault(loaded: Loaded, ids: list[int], new: int, layers: list[int], fa
         run = trace.record(loaded.model, ids, new, layers, may_fail=True)
     if not run.steps:
         raise NanoKVError(f"{fault.name} broke the first step, so there is nothing to show: {run.stopped}")
-    met = f" Met in {fault.thread}." if fault.thread else ""
-    return trace.Fault(fault.name, f"{fault.title}. {fault.cause}{met}", run)
+    return trace.Fault(fault.name, f"{fault.title}. {fault.cause} Met in {fault.thread}.", run)
 
 
 # --- checks before any work ---------------------------------------------------------------------------------------

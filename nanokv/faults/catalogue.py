@@ -33,7 +33,7 @@ class Fault:
     name: str
     title: str  # one line
     cause: str  # what the wrong code does, and why it passes
-    thread: str  # owner/repo#number where this bug or its symptom was met; "" = known from teaching only
+    thread: str  # owner/repo#number where this bug, its symptom or the thought behind it was met
     seen_by: str  # words, logits, bytes or error: measured on the bundled model
     scenario: str  # the situation in which it shows, a name in faults.SCENARIOS
     swaps: object = field(repr=False, compare=False)
