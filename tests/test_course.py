@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import nanokv
 from nanokv.course import checking, grading, log, prose, session, twins, variants
 from nanokv.course.answers import Sealed, is_blank, same, seal
 from nanokv.course.book import slug
@@ -229,7 +230,7 @@ def test_two_tensors_of_one_shape_are_told_apart_in_words():
         return torch.ones(T, n + T, dtype=torch.bool).tril(n)
 
     floats = check.judge(lambda n, T: right(n, T).float(), check.case()).message
-    assert "1 (torch.float32) at [0, 0]" in floats and "1 (torch.bool)" in floats
+    assert "the right numbers as torch.float32" in floats and floats.endswith("they have to be torch.bool")
     one = check.judge(lambda n, T: right(n, T) if T > 1 else None, check.case())
     assert one.state == "wrong" and "gives None, but it is (1, " in one.message
     check = checking.find("03.2")
@@ -259,6 +260,18 @@ def rounded(x, bits, dim, most=8):
     return ((x - low) / step).round() * step + low
 
 
+def symmetric(x, bits, dim):
+    """One scale for both signs, no zero point."""
+    step = x.abs().amax(dim, keepdim=True) / max(1, 2 ** (bits - 1) - 1)
+    return (x / step).round() * step
+
+
+def floored(x, bits, dim):
+    low, high = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
+    step = (high - low) / (2**bits - 1)
+    return ((x - low) / step + 1e-9).floor() * step + low
+
+
 @pytest.mark.parametrize(
     ("answer", "mistake"),
     [
@@ -266,12 +279,18 @@ def rounded(x, bits, dim, most=8):
         (lambda x, bits, dim: x if bits > 4 else rounded(x, bits, dim), "levels"),
         (lambda x, bits, dim: rounded(x, 8 if bits > 2 else 2, dim), "levels"),
         (lambda x, bits, dim: rounded(x, bits, dim, most=4), "error"),
+        (lambda x, bits, dim: symmetric(x, bits, dim), "ends"), (lambda x, bits, dim: floored(x, bits, dim), "floor"),
+        (lambda x, bits, dim: rounded(x, bits, (dim + 1) % 4), "dimension"),
+        (lambda x, bits, dim: rounded(x, bits, (0, 1, 2, 3)), "one scale"),
+        (lambda x, bits, dim: x / 0 * 0, ""),
     ],
 )  # fmt: skip
 def test_rounding_is_tried_with_more_values_than_levels(answer, mistake):
     check = checking.find("12.4")
     outcome = check.judge(answer, check.case())
-    assert (outcome.state, outcome.mistake) == ("wrong" if mistake else "right", mistake)
+    assert (outcome.state, outcome.mistake) == ("right" if answer is rounded else "wrong", mistake)
+    assert mistake or answer is rounded or "NaN" in outcome.message
+    assert mistake != "levels" or "= 2**bits" in outcome.message
 
 
 def one_kv_head(model, change=None):
@@ -285,6 +304,44 @@ def one_kv_head(model, change=None):
     made = Qwen3(config).requires_grad_(False).eval()
     made.load_state_dict(weights)
     return made
+
+
+class Store:
+    """A store of caches by their tokens; `touched`: which calls count as a use."""
+
+    touched = ("get", "put")
+
+    def __init__(self, config, entries):
+        self.config, self.entries, self.kept = config, entries, {}
+
+    def get(self, tokens):
+        def shared(other):
+            return next((i for i, (a, b) in enumerate(zip(tokens, other, strict=False)) if a != b),
+                        min(len(tokens), len(other)))  # fmt: skip
+
+        best = max(self.kept, key=shared, default=())
+        n = min(shared(best), len(tokens) - 1)
+        if not n:
+            return nanokv.make_cache("dict", self.config), 0
+        if "get" in self.touched:
+            self.kept[best] = self.kept.pop(best)
+        cache = self.kept[best].fork()
+        cache.truncate(n)
+        return cache, n
+
+    def put(self, tokens, cache):
+        if "put" in self.touched:
+            self.kept.pop(tuple(tokens), None)
+        self.kept[tuple(tokens)] = cache.fork()
+        while len(self.kept) > self.entries:
+            del self.kept[next(iter(self.kept))]
+
+
+@pytest.mark.parametrize(("touched", "mistake"), [(("get", "put"), ""), (("put",), "get no use"), ((), "order")])
+def test_a_store_forgets_what_was_used_least_recently(touched, mistake):
+    check, store = checking.find("12.5"), type("Mine", (Store,), {"touched": touched})
+    assert check.judge(("prefix", store), check.case()).mistake == mistake
+    assert check.judge(("prefix", store), check.case()).state == ("wrong" if mistake else "right")
 
 
 @pytest.mark.parametrize("change", [None, "embed_tokens", "o_proj", "q_norm", "1.input_layernorm", "down_proj"])
@@ -353,6 +410,87 @@ def test_every_registered_mistake_is_recognised(number, check):
             assert (outcome.state, outcome.mistake) == ("wrong", mistake.name), (seed, answer)
 
 
+def to_digits(answer, digits):
+    if isinstance(answer, list | tuple):
+        return [to_digits(item, digits) for item in answer]
+    return float(f"{answer:.{digits}g}")
+
+
+@pytest.mark.parametrize("id", ["02.1", "02.3", "08.2", "09.1", "09.3", "09.5", "12.3"])
+def test_three_digits_are_enough_and_a_mistake_stays_one(id):
+    check = checking.find(id)
+    for values in itertools.product(*check.parameters.values()):
+        case = checking.Case(dict(zip(check.parameters, values, strict=True)))
+        assert check.judge(to_digits(check.key(case), 3), case).state == "right", case
+        for mistake in check.mistakes:
+            assert check.judge(to_digits(mistake.gives(case), 4), case).mistake == mistake.name, (case, mistake)
+
+
+def test_a_layer_that_is_right_is_said_to_be_right_whatever_the_cause():
+    check = checking.find("04.4")
+    for seed in SEEDS:
+        case = check.case(seed)
+        layer, cause = check.key(case)
+        last = case.config.num_hidden_layers - 1
+        for letter in "abcdef":
+            layers = torch.tensor(layer), last, layer + 1, layer - 1
+            found = [check.judge((at, letter.upper()), case) for at in layers]
+            right = ("right", "") if letter == cause else ("wrong", "other cause")
+            assert (found[0].state, found[0].mistake) == right
+            assert [one.mistake for one in found[1:]] == ["last layer", "counted from 1", ""]
+        assert cause not in check.judge((layer, "f"), case).message.split()
+    assert "a pair" in check.judge((2, "x"), check.case()).message and "a pair" in check.judge(2, check.case()).message
+
+
+@pytest.mark.parametrize("number", [1e-3, "0.001", torch.tensor(1e-3), torch.tensor(1e-3).numpy()])
+def test_a_tolerance_is_a_number_of_any_kind(number):
+    check = checking.find("04.3")
+    assert check.judge(number, check.case()).state == "right"
+
+
+@pytest.mark.parametrize(
+    ("id", "sets", "names"),
+    [("04.5", [{"theta"}, {"head"}, ["eps", "head"]], "theta, eps, head"),
+     ("05.5", [{"K"}, {"q", "v"}, []], "Q, K, V")],
+)  # fmt: skip
+def test_only_what_is_no_set_of_the_names_is_told_the_form(id, sets, names):
+    check = checking.find(id)
+    for answer in sets:
+        outcome = check.judge(answer, check.case())
+        assert outcome.state == "wrong" and "Experiment" in outcome.message, answer
+    for answer in ("head", 3, {"thetta"}, {"K", 3}, {"Q": 1}, ["K", "K"]):
+        assert check.judge(answer, check.case()).message.endswith(f"all or some or none: {names}"), answer
+
+
+def test_what_is_not_a_number_is_called_so():
+    nan = float("nan")
+    check = checking.find("08.2")
+    assert check.judge((nan, 1), check.case()).message == check.judge(torch.tensor([1, nan]), check.case()).message
+    assert "NaN" in check.judge((nan, 1), check.case()).message
+    check = checking.find("02.2")
+    assert "yours gives NaN (torch.float32) at [0, 0]" in check.judge(lambda q, k, v: q * nan, check.case()).message
+
+
+@pytest.mark.parametrize(
+    ("id", "answer", "words"),
+    [
+        ("02.2", lambda q, k, v: scores(q, k).softmax(0) @ v, "down the columns"),
+        ("02.2", lambda q, k, v: scores(k, q).softmax(-1) @ v, "exchanged"),
+        ("03.2", lambda x, cos, sin: rotated(x, sin, cos), "exchanged"),
+        ("03.3", lambda x, weight, eps: normed(x, weight, 0), "eps is missing"),
+        ("03.3", lambda x, weight, eps: weight * x / (x.square().mean(1, keepdim=True) + eps), "root is missing"),
+    ],
+)
+def test_a_slip_in_a_formula_is_named(id, answer, words):
+    check = checking.find(id)
+    assert words in check.judge(answer, check.case()).message
+
+
+def scores(q, k):
+    hidden = torch.ones(len(q), len(k)).triu(1).bool()
+    return (q @ k.T / q.shape[-1] ** 0.5).masked_fill(hidden, -torch.inf)
+
+
 @pytest.mark.parametrize("number", NUMBERS)
 def test_every_question_has_one_right_letter_and_words_for_all(number):
     questions = checking.exercises(number).QUESTIONS
@@ -393,6 +531,34 @@ def test_a_prediction_stands_beside_the_measurement(capsys):
     said = capsys.readouterr().out.splitlines()
     assert "You made no prediction" in said[0] and "no prediction yet" in said[1]
     assert said[3] == "x.a: you predicted 2 times, it is 48 times: 24 times too low."
+
+
+def test_a_prediction_that_is_taken_back_is_gone(capsys):
+    session._PREDICTIONS.clear()
+    session.predict("x.a", 5)
+    session.predict("x.a", ...)
+    session.reveal("x.a", 48)
+    assert capsys.readouterr().out.splitlines()[-1] == "x.a: it is 48. You made no prediction."
+
+
+@pytest.mark.parametrize("kind", [set, list, tuple, frozenset, dict.fromkeys, iter])
+def test_a_bet_may_be_collected_in_anything_and_loses_no_name_silently(kind, capsys):
+    names = {"start_pos_restarts": 1, "cached_queries": 2}
+    assert session.chosen(kind(["cached_queries", "Start_pos_restarts "]), names) == set(names)
+    assert capsys.readouterr().out == ""
+    assert session.chosen(kind(["cached_querys", "cached_queries"]), names) == {"cached_queries"}
+    assert capsys.readouterr().out == "not among the names, so left out: cached_querys\n"
+    assert session.chosen("cached_queries", names) == {"cached_queries"} and session.chosen([], names) == set()
+    assert [session.chosen(blank, names) for blank in (..., None, 3, ["cached_queries", ...])] == [None] * 4
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [(10920.6, "10,921"), (1.092e4, "10,920"), (123456.7, "123,457"), (48.128, "48.13"), (1234.5, "1,234"), (5, "5"),
+     (0.0213, "0.0213"), (2.4e-5, "2.4e-05"), (1e20, "1e+20"), (math.inf, "inf")],
+)  # fmt: skip
+def test_a_quantity_is_written_as_people_do(number, words):
+    assert session.quantity(number, "times") == f"{words} times"
 
 
 def test_a_comma_is_no_decimal_point(capsys):

@@ -52,10 +52,26 @@ def feeds_all(model, ids, n):
         yield int(token)
 
 
+def pieces(model, ids, n, prefill):
+    """The first so many tokens of the prompt in one forward, the others one by one."""
+    cache, logits = nanokv.make_cache("dict", model.config), None
+    if prefill:
+        logits = nanokv.prefill(model, ids[:, :prefill], cache, start_pos=0)
+    for at in range(prefill, ids.shape[1]):
+        logits = nanokv.decode(model, ids[:, at : at + 1], cache, start_pos=at)
+    for i in range(n):
+        token = logits.argmax(-1, keepdim=True)
+        yield int(token)
+        if i < n - 1:
+            logits = nanokv.decode(model, token, cache, start_pos=cache.length)
+
+
 WRONG = {
     "with prompt": lambda model, ids, n: itertools.chain(ids[0].tolist(), tokens(model, ids, n)),
     "count": lambda model, ids, n: itertools.repeat(3),
     "last token fed": feeds_all,
+    "prompt in pieces": lambda *a: pieces(*a, prefill=0),
+    "borrowed": lambda model, ids, n: nanokv.generate(model, ids, max_new_tokens=n, eos_token_ids=[]),
 }
 
 
@@ -64,6 +80,11 @@ def test_a_wrong_generator_is_told_its_own_mistake(mistake, case):
     """One that never ends too."""
     assert LOOP.judge(WRONG[mistake], case).mistake == mistake
     assert "0 rows" not in LOOP.judge(WRONG[mistake], case).message
+
+
+def test_a_prompt_but_for_its_last_token_is_no_prefill(case):
+    outcome = LOOP.judge(lambda model, ids, n: pieces(model, ids, n, prefill=ids.shape[1] - 1), case)
+    assert outcome.mistake == "prompt in pieces" and "took 7 forwards where 6 are enough" in outcome.message
 
 
 @pytest.mark.parametrize("blank", [lambda *a: None, lambda *a: ..., lambda *a: [...], lambda *a: iter([...])])

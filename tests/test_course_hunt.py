@@ -80,6 +80,22 @@ def test_a_test_is_judged_by_what_it_kills():
     assert TEST.judge(everything, case).message.startswith("22 of 22 faults killed")
 
 
+def test_a_test_that_returns_its_verdict_is_told_that_nobody_looks_at_it():
+    def verdict(model):
+        ids = torch.arange(5)[None]
+        return torch.equal(nanokv.score(model, ids), nanokv.score(model, ids))
+
+    outcome = TEST.judge(verdict, TEST.case())
+    assert outcome.mistake == "returned" and "survived" not in outcome.message
+
+    def both(model):
+        for name in faults.FAULTS:
+            faults.smallest_test(name)(model)
+        return True
+
+    assert TEST.judge(both, TEST.case()).state == "right"
+
+
 @pytest.mark.parametrize("leave", [pytest.fail, pytest.skip, lambda _: sys.exit(1)], ids=["fail", "skip", "exit"])
 def test_a_test_is_run_under_guard_and_a_stub_but_once(leave, monkeypatch):
     """Nothing that a test raises escapes, and what never ends is ended."""
@@ -119,8 +135,8 @@ class Plain(nanokv.cache.LayerCache):
         return tuple(torch.cat(one, dim=2) for one in zip(*self.parts, strict=True))
 
 
-class Whole(Plain):
-    """With everything that the exercise asks for."""
+class Copied(Plain):
+    """With all that the broken one could do, and a copy of everything in each step."""
 
     def truncate(self, n):
         k, v = (torch.cat(one, dim=2)[:, :, :n] for one in zip(*self.parts, strict=True))
@@ -135,6 +151,35 @@ class Whole(Plain):
         self.parts = [(k[index], v[index]) for k, v in self.parts]
 
 
+class Whole(nanokv.cache.LayerCache):
+    """With everything that the exercise asks for."""
+
+    def __init__(self):
+        self.length, self.slabs = 0, None
+
+    def append(self, k, v):
+        end = self.length + k.shape[2]
+        if self.slabs is None:
+            self.slabs = [k.new_empty(*k.shape[:2], 4, k.shape[3]) for _ in "kv"]
+        while end > self.slabs[0].shape[2]:
+            self.slabs = [torch.cat((slab, slab), dim=2) for slab in self.slabs]
+        for slab, new in zip(self.slabs, (k, v), strict=True):
+            slab[:, :, self.length : end] = new
+        self.length = end
+        return tuple(slab[:, :, :end] for slab in self.slabs)
+
+    def truncate(self, n):
+        self.length = min(n, self.length)
+
+    def fork(self):
+        other = type(self)()
+        other.length, other.slabs = self.length, self.slabs and [slab.clone() for slab in self.slabs]
+        return other
+
+    def reorder(self, index):
+        self.slabs = self.slabs and [slab[index] for slab in self.slabs]
+
+
 def test_a_mended_cache_passes_and_must_still_do_all_that_the_broken_one_did():
     class Shallow(Whole):
         def fork(self):
@@ -144,4 +189,6 @@ def test_a_mended_cache_passes_and_must_still_do_all_that_the_broken_one_did():
     mended = CACHE.judge(Whole, case)
     assert mended.state == "right" and re.fullmatch(r"(\d\d) of \1 cases passed", mended.message)
     assert CACHE.judge(Plain, case).mistake == "not offered" and equality.check(Plain).passed
+    for copied in (Copied, nanokv.cache.DictCache):
+        assert CACHE.judge(copied, case).mistake == "moved" and equality.check(copied).passed
     assert CACHE.judge(Shallow, case).mistake == "differs" and CACHE.judge(Whole(), case).state == "wrong"

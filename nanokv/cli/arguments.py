@@ -27,6 +27,8 @@ ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 class Parser(argparse.ArgumentParser):
     """argparse with three repairs: no abbreviations, one-line errors, and `did you mean`."""
 
+    intermixed = False  # may flags stand between the words of one positional? Before Python 3.12 argparse asks
+
     def __init__(self, **options):
         color = {"color": False} if sys.version_info >= (3, 14) else {}  # 3.14 colours help without asking our --color
         super().__init__(allow_abbrev=False, add_help=False, formatter_class=Formatter, **color, **options)
@@ -51,7 +53,7 @@ class Parser(argparse.ArgumentParser):
 
     def parse(self, argv: list[str]) -> argparse.Namespace:
         """parse_args, but a flag that nobody knows gets the nearest one instead of the usage lines."""
-        args, extra = self.parse_known_args(argv)
+        args, extra = (self.parse_known_intermixed_args if self.intermixed else self.parse_known_args)(argv)
         if not extra:
             return args
         flag = next((word for word in extra if word.startswith("-") and word != "-"), None)

@@ -32,6 +32,7 @@ DESCRIPTION = "The notebooks of the course.\n\n" + "\n".join(f"  {name:<9} {text
 
 def add_arguments(parser) -> None:
     """One action and what it works on."""
+    parser.intermixed = True
     parser.add_argument("action", choices=ACTIONS, metavar="ACTION", help=", ".join(ACTIONS))
     parser.add_argument("words", nargs="*", metavar="WHAT", help="notebooks, a folder, or an id and an answer")
     parser.add_argument("--folder", type=Path, default=Path("notebooks"), help="the notebooks (default: notebooks)")

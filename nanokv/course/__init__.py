@@ -14,6 +14,7 @@ _HOME = {
     "answer": "nanokv.course.session",
     "case": "nanokv.course.session",
     "check": "nanokv.course.session",
+    "chosen": "nanokv.course.session",
     "claim": "nanokv.course.session",
     "figure": "nanokv.course.session",
     "predict": "nanokv.course.session",

@@ -95,6 +95,14 @@ def as_set(value):
     return found if len(found) == len(items) else items
 
 
+def has_nan(value) -> bool:
+    """Is it NaN, or is an item of it?"""
+    value = plain(value)
+    if isinstance(value, list):
+        return any(has_nan(item) for item in value)
+    return isinstance(value, float) and math.isnan(value)
+
+
 def as_number(value) -> float | None:
     """A number, also one written as "1,024"; None if it is none. NaN and what no float can hold are none."""
     if isinstance(value, str):

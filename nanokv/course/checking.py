@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial, wraps
 from types import SimpleNamespace
 
-from nanokv.course.answers import Sealed, is_blank, same
+from nanokv.course.answers import Sealed, as_set, has_nan, is_blank, same
 from nanokv.errors import CourseError
 
 TRIALS = 50  # random inputs on which a function is tried
@@ -118,8 +118,11 @@ def _stopped(error: BaseException) -> str:
     return f"it stopped with {type(error).__name__}{said}"
 
 
-def value(id: str, right, wrong=(), rel=1e-6, atol=0.0, parameters=None, otherwise="", hidden=False) -> Check:
-    """An exercise whose answer is a value. `right`: case → value, or a Sealed; `otherwise`: for an unknown mistake."""
+def value(id: str, right, wrong=(), rel=1e-6, atol=0.0, parameters=None, otherwise="", names=(), hidden=False) -> Check:
+    """An exercise whose answer is a value. `right`: case → value, or a Sealed; `otherwise`: for an unknown mistake.
+
+    `names`: the answer is a set of some of these, and is told so if it is none.
+    """
 
     @guarded
     def judge(answer, case):
@@ -128,9 +131,18 @@ def value(id: str, right, wrong=(), rel=1e-6, atol=0.0, parameters=None, otherwi
         if same(answer, right if isinstance(right, Sealed) else right(case), rel, atol):
             return RIGHT
         known = next((m for m in wrong if same(answer, m.gives(case), rel, atol)), None)
-        return Outcome("wrong", known.message, known.name) if known else Outcome("wrong", otherwise)
+        if known:
+            return Outcome("wrong", known.message, known.name)
+        if names and not _is_set_of(names, answer):
+            return Outcome("wrong", f"answer with a set of these names, all or some or none: {', '.join(names)}")
+        return Outcome("wrong", "that is NaN, no number" if has_nan(answer) else otherwise)
 
     return Check(id, judge, parameters or {}, None if isinstance(right, Sealed) else right, tuple(wrong), hidden)
+
+
+def _is_set_of(names, answer) -> bool:
+    given = as_set(answer)
+    return isinstance(given, set) and given <= as_set(names)
 
 
 def function(id: str, right, inputs, wrong=(), rel=1e-6, atol=0.0, trials=TRIALS) -> Check:
@@ -181,9 +193,11 @@ def _difference(given, right, alike) -> str:
     """What came back and what should have; of two tensors of one shape, at the first place where they differ."""
     shape = getattr(right, "shape", ())
     if shape and getattr(given, "shape", ()) == shape:
+        if given.dtype != right.dtype and alike(given.to(right.dtype), right):
+            return f"yours gives the right numbers as {given.dtype}, but they have to be {right.dtype}"
         at = next(place for place in itertools.product(*map(range, shape)) if not alike(given[place], right[place]))
         g, r = (f"{x[at].item():.6g} ({x.dtype})" for x in (given, right))
-        return f"yours gives {g} at {list(at)}, but it is {r}"
+        return f"yours gives {g.replace('nan', 'NaN')} at {list(at)}, but it is {r}"
     return f"yours gives {shown(given)}, but it is {shown(right)}"
 
 

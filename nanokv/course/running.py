@@ -63,6 +63,8 @@ def run(notebook: dict, limit: float = TIME_LIMIT, keep_going: bool = False, env
     if not stopped and (code or executed is None):
         error = tail or f"the process ended with code {code}"
     failed, stderr = _outputs(executed) if executed else ("", "")
+    if failed.startswith("KeyboardInterrupt:"):  # sent to the cell when its time was over
+        failed = f"a cell took longer than {_a_cell(limit)} s"
     peak = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     return Run(executed, events, error or failed, stderr, seconds, usage.ru_utime + usage.ru_stime, peak)
 
@@ -172,13 +174,18 @@ def _outputs(notebook: dict) -> tuple[str, str]:
 # --- the child ----------------------------------------------------------------------------------------------------
 
 
+def _a_cell(limit: float) -> int:
+    """Seconds for a cell of a notebook that goes on after it: one endless loop shall not cost the other answers."""
+    return max(5, int(limit / 4))
+
+
 def _execute(folder: Path, limit: float, keep_going: bool) -> None:
     import nbformat
     from nbclient import NotebookClient
     from nbclient.exceptions import CellExecutionError
 
     notebook = nbformat.read(folder / "in.ipynb", as_version=4)
-    a_cell = max(5, int(limit / 4)) if keep_going else int(limit)  # one endless loop shall not cost the other answers
+    a_cell = _a_cell(limit) if keep_going else int(limit)
     client = NotebookClient(
         notebook, timeout=a_cell, interrupt_on_timeout=keep_going, kernel_name="python3", allow_errors=keep_going,
         extra_arguments=[f"--IPKernelApp.extensions={offline.__name__}"], resources={"metadata": {"path": os.getcwd()}},

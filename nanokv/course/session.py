@@ -5,10 +5,11 @@ Everything is printed as plain text: it reads the same on a screen, in a termina
 
 import math
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from nanokv.course import checking, log
-from nanokv.course.answers import as_number, is_blank
+from nanokv.course.answers import as_number, canonical, is_blank
 from nanokv.errors import CourseError
 
 _STATE = {"notebook": None, "seed": None, "model": None}
@@ -95,12 +96,23 @@ def predict(id: str, value, unit: str = "") -> None:
     """Commit to a number before the experiment."""
     number = None if is_blank(value) else as_number(value)
     log.note("predict", id=id, value=number)
+    _PREDICTIONS.pop(id, None)  # an earlier one is taken back
     if number is None:
         said = "" if is_blank(value) else f" {checking.shown(value)} is none (a half is 0.5, a thousand 1000 or 1,000)."
         print(f"{id}: no prediction yet. Write a number first: a wrong guess teaches more than none.{said}")
         return
     _PREDICTIONS[id] = (number, unit)
     print(f"{id}: you predict {quantity(number, unit)}.")
+
+
+def chosen(answer, known) -> set | None:
+    """The known names that a bet holds, in any collection; None without a bet. Names that nobody knows are printed."""
+    if is_blank(answer) or not isinstance(answer, Iterable):
+        return None
+    names = {canonical(name) for name in ([answer] if isinstance(answer, str) else answer)}
+    if names - set(known):
+        print(f"not among the names, so left out: {', '.join(sorted(names - set(known)))}")
+    return names & set(known)
 
 
 def reveal(id: str, measured, unit: str = "") -> None:
@@ -137,7 +149,8 @@ def comment(guess: float, measured: float) -> str:
 
 def quantity(number: float, unit: str = "") -> str:
     """1,024 tokens; 0.0213 s."""
-    text = f"{number:,.0f}" if float(number).is_integer() and abs(number) < 1e15 else f"{number:,.4g}"
+    whole = float(number).is_integer() or abs(number) >= 1000
+    text = f"{number:,.0f}" if whole and abs(number) < 1e15 else f"{number:,.4g}"
     return f"{text} {unit}".rstrip()
 
 

@@ -64,7 +64,8 @@ noticed = ...
 noticed = 8
 
 # %%
-course.predict("07.a", len(bet) if isinstance(bet, set) else ..., unit="bugs that cannot be heard")
+bets = course.chosen(bet, faults.FAULTS)
+course.predict("07.a", ... if bets is None else len(bets), unit="bugs that cannot be heard")
 course.predict("07.b", noticed, unit="bugs noticed")
 
 # %% [markdown]
@@ -75,7 +76,7 @@ course.predict("07.b", noticed, unit="bugs noticed")
 
 # %%
 found = {name: faults.diagnose(name, model, tokenizer) for name in faults.FAULTS}
-bets = bet if isinstance(bet, set) else set()
+bets = bets or set()
 for name, one in found.items():
     heard = one.error or next((w for r, w in zip(one.right, one.wrong) if w != r), "(every word is right)")
     print(f"{name:<25} {'*' if name in bets else ' '} {one.seen_by:<7} {' '.join(heard.split())[:60]}")

@@ -139,7 +139,7 @@ CHECKS = (
             Mistake("scores, not weights", lambda c: (c.a, c.b, 0), "Divide by their sum: weights add up to 1."),
         ),
         otherwise="e to each score, 0 for the forbidden one, divided by the sum.",
-        rel=2e-3,
+        rel=5e-3,
         atol=1e-4,
     ),
     function(
@@ -152,6 +152,10 @@ CHECKS = (
             Mistake("masked after softmax", _variant(mask="after softmax"),
                     "You masked after softmax, so the rows no longer add up to 1. Mask the scores."),
             Mistake("sees not itself", _variant(mask="strict"), "A token sees itself too: the diagonal is allowed."),
+            Mistake("over queries", _variant(axis=-2),
+                    "Your softmax runs down the columns. Each row, one query's weights, adds up to 1: the last axis."),
+            Mistake("swapped", lambda q, k, v: _variant()(k, q, v),
+                    "Queries and keys are exchanged: row i holds the scores of query i with every key."),
         ),
     ),
     value(
@@ -165,8 +169,8 @@ CHECKS = (
             Mistake("no root", lambda c: 1 / c.config.head_dim, "That is 1/D: the root is missing."),
             Mistake("times", lambda c: c.config.head_dim**0.5, "The scores are divided by it, not multiplied."),
         ),
-        otherwise="One over the root of the head size.",
-        rel=2e-3,
+        otherwise="One over the root of the head size, to three digits.",
+        rel=5e-3,
     ),
     judged("02.4", _judge_leak_test),
 )  # fmt: skip

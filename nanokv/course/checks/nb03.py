@@ -172,6 +172,8 @@ CHECKS = (
             Mistake("backwards", _rotate_back,
                     "It turns the other way round: the minus belongs to the second half, which moves to the first."),
             Mistake("no minus", _mirror, "Without the minus it is no rotation: the length changes."),
+            Mistake("sine for cosine", lambda x, cos, sin: _rotate(x, sin, cos),
+                    "cos and sin are exchanged: at angle 0, where cos is 1, x must stay as it is."),
         ),
     ),
     function(
@@ -182,6 +184,10 @@ CHECKS = (
             Mistake("sum", _by_sum, "Divide by the root of the mean of the squares, not of their sum."),
             Mistake("eps outside", _eps_outside,
                     "eps is added to the mean square, before the root. In tiny rows that is not the same."),
+            Mistake("no eps", lambda x, weight, eps: _rms_norm(x, weight, 0.0),
+                    "eps is missing. In tiny rows it is as large as the mean square."),
+            Mistake("no root", lambda x, weight, eps: weight * x / (x.pow(2).mean(-1, keepdim=True) + eps),
+                    "You divide by the mean square: its root is missing."),
         ),
     ),
     function(

@@ -3,7 +3,7 @@
 import tempfile
 from pathlib import Path
 
-from nanokv.course.answers import as_number, is_blank
+from nanokv.course.answers import as_number, is_blank, plain, same
 from nanokv.course.checking import RIGHT, UNANSWERED, Mistake, Question, function, judged, value, wrong
 
 
@@ -76,7 +76,7 @@ def _distances(case):
 
 def _judge_tolerance(answer, case):
     """Above twice the rounding of fp32, below the smallest of the three that stands out of it."""
-    atol = as_number(answer)
+    atol = as_number(plain(answer))
     if atol is None:
         return wrong("answer with one number, such as 0.5")
     found = _distances(case)
@@ -140,6 +140,26 @@ def mystery(case, ids) -> dict:
     return record(build(case.config, weights), ids)
 
 
+def _judge_place(answer, case):
+    """A pair of layer and cause: what is said of the layer holds whatever the cause is."""
+    answer = plain(answer)
+    if not isinstance(answer, list) or len(answer) != 2 or str(answer[1]).strip().casefold() not in CAUSES:
+        return wrong(f'answer with a pair such as (0, "a"), its second one of {", ".join(CAUSES)}')
+    place = _place(case)
+    if same(answer, (place, case.cause)):
+        return RIGHT
+    if same(answer[0], place):
+        message = "the layer is right. Which operation of it differs first, and which ones before it do not?"
+        return wrong(message, "other cause")
+    if same(answer[0], case.config.num_hidden_layers - 1):
+        message = "in the last layer everything differs, because it was handed on from layer to layer. Where does it "
+        return wrong(message + "begin?", "last layer")
+    if same(answer[0], place + 1):
+        return wrong("layers are counted from 0", "counted from 1")
+    return wrong("go through nanokv.debug.compare in order: the first step that is not ok has a layer and an "
+                 "operation. Which of the causes first touches that operation?")  # fmt: skip
+
+
 CHECKS = (
     function(
         "04.1",
@@ -158,21 +178,9 @@ CHECKS = (
     ),
     judged("04.2", _judge_reader),
     judged("04.3", _judge_tolerance),
-    value(
-        "04.4",
-        right=lambda case: (_place(case), case.cause),
-        parameters={"place": (2, 1, 3), "cause": ("c", "a", "b", "d", "e")},
-        hidden=True,
-        wrong=(
-            Mistake("last layer", lambda case: (case.config.num_hidden_layers - 1, case.cause),
-                    "In the last layer everything differs, because it was handed on from layer to layer. Where does "
-                    "it begin?"),
-            Mistake("counted from 1", lambda case: (_place(case) + 1, case.cause), "Layers are counted from 0."),
-            Mistake("other cause", lambda case: (_place(case), "f"),
-                    "The layer is right. Which operation of it differs first, and which ones before it do not?"),
-        ),
-        otherwise="Go through nanokv.debug.compare in order: the first step that is not ok has a layer and an "
-        "operation. Which of the causes first touches that operation?",
+    judged(
+        "04.4", _judge_place, {"place": (2, 1, 3), "cause": ("c", "a", "b", "d", "e")},
+        key=lambda case: (_place(case), case.cause), hidden=True,
     ),
     value(
         "04.5",
@@ -183,7 +191,9 @@ CHECKS = (
             Mistake("same words", lambda case: {"theta", "eps"},
                     "Those give the same words. Do both stay below the rounding of bf16 in their logits?"),
         ),
-        otherwise='Answer with a set of names, such as {"head"}.',
+        otherwise="Go through the three, one at a time: is the change of its logits in Experiment 4 larger than the "
+        "rounding of bf16 in Experiment 3?",
+        names=("theta", "eps", "head"),
     ),
 )
 

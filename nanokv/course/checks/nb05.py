@@ -94,7 +94,8 @@ CHECKS = (
             ),
             Mistake("queries only", lambda c: {"Q"}, "Why should keys and values change, if queries do not?"),
         ),
-        otherwise='Answer with a set of letters, such as {"Q"}.',
+        otherwise="Experiment 3 compared K. Run the same comparison for the two others, with the causal mask.",
+        names=("Q", "K", "V"),
     ),
 )
 

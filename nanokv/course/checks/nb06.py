@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import traceback
 
 from nanokv.course.answers import is_blank
 from nanokv.course.checking import RIGHT, UNANSWERED, Mistake, Question, failing, judged, no_class, value, wrong
@@ -69,9 +70,11 @@ def _judge_loop(answer, case):
     rng = random.Random("06.4")
     for P, n in ((1, 1), (5, 6), (12, 9)):
         ids = torch.tensor([[rng.randrange(case.config.vocab_size) for _ in range(P)]])
-        given, rows = _count_rows(case.model, lambda ids=ids, n=n: answer(case.model, ids, n), P + n + 1)
+        given, rows, borrowed = _watched(case.model, lambda ids=ids, n=n: answer(case.model, ids, n), P + n + 1)
         if is_blank(given):
             return UNANSWERED
+        if borrowed:
+            return wrong("that loop is nanokv's own: write yours, with nanokv.prefill and nanokv.decode", "borrowed")
         expected = list(generate(case.model, ids, max_new_tokens=n, eos_token_ids=[]))
         outcome = _loop_outcome([int(token) for token in given], expected, ids[0].tolist(), rows, P, n)
         if outcome:
@@ -79,20 +82,27 @@ def _judge_loop(answer, case):
     return RIGHT
 
 
-def _count_rows(model, call, most):
-    """(tokens that call() returns or yields, at most so many of them; rows of every forward that it makes)."""
+def _watched(model, call, most):
+    """(tokens that call() returns or yields, at most so many; rows of every forward; did nanokv's own loop run?)."""
     import torch
 
-    rows = []
-    hook = model.layers[0].register_forward_pre_hook(lambda module, args: rows.append(args[0].shape[1]))  # (B,T,C)
+    from nanokv import generation
+
+    rows, callers = [], set()
+
+    def seen(module, args):
+        rows.append(args[0].shape[1])  # (B,T,C)
+        callers.update(frame.f_code.co_filename for frame, _ in traceback.walk_stack(None))
+
+    hook = model.layers[0].register_forward_pre_hook(seen)
     try:
         given = call()
-        if is_blank(given):
-            return None, rows
-        given = given.flatten().tolist() if isinstance(given, torch.Tensor) else given
-        return list(itertools.islice(given, most)), rows  # a generator runs here, and need not end
+        if not is_blank(given):
+            given = given.flatten().tolist() if isinstance(given, torch.Tensor) else given
+            given = list(itertools.islice(given, most))  # a generator runs here, and need not end
     finally:
         hook.remove()
+    return given, rows, generation.__file__ in callers
 
 
 def _loop_outcome(given, expected, prompt, rows, P, n):
@@ -108,6 +118,9 @@ def _loop_outcome(given, expected, prompt, rows, P, n):
         return wrong("the tokens are right, but you fed the last one too: N − 1 decodes are enough", "last token fed")
     if sum(rows) != P + n - 1:
         return wrong(f"the tokens are right, but {sum(rows)} rows were fed where {P + n - 1} are enough", "rows")
+    if rows != [P] + [1] * (n - 1):
+        pieces = f"{P} tokens of prompt and {n} new ones took {len(rows)} forwards where {n} are enough"
+        return wrong(f"the tokens are right, but {pieces}: one prefill takes the whole prompt", "prompt in pieces")
     return None
 
 

@@ -1,5 +1,7 @@
 """Notebook 07, the bug hunt: find it in a trace, count its bytes, write the test that notices it, mend a cache."""
 
+import itertools
+
 from nanokv.course import checking
 from nanokv.course.checking import UNANSWERED, Mistake, Outcome, Question, function, judged, wrong
 
@@ -87,8 +89,11 @@ def _judge_test(test, case):
     if not callable(test):
         return wrong("hand in the function itself, without calling it")
 
+    returned = []
+
     def finished(model):
-        if test(model) is ...:
+        returned.append(test(model))
+        if returned[-1] is ...:
             raise NotImplementedError
 
     grade = faults.grade(finished, seconds=SECONDS)
@@ -96,6 +101,9 @@ def _judge_test(test, case):
         return UNANSWERED
     if grade.false_alarm:
         return wrong(str(grade), "false alarm")
+    if len(grade.kills) < WANTED and any(isinstance(one, bool) for one in returned):
+        return wrong("it returns True or False, which nobody looks at: raise where something is wrong, as "
+                     "`assert` does", "returned")  # fmt: skip
     if grade.note:
         return wrong(grade.note, "vacuous")
     if len(grade.kills) < WANTED:
@@ -119,9 +127,22 @@ def _judge_cache(answer, case):
     dropped = [one.name for one in report.cases if one.status == "not offered" and not one.name.startswith(OPTIONAL)]
     if dropped:
         return wrong(f"nothing fails, but the broken one could do more: {'; '.join(dropped)}", "not offered")
+    moves = _moves(answer())
+    if moves > APPENDS // 2:
+        return wrong(f"the cases pass, but {APPENDS} tokens moved the keys {moves} times: write in place", "moved")
     return Outcome("right", str(report).splitlines()[-1])
 
 
+def _moves(layer) -> int:
+    """How often the keys are somewhere else after an append of one token; a block may be exchanged now and then."""
+    import torch
+
+    one = torch.zeros(1, 2, 1, 6)  # (B,Hk,T,D)
+    kept = [layer.append(one, one)[0] for _ in range(APPENDS + 1)]  # all held, so that no memory is used again
+    return sum(a.data_ptr() != b.data_ptr() for a, b in itertools.pairwise(kept))
+
+
+APPENDS = 40
 OPTIONAL = ("A file", "32 tokens take")  # cases that need save and nbytes, which nobody asked for
 
 CHECKS = (

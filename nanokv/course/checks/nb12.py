@@ -90,21 +90,42 @@ def _rounding_outcome(x, given, bits, dim):
     low, high = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
     off = (given - x).abs()
     half = (high - low) / (2**bits - 1) / 2 * (1 + 1e-3)
+    if bool(given.isnan().any()):
+        return wrong(f"with bits={bits} and dim={dim} some values come back as NaN")
     if bool((off <= half).all()):
         most = max(len(line.unique()) for line in given.movedim(dim, -1).reshape(-1, x.shape[dim]).round(decimals=9))
-        return wrong(f"a group has {most} levels", "levels") if most > 2**bits else None
+        many = f"with bits={bits} a group has {most} levels, and at most {2**bits} = 2**bits are allowed"
+        return wrong(many, "levels") if most > 2**bits else None
+    outcome = None if _same_ends(x, given, dim) else _ends_outcome(x, given, bits, dim)
+    if outcome is not None:
+        return outcome
     if bool((off <= (high - low) / (2**bits - 2 + (bits == 1)) / 2 * (1 + 1e-3)).all()):
         return wrong("nearly: 2**bits levels have 2**bits − 1 steps between them", "one step too few")
     if bool((off <= 2 * half).all()):
         return wrong("some values are off by up to a whole step: round to the nearest, do not cut off", "floor")
-    for other in {0, 1, 2, 3} - {dim}:
-        step = (x.amax(other, keepdim=True) - x.amin(other, keepdim=True)) / (2**bits - 1)
-        if bool((off <= step / 2 * (1 + 1e-3)).all()):
-            return wrong(f"for dim={dim} you took the smallest and the largest along {other}", "dimension")
-    whole = (x.max() - x.min()) / (2**bits - 1) / 2 * (1 + 1e-3)
-    if bool((off <= whole).all()):
-        return wrong("one scale for all: each line along `dim` has its own smallest and largest value", "one scale")
     return wrong(f"with bits={bits} and dim={dim} a value is off by {float((off / half / 2).max()):.2f} steps", "error")
+
+
+def _same_ends(x, given, dim) -> bool:
+    """Do the smallest and the largest value of every group come back as they were?"""
+    low, high = x.amin(dim), x.amax(dim)
+    moved = (given.amin(dim) - low).abs() + (given.amax(dim) - high).abs()
+    return bool((moved <= 1e-4 * (high - low)).all())
+
+
+def _ends_outcome(x, given, bits, dim):
+    """Where the lowest and the highest level are, if they are not those of the groups along dim."""
+    for other in {0, 1, 2, 3} - {dim}:
+        if _same_ends(x, given, other):
+            return wrong(f"for dim={dim} you took the smallest and the largest along {other}", "dimension")
+    if _same_ends(x, given, (0, 1, 2, 3)) and len(given.unique()) <= 2**bits:
+        return wrong("one scale for all: each line along `dim` has its own smallest and largest value", "one scale")
+    groups = [t.movedim(dim, -1).flatten(0, -2) for t in (x, given)]  # (groups, values in one)
+    worst = sum((groups[0].aminmax(dim=1)[i] - groups[1].aminmax(dim=1)[i]).abs() for i in (0, 1)).argmax()
+    values, levels = (f"from {float(g[worst].min()):.3g} to {float(g[worst].max()):.3g}" for g in groups)
+    message = f"with bits={bits} the values of a group go {values}, and its levels {levels}: the lowest level has to "
+    message += "be the smallest value, the highest the largest. One scale around 0 without a zero point cannot do that"
+    return wrong(message, "ends")
 
 
 # --- 12.5: the capstone -------------------------------------------------------------------------------------------
@@ -190,6 +211,10 @@ def _judge_prefix(store):
         ask(own, tokens)
     if ask(own, [*a, 7])[0] != len(a) or ask(own, [*b, 7])[0] != 0:
         return wrong("with room for two, a, b, a, c must forget b: the least recently used, not the oldest", "order")
+    own = store(model.config, 2)
+    ask(own, a), ask(own, b), own.get([*a, 7]), ask(own, c)
+    if ask(own, [*a, 7])[0] != len(a):
+        return wrong("get is a use too: after put a, put b, get a, put c it is b that must be forgotten", "get no use")
     return _suite(lambda config, batch_size, capacity: store(config, 2).get([1, 2])[0]) or RIGHT
 
 
@@ -258,14 +283,14 @@ CHECKS = (
         "12.3",
         right=lambda case: 16 / (case.bits + 2 * 16 / case.group),
         parameters={"bits": (4, 8, 2), "group": (64, 32, 128)},
-        rel=1e-3,
+        rel=5e-3,
         wrong=(
             Mistake("no scales", lambda c: 16 / c.bits, "Every group has a scale and a zero point too."),
             Mistake("scale only", lambda c: 16 / (c.bits + 16 / c.group), "There is a zero point besides the scale."),
             Mistake("per value", lambda c: 16 / (c.bits + 32), "The two are shared by the whole group."),
             Mistake("upside down", lambda c: (c.bits + 32 / c.group) / 16, "How many times smaller: a number above 1."),
         ),
-        otherwise="How many bits does one value take, its share of scale and zero point included?",
+        otherwise="How many bits does one value take, its share of scale and zero point included? To three digits.",
     ),
     judged("12.4", _judge_rounding),
     judged("12.5", _judge_capstone),
