@@ -61,24 +61,24 @@ def _judge_leak_test(answer, case):
     noise = torch.Generator().manual_seed(0)
     V = case.config.vocab_size
     ids = torch.randint(V, (1, 8), generator=noise)
-    subjects = (  # (what it is, an attention function or None for a model that is not one, does it leak?, mistake)
-        ("nanokv's causal model", causal_attention, 0.0, False, "false alarm"),
-        ("a model without a mask", prefill_attention, 0.0, True, "no mask missed"),
-        ("a model with a multiplied mask", _multiplied, 0.0, True, "multiplied missed"),
-        ("a model in which each token sees one token ahead", _one_ahead, 0.0, True, "one ahead missed"),
-        ("a model in which only the first token sees ahead", _first_row, 0.0, True, "first row missed"),
-        ("a model in which only the last token but one sees ahead", _late_row, 0.0, True, "late row missed"),
-        ("a causal model with rounding noise of 1e-6", causal_attention, 1e-6, False, "rounding taken for a leak"),
+    says, unseen = "does not see the future, but your test says it does", "sees the future, unnoticed"
+    subjects = (  # (attention, size of the rounding noise, does it leak?, what to say where the test is wrong)
+        (causal_attention, 0.0, False, wrong(f"nanokv's causal model {says}", "false alarm")),
+        (prefill_attention, 0.0, True, wrong(f"a model without a mask {unseen}", "no mask missed")),
+        (_multiplied, 0.0, True, wrong(f"a model with a multiplied mask {unseen}", "multiplied missed")),
+        (_one_ahead, 0.0, True, wrong(f"a model that sees one token ahead {unseen}", "one ahead missed")),
+        (_first_row, 0.0, True, wrong(f"a model whose first token sees ahead {unseen}", "first row missed")),
+        (_late_row, 0.0, True, wrong(f"a model whose last token but one sees ahead {unseen}", "late row missed")),
+        (causal_attention, 1e-6, False, wrong(f"a causal model with noise of 1e-6 {says}", "rounding as a leak")),
     )
-    for words, attend, size, leaks, mistake in subjects:
+    for attend, size, leaks, outcome in subjects:
         given = answer(_forward(case.model, attend, size, noise), ids.clone(), V)
         if is_blank(given):
             return UNANSWERED
         if not isinstance(given, bool) and not hasattr(given, "item"):
             return wrong(f"return True or False; this is {given!r:.40}", "no bool")
         if bool(given) != leaks:
-            says = "does not see the future, but your test says it does" if given else "sees the future, unnoticed"
-            return wrong(f"{words} {says}", mistake)
+            return outcome
     return RIGHT
 
 

@@ -87,18 +87,19 @@ def _profile_outcome(machine, first, between):
         return None if between is None else wrong("with a single token there is no time between tokens: None", "single")
     _, *steps = m.seconds()
     whole = m.prefill + sum(steps)
+    prefilled = wrong("the prefill is in your time between tokens", "prefill in the rate")
     known = (
-        (statistics.mean(steps), "one disturbed step is in your mean: take the median", "mean"),
-        (sum(steps) / m.tokens, "n tokens have n − 1 times between them; and take the median", "n for n - 1"),
-        (whole / m.tokens, "the prefill is in your time between tokens", "prefill in the rate"),
-        (whole / (m.tokens - 1), "the prefill is in your time between tokens", "prefill in the rate"),
-        (1 / m.step, "that is tokens a second; seconds a token were asked for", "rate"),
+        (statistics.mean(steps), wrong("one disturbed step is in your mean: take the median", "mean")),
+        (sum(steps) / m.tokens, wrong("n tokens have n − 1 times between them; and take the median", "n for n - 1")),
+        (whole / m.tokens, prefilled),
+        (whole / (m.tokens - 1), prefilled),
+        (1 / m.step, wrong("that is tokens a second; seconds a token were asked for", "rate")),
     )
     if near(between, m.step):
         return None
-    for number, message, name in known:
+    for number, outcome in known:
         if near(between, number):
-            return wrong(message, name)
+            return outcome
     return wrong(f"a step took {m.step:.4f} s, yours says {_shown(between)}", "between")
 
 
