@@ -6,6 +6,7 @@ log-likelihood of text, and each kernel against the same arithmetic in fp64 over
 
 import copy
 import ctypes
+import math
 import os
 import pickle
 import random
@@ -541,6 +542,15 @@ def fresh(monkeypatch, tmp_path):
     yield compiler
     monkeypatch.undo()
     native.library.cache_clear()
+
+
+@needs_kernels
+def test_numbers_next_to_zero_stay_what_they_are(fresh):
+    """A library linked with all of -ffast-math sets the processor's mode for whoever loads it: 1e-320 becomes 0."""
+    fresh(f'exec {native.find_compiler()[0]} "$@"')
+    tiny = math.ldexp(1.0, -1070)
+    assert native.library()[0] and fresh.runs() == 1
+    assert tiny * 2 > 0 and torch.tensor([1e-40]).mul(2).item() > 0
 
 
 @needs_kernels

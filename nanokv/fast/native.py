@@ -22,7 +22,11 @@ from nanokv.errors import ConfigError
 
 FOLDER = Path(__file__).with_name("kernels")
 SOURCES = FOLDER / "decode.cpp", FOLDER / "prefill.cpp"
-FLAGS = ("-O3", "-march=native", "-ffast-math", "-fno-finite-math-only", "-std=c++17", "-shared", "-fPIC")
+# What of -ffast-math makes sums into vectors. Not the whole: a library linked with it turns small numbers into zeros in
+# the thread that loads it, for everybody's code, and forgets that there are NaN and infinity.
+MATH = ("-fassociative-math", "-freciprocal-math", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno",
+        "-ffp-contract=fast")  # fmt: skip
+FLAGS = ("-O3", "-march=native", *MATH, "-std=c++17", "-shared", "-fPIC")
 FORMATS = {torch.float32: 0, torch.bfloat16: 1, "int8": 2, "int4": 3}
 TIMEOUT = 120  # seconds that the compiler may take
 POINTER, LONG, INT, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
