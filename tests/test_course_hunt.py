@@ -99,7 +99,6 @@ def test_a_test_that_returns_its_verdict_is_told_that_nobody_looks_at_it():
 @pytest.mark.parametrize("leave", [pytest.fail, pytest.skip, lambda _: sys.exit(1)], ids=["fail", "skip", "exit"])
 def test_a_test_is_run_under_guard_and_a_stub_but_once(leave, monkeypatch):
     """Nothing that a test raises escapes, and what never ends is ended."""
-    monkeypatch.setattr(nb07, "SECONDS", 0.3)
     runs = []
 
     def leaves(model):
@@ -120,6 +119,7 @@ def test_a_test_is_run_under_guard_and_a_stub_but_once(leave, monkeypatch):
 
     runs.clear()
     assert TEST.judge(stub, TEST.case()).state == "unanswered" and runs == [1]
+    monkeypatch.setattr(nb07, "SECONDS", 0.3)
     assert "Overtime" in TEST.judge(hangs, TEST.case()).message
 
 
