@@ -42,7 +42,7 @@ def record() -> list[Text]:
         lines = [styled(terminal.screen, row) for row in range(terminal.screen.lines)]
         terminal.send("/exit\r")
         terminal.pump(1)
-    while lines and not lines[-1].plain.strip():
+    while lines[-1].plain != ">":  # the toolbar under the prompt, which may be drawn already or not
         lines.pop()
     return lines
 
