@@ -1,5 +1,7 @@
 """Prompts of different lengths in one forward: each gets the logits and leaves the cache of a prefill of its own."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -45,10 +47,13 @@ def test_each_prompt_is_as_if_it_were_alone(models, kind, fast):
 
 
 def test_the_logits_are_those_of_transformers(models):
-    reference, model = models
-    logits = prefill_packed(model, prompts(20), caches("dict", model), [0] * len(LENGTHS))
-    expected = [reference_logits(reference, torch.tensor([ids]))[:, -1] for ids in prompts(20)]
-    assert gap(logits, torch.cat(expected)) <= TOLERANCE
+    """Of a first chunk, and of a second one whose queries see the first."""
+    (reference, model), four, known = models, caches("dict", models[1]), [[] for _ in LENGTHS]
+    for seed in (20, 30):
+        logits = prefill_packed(model, prompts(seed), four, [len(ids) for ids in known])
+        known = [ids + more for ids, more in zip(known, prompts(seed), strict=True)]
+        expected = [reference_logits(reference, torch.tensor([ids]))[:, -1] for ids in known]
+        assert gap(logits, torch.cat(expected)) <= TOLERANCE
 
 
 def test_bf16_over_pages(models):
@@ -93,6 +98,12 @@ def test_what_does_not_fit_together_is_refused(models):
     for some in (four[:3], [four[0]] * 4, []):
         with pytest.raises((CacheError, ValueError)):
             prefill_packed(model, prompts(0), some, [0] * len(some))
+    for wrong, words in (
+        (make_cache("dict", replace(model.config, rope_theta=5.0)), "another model"),
+        (make_cache("dict", model.config, batch_size=2), "of one sequence each"),
+    ):
+        with pytest.raises(CacheError, match=words):
+            prefill_packed(model, [[1], [2]], [four[0], wrong], [0, 0])
     with pytest.raises(IndexError, match="outside the vocabulary"):
         prefill_packed(model, [[1], [10**6]], four[:2], [0, 0])
     assert [cache.length for cache in four] == [0] * 4

@@ -135,7 +135,7 @@ if os.fork() == 0:
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_CHILD_SUBREAPER")
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's PR_SET_CHILD_SUBREAPER")
 @pytest.mark.parametrize("then", ["pass", "while True: pass"])
 def test_what_has_cut_itself_loose_is_ended_too(then):
     done = running.run(notebook(LOOSE, then), limit=20)

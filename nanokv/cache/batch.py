@@ -6,6 +6,8 @@ longest row, the padding is masked, and the last T columns are the new tokens, a
 prefilled alone and joined here.
 """
 
+from contextlib import contextmanager
+
 import torch
 import torch.nn.functional as F
 
@@ -33,17 +35,11 @@ class BatchLayer(LayerCache):
         check_append(k, v, expects=self.expects)
         if k.shape[0] != len(self.parts):
             raise CacheError(f"cannot append keys {tuple(k.shape)} to {len(self.parts)} rows")
-        marks, pairs = [row.mark() for row in self.parts], []
-        try:
-            for b, row in enumerate(self.parts):
-                pairs.append(row.append(k[b : b + 1], v[b : b + 1]))  # (1,Hk,S_b,D) ×2
+        with all_or_none(self.parts):
+            pairs = [row.append(k[b : b + 1], v[b : b + 1]) for b, row in enumerate(self.parts)]  # (1,Hk,S_b,D) ×2
             longest = max(key.shape[2] for key, _ in pairs)
             keys, values = zip(*pairs, strict=True)
             return _pad_left(keys, longest), _pad_left(values, longest)  # (B,Hk,S,D) ×2
-        except BaseException:  # no room in row b, or Ctrl-C: nothing is written, in the rows before it neither
-            for row, mark in zip(self.parts, marks, strict=True):
-                row.back(mark)
-            raise
 
     @property
     def rollback(self) -> int | None:
@@ -78,12 +74,7 @@ class BatchCache(KVCache):
 
     def __init__(self, rows, config):
         self.rows = list(rows)
-        if not self.rows:
-            raise CacheError("a batch of no rows: at least one cache was expected")
-        if len({id(row) for row in self.rows}) < len(self.rows):
-            raise CacheError("one cache is given as two rows, which would append to each other", hint="pass row.fork()")
-        if wrong := [row.config for row in self.rows if row.config not in (None, config)]:
-            raise CacheError(f"a row was made for another model than the batch: {wrong[0]}")
+        check_rows(self.rows, config)
         self.name, self.asked = "batch", self.rows[0].asked
         self.options = {"of": self.rows[0].name} | self.rows[0].options
         super().__init__(self.layers(), config)
@@ -138,6 +129,28 @@ class BatchCache(KVCache):
         if any((row.name, row.options, row.asked) != (first.name, first.options, first.asked) for row in self.rows):
             raise UnsupportedError("rows of mixed kinds cannot be saved in one file", hint="save each of cache.rows")
         super().save(path, tokens, model_fingerprint)
+
+
+def check_rows(rows, config):
+    """Caches of one sequence each that can share a forward of the model with this config."""
+    if not rows:
+        raise CacheError("a batch of no rows: at least one cache was expected")
+    if len({id(row) for row in rows}) < len(rows):
+        raise CacheError("one cache is given as two rows, which would append to each other", hint="pass row.fork()")
+    if wrong := [row.config for row in rows if row.config not in (None, config)]:
+        raise CacheError(f"a row was made for another model than the batch: {wrong[0]}")
+
+
+@contextmanager
+def all_or_none(parts):
+    """What fails inside, for want of room in one row or by Ctrl-C, has written nothing in any row."""
+    marks = [part.mark() for part in parts]
+    try:
+        yield
+    except BaseException:
+        for part, mark in zip(parts, marks, strict=True):
+            part.back(mark)
+        raise
 
 
 def one_or_each(lengths):

@@ -7,6 +7,7 @@ belong together: `append` returns the keys and values of every sequence apart, a
 import torch
 
 from nanokv.cache.base import KVCache, LayerCache
+from nanokv.cache.batch import all_or_none, check_rows
 from nanokv.cache.checks import check_append
 from nanokv.errors import CacheError
 
@@ -22,15 +23,10 @@ class PackedLayer(LayerCache):
         check_append(k, v, expects=self.expects)
         if k.shape[0] != sum(self.sizes):
             raise CacheError(f"cannot append keys {tuple(k.shape)} to sequences of {self.sizes} tokens")
-        marks, pairs = [part.mark() for part in self.parts], []
-        try:
-            for part, *new in zip(self.parts, k.split(self.sizes), v.split(self.sizes), strict=True):  # (T_b,Hk,1,D)
-                pairs.append(part.append(*(x.transpose(0, 2) for x in new)))  # (1,Hk,T_b,D) → (1,Hk,S_b,D) ×2
-            return tuple(map(list, zip(*pairs, strict=True)))
-        except BaseException:
-            for part, mark in zip(self.parts, marks, strict=True):
-                part.back(mark)
-            raise
+        keys, values = ([rows.transpose(0, 2) for rows in x.split(self.sizes)] for x in (k, v))  # (1,Hk,T_b,D) each
+        with all_or_none(self.parts):
+            pairs = [part.append(*new) for part, *new in zip(self.parts, keys, values, strict=True)]  # (1,Hk,S_b,D) ×2
+        return tuple(map(list, zip(*pairs, strict=True)))
 
 
 class PackedCache(KVCache):
@@ -42,8 +38,9 @@ class PackedCache(KVCache):
     name = "packed"
 
     def __init__(self, caches, sizes, config):
-        if not caches or len({id(cache) for cache in caches}) < len(caches) or len(sizes) != len(caches):
-            raise CacheError(f"{len(sizes)} prompts for {len(caches)} caches: one each, and no cache twice")
+        check_rows(caches, config)
+        if len(sizes) != len(caches) or any(cache.batch_size != 1 for cache in caches):
+            raise CacheError(f"{len(sizes)} prompts for {len(caches)} caches: one each, of one sequence each")
         self.caches, self.sizes = list(caches), list(sizes)
         super().__init__((PackedLayer(parts, self.sizes) for parts in zip(*caches, strict=True)), config)
 
