@@ -18,7 +18,7 @@ from nanokv.errors import ContextError, NanoKVError
 EXAMPLES = (
     'nanokv trace --chat "My name is Zorbla. What is my name?" --open',
     'nanokv trace --prompt "What is a KV cache?" --chat -n 40 -o trace.html --layers 0,5',
-    'nanokv trace --chat "Say blue red green." --fault start_pos_restarts',
+    'nanokv trace --chat "Reverse: moon, kettle, blorf" --fault start_pos_restarts',
 )
 DESCRIPTION = "Record a greedy run and write one self-contained HTML page. stdout carries its path only."
 MOST_TOKENS = 512  # attention weights grow with the square: at 512 the bundled model's page has about 15 MB
