@@ -3,10 +3,95 @@
 Prefill and decode are two functions because they are two problems. Prefill multiplies T×S scores and is bound by
 arithmetic. Decode reads every cached key and value once for a single query row and is bound by memory bandwidth.
 Softmax(q kᵀ / sqrt(D)) v throughout (Vaswani et al. 2017, arXiv 1706.03762); masks are bool, True = visible.
+
+What the model calls is an object, `attend(q, k, v)`, that also says which keys the queries see. A kernel may stand in
+for an object of exactly one of these classes, if it computes what all of its fields say. It knows nothing about any
+other callable, a function of your own or a subclass: that is called as it is.
+
+    Causal(keys)  T queries are the last T of S positions            prefill, score
+    Masked(mask)  the mask says which keys each query sees           prefill of padded, ragged or windowed rows
+    Decode(mask)  one query for each row; None = it sees every key   decode
+    Packed(parts) several sequences, one behind the other            the engine's prefill
 """
+
+import functools
 
 import torch
 import torch.nn.functional as F
+
+from nanokv.errors import CacheError
+
+
+class Causal:
+    """Query t of T sees keys ≤ S−T+t: itself and all before it, for T = S and for T < S.
+
+    `keys`: the S that the cache announced; another one is an error. None: whatever comes.
+    """
+
+    def __init__(self, keys: int | None = None):
+        self.keys = keys
+        self._mask = None  # of a chunk over a cache, the same for all layers: made once per forward, T·S bytes
+
+    def __call__(self, q, k, v):
+        """q (B,H,T,D), k and v (B,Hk,S,D) → (B,H,T,D)."""
+        T, S = q.shape[2], k.shape[2]
+        self.check(T, S)
+        if T == S:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        if self._mask is None or self._mask.shape != (T, S) or self._mask.device != q.device:
+            self._mask = causal_mask(T, S, q.device)
+        return prefill_attention(q, k, v, self._mask)
+
+    def check(self, T: int, S: int):
+        """CacheError if these S keys cannot be what the T queries expect."""
+        if T > S or self.keys not in (None, S):
+            expected = f"at least {T}" if self.keys is None else self.keys
+            raise CacheError(f"attention got {S} keys for {T} queries, but the cache's mask speaks of {expected}")
+
+
+class Masked:
+    """The mask and nothing else says what is visible: bool (T,S) or (B,1,T,S); None = every key, the future too."""
+
+    def __init__(self, mask):
+        self.mask = mask
+
+    def __call__(self, q, k, v):
+        """q (B,H,T,D), k and v (B,Hk,S,D) → (B,H,T,D)."""
+        return prefill_attention(q, k, v, self.mask)
+
+
+class Decode:
+    """One query for each row. It sees every key, or what the mask says: bool (1,S) or (B,1,1,S)."""
+
+    def __init__(self, mask=None):
+        self.mask = mask
+
+    def __call__(self, q, k, v):
+        """q (B,H,1,D), k and v (B,Hk,S,D) → (B,H,1,D)."""
+        return decode_attention(q, k, v, self.mask)
+
+    @functools.cached_property
+    def lengths(self):
+        """(B,) int64 if the mask hides padding on the left and nothing else: row b sees its last lengths[b] keys."""
+        if self.mask is None or self.mask.dim() != 4:
+            return None
+        seen = self.mask[:, 0, 0]  # (B,S)
+        lengths = seen.sum(-1)  # (B,)
+        column = torch.arange(seen.shape[1], device=seen.device)  # (S,)
+        return lengths if torch.equal(seen, column >= seen.shape[1] - lengths[:, None]) else None
+
+
+class Packed:
+    """Sequences one behind the other: parts[b] is (T_b, attend) of sequence b, whose queries see its own keys only."""
+
+    def __init__(self, parts):
+        self.parts = list(parts)
+
+    def __call__(self, q, keys, values):
+        """q (N,H,1,D) with N = ΣT_b, keys and values lists of (1,Hk,S_b,D), the T_b new ones last → (N,H,1,D)."""
+        queries = q.split([size for size, _ in self.parts])  # (T_b,H,1,D)
+        each = zip(queries, keys, values, self.parts, strict=True)
+        return torch.cat([attend(rows.transpose(0, 2), k, v).transpose(0, 2) for rows, k, v, (_, attend) in each])
 
 
 def causal_mask(T: int, S: int, device=None):
@@ -27,37 +112,26 @@ def is_causal(mask) -> bool:
     return torch.equal(mask, causal_mask(*mask.shape, mask.device))
 
 
-def causal_attention(q, k, v, mask=None):
-    """The T queries are the last of S positions; `mask` says the same and is needed where T < S: SDPA aligns top-left.
-
-    q (B,H,T,D), k and v (B,Hk,S,D) → (B,H,T,D). A function of its own, so that a kernel that needs no mask can tell.
-    """
-    if q.shape[2] < k.shape[2]:
-        return prefill_attention(q, k, v, mask)
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+def causal_attention(q, k, v):
+    """`Causal()` as a function, for code that calls attention itself. q (B,H,T,D), k and v (B,Hk,S,D) → (B,H,T,D)."""
+    return Causal()(q, k, v)
 
 
 def prefill_attention(q, k, v, mask=None):
-    """Any chunk of T queries over S ≥ T keys. q (B,H,T,D), k and v (B,Hk,S,D), mask (T,S) or (B,1,T,S) → (B,H,T,D)."""
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+    """Any chunk of T queries over S ≥ T keys. q (B,H,T,D), k and v (B,Hk,S,D), mask (T,S) or (B,1,T,S) → (B,H,T,D).
 
-
-def packed_attention(q, keys, values, attends):
-    """Several sequences one behind the other: attends[b] takes the T_b queries of sequence b, which see its keys only.
-
-    q (N,H,1,D) with N = ΣT_b, keys and values lists of (1,Hk,S_b,D) with the T_b new ones last → (N,H,1,D).
+    Without a mask every query sees every key, the future too.
     """
-    queries = q.split([size for size, _ in attends])  # (T_b,H,1,D)
-    each = zip(queries, keys, values, attends, strict=True)
-    return torch.cat([attend(rows.transpose(0, 2), k, v).transpose(0, 2) for rows, k, v, (_, attend) in each])
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
 
 
 def decode_attention(q, k, v, mask=None):
     """One query row. The G heads that share a KV head become G rows of one query block: K and V are read once.
 
     q (B,H,1,D), k and v (B,Hk,S,D), mask None or (1,S) or (B,1,1,S) → (B,H,1,D). Repeating K and V G times instead
-    would copy G·S·Hk·D·2 values a layer a token. `enable_gqa` gives the
-    same to the last bit or two (Qwen3-0.6B, one core, S 4,096: 3.0 ms in fp32 and 1.7 in bf16; grouped 1.3 and 2.6).
+    would copy G·S·Hk·D·2 values per layer and token. `enable_gqa` gives the same to the last bit or two. Which of the
+    two is faster depends on the dtype (Qwen3-0.6B, one core, S 4,096, ms per layer): in fp32 1.3 grouped and 3.0 with
+    `enable_gqa`, in bf16 2.6 grouped and 1.7 with it.
     """
     B, H, _, D = q.shape
     q = q.reshape(B, k.shape[1], -1, D)  # (B,Hk,G,D)

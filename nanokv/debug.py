@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.overrides import TorchFunctionMode
 
-from nanokv.attention import causal_attention
+from nanokv.attention import Causal
 from nanokv.cache import make_cache
 
 # Operations of a layer in the order of the forward pass → (module, whether its input or its output is that value).
@@ -249,7 +249,7 @@ class _QuerySpy(_AttentionSpy):
 
 def _run_ours(model, ids) -> list:
     cache = make_cache("dict", model.config, batch_size=len(ids))
-    model.lm_head(model(ids, cache, 0, causal_attention))
+    model.lm_head(model(ids, cache, 0, Causal()))
     return [(layer["key"], layer["value"]) for layer in cache]
 
 

@@ -8,11 +8,9 @@
 `start_pos` is always stated by the caller and checked against the cache by the model.
 """
 
-from functools import partial
-
 import torch
 
-from nanokv.attention import causal_attention, decode_attention, is_causal, prefill_attention
+from nanokv.attention import Causal, Decode, Masked, is_causal
 from nanokv.cache.base import NoCache
 
 
@@ -20,7 +18,7 @@ from nanokv.cache.base import NoCache
 def score(model, tokens):
     """Logits of every position without a cache. tokens (B,T) → (B,T,V); V·T·4 bytes: 622 MB at T 1024, V 151,936."""
     cache = NoCache(model.config.num_hidden_layers)
-    hidden = model(token_ids(model, tokens), cache, 0, causal_attention)  # (B,T,C)
+    hidden = model(token_ids(model, tokens), cache, 0, Causal())  # (B,T,C)
     return model.lm_head(hidden)  # (B,T,V)
 
 
@@ -56,8 +54,7 @@ def decode(model, token, cache, start_pos: int):
     if token.shape[1] != 1:
         raise ValueError(f"decode takes one token a row, got {token.shape[1]}: prefill takes any number")
     mask = cache.mask(1)  # None, unless rows differ in length
-    attend = decode_attention if mask is None else partial(decode_attention, mask=mask.to(token.device))
-    hidden = model(token, cache, start_pos, attend)  # (B,1,C)
+    hidden = model(token, cache, start_pos, Decode(mask if mask is None else mask.to(token.device)))  # (B,1,C)
     return model.lm_head(hidden[:, -1])  # (B,V)
 
 
@@ -80,8 +77,9 @@ def _append(model, tokens, cache, start_pos):
 def attention_over(cache, T, device):
     """How the next T queries see what is cached; asked once, before the first append."""
     mask = cache.mask(T)
-    mask = mask if mask is None else mask.to(device)
-    return partial(causal_attention if is_causal(mask) else prefill_attention, mask=mask)
+    if mask is None:
+        return Causal() if T == 1 else Masked(None)  # a cache that answers None lets its queries see everything
+    return Causal(keys=mask.shape[1]) if is_causal(mask) else Masked(mask.to(device))
 
 
 def token_ids(model, tokens):

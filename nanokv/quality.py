@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nanokv.attention import causal_mask, prefill_attention
+from nanokv.attention import Causal
 from nanokv.cache.base import NoCache
 from nanokv.cache.codes import dequantize, hadamard, quantize
 from nanokv.inference import score, verify
@@ -81,9 +81,9 @@ class _Rounding(NoCache):
 
 def measure(model, ids, scheme: Scheme) -> Quality:
     """ids (B,T) of a text that the model was not trained on."""
-    cache, mask = _Rounding(model.config.num_hidden_layers, scheme), causal_mask(ids.shape[1], ids.shape[1], ids.device)
+    cache = _Rounding(model.config.num_hidden_layers, scheme)
     with torch.inference_mode():
-        hidden = model(ids, cache, 0, lambda q, k, v: prefill_attention(q, k, v, mask))
+        hidden = model(ids, cache, 0, Causal())
         change = log_likelihood(model.lm_head(hidden), ids) - log_likelihood(score(model, ids), ids)
     keys, values = zip(*cache.errors, strict=True)
     return Quality(keys, values, change)

@@ -41,6 +41,16 @@ class LayerCache:
     rollback: int | None = None  # tokens that one append may bring and truncate take back without a trace; None = any
     expects = (None, None, None, None)  # (Hk, D, dtype, device) that make_cache was told; None = whatever comes first
 
+    def __init_subclass__(cls, **options):
+        """A class with an `append` of its own is asked for that: `room` and `place` of a class above would pass it by.
+        """
+        super().__init_subclass__(**options)
+        defined = {n: [n in vars(c) for c in cls.__mro__].index(True) for n in ("append", "place", "room")}
+        if defined["append"] < defined["room"]:
+            cls.in_place = False
+        if defined["append"] < defined["place"]:
+            cls.place = LayerCache.place
+
     def append(self, k, v):
         """(B,Hk,T,D) ×2, keys already rotated → (B,Hk,S,D) ×2, oldest first; the last T rows are the new ones."""
         raise NotImplementedError

@@ -1,7 +1,7 @@
 """Several prompts, one behind the other, in one forward: no padding, and products as large as all of them together.
 
 To the model every token is a row of its own, with a position of its own: (N,1) tokens. Only attention knows which rows
-belong together: `append` returns the keys and values of every sequence apart, and `packed_attention` takes them.
+belong together: `append` returns the keys and values of each sequence apart, and `attention.Packed` takes them.
 """
 
 import torch

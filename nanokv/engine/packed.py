@@ -4,11 +4,9 @@ A product of 60 rows takes nearly as long as one of 120, so short prompts are fa
 is a row, (N,1), at a position of its own; only attention knows which rows belong together.
 """
 
-from functools import partial
-
 import torch
 
-from nanokv.attention import packed_attention
+from nanokv.attention import Packed
 from nanokv.cache.packed import PackedCache
 from nanokv.inference import attention_over, token_ids
 
@@ -22,8 +20,8 @@ def prefill_packed(model, prompts, caches, start_pos):
     prompts = [token_ids(model, [prompt]) for prompt in prompts]  # (1,T_b)
     sizes = [prompt.shape[1] for prompt in prompts]
     pack = PackedCache(caches, sizes, model.config)
-    attends = [(T, attention_over(cache, T, prompts[0].device)) for cache, T in zip(caches, sizes, strict=True)]
+    parts = [(T, attention_over(cache, T, prompts[0].device)) for cache, T in zip(caches, sizes, strict=True)]
     positions = torch.cat([start + torch.arange(T) for start, T in zip(start_pos, sizes, strict=True)])  # (N,)
-    hidden = model(torch.cat(prompts, 1).T, pack, positions, partial(packed_attention, attends=attends))  # (N,1,C)
+    hidden = model(torch.cat(prompts, 1).T, pack, positions, Packed(parts))  # (N,1,C)
     last = torch.tensor(sizes).cumsum(0) - 1  # (B,) the last row of each prompt
     return model.lm_head(hidden[last, 0])  # (B,C) → (B,V)

@@ -21,7 +21,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from nanokv.attention import causal_attention, decode_attention, prefill_attention
+from nanokv.attention import Causal, Decode, Masked
 from nanokv.cache import KVCache, make_cache
 from nanokv.errors import CapacityError, ConfigError
 from nanokv.model import rope_angles
@@ -45,7 +45,7 @@ class Slab:
 @torch.compiler.nested_compile_region
 def block(layer, x, rope, keys, values, positions, visible):
     """One layer; compiled once and called for each, or the compile time would grow with the number of layers."""
-    attend = partial(decode_attention if x.shape[1] == 1 else prefill_attention, mask=visible)
+    attend = Decode(visible) if x.shape[1] == 1 else Masked(visible)
     return layer(x, rope, Slab(keys, values, positions), attend)
 
 
@@ -122,7 +122,9 @@ class Compiled(nn.Module):
         compiled = "static", self.batch_size, self.capacity, self.config.num_hidden_layers, self.config
         if sizes != compiled or cache.batch_size != B or type(start_pos) is not int or start_pos != cache.length:
             return False
-        return start_pos + T <= self.capacity and is_plain(attend, T)
+        if start_pos + T > self.capacity or not all(layer.in_place for layer in cache):
+            return False
+        return is_plain(attend, T, start_pos + T)
 
     def run(self, tokens, start_pos: int, cache, slabs):
         """tokens (B,T), T at most the widest → (B,T,C). The slabs are written; nothing is counted yet."""
@@ -174,11 +176,11 @@ def cuda_graph(step):
     return graph.replay, output
 
 
-def is_plain(attend, T: int) -> bool:
-    """Is it causal attention over all that is cached, which is what the compiled region computes itself?"""
-    function, mask = getattr(attend, "func", attend), getattr(attend, "keywords", {}).get("mask")
-    one = T == 1 and mask is None and function in (decode_attention, prefill_attention)
-    return one or function is causal_attention
+def is_plain(attend, T: int, S: int) -> bool:
+    """Is it causal attention of T queries over all S keys, which is what the compiled region computes itself?"""
+    if type(attend) is Decode:
+        return T == 1 and attend.mask is None
+    return type(attend) is Causal and attend.keys in (None, S)
 
 
 def check_sizes(config, capacity, batch_size, buckets):

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanokv.attention import causal_attention, decode_attention, packed_attention
+from nanokv.attention import Causal, Decode, Packed
 from nanokv.errors import ConfigError
 from nanokv.fast import native
 from nanokv.fast.weights import FEW_ROWS, FORMATS, Addressed, Dense, Int8
@@ -48,10 +48,10 @@ class Block(Addressed):
 
     def forward(self, x, rope, cache, attend):
         """x (B,T,C) fp32 → (B,T,C)."""
-        kernels = native.kernels()
-        if kernels and x.shape[1] == 1 and x.device.type == "cpu" and (attend is decode_attention or cache.in_place):
+        kernels = native.kernels() if x.device.type == "cpu" else None
+        if kernels and x.shape[1] == 1 and sees_its_row(attend, cache):
             return self.step(kernels, x, rope, cache)
-        if kernels and x.device.type == "cpu" and x.shape[0] * x.shape[1] > FEW_ROWS:
+        if kernels and x.shape[0] * x.shape[1] > FEW_ROWS:
             return self.many(kernels, x, rope, cache, attend)
         return self.torch_path(x, rope, cache, attend)
 
@@ -100,16 +100,15 @@ class Block(Addressed):
 
     def attended(self, kernels, attend, q, k, v):
         """q (B,H,T,D), k and v (B,Hk,S,D) → (B,H,T,D); of packed sequences each by itself."""
-        formula = getattr(attend, "func", attend)
-        if formula is packed_attention:
-            attends = [(T, functools.partial(self.attended, kernels, own)) for T, own in attend.keywords["attends"]]
-            return packed_attention(q, k, v, attends)
-        (B, H, T, D), (Hk, S) = q.shape, k.shape[1:3]
-        strides = k.stride()
-        plain = strides == v.stride() and strides[2:] == (D, 1)
-        causal = formula is causal_attention  # then no mask has to be read
-        if not causal or q.dtype != torch.bfloat16 or not plain or not kernels.has_flash(D):
+        if type(attend) is Packed:
+            parts = [(T, functools.partial(self.attended, kernels, own)) for T, own in attend.parts]
+            return Packed(parts)(q, k, v)
+        if type(attend) is not Causal or q.dtype != torch.bfloat16 or not kernels.has_flash(q.shape[-1]):
             return attend(q, k, v)
+        (B, H, T, D), (Hk, S), strides = q.shape, k.shape[1:3], k.stride()
+        if strides != v.stride() or strides[2:] != (D, 1):
+            return attend(q, k, v)
+        attend.check(T, S)
         q, y = q.contiguous(), q.new_empty(B, T, H, D)
         kernels.flash_attention(
             y.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr(), B, H, Hk, T, S, D, strides[0], strides[1]
@@ -131,6 +130,20 @@ class Block(Addressed):
 
     def normed(self, x, weight):
         return F.rms_norm(x, weight.shape, weight, self.eps)
+
+
+def sees_its_row(attend, cache) -> bool:
+    """Does each query see every token of its own row and nothing else? That is what the decode kernel computes.
+
+    A mask is honoured where the kernel reads the keys where they lie, as many for each row as the mask shows.
+    """
+    if type(attend) is not Decode:
+        return False
+    if attend.mask is None:
+        return True
+    if not cache.in_place or attend.lengths is None:
+        return False
+    return bool((attend.lengths == torch.as_tensor(cache.length) + 1).all())
 
 
 class Embedding(nn.Module):

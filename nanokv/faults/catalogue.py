@@ -481,8 +481,8 @@ def behind(stale, own):
 
 
 def seeing_all_stale(attend):
-    """The attention function with its mask widened to the left: what stands in front is visible."""
-    mask = getattr(attend, "keywords", {}).get("mask")
+    """The attention with its mask widened to the left: what stands in front is visible."""
+    mask = getattr(attend, "mask", None)
 
     def wider(q, k, v):
         if mask is None:

@@ -9,7 +9,8 @@ import weakref
 from functools import partial
 
 import nanokv.model
-from nanokv.cache import KVCache
+from nanokv.attention import Causal
+from nanokv.cache import KVCache, LayerCache
 from nanokv.model import Qwen3
 
 
@@ -48,13 +49,26 @@ class Between(KVCache):
     capacity = property(lambda self: self.cache.capacity)
 
 
-class BetweenLayer:
+class BetweenLayer(LayerCache):
     """One layer of it."""
 
     def __init__(self, layer, append):
         self.real, self.append = real(layer), append
 
     length = property(lambda self: self.real.length)
+
+
+class StandIn:
+    """`attend(right)` in place of attention; `mask` is the right one's, for a fault in front of this one."""
+
+    def __init__(self, right, attend):
+        if type(right) is Causal:
+            right = Causal()  # a fault may show it more keys than the cache announced
+        self.mask = getattr(right, "mask", None)
+        self.attend = attend(right)
+
+    def __call__(self, q, k, v):
+        return self.attend(q, k, v)
 
 
 def right_append(cache, i, k, v):
@@ -75,9 +89,7 @@ def between(append=right_append, attend=None) -> list:
         if has_cache(cache):
             cache = Between(cache, append)
             if attend is not None:
-                stand_in = attend(attention)
-                stand_in.keywords = getattr(attention, "keywords", {})  # the mask, for a fault in front of this one
-                attention = stand_in
+                attention = StandIn(attention, attend)
         return right(self, tokens, cache, start_pos, attention)
 
     return [(Qwen3, "forward", forward)]

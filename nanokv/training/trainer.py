@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from nanokv.attention import causal_attention
+from nanokv.attention import Causal
 from nanokv.cache import NoCache
 from nanokv.config import Config
 from nanokv.errors import NanoKVError
@@ -104,7 +104,7 @@ class Trainer:
         """Weighted mean cross entropy, in nats a token; bf16 autocast, logits in fp32."""
         inputs, targets, weights = (t.to(self.device) for t in (inputs, targets, weights))
         with torch.autocast(torch.device(self.device).type, torch.bfloat16):
-            hidden = self.model(inputs, NoCache(self.config.num_hidden_layers), 0, causal_attention)  # (B,T,C)
+            hidden = self.model(inputs, NoCache(self.config.num_hidden_layers), 0, Causal())  # (B,T,C)
             logits = self.model.lm_head(hidden)  # (B,T,V)
         each = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none")  # (B·T,)
         return (each * weights.flatten()).sum() / weights.sum()
