@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 
+import nanokv
 from cli_helpers import environment
 from nanokv.batching import generate_padded, generate_ragged
 from nanokv.cache import CACHES, make_cache
@@ -43,6 +44,17 @@ def way(request):
 def test_every_row_equals_its_solo_run(models, alone, way):
     assert way(models[1], PROMPTS, max_new_tokens=NEW, eos_token_ids=[]) == alone
     assert way(models[1], PROMPTS[::-1], max_new_tokens=NEW, eos_token_ids=[], chunk=4) == alone[::-1]
+
+
+@pytest.mark.parametrize("cache", ["static", "growing", "paged", "prefix"])
+def test_padded_rows_of_the_bundled_model_say_the_same_on_the_fast_one(cache):
+    """In words, as a user meets it: short rows once read their padding on every cache that kernels write in place."""
+    plain, tokenizer = nanokv.load("tiny")
+    fast = nanokv.optimize(nanokv.load("tiny")[0])
+    questions = ("Hello!", "My name is Zorbla. I live in Oslo. What is my name?", "What is a KV cache?", "12 + 30 = ?")
+    prompts = [tokenizer.encode(tokenizer.render([{"role": "user", "content": text}])) for text in questions]
+    own = make_cache(cache, plain.config, len(prompts), 200)
+    assert generate_padded(fast, prompts, own) == [list(generate(plain, prompt)) for prompt in prompts]
 
 
 def test_rows_equal_transformers_with_left_padding(models, alone, way):

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from nanokv.attention import (
+    Causal,
+    Decode,
     causal_attention,
     causal_mask,
     decode_attention,
@@ -17,7 +19,7 @@ from nanokv.attention import (
     prefill_attention,
 )
 from nanokv.cache import NoCache, make_cache
-from nanokv.errors import ConfigError
+from nanokv.errors import CacheError, ConfigError
 from nanokv.inference import decode, prefill, score
 from nanokv.loading import build
 from nanokv.model import Qwen3, RMSNorm
@@ -345,9 +347,38 @@ def test_prefill_attention_equals_the_formula(H, Hk):
     q, k, v = qkv(H, Hk, 3, 8)
     mask = causal_mask(3, 8)
     assert gap(prefill_attention(q, k, v, mask=mask), by_hand(q, k, v, mask)) <= 1e-6
+    assert gap(causal_attention(q, k, v), by_hand(q, k, v, mask)) <= 1e-6  # causal for T < S by itself
     rows = torch.stack((mask, mask))[:, None].clone()
     rows[1, :, :, :2] = False  # (B,1,T,S): row 1 is padded on the left by two
     assert gap(prefill_attention(q, k, v, mask=rows), by_hand(q, k, v, rows)) <= 1e-6
+
+
+def test_attention_refuses_keys_that_its_mask_does_not_speak_of():
+    q, k, v = qkv(4, 2, 3, 8)
+    assert gap(Causal(keys=8)(q, k, v), causal_attention(q, k, v)) == 0
+    with pytest.raises(CacheError, match="got 8 keys for 3 queries, but the cache's mask speaks of 5"):
+        Causal(keys=5)(q, k, v)
+    with pytest.raises(CacheError, match="got 2 keys for 3 queries, but the cache's mask speaks of at least 3"):
+        causal_attention(q, k[:, :, :2], v[:, :, :2])
+
+
+def test_one_object_serves_chunks_of_any_size():
+    """It keeps the mask of the last chunk, for the other layers; another chunk gets its own."""
+    attend = Causal()
+    for T, S in ((3, 8), (3, 8), (2, 9), (1, 9), (4, 4)):
+        q, k, v = qkv(4, 2, T, S)
+        assert gap(attend(q, k, v), by_hand(q, k, v, causal_mask(T, S))) <= 1e-6
+
+
+def test_a_decode_mask_that_only_hides_padding_is_told_as_lengths():
+    """So a kernel that reads so many keys of each row may take its place; any other mask is None to it."""
+    column = torch.arange(6)
+    padding = (column >= torch.tensor([[2], [0], [5]]))[:, None, None]  # (3,1,1,6)
+    assert Decode(padding).lengths.tolist() == [4, 6, 1]
+    hole = padding.clone()
+    hole[1, ..., 3] = False
+    behind = padding.flip(-1)
+    assert Decode().lengths is None and Decode(hole).lengths is None and Decode(behind).lengths is None
 
 
 @pytest.mark.parametrize(("H", "Hk"), [(4, 4), (4, 2), (6, 2), (4, 1)])

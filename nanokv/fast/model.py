@@ -184,6 +184,11 @@ def optimize(model, weights=None, compile: int | None = None):
     optimize again after one. Logits are fp32. Raises ConfigError for another name, a shape that has no whole groups,
     a model in float16, or one that is optimized already.
 
+    A kernel takes the place of attention only where it computes the same: causal prefill in bf16, and decode steps
+    whose queries see the whole of their own row. Other masks, functions and cache classes of the caller's are called as
+    they are. Seeds: in fp32 a seed draws the tokens that it draws from the plain model, since logits differ by rounding
+    alone (about 1e-6). In bf16, int8 and int4 it draws others: a seed is repeatable on one format of weights.
+
     `compile`: instead of all that, the plain blocks through torch.compile with static shapes, for a cache of so many
     slots, `result.make_cache()`: for GPUs, where a step is then one CUDA graph (nanokv/fast/compiled.py).
     """

@@ -31,7 +31,7 @@ from torch.nn.functional import cross_entropy
 
 import nanokv
 from nanokv import course
-from nanokv.attention import causal_attention
+from nanokv.attention import Causal
 from nanokv.cache import NoCache
 from nanokv.model import Qwen3
 from nanokv.quality import log_likelihood
@@ -278,7 +278,7 @@ def train(attend, steps=300):
 honest, honest_history = train(attention("added"))
 cheat, cheat_history = train(attention("multiplied"))
 with torch.no_grad():
-    used = float(loss_on_noise(cheat, causal_attention, rows=512))  # as in generation: there is no future yet
+    used = float(loss_on_noise(cheat, Causal(), rows=512))  # as in generation: there is no future yet
 reached = sum(cheat_history[-20:]) / 20
 floor = math.log(V)
 course.figure("02.floor", floor)

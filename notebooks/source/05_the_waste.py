@@ -27,7 +27,7 @@ import torch
 
 import nanokv
 from nanokv import course
-from nanokv.attention import causal_attention, prefill_attention
+from nanokv.attention import Causal, Masked
 
 model, tokenizer = course.start("05")
 layers = model.config.num_hidden_layers
@@ -206,8 +206,8 @@ def drift(attend, short=12):
 
 talk = [{"role": "user", "content": "My name is Zorbla. What is my name?"}]
 text = torch.tensor([tokenizer.encode(tokenizer.render(talk))])
-masked = drift(causal_attention)
-unmasked = drift(prefill_attention)  # the same function without a mask: everything is visible
+masked = drift(Causal())
+unmasked = drift(Masked(None))  # no mask: every query sees every key, the future too
 for i, (with_mask, without_mask) in enumerate(zip(masked, unmasked)):
     print(f"layer {i}: with the mask {with_mask:.1e}   without {without_mask:.1e}")
 changed = sum(value > 1e-4 for value in unmasked)
