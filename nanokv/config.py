@@ -7,11 +7,11 @@ read, or implemented for ONE value, or known to be harmless; a field that is non
 Defaults follow transformers' Qwen3Config (theta 10,000, head_dim 128, 32 KV heads); any other absent size is an error.
 """
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from nanokv.errors import ConfigError
+from weights_loader.strict import read_object
 
 SIZES = (  # field, largest value that is still plausible (a typo such as 10**12 must not reach the allocator)
     ("vocab_size", 10_000_000),
@@ -94,13 +94,7 @@ class Config:
         """Read `folder/config.json`, or the file itself when `folder` is a path to a config.json."""
         path = Path(folder)
         path = path / "config.json" if path.is_dir() else path
-        try:
-            fields = json.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{path} is not JSON: {error}") from error
-        return cls.from_dict(fields)
+        return cls.from_dict(read_object(path, ConfigError))
 
     @classmethod
     def from_dict(cls, fields: dict) -> "Config":
@@ -169,10 +163,7 @@ class GenerationConfig:
         for name in ("config.json", "generation_config.json"):
             path = Path(folder) / name
             if path.is_file():
-                try:
-                    fields |= {k: v for k, v in json.loads(path.read_text(encoding="utf-8")).items() if v is not None}
-                except (ValueError, AttributeError, RecursionError) as error:
-                    raise ConfigError(f"{path} is not a JSON object: {error}") from error
+                fields |= {k: v for k, v in read_object(path, ConfigError).items() if v is not None}
         return cls.from_dict(fields)
 
     @classmethod

@@ -4,6 +4,8 @@ All of them are also ValueErrors, so a caller who knows nothing of nanokv can st
 The command line prints `nanokv: error: message` and `hint: hint`, and leaves with exit code 2.
 """
 
+from contextlib import contextmanager
+
 
 class NanoKVError(ValueError):
     """Something the caller can mend: a bad value, a full cache, a broken file."""
@@ -53,3 +55,22 @@ class SessionError(NanoKVError):
 
 class CourseError(NanoKVError):
     """A notebook, an exercise or a submission of the course is not what it should be."""
+
+
+LONGEST_REASON = 300  # characters of a foreign message; one was 2.9 MB long, because it quoted the file
+
+
+@contextmanager
+def foreign(what: str, error: type = NanoKVError):
+    """Around a call into another library: whatever it raises, a panic of its Rust code included, becomes `error`."""
+    try:
+        yield
+    except (NanoKVError, MemoryError):
+        raise
+    except BaseException as reason:
+        panic = type(reason).__name__ == "PanicException"  # of pyo3: no Exception, and it cannot be imported
+        if not panic and not isinstance(reason, Exception):
+            raise  # Ctrl-C, SystemExit
+        text = str(reason) or type(reason).__name__
+        text = text if len(text) <= LONGEST_REASON else text[: LONGEST_REASON - 3] + "..."
+        raise error(f"{what}: {text}") from reason

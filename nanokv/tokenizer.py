@@ -6,13 +6,14 @@ token. Not here: training a tokenizer (nanokv.training).
 """
 
 import codecs
-import json
 from pathlib import Path
 
 import tokenizers
 
-from nanokv.errors import TemplateError, TokenizerError
+from nanokv.errors import TemplateError, TokenizerError, foreign
 from nanokv.template import ChatTemplate
+from nanokv.tokenizer_file import read_backend
+from weights_loader.strict import read_bytes, read_object
 
 
 def _byte_alphabet():
@@ -46,17 +47,7 @@ class Tokenizer:
     def from_folder(cls, path) -> "Tokenizer":
         """Reads tokenizer.json, tokenizer_config.json and chat_template.jinja; TokenizerError names what is wrong."""
         folder = Path(path)
-        if not (folder / "tokenizer.json").is_file():
-            raise TokenizerError(f"{folder} has no tokenizer.json", "the folder of a checkpoint holds one")
-        try:
-            backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-        except Exception as error:  # the library raises plain Exception
-            raise TokenizerError(f"{folder / 'tokenizer.json'} cannot be read: {error}") from error
-        fields = _json_object(folder / "tokenizer.json")
-        for part, implemented in (("model", "BPE"), ("decoder", "ByteLevel")):
-            kind = (fields.get(part) or {}).get("type")
-            if kind != implemented:
-                raise TokenizerError(f"{folder / 'tokenizer.json'}: {part} {kind!r}, only {implemented} is implemented")
+        backend = read_backend(folder / "tokenizer.json")
         config = _json_object(folder / "tokenizer_config.json")
         rows = _json_object(folder / "config.json").get("vocab_size", 0)
         return cls(backend, _token_names(config), _chat_template(folder, config), rows if type(rows) is int else 0)
@@ -83,10 +74,11 @@ class Tokenizer:
         """
         if not isinstance(text, str):
             raise TokenizerError(f"only text can be encoded, got {type(text).__name__}")
-        try:
-            return self.backend.encode(text, add_special_tokens=False).ids
-        except (TypeError, UnicodeError) as error:
-            raise TokenizerError(f"text cannot be encoded: {_bad_character(text) or error}") from error
+        with foreign(f"text of {len(text):,} characters cannot be encoded", TokenizerError):
+            try:
+                return self.backend.encode(text, add_special_tokens=False).ids
+            except (TypeError, UnicodeError) as error:
+                raise TokenizerError(f"text cannot be encoded: {_bad_character(text) or error}") from error
 
     def special_tokens_in(self, text: str) -> list[str]:
         """The control tokens that `encode` would make of pieces of this text, each once, in order of appearance."""
@@ -171,13 +163,8 @@ def _bad_character(text):
 
 
 def _json_object(path):
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except (ValueError, OSError, RecursionError) as error:
-        raise TokenizerError(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(fields, dict):
-        raise TokenizerError(f"{path} holds a {type(fields).__name__}, not an object")
-    return fields
+    """{} where there is no such file."""
+    return read_object(path, TokenizerError) if path.is_file() else {}
 
 
 def _token_names(config):
@@ -195,8 +182,8 @@ def _chat_template(folder, config):
     """chat_template.jinja wins over tokenizer_config.json; of several named templates the one called default."""
     if (folder / "chat_template.jinja").is_file():
         try:
-            return (folder / "chat_template.jinja").read_text(encoding="utf-8")
-        except (UnicodeError, OSError) as error:
+            return read_bytes(folder / "chat_template.jinja", TokenizerError).decode("utf-8")
+        except UnicodeError as error:
             raise TokenizerError(f"{folder / 'chat_template.jinja'} cannot be read: {error}") from error
     template = config.get("chat_template")
     if isinstance(template, list):

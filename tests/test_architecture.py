@@ -33,7 +33,7 @@ LAYERS = [
     {"nanokv.skeleton"},
     {"nanokv.model", "nanokv.costs"},
     {"nanokv.config", "nanokv.attention", "nanokv.sample", "nanokv.tokenizer", "nanokv.fingerprint", "nanokv.kinds"},
-    {"nanokv.template"},
+    {"nanokv.template", "nanokv.tokenizer_file"},
     {"nanokv.sandbox"},
     {"nanokv.errors", "weights_loader"},
 ]
@@ -45,7 +45,7 @@ ONLY = {
     "nanokv.errors": set(),
     "nanokv.inference": {"nanokv.attention", ("nanokv.cache.base", "NoCache"), ("nanokv.cache", "NoCache")},
     "nanokv.cache": {
-        ("nanokv.attention", "causal_mask"), "nanokv.errors", "nanokv.kinds", "nanokv.cache",
+        ("nanokv.attention", "causal_mask"), "nanokv.errors", "nanokv.kinds", "nanokv.cache", "weights_loader",
         ("nanokv.model", "apply_rope"), ("nanokv.model", "rope_frequencies"),  # sinks move: their keys are turned on
     },
     "weights_loader": {"weights_loader"},

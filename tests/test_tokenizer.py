@@ -197,9 +197,9 @@ def test_skipped_ids_have_no_text(small):
 
 @pytest.mark.parametrize(("name", "content", "words"), [
     ("tokenizer.json", None, "has no tokenizer.json"),
-    ("tokenizer.json", "{", "cannot be read"),
-    ("tokenizer_config.json", "[1]", "holds a list"),
-    ("tokenizer_config.json", "{", "cannot be read as JSON"),
+    ("tokenizer.json", "{", "is not valid JSON"),
+    ("tokenizer_config.json", "[1]", "holds a JSON list"),
+    ("tokenizer_config.json", "{", "is not valid JSON"),
     ("tokenizer_config.json", '{"chat_template": 3}', "chat_template in .* is a int"),
 ])  # fmt: skip
 def test_broken_files_are_named(small_folder, tmp_path, name, content, words):
@@ -217,7 +217,7 @@ def test_other_decoders_are_refused(tmp_path):
     other = tokenizers.Tokenizer(tokenizers.models.BPE())
     other.decoder = tokenizers.decoders.Metaspace()
     other.save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(TokenizerError, match="'Metaspace', only ByteLevel"):
+    with pytest.raises(TokenizerError, match='"Metaspace", only ByteLevel'):
         Tokenizer.from_folder(tmp_path)
 
 
@@ -226,7 +226,7 @@ def test_other_models_are_refused(tmp_path):
     other = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
     other.decoder = tokenizers.decoders.ByteLevel()
     other.save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(TokenizerError, match="model 'WordLevel', only BPE"):
+    with pytest.raises(TokenizerError, match='model "WordLevel", only BPE'):
         Tokenizer.from_folder(tmp_path)
 
 

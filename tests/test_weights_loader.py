@@ -306,7 +306,9 @@ def test_a_header_longer_than_the_file(length, tmp_path):
 @pytest.mark.parametrize(
     ("header", "words"),
     [(b"not json", "not valid JSON"), (b"[1]", "not an object"), (b"\xff\xfe", "not valid JSON"),
-     (b'{"a": NaN}', "NaN is not"), (b'{"a": 1, "a": 2}', '"a" appears twice'), (b"[" * 100000, "nested too deep")],
+     (b'{"a": NaN}', "NaN is no finite number"), (b'{"a": 1, "a": 2}', '"a" appears twice'),
+     (b"[" * 100000, "nested more than 64 levels"), ("{}".encode("utf-16"), "not valid JSON"),
+     (b'{"__metadata__": 3}', "__metadata__ is 3"), (b'{"a": ' + b"1" * 5000 + b"}", "an integer of 5,000 digits")],
 )  # fmt: skip
 def test_a_broken_header(header, words, tmp_path):
     write_raw(write(tmp_path) / "model.safetensors", header, b"")

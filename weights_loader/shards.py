@@ -15,10 +15,9 @@ from pathlib import Path
 import torch
 
 from .names import INDEX, SINGLE, read_weight_map
-from .strict import CheckpointError, parse_object, quote
+from .strict import LIMITS, CheckpointError, parse_object, quote
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-LARGEST_HEADER = 100_000_000  # bytes; the same limit as the reference implementation
 CHUNK = 1 << 24  # bytes of the file that a conversion maps at once: all it costs beyond the result
 FORMAT_HINT = "the file is incomplete or damaged: fetch it again"
 
@@ -99,13 +98,13 @@ def read_header(path: Path) -> dict[str, Entry]:
     size = path.stat().st_size
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(size - 8, LARGEST_HEADER):
+        if size < 8 or length > min(size - 8, LIMITS["safetensors header"]):
             raise CheckpointError(
                 f"{path}: header of {length:,} bytes does not fit in a file of {size:,} bytes "
-                f"(limit {LARGEST_HEADER:,})", FORMAT_HINT
+                f"(limit {LIMITS['safetensors header']:,})", FORMAT_HINT
             )  # fmt: skip
         header = parse_object(file.read(length), f"header of {path}")
-    header.pop("__metadata__", None)
+    _check_metadata(path, header.pop("__metadata__", {}))
     entries = [_entry(path, name, fields, 8 + length) for name, fields in header.items()]
     end = 8 + length
     for entry in sorted(entries, key=lambda entry: (entry.start, entry.nbytes)):
@@ -118,6 +117,12 @@ def read_header(path: Path) -> dict[str, Entry]:
         last = f", last tensor {quote(max(entries, key=lambda e: e.start).name)}" if entries else ""
         raise CheckpointError(f"{path}: its header describes {end:,} bytes, the file has {size:,}{last}", FORMAT_HINT)
     return {entry.name: entry for entry in entries}
+
+
+def _check_metadata(path: Path, metadata):
+    """The one field that is no tensor: texts by name. The format allows nothing else, and other readers refuse it."""
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise CheckpointError(f"{path}: __metadata__ is {str(metadata)[:80]}, not an object of texts", FORMAT_HINT)
 
 
 def _entry(path: Path, name: str, fields, data_start: int) -> Entry:

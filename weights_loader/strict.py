@@ -1,11 +1,30 @@
-"""The loader's one error type, its warning, and a JSON reader that guesses nothing.
+"""The loader's error type, its warning, the size limits of a model folder, and one JSON reader that guesses nothing.
 
-Python's json takes NaN, repeated keys and any depth; a checkpoint file with one of those is broken or hostile,
-and each ends here as an error that names the file. No torch in this file.
+Python's json takes NaN, repeated keys, UTF-16, any depth and any size; a file with one of those is broken or hostile,
+and each ends here as an error that names the file. nanokv reads its own JSON (sessions, batch lines, caches) with the
+same functions. Before anything is parsed the bytes are counted: what a file may cost is decided by LIMITS. No torch.
 """
 
 import json
+import math
 from pathlib import Path
+
+MB = 1_000_000
+LIMITS = {  # file → bytes that are read of it; a few times what the largest published model has
+    "config.json": MB,
+    "generation_config.json": MB,
+    "chat_template.jinja": MB,
+    "tokenizer_config.json": 16 * MB,  # Gemma 3: 1.2 MB
+    "tokenizer.json": 64 * MB,  # Qwen3: 11 MB, Gemma 3: 33 MB
+    "model.safetensors.index.json": 64 * MB,  # DeepSeek-V3: 9 MB
+    "safetensors header": 100 * MB,  # the limit of the safetensors package
+    "session": 256 * MB,
+    "session line": 16 * MB,
+    "batch line": 16 * MB,
+}
+DEEPEST = 64  # levels of nesting; repr() of a value that json can read may otherwise end in a RecursionError
+DIGITS = 40  # of one integer: a shape is multiplied and printed, which Python refuses beyond 4,300 digits
+CONTAINERS = 2_000_000  # lists and objects in one text, about 100 bytes of memory each; Gemma 3's merges: 514,906
 
 
 class CheckpointError(ValueError):
@@ -27,43 +46,87 @@ def quote(text) -> str:
     return "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in json.dumps(text, ensure_ascii=False))
 
 
-def parse_object(data: bytes, where: str) -> dict:
-    """JSON object in `data`; `where` names its origin in the error."""
+def loads(data: bytes | str):
+    """The one JSON value in `data`. ValueError says what is wrong; the caller says where.
+
+    Costs what json.loads costs, and a walk over the containers for their depth: 0.1 s for Qwen3's tokenizer.json.
+    """
+    text = data if isinstance(data, str) else data.decode("utf-8")
+    count = text.count("[") + text.count("{")
+    if count > CONTAINERS:
+        raise ValueError(f"{count:,} lists and objects, at most {CONTAINERS:,} are read")
     try:
-        value = json.loads(data, object_pairs_hook=_no_repeats, parse_constant=_no_nan)
-    except RecursionError as error:
-        raise CheckpointError(f"{where} is not usable: JSON nested too deep") from error
-    except ValueError as error:
-        raise CheckpointError(f"{where} is not valid JSON ({len(data):,} bytes): {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{where} holds a JSON {type(value).__name__}, not an object")
+        value = json.loads(text, object_pairs_hook=_no_repeats, parse_constant=_finite, parse_float=_finite,
+                           parse_int=_integer)  # fmt: skip
+        deep = count > DEEPEST and _too_deep([value])
+    except RecursionError:
+        deep = True
+    if deep:
+        raise ValueError(f"nested more than {DEEPEST} levels deep")
     return value
 
 
-def read_object(path: Path) -> dict:
+def parse_object(data: bytes, where: str, error: type = CheckpointError) -> dict:
+    """JSON object in `data`; `where` names its origin in the error, which is of the caller's type."""
+    try:
+        value = loads(data)
+    except ValueError as reason:
+        raise error(f"{where} is not valid JSON ({len(data):,} bytes): {reason}") from reason
+    if not isinstance(value, dict):
+        raise error(f"{where} holds a JSON {type(value).__name__}, not an object")
+    return value
+
+
+def read_object(path: Path, error: type = CheckpointError) -> dict:
     """The JSON object that the file holds."""
-    return parse_object(read_bytes(path), str(path))
+    return parse_object(read_bytes(path, error), str(path), error)
 
 
-def read_bytes(path: Path) -> bytes:
-    """The whole of a small regular file (a pipe or a device would block for ever)."""
+def read_bytes(path: Path, error: type = CheckpointError, kind: str = "") -> bytes:
+    """The whole of a regular file (a pipe or a device would block for ever) of at most LIMITS[kind or its name]."""
+    limit = LIMITS.get(kind or path.name, LIMITS["config.json"])
     try:
         if not path.is_file():
             what = "is not a regular file" if path.exists() else "does not exist"
-            raise CheckpointError(f"{path} {what}")
-        return path.read_bytes()
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+            raise error(f"{path} {what}")
+        with open(path, "rb") as file:
+            data = file.read(limit + 1)
+            if len(data) > limit:
+                raise error(f"{path} has {path.stat().st_size:,} bytes; at most {limit:,} are read of such a file")
+    except OSError as reason:
+        raise error(f"{path} cannot be read: {reason.strerror or reason}") from reason
+    return data
+
+
+def _too_deep(value) -> bool:
+    """More than DEEPEST levels? Level by level, because a function that calls itself has the limit that is tested."""
+    inside, level = (dict, list), [value]
+    for _ in range(DEEPEST + 1):
+        parts = (outer.values() if type(outer) is dict else outer for outer in level)
+        level = [inner for part in parts for inner in part if type(inner) in inside]
+        if not level:
+            return False
+    return True
 
 
 def _no_repeats(pairs):
     found = dict(pairs)
     if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))
         raise ValueError(f"key {quote(twice)} appears twice")
     return found
 
 
-def _no_nan(word):
-    raise ValueError(f"{word} is not a JSON number")
+def _finite(text: str) -> float:
+    """NaN and Infinity are no JSON; 1e999 is, but no float."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:DIGITS]} is no finite number")
+    return value
+
+
+def _integer(text: str) -> int:
+    if len(text) > DIGITS:
+        raise ValueError(f"an integer of {len(text):,} digits, at most {DIGITS} are read")
+    return int(text)

@@ -7,6 +7,7 @@ What is in it: the kind of cache with its options, the config and the fingerprin
 import hashlib
 import json
 import os
+import shutil
 from pathlib import Path
 
 import torch
@@ -14,8 +15,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from nanokv.errors import CacheError
+from weights_loader.strict import loads
 
 FORMAT = "nanokv-cache-1"
+MOST_ROWS = 65_536  # each is an object per layer in a batch cache
 MAY_CHANGE = {  # options that say where the bytes go, and nothing about what they mean
     "paged": {"pool", "page", "pages"}, "prefix": {"pool", "page", "pages", "salt"}, "offloaded": {"to", "folder"},
 }  # fmt: skip
@@ -51,29 +54,46 @@ def save(cache, path, tokens=(), model_fingerprint: str = ""):
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)  # who has the old file open goes on reading the old one
+    except (OSError, SafetensorError) as error:
+        size, free = sum(t.nbytes for t in tensors.values()), shutil.disk_usage(path.parent).free
+        reason = getattr(error, "strerror", None) or str(error)
+        reason = f"{reason}; it needs {size:,} bytes, {path.parent} has {free:,} free"
+        raise OSError(getattr(error, "errno", None), reason, str(path)) from error
     finally:
         temporary.unlink(missing_ok=True)
 
 
 def load(path, config, model_fingerprint: str, device, options: dict):
     """See KVCache.load."""
+    meta, tensors = _read(path, device)
+    try:
+        return _rebuild(path, meta, tensors, config, model_fingerprint, options)
+    except CacheError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError, OverflowError) as error:
+        # the checksum has no secret: whoever writes another file can also write its checksum
+        raise CacheError(f"{path} is not what a save writes: {type(error).__name__}: {str(error)[:200]}") from error
+
+
+def _rebuild(path, meta: dict, tensors: dict, config, model_fingerprint: str, options: dict):
     from nanokv.cache import make_cache
 
-    meta, tensors = _read(path, device)
-    _check_model(path, meta, config, model_fingerprint)
-    name, saved = meta["cache"], json.loads(meta["options"])
-    sizes = {"batch_size": int(meta["rows"]), "capacity": options.pop("capacity", json.loads(meta["capacity"]))}
-    _check_options(path, saved.get("of", name), saved, options, salted=json.loads(meta["salted"]))
+    facts = {key: loads(meta[key]) for key in ("options", "salted", "rows", "capacity", "length", "config", "tokens")}
+    _check_model(path, meta, facts["config"], config, model_fingerprint)
+    name, saved, rows = meta["cache"], facts["options"], facts["rows"]
+    if not 1 <= rows <= MOST_ROWS:
+        raise CacheError(f"{path} says {rows} rows; 1 to {MOST_ROWS:,} are read")
+    sizes = {"batch_size": rows, "capacity": options.pop("capacity", facts["capacity"])}
+    _check_options(path, saved.get("of", name), saved, options, facts["salted"])
     if "pool" in options:  # has pages of its own size
         saved = {key: value for key, value in saved.items() if key not in ("page", "pages")}
     cache = make_cache(name, config, **sizes, **(saved | options))
-    for i, layer in enumerate(cache):
-        prefix = f"layers.{i}."
-        layer.restore({k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix)})
-    length, restored = json.loads(meta["length"]), torch.as_tensor(cache.length).tolist()
+    for layer, state in zip(cache, _states(path, tensors, config), strict=True):
+        layer.restore(state)
+    length, restored = facts["length"], torch.as_tensor(cache.length).tolist()
     if restored != length:
         raise CacheError(f"{path} says {length} tokens, but a {name} cache reads {restored} from it")
-    cache.tokens = json.loads(meta["tokens"])
+    cache.tokens = _ids(facts["tokens"], length, rows)
     return cache
 
 
@@ -92,9 +112,25 @@ def _read(path, device):
     return meta, tensors
 
 
-def _check_model(path, meta: dict, config, model_fingerprint: str):
+def _states(path, tensors: dict, config) -> list[dict]:
+    """What each layer's `restore` gets: alike in all layers, keys and values (B,Hk,S,D) of this config."""
+    states: list[dict] = [{} for _ in range(config.num_hidden_layers)]
+    for key, tensor in tensors.items():
+        _, i, name = key.split(".", 2)
+        states[int(i)][name] = tensor
+    for state in states:
+        if {k: (t.shape, t.dtype) for k, t in state.items()} != {k: (t.shape, t.dtype) for k, t in states[0].items()}:
+            raise CacheError(f"{path} is not what a save writes: its layers differ in shape")
+    want = config.num_key_value_heads, config.head_dim
+    for name, tensor in states[0].items():
+        if name.rpartition(".")[2] in ("key", "value") and (tensor.dim() != 4 or tensor.shape[1::2] != want):
+            raise CacheError(f"{path}: {name} has shape {list(tensor.shape)}, not (B,{want[0]},S,{want[1]})")
+    return states
+
+
+def _check_model(path, meta: dict, saved: dict, config, model_fingerprint: str):
     """The same config, and the same weights if the caller says which."""
-    saved, mine = json.loads(meta["config"]), json.loads(json.dumps(config.to_dict()))
+    mine = json.loads(json.dumps(config.to_dict()))
     if saved != mine:
         differ = sorted(k for k in saved | mine if saved.get(k) != mine.get(k))
         raise CacheError(f"{path} belongs to another model: {', '.join(differ)} differ")

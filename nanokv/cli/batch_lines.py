@@ -5,16 +5,15 @@ Names and shapes are checked here, values (a temperature below 0) by the engine 
 
 import hashlib
 import json
-import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from nanokv.cli.arguments import nearest
 from nanokv.errors import NanoKVError
+from weights_loader.strict import LIMITS, loads
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
-DEEPEST = 64
 KNOWN = ("prompt", "messages", "max_new_tokens", "stop", "id", *SAMPLING)
 
 
@@ -32,14 +31,14 @@ def digest(value) -> str:
 
 def parse_line(data: bytes) -> dict:
     """Bytes → the request's fields, names and shapes checked; values are checked by the engine."""
+    if len(data) > LIMITS["batch line"]:
+        raise NanoKVError(f"{len(data):,} bytes; a line may have {LIMITS['batch line']:,}")
     try:
-        fields = json.loads(data.decode("utf-8"), parse_constant=_finite, parse_float=_finite)
+        fields = loads(data)
     except UnicodeDecodeError as error:
         raise NanoKVError(f"not UTF-8: byte 0x{data[error.start]:02x} at position {error.start}") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise NanoKVError(f"not JSON: {error}") from None
-    if _too_deep(fields):
-        raise NanoKVError(f"nested more than {DEEPEST} levels deep")
     if not isinstance(fields, dict):
         raise NanoKVError(f"a JSON object was expected, not {type(fields).__name__}", '{"prompt": "…"}')
     if unknown := [name for name in fields if name not in KNOWN]:
@@ -55,19 +54,6 @@ def parse_line(data: bytes) -> dict:
     if not isinstance(fields["stop"], list) or not all(isinstance(text, str) and text for text in fields["stop"]):
         raise NanoKVError(f"stop is {stop!r}: a non-empty text or a list of them was expected")
     return fields
-
-
-def _finite(text: str) -> float:
-    """NaN and Infinity are no JSON; 1e999 is, but no float: neither could be written into the answer."""
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"{text} is no finite number")
-    return value
-
-
-def _too_deep(value, levels: int = DEEPEST) -> bool:
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return levels < 0 or any(_too_deep(part, levels - 1) for part in inner)
 
 
 def texts(value) -> Iterator[str]:

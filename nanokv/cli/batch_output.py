@@ -6,7 +6,6 @@ by its number, so lines may be inserted. Errors are tried again. At the end the 
 input's order.
 """
 
-import json
 import os
 import shutil
 import sys
@@ -17,6 +16,7 @@ from pathlib import Path
 from nanokv.cli import terminal
 from nanokv.cli.text import to_json
 from nanokv.errors import NanoKVError
+from weights_loader.strict import loads
 
 NOTICE_S = 10.0  # seconds between two progress lines where there is no terminal
 
@@ -126,8 +126,8 @@ def read_output(path: Path) -> list[dict] | None:
     lines = [line.strip() for line in path.read_bytes().rstrip(b"\0").split(b"\n")]
     for number, data in enumerate(lines, 1):
         try:
-            result = json.loads(data) if data else {"line": 0, "error": "blank"}
-        except (ValueError, RecursionError):
+            result = loads(data) if data else {"line": 0, "error": "blank"}
+        except ValueError:
             if number == len(lines) and (data.startswith(start) or start.startswith(data)):
                 break
             return None

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from nanokv.cli.terminal import bytes_text
 from nanokv.errors import SessionError
+from weights_loader.strict import LIMITS, loads, read_bytes
 
 FORMAT = "nanokv-session-1"
 
@@ -122,10 +123,7 @@ def _not_saved(error, size):
 def read(path, repair=False):
     """(header, messages, turns, notices) of a session file. `repair` cuts a torn last line off the file itself."""
     path = Path(path).expanduser()
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise SessionError(f"cannot read the session {path}: {error.strerror or error}") from error
+    data = read_bytes(path, SessionError, "session")
     entries, good, notices = _entries(data, path)
     if not entries or entries[0].get("format") != FORMAT:
         raise SessionError(f"{path} is not a nanokv session (its first line has no format {FORMAT!r})")
@@ -167,7 +165,8 @@ def _entries(data, path):
     lines = data.splitlines(keepends=True)
     for number, line in enumerate(lines, 1):
         try:
-            entry = json.loads(line) if line.endswith(b"\n") else None
+            whole = line.endswith(b"\n") and len(line) <= LIMITS["session line"]
+            entry = loads(line) if whole else None
         except ValueError:
             entry = None
         if isinstance(entry, dict):

@@ -1,0 +1,118 @@
+"""tokenizer.json → a backend of the `tokenizers` library, once every step that the file asks for is known to be cheap.
+
+The file is a program: normalizers and pre-tokenizers are steps that run over each text. Nested Replace steps double the
+text, a regex can take exponential time, a bad table panics in Rust. So only the steps that published byte-level BPE
+tokenizers use (GPT-2, Llama 3 and 4, Qwen2 to 3.5, SmolLM2, Mistral) are accepted; each is linear in the text.
+Not here: what the ids mean (nanokv.tokenizer).
+"""
+
+from pathlib import Path
+
+import tokenizers
+
+from nanokv.errors import TokenizerError, foreign
+from weights_loader.strict import parse_object, quote, read_bytes
+
+MOST_STEPS = 8  # in a Sequence; the longest published one (DeepSeek-V3) has 4
+MOST_ADDED = 10_000  # added tokens; Gemma 3 has 6,415
+LONGEST_ADDED = 1_000  # characters of one
+NORMALIZERS = {"NFC", "NFD", "NFKC", "NFKD"}
+PRE_TOKENIZERS = {"ByteLevel", "Digits", "Punctuation", "Split"}
+POST_PROCESSORS = {"ByteLevel", "TemplateProcessing"}  # add nothing where no special tokens are asked for
+CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+REST = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+REGEXES = {  # of Split: known by heart, because whether another one is cheap cannot be read off it
+    "GPT-2": r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+    "Llama 3": CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*" + REST,
+    "Qwen2, Qwen3": CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*" + REST,
+    "Qwen3.5": CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*" + REST,
+    "GPT-4o, Llama 4": (
+        rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+{CONTRACTIONS}?|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*{CONTRACTIONS}?"
+        r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*" + REST
+    ),
+    "Mistral": (
+        rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*"
+        r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*" + REST
+    ),
+    "digits in threes": r"\p{N}{1,3}",
+}
+
+
+def read_backend(path: Path) -> tokenizers.Tokenizer:
+    """The file, checked and then parsed by the library; TokenizerError names what is refused."""
+    if not path.is_file():
+        raise TokenizerError(f"{path.parent} has no {path.name}", "the folder of a checkpoint holds one")
+    data = read_bytes(path, TokenizerError)
+    check_fields(path, parse_object(data, str(path), TokenizerError))
+    with foreign(f"{path} cannot be read", TokenizerError):
+        return tokenizers.Tokenizer.from_buffer(data)
+
+
+def check_fields(path: Path, fields: dict):
+    """Every step is one that is known, and the model is deterministic byte-level BPE."""
+    for part, implemented in (("model", "BPE"), ("decoder", "ByteLevel")):
+        kind = _kind(fields.get(part))
+        if kind != implemented:
+            raise TokenizerError(f"{path}: {part} {quote(kind)}, only {implemented} is implemented")
+    dropout = fields["model"].get("dropout")
+    if dropout is not None and (type(dropout) not in (int, float) or dropout != 0):
+        raise TokenizerError(
+            f"{path}: model.dropout is {quote(dropout)}: the same text would get other ids each time",
+            hint="dropout is for training: set it to null",
+        )
+    check_steps(path, "normalizer", "normalizers", fields, NORMALIZERS)
+    check_steps(path, "post_processor", "processors", fields, POST_PROCESSORS)
+    steps = check_steps(path, "pre_tokenizer", "pretokenizers", fields, PRE_TOKENIZERS)
+    for step in steps:
+        if _kind(step) == "Split":
+            _check_split(path, step.get("pattern"))
+    if (count := [_kind(step) for step in steps].count("ByteLevel")) != 1:  # two would turn bytes into bytes again
+        raise TokenizerError(f"{path}: pre_tokenizer has {count} ByteLevel steps, byte-level BPE has exactly 1")
+    _check_added(path, fields.get("added_tokens") or [])
+
+
+def check_steps(path: Path, part: str, inner: str, fields: dict, known: set) -> list[dict]:
+    """The steps of one part of the pipeline, Sequences unpacked; each of a known type."""
+    waiting, steps = [fields[part]] if fields.get(part) is not None else [], []
+    while waiting:
+        step = waiting.pop()
+        if _kind(step) == "Sequence" and isinstance(step.get(inner), list):
+            waiting += reversed(step[inner])
+            continue
+        if _kind(step) not in known:
+            raise TokenizerError(
+                f"{path}: {part} {quote(_kind(step))} is not accepted: {', '.join(sorted(known))} are, alone or in "
+                f"a Sequence of at most {MOST_STEPS}"
+            )
+        steps.append(step)
+        if len(steps) + len(waiting) > MOST_STEPS:
+            raise TokenizerError(f"{path}: {part} has {len(steps) + len(waiting):,} steps, at most {MOST_STEPS}")
+    return steps
+
+
+def _check_split(path: Path, pattern):
+    text = pattern.get("String") if isinstance(pattern, dict) and len(pattern) == 1 else None
+    if isinstance(text, str) and text:  # found as it is written: linear
+        return
+    regex = pattern.get("Regex") if isinstance(pattern, dict) and len(pattern) == 1 else pattern
+    if regex not in REGEXES.values():
+        raise TokenizerError(
+            f"{path}: pre_tokenizer Split has an unknown regex of {len(str(regex)):,} characters: {quote(regex)}",
+            hint=f"a regex can take exponential time; known are those of {', '.join(REGEXES)}",
+        )
+
+
+def _check_added(path: Path, added):
+    if not isinstance(added, list) or len(added) > MOST_ADDED:
+        raise TokenizerError(f"{path}: added_tokens is no list of at most {MOST_ADDED:,} tokens")
+    for token in added:
+        text = token.get("content") if isinstance(token, dict) else None
+        if not isinstance(text, str) or not 0 < len(text) <= LONGEST_ADDED:
+            raise TokenizerError(f"{path}: added token {quote(token)}: its content must have 1 to {LONGEST_ADDED:,} "
+                                 "characters")  # fmt: skip
+
+
+def _kind(step) -> str | None:
+    kind = step.get("type") if isinstance(step, dict) else None
+    return kind if isinstance(kind, str) else None
