@@ -34,6 +34,9 @@ class HubServer(ThreadingHTTPServer):
         self.corrupt: set[str] = set()  # file names whose bytes arrive flipped
         self.broken = 0  # HTTP status for everything, 0 = healthy
         self.ignore_range = False  # answer 200 and the whole file to a Range request
+        self.lies: dict[str, dict] = {}  # file name: headers in place of the true ones; None leaves one out
+        self.redirect: dict[str, str] = {}  # file name: where a GET is sent
+        self.endless: set[str] = set()  # file names whose body goes on, chunked, until the client leaves or 32 MB
 
     def __enter__(self):
         threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
@@ -129,8 +132,24 @@ class Handler(BaseHTTPRequestHandler):
             headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
             data = data[start:]
         headers["Content-Length"] = str(len(data))
+        headers |= self.server.lies.get(path.name, {})
+        if self.command == "GET" and path.name in self.server.redirect:
+            return self.reply(302, {"Location": self.server.redirect[path.name], "Content-Length": "0"}, b"")
+        if self.command == "GET" and path.name in self.server.endless:
+            return self.send_for_ever(headers)
         cuts = self.server.cut.get(path.name) if self.command == "GET" else None
         self.reply(206 if "Content-Range" in headers else 200, headers, data[: cuts.pop(0)] if cuts else data)
+
+    def send_for_ever(self, headers):
+        """Chunked, so that no length was promised that could be exceeded."""
+        self.reply(200, headers | {"Content-Length": None, "Transfer-Encoding": "chunked"}, b"")
+        try:
+            for _ in range(512):
+                self.wfile.write(b"10000\r\n" + b" " * 65536 + b"\r\n")
+                self.record["sent"] += 65536
+        except ConnectionError:
+            pass
+        self.close_connection = True
 
     def fail(self, status, code=None, message=None, headers=None):
         headers = dict(headers or {}) | {"Content-Length": "0"}
@@ -143,7 +162,8 @@ class Handler(BaseHTTPRequestHandler):
     def reply(self, status, headers, body):
         self.send_response(status)
         for name, value in headers.items():
-            self.send_header(name, value)
+            if value is not None:
+                self.send_header(name, value)
         self.end_headers()
         self.record["status"] = status
         if self.command == "GET":
@@ -153,7 +173,7 @@ class Handler(BaseHTTPRequestHandler):
                 self.wfile.flush()
             except ConnectionError:  # the client left; the record says how far we meant to go
                 self.close_connection = True
-        if self.command == "GET" and len(body) < int(headers["Content-Length"]):
+        if self.command == "GET" and len(body) < int(headers["Content-Length"] or 0):
             self.close_connection = True  # fewer bytes than promised, then the end: a cut connection
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from hub_server import HubServer
 from weights_loader.download import KEPT
+from weights_loader.strict import LIMITS
 
 ROOT = Path(__file__).resolve().parents[1]
 CLIENT = """
@@ -347,3 +348,178 @@ def test_the_server_runs_alone(repos):
             assert server.stdout.readline().startswith("HF_ENDPOINT=http://127.0.0.1:")
         finally:
             server.terminate()
+
+
+# --- a server that lies -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def inside(hub, tmp_path, monkeypatch):
+    """The same as `client`, in this process: a second faster, for what does not depend on the environment."""
+    from huggingface_hub import constants
+
+    import weights_loader
+
+    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "home" / "hub"))
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+
+    def call(source, revision=None):
+        try:
+            folder = weights_loader.resolve(source, revision)
+        except weights_loader.CheckpointError as error:
+            return {"error": str(error), "hint": error.hint}
+        return {"folder": str(folder), "files": sorted(p.name for p in folder.iterdir())}
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("header", "value"),
+    [
+        ("ETag", '"../../../../x"'), ("ETag", '"/tmp/x"'), ("ETag", "A" * 40), ("ETag", "0" * 39), ("ETag", None),
+        ("ETag", '""'), ("ETag", "x" * 5000), ("X-Repo-Commit", "../../../../x"),
+        ("X-Repo-Commit", None), ("X-Repo-Commit", "main"), ("X-Linked-Etag", '"../../../../x"'),
+    ],
+    ids=lambda value: str(value)[:20],
+)  # fmt: skip
+def test_a_header_never_becomes_a_path_outside_the_cache(hub, inside, tmp_path, header, value):
+    """A mirror's etag "../../../../x" made the download write a file there, and report success."""
+    for name in WANTED:
+        hub.lies[name] = {header: value}
+    before = {path for path in tmp_path.rglob("*") if tmp_path / "repos" not in path.parents}
+    answer = inside("org/tiny")
+    assert "org/tiny/config.json: the server's" in answer["error"] and len(answer["error"]) < 400, answer
+    written = {path for path in tmp_path.rglob("*") if tmp_path / "repos" not in path.parents} - before
+    assert {path for path in written if path.is_file()} == set()
+    assert hub.gets() == [], "a body was asked for"
+
+
+def test_a_commit_cannot_change_from_file_to_file(hub, inside):
+    hub.lies["tokenizer.json"] = {"X-Repo-Commit": "0" * 40}
+    assert f"commit is {'0' * 40}, {hub.commit('org/tiny', 'main')} was asked for" in inside("org/tiny")["error"]
+
+
+@pytest.mark.parametrize("revision", ["../../x", "/etc", "a//b", "a\\b", "refs/../../x", "", "a b"])
+def test_a_revision_is_the_name_of_one(hub, inside, revision):
+    answer = inside("org/tiny", revision)
+    if revision:
+        assert "is no name of a branch" in answer["error"] and hub.requests == []
+    else:
+        assert set(answer["files"]) == WANTED  # none was given: main
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+def test_a_small_file_must_have_gits_sha1(hub, inside, tmp_path, name):
+    """Only files with a sha256 were checked: a flipped tokenizer.json was accepted and kept."""
+    hub.corrupt.add(name)
+    answer = inside("org/tiny")
+    assert f"org/tiny/{name}" in answer["error"] and "git's sha1" in answer["error"]
+    assert "run it again" in answer["hint"]
+    assert not list((tmp_path / "home").rglob(name)) and not list((tmp_path / "home").rglob("*.part"))
+    hub.corrupt.clear()
+    assert set(inside("org/tiny")["files"]) == WANTED
+
+
+@pytest.mark.parametrize("offline", ["0", "1"])
+def test_a_flipped_file_in_the_cache_is_refused_and_removed(hub, client, repos, offline):
+    """Damaged after the download, or by an earlier version that did not look."""
+    folder = Path(client("org/tiny")["folder"])
+    blob = (folder / "tokenizer.json").resolve()
+    data = blob.read_bytes()
+    blob.write_bytes(data[:100] + bytes([data[100] ^ 1]) + data[101:])
+    answer = client("org/tiny", HF_HUB_OFFLINE=offline)
+    assert "tokenizer.json" in answer["error"] and "it is removed from the cache" in answer["error"]
+    assert not blob.exists() and not (folder / "tokenizer.json").is_symlink()
+    (folder / "model.safetensors").unlink()  # weights last: a cache with them is taken for complete
+    assert set(client("org/tiny")["files"]) == WANTED
+    assert (folder / "tokenizer.json").read_bytes() == data
+
+
+def test_check_hashes_reads_the_weights_too(hub, inside, tiny_folder):
+    import weights_loader
+
+    folder = Path(inside("org/tiny")["folder"])
+    assert set(weights_loader.check_hashes(folder)) == WANTED
+    assert weights_loader.check_hashes(tiny_folder) == []  # nothing says what the bytes should be
+    blob = (folder / "model.safetensors").resolve()
+    blob.write_bytes(blob.read_bytes()[:-1] + b"\x55")
+    assert set(inside("org/tiny")["files"]) == WANTED  # too large to be hashed at every start
+    with pytest.raises(weights_loader.CheckpointError, match=r"model\.safetensors: its .* bytes have sha256"):
+        weights_loader.check_hashes(folder)
+    assert not blob.exists()
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_an_endless_body_ends_at_the_announced_size(hub, inside, tmp_path, name):
+    """196 MB were written for a file of 579 bytes, until the server stopped."""
+    hub.endless.add(name)
+    answer = inside("org/tiny")
+    size = (hub.folder / "org" / "tiny" / name).stat().st_size
+    assert f"org/tiny/{name}: more bytes arrive than the {size:,}" in answer["error"], answer
+    (get,) = hub.gets(name)
+    assert get["sent"] < size + 16e6  # what lay in the buffers of two sockets
+    assert not list((tmp_path / "home").rglob("*.part"))
+
+
+def test_a_file_without_a_size_has_a_limit_or_is_refused(hub, inside, tmp_path):
+    hub.lies["model.safetensors"] = {"Content-Length": None, "X-Linked-Size": None}
+    assert "size is None: nobody knows when the file ends" in inside("org/tiny")["error"]
+    shutil.rmtree(tmp_path / "home")
+    hub.lies = {"config.json": {"Content-Length": None}}
+    hub.endless.add("config.json")
+    answer = inside("org/tiny")
+    assert f"more bytes arrive than the {LIMITS['config.json']:,}" in answer["error"]
+
+
+def test_an_announced_size_beyond_the_limit_is_not_fetched(hub, inside):
+    hub.lies["tokenizer.json"] = {"X-Linked-Size": str(10**12)}
+    answer = inside("org/tiny")
+    assert "tokenizer.json: the server's size is 1,000,000,000,000 bytes; at most 64,000,000" in answer["error"]
+    assert hub.gets("tokenizer.json") == []
+
+
+@pytest.mark.parametrize("location", ["file:///etc/passwd", "ftp://127.0.0.1/x", "//", "http://127.0.0.1:1/x", "\\x"])
+def test_a_redirect_elsewhere_is_an_error_with_a_name(hub, inside, location):
+    hub.redirect["config.json"] = location
+    answer = inside("org/tiny")
+    assert "org/tiny" in answer["error"] and "127.0.0.1" in answer["error"] + hub.url and len(answer["error"]) < 500
+
+
+def test_another_server_behind_a_redirect_is_held_to_the_same_hash(hub, client, repos):
+    """As on the hub, where a CDN sends the large files: what it sends must still have the hash."""
+    with HubServer(repos) as other:
+        other.corrupt.add("model.safetensors")
+        hub.redirect["model.safetensors"] = f"{other.url}/org/tiny/resolve/main/model.safetensors"
+        assert "sha256" in client("org/tiny", HF_TOKEN="hf_secret")["error"]
+        other.corrupt.clear()
+        assert set(client("org/tiny", HF_TOKEN="hf_secret")["files"]) == WANTED
+        assert {r["authorization"] for r in other.requests} == {None}, "the token went to another server"
+
+
+def test_the_clients_settings_are_its_own_again(hub, repos, tmp_path):
+    code = (
+        "from huggingface_hub import constants\nbefore = constants.DOWNLOAD_CHUNK_SIZE\nimport weights_loader\n"
+        "weights_loader.resolve('org/tiny')\nassert constants.DOWNLOAD_CHUNK_SIZE == before\nprint('same')\n"
+    )
+    environment = os.environ | {"HF_HOME": str(tmp_path / "home"), "HF_ENDPOINT": hub.url, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "same\n", done.stderr
+
+
+def test_a_full_disk_names_the_folder_and_the_bytes(tmp_path, monkeypatch):
+    from huggingface_hub import file_download
+
+    from weights_loader import CheckpointError, download
+
+    def full(*args, **options):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(file_download, "http_get", full)
+    words = f"stopped at 0 of 7,000 bytes: no space left in {tmp_path}"
+    with open(tmp_path / "x.part", "wb") as file:
+        with pytest.raises(CheckpointError, match=words) as caught:
+            download._receive("org/tiny", "x", download.Remote("0" * 40, "1" * 40, 7000), file)
+    assert "bytes free" in str(caught.value) and "HF_HOME" in caught.value.hint

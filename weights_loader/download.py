@@ -1,25 +1,42 @@
 """Hub id → a complete folder in the Hugging Face cache: only the files that nanokv reads, resumable, hash-checked.
 
 Names, cache layout, tokens and environment (HF_HOME, HF_HUB_CACHE, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE,
-HF_HUB_DISABLE_PROGRESS_BARS) are huggingface_hub's. One thing is done here: its 2.4 deletes a partial file when the
-process ends and checks only the size, so each file is first fetched as blobs/<etag>.part with Range requests, its
-sha256 compared, and then handed over. Plain HTTP, not xet, for that reason.
+HF_HUB_DISABLE_PROGRESS_BARS) are huggingface_hub's. Two things are done here. Its 2.4 deletes a partial file when the
+process ends: each file is fetched as blobs/<etag>.part with Range requests. And it believes the server: here a header
+is checked before it becomes a path, a body ends at the announced size, and bytes must have the hash that the hub
+names (sha256, or git's sha1 for small files). Plain HTTP, not xet, for that reason.
+
+Small files are hashed again at every resolve (20 ms for Qwen3's); weights by `check_hashes`, for `nanokv verify`.
 """
 
 import difflib
+import errno
 import hashlib
 import os
 import re
 import shutil
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from .names import INDEX, SINGLE, read_weight_map
-from .strict import CheckpointError, quote
+from .strict import LIMITS, CheckpointError, quote
 
 SMALL = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")  # optional
 FAMILY = tuple(f"Qwen/Qwen3-{size}" for size in ("0.6B", "1.7B", "4B", "8B", "14B", "32B"))
 KEPT = 1 << 16  # bytes: what arrives is written in pieces of this size, and a cut costs at most one
 OFFLINE_HINT = "nanokv chat -m tiny works offline"
+MIRROR_HINT = "unset HF_ENDPOINT to ask huggingface.co itself"
+COMMIT = re.compile("[0-9a-f]{40}")
+ETAG = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")  # git's sha1 of the file, or its sha256
+
+
+class Remote(NamedTuple):
+    """What the hub says of one file, checked."""
+
+    commit: str
+    etag: str
+    size: int | None  # None: not said, and the file is one of LIMITS
 
 
 def snapshot(repo: str, revision: str | None, known: tuple[str, ...]) -> Path:
@@ -28,46 +45,49 @@ def snapshot(repo: str, revision: str | None, known: tuple[str, ...]) -> Path:
     A full cache is used as it is when the hub cannot be reached. Raises CheckpointError for everything else.
     """
     from huggingface_hub import is_offline_mode
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, RevisionNotFoundError
+    from huggingface_hub.errors import HFValidationError, RevisionNotFoundError
     from huggingface_hub.utils import validate_repo_id
 
-    revision = revision or "main"
+    revision = _check_revision(revision or "main")
     try:
         validate_repo_id(repo)
     except HFValidationError:
         raise _unknown(repo, known) from None
     folder, missing = _cached(repo, revision)
-    if folder and not missing and (is_offline_mode() or re.fullmatch("[0-9a-f]{40}", revision)):
-        return folder
+    if folder and not missing and (is_offline_mode() or COMMIT.fullmatch(revision)):
+        return _intact(folder)
     if "/" not in repo:  # every model of today has an owner: a typo costs no request
         if folder and not missing:
-            return folder
+            return _intact(folder)
         raise _unknown(repo, known)
     try:
-        return _fetch(repo, revision)
+        folder = _fetch(repo, revision)
     except CheckpointError:
         raise
-    except (HTTPError, HfHubHTTPError, OSError, ValueError) as error:
+    except Exception as error:  # the client's errors have a dozen bases
         folder, missing = _cached(repo, revision)  # again: the commit may just have been learned
-        if folder and not missing and not isinstance(error, RevisionNotFoundError):
-            return folder
-        raise _explain(error, repo, revision, missing, known) from error
+        if not folder or missing or isinstance(error, RevisionNotFoundError):
+            raise _explain(error, repo, revision, missing, known) from error
+    return _intact(folder)
 
 
 def config_file(repo: str, revision: str | None, known: tuple[str, ...]) -> Path:
     """config.json alone, enough for arithmetic; one that is in the cache costs no request."""
     from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError
+    from huggingface_hub.errors import HFValidationError
 
-    revision = revision or "main"
+    revision = _check_revision(revision or "main")
     try:
         cached = try_to_load_from_cache(repo, "config.json", revision=revision)
         if not isinstance(cached, str) and "/" not in repo:
             raise _unknown(repo, known)
-        return Path(cached) if isinstance(cached, str) else _file(repo, "config.json", revision)
+        path = Path(cached) if isinstance(cached, str) else _file(repo, "config.json", revision)
+        return _intact(path.parent) / path.name
+    except CheckpointError:
+        raise
     except HFValidationError:
         raise _unknown(repo, known) from None
-    except (HTTPError, HfHubHTTPError, OSError) as error:
+    except Exception as error:
         raise _explain(error, repo, revision, ["config.json"], known) from error
 
 
@@ -120,30 +140,52 @@ def _optional(repo: str, name: str, commit: str) -> Path | None:
     try:
         return _file(repo, name, commit)
     except RemoteEntryNotFoundError:
+        marker = _storage(repo) / ".no_exist" / commit / name  # the client's own: the next run asks nothing
+        marker.parent.mkdir(parents=True, exist_ok=True)
+        marker.touch()
         return None
 
 
 def _file(repo: str, name: str, revision: str) -> Path:
     """One file into the cache; a file that is there for this commit costs no request."""
-    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub import try_to_load_from_cache
 
     cached = try_to_load_from_cache(repo, name, revision=revision)
     if isinstance(cached, str) and Path(cached).parent.name == revision:
         return Path(cached)
-    meta = _metadata(repo, name, revision)
-    if meta.commit_hash and meta.etag and re.fullmatch("[0-9A-Za-z_-]+", meta.etag):
-        blob = _storage(repo) / "blobs" / meta.etag
-        if not blob.exists():
-            _fetch_blob(repo, name, revision, meta, blob)
-    return Path(hf_hub_download(repo, name, revision=revision))  # finds the blob, links it, remembers the branch
+    remote = _metadata(repo, name, revision)
+    blob = _storage(repo) / "blobs" / remote.etag
+    if not blob.exists():
+        _fetch_blob(repo, name, remote, blob)
+    return _link(repo, name, revision, remote.commit, blob)
 
 
-def _fetch_blob(repo: str, name: str, revision: str, meta, blob: Path):
+def _link(repo: str, name: str, revision: str, commit: str, blob: Path) -> Path:
+    """snapshots/<commit>/<name> → the blob, and refs/<revision> = commit, as the client lays them out.
+
+    Not by hf_hub_download: it would ask the server again, and believe another etag.
+    """
+    pointer, ref = _storage(repo) / "snapshots" / commit / name, _storage(repo) / "refs" / revision
+    if not pointer.exists():
+        pointer.parent.mkdir(parents=True, exist_ok=True)
+        pointer.unlink(missing_ok=True)  # a link to a blob that is gone
+        try:
+            pointer.symlink_to(os.path.relpath(blob, pointer.parent))
+        except FileExistsError:  # another process was faster
+            pass
+        except OSError:  # Windows without the right to make one
+            os.link(blob, pointer)
+    if revision != commit and not (ref.is_file() and ref.read_text() == commit):
+        ref.parent.mkdir(parents=True, exist_ok=True)
+        temporary = ref.with_name(f"{ref.name}.{os.getpid()}.tmp")
+        temporary.write_text(commit)
+        os.replace(temporary, ref)
+    return pointer
+
+
+def _fetch_blob(repo: str, name: str, remote: Remote, blob: Path):
     """Fetch into blob.part, going on where an earlier run stopped; check the hash; move into place."""
-    from huggingface_hub import constants, hf_hub_url
-    from huggingface_hub.errors import HTTPError
-    from huggingface_hub.file_download import http_get
-    from huggingface_hub.utils import WeakFileLock, build_hf_headers
+    from huggingface_hub.utils import WeakFileLock
 
     part = blob.with_name(f"{blob.name}.part")
     lock = _storage(repo).parent / ".locks" / _storage(repo).name / f"{blob.name}.lock"  # the client's own lock
@@ -152,38 +194,127 @@ def _fetch_blob(repo: str, name: str, revision: str, meta, blob: Path):
     with WeakFileLock(lock), open(part, "ab") as file:  # a second process waits, then finds the blob
         if blob.exists():
             return part.unlink()
-        if meta.size is not None:
-            if file.tell() > meta.size:
+        if remote.size is not None:
+            if file.tell() > remote.size:
                 file.truncate(0)
-            _check_free(repo, [(name, meta.size - file.tell())])
-        url = hf_hub_url(repo, name, revision=meta.commit_hash)
-        constants.DOWNLOAD_CHUNK_SIZE = KEPT  # its own 10 MB are lost whole when a connection breaks
-        try:
-            http_get(url, file, resume_size=file.tell(), headers=build_hf_headers(), expected_size=meta.size,
-                     displayed_filename=name)  # fmt: skip
-        except (HTTPError, OSError) as error:
-            if getattr(error, "response", None) is not None:
-                raise
-            raise CheckpointError(
-                f"download of {repo}/{name} stopped at {file.tell():,} of {meta.size or 0:,} bytes: {_reason(error)}",
-                hint=f"run it again: it goes on from there; {OFFLINE_HINT}",
-            ) from error
+            _check_free(repo, [(name, remote.size - file.tell())])
+        _receive(repo, name, remote, Bounded(file, _most(name, remote), f"{repo}/{name}"))
         file.flush()
-        _check_hash(part, meta.etag, f"{repo}/{name}")
+        if wrong := _wrong_hash(part, remote.etag):  # resuming would keep the damage
+            size = part.stat().st_size
+            part.unlink()
+            raise CheckpointError(f"{repo}/{name}: {size:,} bytes arrived with {wrong}",
+                                  hint="the download was damaged on the way and is deleted: run it again")  # fmt: skip
         os.replace(part, blob)
 
 
-def _check_hash(part: Path, etag: str, what: str):
-    """The etag of a large (LFS) file is its sha256. A mismatch deletes the file: resuming would keep the damage."""
-    if not re.fullmatch("[0-9a-f]{64}", etag):
-        return
-    with open(part, "rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if digest != etag:
-        size = part.stat().st_size
-        part.unlink()
-        raise CheckpointError(f"{what}: {size:,} bytes arrived with sha256 {digest[:12]}, the hub says {etag[:12]}",
-                              hint="the download was damaged on the way and is deleted: run it again")  # fmt: skip
+def _most(name: str, remote: Remote) -> int:
+    return LIMITS[name] if remote.size is None else remote.size
+
+
+def _receive(repo: str, name: str, remote: Remote, file):
+    """The rest of the body into the file; what went wrong is said with the bytes that arrived."""
+    from huggingface_hub import hf_hub_url
+    from huggingface_hub.errors import HTTPError
+    from huggingface_hub.file_download import http_get
+    from huggingface_hub.utils import build_hf_headers
+
+    url = hf_hub_url(repo, name, revision=remote.commit)
+    try:
+        with _pieces(KEPT):
+            http_get(url, file, resume_size=file.tell(), headers=build_hf_headers(), expected_size=remote.size,
+                     displayed_filename=name)  # fmt: skip
+    except CheckpointError:  # longer than announced: nothing of it can be right
+        Path(file.name).unlink()
+        raise
+    except (HTTPError, OSError) as error:
+        if getattr(error, "response", None) is not None:
+            raise
+        reached = f"download of {repo}/{name} stopped at {file.tell():,} of {remote.size or 0:,} bytes"
+        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+            folder = Path(file.name).parent
+            raise CheckpointError(
+                f"{reached}: no space left in {folder}, which has {shutil.disk_usage(folder).free:,} bytes free",
+                hint="make room, or set HF_HOME to a folder on a larger disk; it goes on from there",
+            ) from error
+        raise CheckpointError(f"{reached}: {_reason(error)}",
+                              hint=f"run it again: it goes on from there; {OFFLINE_HINT}") from error  # fmt: skip
+
+
+class Bounded:
+    """A file that takes so many bytes and no more: a server that never stops would fill the disk."""
+
+    def __init__(self, file, limit: int, what: str):
+        self.file, self.limit, self.what = file, limit, what
+
+    def __getattr__(self, name):
+        return getattr(self.file, name)
+
+    def write(self, data: bytes) -> int:
+        if self.file.tell() + len(data) > self.limit:
+            raise CheckpointError(
+                f"{self.what}: more bytes arrive than the {self.limit:,} that were announced or are allowed",
+                hint="the server or a proxy sends something else; what arrived is deleted",
+            )
+        return self.file.write(data)
+
+
+@contextmanager
+def _pieces(size: int):
+    """The client's 10 MB are lost whole when a connection breaks; its own value is back afterwards."""
+    from huggingface_hub import constants
+
+    before = constants.DOWNLOAD_CHUNK_SIZE
+    constants.DOWNLOAD_CHUNK_SIZE = size
+    try:
+        yield
+    finally:
+        constants.DOWNLOAD_CHUNK_SIZE = before
+
+
+# --- hashes -----------------------------------------------------------------------------------------------------------
+
+
+def check_hashes(folder: Path, names: list[str] | None = None) -> list[str]:
+    """Hash the files of a snapshot folder again (default: all) and return the names that could be checked.
+
+    A damaged one is removed from the cache, so that the next run fetches it; CheckpointError says so. Only links to a
+    blob that is named after its hash can be checked: in another folder nothing says what the bytes should be.
+    """
+    checked = []
+    for name in sorted(path.name for path in folder.iterdir()) if names is None else names:
+        pointer = folder / name
+        if not pointer.is_symlink() or not pointer.is_file():
+            continue
+        blob = Path(os.path.realpath(pointer))
+        if blob.parent.name != "blobs" or not ETAG.fullmatch(blob.name):
+            continue
+        if wrong := _wrong_hash(blob, blob.name):
+            size = blob.stat().st_size
+            blob.unlink()
+            pointer.unlink()
+            raise CheckpointError(f"{pointer}: its {size:,} bytes have {wrong}; it is removed from the cache",
+                                  hint="run it again, online: it is fetched anew")  # fmt: skip
+        checked.append(name)
+    return checked
+
+
+def _intact(folder: Path) -> Path:
+    """The folder, its small files hashed: a flipped byte in a tokenizer would pass for other text."""
+    check_hashes(folder, ["config.json", *SMALL, INDEX])
+    return folder
+
+
+def _wrong_hash(path: Path, etag: str) -> str:
+    """"" if the bytes have the hash that the etag names, else both in words: sha256, or git's sha1 of a blob."""
+    with open(path, "rb") as file:
+        if len(etag) == 64:
+            kind, digest = "sha256", hashlib.file_digest(file, "sha256")
+        else:
+            start = hashlib.sha1(b"blob %d\0" % os.fstat(file.fileno()).st_size, usedforsecurity=False)
+            kind, digest = "git's sha1", hashlib.file_digest(file, start.copy)
+    found = digest.hexdigest()
+    return "" if found == etag else f"{kind} {found[:12]}, the hub says {etag[:12]}"
 
 
 def _check_disk(repo: str, names: list[str], commit: str):
@@ -204,10 +335,30 @@ def _check_free(repo: str, needed: list[tuple[str, int]]):
         )
 
 
-def _metadata(repo: str, name: str, revision: str):
+def _metadata(repo: str, name: str, revision: str) -> Remote:
+    """What the headers say, every one checked before it becomes part of a path or the size of a file."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
 
-    return get_hf_file_metadata(hf_hub_url(repo, name, revision=revision))
+    meta = get_hf_file_metadata(hf_hub_url(repo, name, revision=revision))
+    what, limit = f"{repo}/{name}: the server's", LIMITS.get(name)
+    if not COMMIT.fullmatch(meta.commit_hash or ""):
+        raise CheckpointError(f"{what} commit is {quote(meta.commit_hash)}, not 40 hex digits", MIRROR_HINT)
+    if COMMIT.fullmatch(revision) and meta.commit_hash != revision:
+        raise CheckpointError(f"{what} commit is {meta.commit_hash}, {revision} was asked for", MIRROR_HINT)
+    if not ETAG.fullmatch(meta.etag or ""):
+        raise CheckpointError(f"{what} etag is {quote(meta.etag)}, not a sha256 or git's sha1", MIRROR_HINT)
+    if (meta.size is None and limit is None) or (meta.size or 0) < 0:
+        raise CheckpointError(f"{what} size is {meta.size}: nobody knows when the file ends", MIRROR_HINT)
+    if limit is not None and (meta.size or 0) > limit:
+        raise CheckpointError(f"{what} size is {meta.size:,} bytes; at most {limit:,} are read of such a file")
+    return Remote(meta.commit_hash, meta.etag, meta.size)
+
+
+def _check_revision(revision: str) -> str:
+    """A branch, tag or commit becomes a path below refs/."""
+    if not re.fullmatch(r"[^\s/\\:\0]+(/[^\s/\\:\0]+)*", revision) or ".." in revision.split("/"):
+        raise CheckpointError(f"revision {quote(revision)} is no name of a branch, a tag or a commit")
+    return revision
 
 
 def _storage(repo: str) -> Path:
@@ -249,7 +400,7 @@ def _explain(error: Exception, repo: str, revision: str, missing: list[str], kno
 
 def _reason(error: Exception) -> str:
     status = getattr(getattr(error, "response", None), "status_code", None)
-    first = (str(error).strip().splitlines() or [""])[0]
+    first = (str(error).strip().splitlines() or [""])[0][:200]
     return f"HTTP {status}" if status else f"{type(error).__name__}: {first}".rstrip(": ")
 
 
