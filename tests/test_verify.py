@@ -12,9 +12,11 @@ from safetensors.torch import load_file, save_file
 
 import nanokv.verify
 from cli_helpers import run_cli
+from nanokv.cli import main
 from nanokv.debug import OPERATIONS
 from tiny_checkpoint import write_tiny_checkpoint
 from verify_helpers import report_of, rows, verify_command  # noqa: F401 (the fixture `verify`)
+from weights_loader import CheckpointError
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 CHECKPOINTS = {
@@ -47,9 +49,9 @@ def test_a_checkpoint_written_by_transformers_is_equal(verify, tmp_path, kind):
     code, out, err = verify(tmp_path / "it")
     found = rows(out)
     assert code == 0, out
-    assert found.pop("published figures") == "skipped" and set(found.values()) == {"ok"}
+    assert found.pop("published figures") == found.pop("hashes") == "skipped" and set(found.values()) == {"ok"}
     assert set(nanokv.verify.NEEDS_REFERENCE) < set(found), "a check that is not run is not printed as skipped"
-    assert "reference: transformers 5.23.0" in out and out.endswith("equal within tolerance (13 checks)\n")
+    assert "reference: transformers 5.23.0" in out and out.endswith("equal within tolerance (14 checks)\n")
     assert err == "loading it …\nasking transformers 5.23.0 …\n"
 
 
@@ -202,3 +204,70 @@ def test_in_a_real_process_with_a_hostile_folder_name(tiny_folder, tmp_path):
     assert done.returncode == 0, done.stderr
     assert b"\x1b" not in done.stdout + done.stderr and "evil␛[31mname".encode() in done.stdout
     assert done.stderr.decode().splitlines()[-1] == "asking transformers 5.23.0 …", "no bars, no warnings of its"
+
+
+# --- weights that are no numbers --------------------------------------------------------------------------------------
+
+
+def poisoned(folder, target, **values):
+    """A copy whose tensors hold these values at their first places."""
+    shutil.copytree(folder, target)
+    tensors = load_file(target / "model.safetensors")
+    for name, bad in values.items():
+        tensors[name.replace("__", ".")].view(-1)[: len(bad)] = torch.tensor(bad)
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    return target
+
+
+NAN, INF = float("nan"), float("inf")
+Q_PROJ, K_NORM = "model__layers__1__self_attn__q_proj__weight", "model__layers__0__self_attn__k_norm__weight"
+
+
+@pytest.mark.parametrize(("name", "values"), [(Q_PROJ, [NAN, NAN, -INF]), (K_NORM, [NAN]), (Q_PROJ, [INF])])
+def test_weights_that_are_not_finite_are_named_and_counted(verify, tiny_folder, tmp_path, name, values):
+    """The plain model gave finite logits with NaN in q_proj: softmax makes numbers of it."""
+    bad = poisoned(tiny_folder, tmp_path / "bad", **{name: values})
+    nans = sum(x != x for x in values)
+    words = f"{name.replace('__', '.')} holds {nans} NaN and {len(values) - nans} infinite of"
+    code, out, err = verify(bad)
+    assert code == 1 and rows(out)["finite weights"] == "differs" and words in out and not err.startswith("nanokv:")
+    assert rows(out)["logits"] == rows(out)["cached = uncached, logits"] == "skipped"
+    assert nanokv.load(bad) and nanokv.load(tiny_folder, check_finite=True), "nobody asked, and nothing to find"
+    with pytest.raises(CheckpointError, match=words):
+        nanokv.load(bad, check_finite=True)
+    with pytest.raises(CheckpointError, match=words):
+        nanokv.load(bad, dtype=torch.bfloat16, check_finite=True)
+    code, out, err = verify(tiny_folder, "--against", bad)
+    assert code == 2 and words in err
+
+
+def test_the_commands_that_load_a_model_can_look(tiny_folder, tmp_path, capsys):
+    bad = poisoned(tiny_folder, tmp_path / "bad", **{Q_PROJ: [NAN]})
+    for command in ("chat", "generate", "batch", "bench", "profile", "trace"):
+        assert main([command, "--help"]) == 0
+        shown = " ".join(capsys.readouterr().out.split())
+        assert "--check-finite refuse weights that hold NaN" in shown and "s per GB" in shown, command
+    assert main(["profile", "-m", str(bad), "--check-finite"]) == 2
+    assert "q_proj.weight holds 1 NaN and 0 infinite of 8,192 values" in capsys.readouterr().err
+
+
+def test_a_hub_model_is_hashed_whole(verify, tiny_folder, tmp_path, monkeypatch):
+    """Laid out as the hub's cache does it: the name of a blob is its hash."""
+    import hashlib
+
+    snapshot, blobs = tmp_path / "models--org--tiny" / "snapshots" / ("0" * 40), tmp_path / "models--org--tiny/blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for path in tiny_folder.iterdir():
+        blob = blobs / hashlib.sha256(path.read_bytes()).hexdigest()
+        shutil.copy(path, blob)
+        (snapshot / path.name).symlink_to(blob)
+    code, out, _ = verify(snapshot, "--alone")
+    assert code == 0 and "ok       hashes" in out and f"{len(list(tiny_folder.iterdir()))} files, sha256" in out
+    weights = (snapshot / "model.safetensors").resolve()
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    code, _, err = verify(snapshot, "--alone")
+    assert code == 2 and "model.safetensors: its" in err and "it is removed from the cache" in err
+    assert not weights.exists()

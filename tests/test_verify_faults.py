@@ -114,7 +114,7 @@ def test_without_transformers_it_checks_what_it_can_and_says_what_it_skipped(ver
     needed = nanokv.verify.NEEDS_REFERENCE
     assert {found[name] for name in needed} == {"skipped"}
     assert out.count("transformers is not installed: pip install transformers==5.23.0") == len(needed)
-    assert "no difference in 3 checks, but nothing to compare with" in out and "equal" not in out.splitlines()[-1]
+    assert "no difference in 4 checks, but nothing to compare with" in out and "equal" not in out.splitlines()[-1]
 
 
 @pytest.fixture

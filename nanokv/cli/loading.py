@@ -93,7 +93,8 @@ def load_model(args, announce=None) -> Loaded:
     torch.set_num_threads(plan.threads)
     from nanokv.loading import load
 
-    model, tokenizer = load(plan.folder, dtype=dtype, device=plan.device)
+    check = getattr(args, "check_finite", False)
+    model, tokenizer = load(plan.folder, dtype=dtype, device=plan.device, check_finite=check)
     model = faster(model, args)
     return Loaded(**vars(plan), model=model, tokenizer=tokenizer, dtype=dtype, load_s=time.perf_counter() - start)
 

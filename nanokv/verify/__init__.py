@@ -15,13 +15,16 @@ import torch
 
 from nanokv.config import Config
 from nanokv.debug import Step
-from nanokv.loading import load
+from nanokv.loading import load, unfinite
 from nanokv.verify import checks as make
 from nanokv.verify import evidence, figures, oracle
 from nanokv.verify.checks import Check
+from weights_loader import check_hashes
 
 NOT_INSTALLED = "transformers is not installed: pip install transformers==5.23.0"
 ALONE = "--alone was given"
+NOT_FROM_HUB = "not in the hub's cache: nothing says what the bytes should be"
+ALONE_TOO = ("cached = uncached, logits", "cached = uncached, keys and values")
 NEEDS_REFERENCE = (
     "config", "rope", "hidden states", "keys and values", "keys and values, in steps", "logits",
     "greedy tokens", "tokenizer encode", "tokenizer decode", "chat template",
@@ -64,15 +67,19 @@ def verify(source: str, folder: Path, against: Path | None = None, against_name:
     """
     limits = [Config.from_folder(path) for path in (folder, against) if path is not None]
     report = Report(str(source), None, str(dtype).removeprefix("torch."))
+    report.checks.append(hash_check(folder))
     say(f"loading {source}")
     model, tokenizer = load(folder, dtype=dtype)
+    report.checks += [files_check(model), finite_check(model)]
+    if not report.equal:  # what is computed with such weights says nothing
+        report.checks += [Check(name, "skipped", "the weights are not finite") for name in ALONE_TOO + NEEDS_REFERENCE]
+        return report
     questions = evidence.ask(
         tokenizer, min(c.vocab_size for c in limits), min(c.max_position_embeddings for c in limits)
     )
-    report.checks.append(files_check(model))
     ours = evidence.answers_of_ours(str(source), model, tokenizer, questions)
     report.checks.append(make.check_cached_logits(ours))
-    report.checks.append(make.check_cached("cached = uncached, keys and values", ours, ours.records, "likewise"))
+    report.checks.append(make.check_cached(ALONE_TOO[1], ours, ours.records, "likewise"))
     report.checks += figures.published_checks(str(source), folder, model, tokenizer)
     del model
     gc.collect()  # one model at a time
@@ -98,6 +105,21 @@ def reference_answers(against, name, folder, questions, dtype, alone, say):
         return None
     say(f"asking transformers {oracle.version()}")
     return oracle.answers(folder, questions, dtype)
+
+
+def hash_check(folder: Path) -> Check:
+    """Every byte against the hash that the hub named; a damaged file is removed from the cache and raises."""
+    names = check_hashes(folder)
+    if not names:
+        return Check("hashes", "skipped", NOT_FROM_HUB)
+    return make.verdict("hashes", True, f"{len(names)} files, sha256 or git's sha1")
+
+
+def finite_check(model) -> Check:
+    """NaN in a projection can leave logits that are finite and wrong: softmax makes numbers of it."""
+    bad = unfinite(model)
+    more = f"; {len(bad) - 3} more tensors" if len(bad) > 3 else ""
+    return make.verdict("finite weights", not bad, "; ".join(bad[:3]) + more or "no NaN and no infinity")
 
 
 def files_check(model) -> Check:
