@@ -5,7 +5,8 @@ prefills k copies of the prompt). From there on a step is one decode of k rows a
 lost is replaced by a copy of one that won. The caller's cache keeps the prompt only, so it can be used again;
 BeamGeneration, for a conversation, puts the winner into it as well.
 Sequences and scores equal transformers' `generate(num_beams=k, do_sample=False)` (5.23: generation/utils.py,
-`_beam_search`), whose rules are kept to the letter: with many eos ids, a length penalty or ties they decide.
+`_beam_search`), whose rules are kept to the letter: with many eos ids, a length penalty or ties they decide. One beam
+is greedy decoding there, so it is here: the repetition penalty falls on the logits, and the first eos ends it.
 """
 
 from time import perf_counter
@@ -86,11 +87,8 @@ class BeamGeneration(Generation):
         rows.reorder([0] * search.beams)
         logits = logits.repeat(search.beams, 1)  # (1,V) → (k,V)
         while True:
-            log_probs = logits.float().log_softmax(-1).to("cpu")  # (k,V), fp32 as the reference: scores are sums
-            if penalty != 1:
-                seen = torch.cat((prompt.repeat(search.beams, 1), search.tokens), 1)  # (k,N+n)
-                log_probs = penalise(log_probs, seen, penalty)
-            parents = search.step(log_probs)  # (k,)
+            seen = torch.cat((prompt.repeat(search.beams, 1), search.tokens), 1)  # (k,N+n)
+            parents = search.step(penalised_log_probs(logits, seen, penalty))  # (k,)
             if search.ended:
                 return
             if self.should_stop():
@@ -137,6 +135,19 @@ class BeamGeneration(Generation):
             self.cache.truncate(0)
 
 
+def penalised_log_probs(logits, seen, penalty: float):
+    """logits (k,V), ids so far (k,N) → log-probabilities (k,V), fp32 as the reference, because scores are sums of them.
+
+    Beam search penalises log-probabilities, greedy decoding logits: the reference does so, and other tokens win.
+    """
+    logits = logits.float().to("cpu")
+    if penalty == 1:
+        return logits.log_softmax(-1)
+    if len(logits) == 1:
+        return penalise(logits, seen, penalty).log_softmax(-1)
+    return penalise(logits.log_softmax(-1), seen, penalty)
+
+
 class Search:
     """The arithmetic alone, no model: k running beams, and the k best answers that ended so far.
 
@@ -145,6 +156,8 @@ class Search:
 
     def __init__(self, beams: int, most: int, length_penalty: float, early_stopping, eos):
         self.beams, self.most, self.length_penalty, self.early_stopping = beams, most, length_penalty, early_stopping
+        if beams == 1:
+            self.early_stopping = True  # greedy: the first answer is the answer
         self.eos, self.ended = eos, False
         self.tokens = torch.empty(beams, 0, dtype=torch.int64)
         self.running = torch.full((beams,), NEVER)

@@ -102,6 +102,30 @@ def test_repetition_penalty_equals_transformers(models):
     assert_equal(ours, reference_beams(reference, ids, 3, 10, EOS, repetition_penalty=1.3))
 
 
+@pytest.mark.parametrize("early_stopping", [False, True, "never"])
+@pytest.mark.parametrize("penalty", [1.0, 1.3, 0.8])
+def test_one_beam_equals_transformers_for_every_penalty(models, penalty, early_stopping):
+    """num_beams=1 is greedy decoding in transformers: the penalty falls on the logits, the first eos is the end."""
+    reference, model = models
+    for seed in range(8):
+        ids = random_ids(seed, 1, 7, V)
+        options = {"repetition_penalty": penalty, "early_stopping": early_stopping}
+        eos = EOS if seed % 2 else []
+        with torch.inference_mode():
+            out = reference.generate(
+                ids, attention_mask=torch.ones_like(ids), num_beams=1, do_sample=False, max_new_tokens=16,
+                eos_token_id=eos or None, pad_token_id=0, return_dict_in_generate=True, output_scores=True,
+                repetition_penalty=penalty,
+            )  # fmt: skip
+            steps = reference.compute_transition_scores(out.sequences, out.scores, normalize_logits=True)
+        tokens = out.sequences[0, ids.shape[1] :].tolist()
+        (beam,) = beam_search(model, ids, 1, 16, eos_token_ids=eos, **options)
+        assert beam.ids == tokens == list(
+            generate(model, ids, max_new_tokens=16, repetition_penalty=penalty, eos_token_ids=eos)
+        )
+        assert beam.score == pytest.approx(steps.sum().item() / len(tokens), abs=1e-5)
+
+
 def test_more_candidates_than_the_first_beam_has(models):
     """4 beams and 3 eos ids look at 16 candidates; with 7 tokens most of them are continuations of no beam."""
     reference, model = pair(seed=1, vocab_size=7)
