@@ -7,11 +7,12 @@ read, or implemented for ONE value, or known to be harmless; a field that is non
 Defaults follow transformers' Qwen3Config (theta 10,000, head_dim 128, 32 KV heads); any other absent size is an error.
 """
 
+import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from nanokv.errors import ConfigError
-from weights_loader.strict import read_object
+from weights_loader.strict import CheckpointWarning, read_object
 
 SIZES = (  # field, largest value that is still plausible (a typo such as 10**12 must not reach the allocator)
     ("vocab_size", 10_000_000),
@@ -55,6 +56,28 @@ HARMLESS = frozenset(  # sampling, training, labels and bookkeeping: the logits 
     temperature top_k top_p min_p typical_p repetition_penalty length_penalty no_repeat_ngram_size bad_words_ids
     encoder_no_repeat_ngram_size num_return_sequences remove_invalid_values exponential_decay_length_penalty
     suppress_tokens begin_suppress_tokens
+    """.split()
+)
+SAMPLED = {"eos_token_id", "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"}  # read
+NEUTRAL = {  # fields of generation_config.json that are not implemented → the values, besides null, that change nothing
+    "num_beams": (1,), "min_length": (0,), "min_new_tokens": (0,), "no_repeat_ngram_size": (0,), "max_time": (),
+    "stop_strings": ([],), "encoder_repetition_penalty": (1.0,), "encoder_no_repeat_ngram_size": (0,),
+    "bad_words_ids": ([],), "force_words_ids": ([],), "constraints": ([],), "sequence_bias": ([], {}),
+    "suppress_tokens": ([],), "begin_suppress_tokens": ([],), "forced_bos_token_id": (), "forced_eos_token_id": (),
+    "exponential_decay_length_penalty": (), "remove_invalid_values": (False,), "token_healing": (False,),
+    "guidance_scale": (1.0,), "watermarking_config": (), "dola_layers": (), "penalty_alpha": (0.0,),
+    "num_return_sequences": (1,), "cache_implementation": ("dynamic", "static", "offloaded", "offloaded_static"),
+}  # fmt: skip
+NEUTRAL_SAMPLED = {"typical_p": (1.0,), "top_h": (), "epsilon_cutoff": (0.0,), "eta_cutoff": (0.0,)}  # with do_sample
+NO_EFFECT = frozenset(  # the caller says how long an answer is; beam fields count only with num_beams; the rest is form
+    """
+    max_length max_new_tokens early_stopping length_penalty diversity_penalty num_beam_groups low_memory
+    bos_token_id pad_token_id decoder_start_token_id transformers_version renormalize_logits
+    output_attentions output_hidden_states output_scores output_logits return_dict_in_generate
+    use_cache cache_config max_cache_len compile_config disable_compile continuous_batching_config prefill_chunk_size
+    is_assistant num_assistant_tokens num_assistant_tokens_schedule assistant_confidence_threshold
+    assistant_early_exit assistant_lookbehind assistant_ensemble_weight target_lookbehind
+    prompt_lookup_num_tokens max_matching_ngram_size speculation_type use_mtp
     """.split()
 )
 
@@ -163,18 +186,26 @@ class GenerationConfig:
         for name in ("config.json", "generation_config.json"):
             path = Path(folder) / name
             if path.is_file():
-                fields |= {k: v for k, v in read_object(path, ConfigError).items() if v is not None}
+                found = {k: v for k, v in read_object(path, ConfigError).items() if v is not None}
+                if name == "config.json":  # of its many fields those that old checkpoints keep there
+                    found = {k: v for k, v in found.items() if k in SAMPLED or k in NEUTRAL or k in NEUTRAL_SAMPLED}
+                fields |= found
         return cls.from_dict(fields)
 
     @classmethod
     def from_dict(cls, fields: dict) -> "GenerationConfig":
-        """Values of generation_config.json; sampling figures count only with `do_sample: true`, as in transformers."""
+        """Values of generation_config.json; sampling figures count only with `do_sample: true`, as in transformers.
+
+        A field that would change the answer there and is not implemented here warns with its name and value.
+        """
         eos = fields.get("eos_token_id", [])
         eos = eos if isinstance(eos, list) else [eos]
         if not all(type(i) is int and i >= 0 for i in eos):
             raise ConfigError(f"eos_token_id {shown(eos)} is not an id or a list of ids")
         penalty = _number(fields, "repetition_penalty", 1.0)
-        if not _flag({"do_sample": fields.get("do_sample") or False}, "do_sample"):
+        sampled = fields.get("do_sample") is not None and _flag(fields, "do_sample")
+        _warn_unused(fields, NEUTRAL | NEUTRAL_SAMPLED if sampled else NEUTRAL)
+        if not sampled:
             return cls(eos_token_ids=tuple(eos), repetition_penalty=penalty)
         return cls(
             eos_token_ids=tuple(eos),
@@ -184,6 +215,20 @@ class GenerationConfig:
             min_p=_number(fields, "min_p", 0.0),
             repetition_penalty=penalty,
         )
+
+
+def _warn_unused(fields: dict, neutral: dict):
+    """One warning that names every field which transformers would heed."""
+    known = SAMPLED | NO_EFFECT | NEUTRAL_SAMPLED.keys()
+    unused = [
+        f"{shown(name)[1:-1]} {shown(value)}" for name, value in fields.items()
+        if value is not None and (value not in neutral[name] if name in neutral else name not in known)
+        and not name.startswith("_")
+    ]  # fmt: skip
+    if unused:
+        more = f" and {len(unused) - 5} more" if len(unused) > 5 else ""
+        warnings.warn(f"generation_config.json: not implemented, without effect here: {', '.join(unused[:5])}{more}",
+                      CheckpointWarning, stacklevel=4)  # fmt: skip
 
 
 def _refuse_unimplemented(fields: dict):

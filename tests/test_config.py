@@ -1,10 +1,12 @@
 """config.json: published ones are read right, and what is not implemented or malformed raises with name and value."""
 
 import json
+import warnings
 
 import pytest
 from transformers import Qwen3Config
 
+import nanokv.config as module
 from nanokv.config import Config, GenerationConfig
 from nanokv.errors import ConfigError, NanoKVError
 from oracle import tiny_config, tiny_reference
@@ -373,3 +375,68 @@ def test_malformed_generation_config_raises_a_config_error(tmp_path, text):
     (tmp_path / "generation_config.json").write_text(text)
     with pytest.raises(ConfigError, match=r"generation_config|eos_token_id|temperature|top_k|do_sample"):
         GenerationConfig.from_folder(tmp_path)
+
+
+def warned(fields: dict) -> str:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        GenerationConfig.from_dict(fields)
+    assert len(caught) <= 1, "one warning names them all"
+    return str(caught[0].message) if caught else ""
+
+
+def test_every_field_of_transformers_has_its_place():
+    """Read, neutral at certain values, or without effect; and no name is misspelt here."""
+    from transformers import GenerationConfig as Reference
+
+    places = [set(module.SAMPLED), set(module.NEUTRAL), set(module.NEUTRAL_SAMPLED), set(module.NO_EFFECT)]
+    fields = {name for name in Reference().to_dict() if not name.startswith("_")} | {"transformers_version"}
+    assert set.union(*places) == fields and sum(map(len, places)) == len(fields)
+    neutral = module.NEUTRAL | module.NEUTRAL_SAMPLED
+    for name, value in Reference._get_default_generation_params().items():
+        if name in neutral:
+            assert value is None or value in neutral[name], name
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("no_repeat_ngram_size", 3), ("num_beams", 4), ("suppress_tokens", [5, 6]), ("min_new_tokens", 8),
+    ("bad_words_ids", [[3]]), ("guidance_scale", 1.5), ("forced_eos_token_id", 0), ("penalty_alpha", 0.6),
+    ("exponential_decay_length_penalty", [5, 1.1]), ("max_time", 0.5), ("stop_strings", "a"),
+    ("cache_implementation", "quantized"), ("sequence_bias", [[[1], -10.0]]), ("encoder_repetition_penalty", 1.2),
+    ("frequency_penalty", 0.2),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("sampled", [True, False])
+def test_a_field_that_is_not_implemented_is_named_with_its_value(name, value, sampled):
+    """They were ignored in silence: the answers were others than those of transformers, and nobody could know why."""
+    assert f"{name} {value!r}" in warned({name: value, "do_sample": sampled, "eos_token_id": 3})
+
+
+@pytest.mark.parametrize(("name", "value"), [("typical_p", 0.9), ("top_h", 0.4), ("epsilon_cutoff", 3e-4)])
+def test_a_filter_counts_only_where_tokens_are_drawn(name, value):
+    assert f"{name} {value!r}" in warned({name: value, "do_sample": True})
+    assert warned({name: value, "do_sample": False}) == warned({name: value}) == ""
+
+
+def test_neutral_values_and_published_files_warn_of_nothing(qwen3_files, tmp_path):
+    from transformers import GenerationConfig as Reference
+
+    assert warned(Reference._get_default_generation_params() | {"transformers_version": "4.51.0"}) == ""
+    for path in qwen3_files.glob("*/generation_config.json"):
+        assert warned(json.loads(path.read_text())) == ""
+    base = {"bos_token_id": 1, "do_sample": False, "eos_token_id": 1, "max_new_tokens": 2048}  # Qwen3-0.6B-Base
+    assert warned(base) == ""
+    (tmp_path / "config.json").write_text('{"hidden_size": 4, "num_beams": 3, "architectures": ["x"]}')
+    with pytest.warns(match=r"generation_config\.json: .*: num_beams 3$"):
+        GenerationConfig.from_folder(tmp_path)
+
+
+def test_a_warning_is_short_however_much_there_is_to_say():
+    text = warned({f"x{i}" + "y" * 10_000: "z" * 10_000 for i in range(50)})
+    assert len(text) < 1200 and "and 45 more" in text
+
+
+@pytest.mark.parametrize("value", [[], "", 0, 1, {}, "true"], ids=repr)
+def test_do_sample_is_true_or_false(value):
+    """An empty list counted as false."""
+    with pytest.raises(ConfigError, match="do_sample is"):
+        GenerationConfig.from_dict({"do_sample": value, "temperature": 0.5})
