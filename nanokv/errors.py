@@ -6,12 +6,14 @@ The command line prints `nanokv: error: message` and `hint: hint`, and leaves wi
 
 from contextlib import contextmanager
 
+from weights_loader.strict import bounded
+
 
 class NanoKVError(ValueError):
     """Something the caller can mend: a bad value, a full cache, a broken file."""
 
     def __init__(self, message: str, hint: str = ""):
-        super().__init__(message)
+        super().__init__(bounded(message))  # values of strangers are quoted in it
         self.hint = hint
         if hint:
             self.add_note(f"hint: {hint}")  # below the message in a traceback

@@ -83,7 +83,7 @@ def flag(config: dict, field: str) -> bool:
     """A field that is true, false or absent (false)."""
     value = config.get(field, False)
     if not isinstance(value, bool):
-        raise CheckpointError(f"config.json: {field} is {value!r}, not true or false")
+        raise CheckpointError(f"config.json: {field} is {quote(value)}, not true or false")
     return value
 
 

@@ -27,10 +27,22 @@ DIGITS = 40  # of one integer: a shape is multiplied and printed, which Python r
 CONTAINERS = 2_000_000  # lists and objects in one text, about 100 bytes of memory each; Gemma 3's merges: 514,906
 
 
+LONGEST_MESSAGE = 2_000  # characters of an error; one that quoted a file had 2.9 million
+
+
+def bounded(text: str) -> str:
+    """A message that can be read: beyond LONGEST_MESSAGE its middle is left out, and how much is said."""
+    if len(text) <= LONGEST_MESSAGE:
+        return text
+    half = LONGEST_MESSAGE // 2
+    return f"{text[:half]} … {len(text) - 2 * half:,} characters left out … {text[-half:]}"
+
+
 class CheckpointError(ValueError):
     """A model that cannot be found, fetched or trusted. `str()` says what, with numbers; `hint` says what to do."""
 
     def __init__(self, message: str, hint: str = ""):
+        message = bounded(message)
         super().__init__(message)
         self.message = message
         self.hint = hint

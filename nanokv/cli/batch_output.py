@@ -107,8 +107,10 @@ class ResumableOutput(OrderedOutput):
         return True
 
     def write(self, result: dict) -> None:
-        self.file.write(to_json(result) + "\n")
-        self.file.flush()
+        line = to_json(result) + "\n"
+        with terminal.writing(self.path, len(line)):
+            self.file.write(line)
+            self.file.flush()
 
     def close(self, done: bool) -> None:
         """In the order of the input; an interrupted run leaves its lines as they came."""
@@ -142,7 +144,7 @@ def replace(path: Path, results) -> None:
     """Write all of it to a temporary file beside, then take its place and mode: a full disk leaves the old one."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "x", encoding="utf-8") as file:
+        with terminal.writing(path), open(temporary, "x", encoding="utf-8") as file:
             if path.exists():
                 shutil.copymode(path, temporary)  # while it is empty
             file.writelines(to_json(result) + "\n" for result in results)

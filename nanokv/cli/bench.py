@@ -1,6 +1,5 @@
 """`nanokv bench`: the table of nanokv/bench, with a bar on a terminal, JSON and a picture on request."""
 
-import json
 import os
 import sys
 import tempfile
@@ -11,6 +10,7 @@ from nanokv.cli import terminal
 from nanokv.cli.arguments import add_model_arguments, cache_name, integer
 from nanokv.cli.loading import load_model
 from nanokv.cli.random_model import RANDOM, load_random
+from nanokv.cli.text import to_json
 from nanokv.errors import NanoKVError
 
 EXAMPLES = (
@@ -124,7 +124,7 @@ def serve(args, loaded, weights, against, longest: int) -> int:
     rows = [one.figures() for one in served if one.seconds]
     if args.json:
         facts = {"model": loaded.name, "dtype": loaded.dtype_name, "threads": loaded.threads, "requests": args.requests}
-        terminal.write_out(json.dumps(facts | {"rows": rows}) + "\n")
+        terminal.write_out(to_json(facts | {"rows": rows}) + "\n")
     else:
         print_served(f"{loaded.name} {loaded.dtype_name} · {threads_text(loaded)} · {args.requests} requests", rows)
     stop.finish()
@@ -154,7 +154,7 @@ def quality(args, loaded, weights) -> int:
         mean, bias = float(change.abs().mean()), float(change.mean())
         rows.append({"weights": name, "bytes": read, "mean_change": mean, "bias": bias})
     if args.json:
-        terminal.write_out(json.dumps({"model": loaded.name, "tokens": ids.shape[1], "rows": rows}) + "\n")
+        terminal.write_out(to_json({"model": loaded.name, "tokens": ids.shape[1], "rows": rows}) + "\n")
         return 0
     terminal.write_out(f"{loaded.name} {loaded.dtype_name} · {ids.shape[1]:,} tokens of held-out conversation\n")
     terminal.write_out(f"{'weights':<10}{'MB a step':>12}{'mean |Δ log p|':>18}{'mean Δ log p':>16}\n")
@@ -255,7 +255,7 @@ def report(args, loaded, rotation, peak: float, others: float | None) -> None:
             "bandwidths": rotation.bandwidth.rates, "gemm_flops": peak, "other_cores": others,
             "code": native.library()[1], "peak_bytes": peak_bytes(),
         }  # fmt: skip
-        terminal.write_out(json.dumps(facts | {"rows": [row.figures() for row in rows]}) + "\n")
+        terminal.write_out(to_json(facts | {"rows": [row.figures() for row in rows]}) + "\n")
     else:
         print_table(head, rows, others, native.library()[1])
     if args.plot and rows:

@@ -67,7 +67,8 @@ def list_sessions() -> int:
 
     for name, modified, turns, model, words in listing(state_folder() / "sessions"):
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(modified))
-        write_out(f"{name}  {when}  {turns:>3} turns  {sanitize_line(model)}  {sanitize_line(words[:50])}\n")
+        name, model, words = map(sanitize_line, (name, model, words[:50]))
+        write_out(f"{name}  {when}  {turns:>3} turns  {model}  {words}\n")
     return 0
 
 

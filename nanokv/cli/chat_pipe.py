@@ -4,13 +4,12 @@ Newlines inside an answer are written as the two characters \\n; `--jsonl` is th
 nothing is saved. Lines are answered as they come, so another program can hold a conversation through two pipes.
 """
 
-import json
 import sys
 
 from nanokv.cli.chat import make_session
 from nanokv.cli.loading import load_model
 from nanokv.cli.terminal import Interrupt, Sanitizer, Style, warning, write_err, write_out
-from nanokv.cli.text import read_prompt_bytes, refuse_special
+from nanokv.cli.text import read_prompt_bytes, refuse_special, to_json
 from nanokv.prefix import ThinkSplitter, split_thinking
 
 
@@ -77,11 +76,11 @@ def one_line(text) -> str:
 def _json_turn(session, text, stop, args):
     for _ in session.stream(text, stop):
         pass
-    write_out(json.dumps(record(session), ensure_ascii=False) + "\n")
+    write_out(to_json(record(session)) + "\n")
 
 
 def record(session) -> dict:
-    """What --jsonl prints for the last turn; text is raw, JSON escapes what is dangerous."""
+    """What --jsonl prints for the last turn; text is raw, to_json escapes what is dangerous."""
     turn = session.last
     thinking, answer = split_thinking(turn.text, session.thinking_opened)
     return {

@@ -58,7 +58,7 @@ def run(args) -> int:
         terminal.write_out(style.bold(title) + "\n")
         for name, (value, origin) in rows.items():
             line = f"  {name:<29} {terminal.sanitize_line(value)}"
-            terminal.write_out(line + (style.dim(f"   ({origin})") if origin else "") + "\n")
+            terminal.write_out(line + (style.dim(f"   ({terminal.sanitize_line(origin)})") if origin else "") + "\n")
     return 0
 
 

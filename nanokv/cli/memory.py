@@ -4,7 +4,6 @@ Needs config.json only; the Qwen3 family is built in, so it answers without netw
 exception: it allocates every kind of cache and compares `nbytes` with the formula; a mismatch is our bug (exit 1).
 """
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ from nanokv import costs
 from nanokv.cli import terminal
 from nanokv.cli.arguments import add_model_arguments, integer
 from nanokv.cli.loading import available_memory, choose_dtype, display_name
+from nanokv.cli.text import to_json
 from nanokv.config import Config
 from nanokv.errors import NanoKVError
 from nanokv.kinds import KINDS, check_options
@@ -47,7 +47,7 @@ def run(args) -> int:
         terminal.warning(f"--context {estimate.context:,} is more than the model's {limit:,} positions")
     checked = check(estimate) if args.check else None
     if args.json:
-        terminal.write_out(json.dumps(report(estimate, memory, checked)) + "\n")
+        terminal.write_out(to_json(report(estimate, memory, checked)) + "\n")
     else:
         terminal.write_out(text(estimate, memory, checked, terminal.Style(sys.stdout, args.color)))
     if args.plot:

@@ -1,12 +1,12 @@
 """`nanokv profile`: where the time of one prefill and one decode step goes, each part beside its floor."""
 
-import json
 from dataclasses import asdict
 
 from nanokv.cli import terminal
 from nanokv.cli.arguments import add_model_arguments, integer
 from nanokv.cli.loading import load_model
 from nanokv.cli.random_model import RANDOM, load_random
+from nanokv.cli.text import to_json
 from nanokv.errors import NanoKVError
 
 EXAMPLES = ("nanokv profile", "nanokv profile --weights plain", "nanokv profile -m qwen3-0.6b-random --tokens 1024")
@@ -38,7 +38,7 @@ def run(args) -> int:
     read = Ours(model, args.weights, loaded.cache_name, {}, 1, loaded.dtype).weight_bytes
     found = phases(model, loaded.cache_name, loaded.cache_options, args.tokens, read, loaded.dtype)
     if args.json:
-        terminal.write_out(json.dumps([asdict(phase) for phase in found]) + "\n")
+        terminal.write_out(to_json([asdict(phase) for phase in found]) + "\n")
         return 0
     terminal.write_out(f"{loaded.name} {loaded.dtype_name} {args.weights} · cache {loaded.cache_name}\n")
     for phase in found:

@@ -6,12 +6,17 @@ be split over tokens (ESC is one Qwen token, "[2J" another). Raw text stays in J
 Standard library only: this file is imported before arguments are parsed.
 """
 
+import errno
 import os
+import shutil
 import signal
 import sys
 import time
+from contextlib import contextmanager
+from pathlib import Path
 
 from nanokv.errors import NanoKVError
+from weights_loader.strict import bounded
 
 SWALLOW_S = 0.5  # a second Ctrl-C within this time belongs to the first
 
@@ -33,6 +38,7 @@ def _visible() -> dict[int, str]:
 
 VISIBLE = _visible()
 VISIBLE_LINE = VISIBLE | {ord("\n"): "\u240a", ord("\t"): "\u2409"}
+VISIBLE_LINE |= {c: f"\\u{c:04x}" for c in (0x2028, 0x2029)}  # line and paragraph separator: some readers split there
 
 
 def sanitize(text: str) -> str:
@@ -43,6 +49,11 @@ def sanitize(text: str) -> str:
 def sanitize_line(text: str) -> str:
     """One line: as `sanitize`, with \\n and \\t visible too. For names, errors and notices."""
     return str(text).translate(VISIBLE_LINE)
+
+
+def message_line(text: str) -> str:
+    """One line of a bounded length, for errors, hints, warnings and notices: whatever they quote, it stays readable."""
+    return sanitize_line(bounded(str(text)))
 
 
 class Sanitizer:
@@ -114,12 +125,27 @@ def write_err(text: str) -> None:
 def notice(text: str, args) -> None:
     """One dim line on stderr, unless --quiet."""
     if not args.quiet:
-        write_err(Style(sys.stderr, args.color).dim(sanitize_line(text)) + "\n")
+        write_err(Style(sys.stderr, args.color).dim(message_line(text)) + "\n")
 
 
 def warning(text: str) -> None:
     """One line on stderr that --quiet does not hide."""
-    write_err(f"nanokv: warning: {sanitize_line(text)}\n")
+    write_err(f"nanokv: warning: {message_line(text)}\n")
+
+
+@contextmanager
+def writing(path, need: int | None = None):
+    """Around writing a file: a full disk or quota becomes an error that names the folder, what is free and needed."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        folder = Path(path).absolute().parent
+        needs = "" if need is None else f", {bytes_text(need)} are needed"
+        free = bytes_text(shutil.disk_usage(folder).free)
+        raise NanoKVError(f"{path} cannot be written: {error.strerror}: {folder} has {free} free{needs}",
+                          "free some space on that disk, or choose another place") from error  # fmt: skip
 
 
 def silence_stdout() -> None:

@@ -5,6 +5,8 @@ and CRLF becomes LF. NUL is an ordinary character here (a byte-level tokenizer h
 """
 
 import json
+import math
+import re
 
 from nanokv.cli.terminal import sanitize_line
 from nanokv.errors import NanoKVError
@@ -56,6 +58,26 @@ def refuse_special(text: str, tokenizer, allow: bool) -> None:
         )
 
 
+UNSEEN = re.compile(  # json escapes C0; these are DEL, C1, bidi marks and overrides, separators, BOM, lone surrogates
+    "[\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff]"
+)
+
+
 def to_json(value) -> str:
-    """One line of ASCII: control characters, DEL included, only as escapes."""
-    return json.dumps(value, ensure_ascii=True, allow_nan=False).replace("\x7f", "\\u007f")
+    """One line of JSON for a terminal or a program: ordinary text stays readable, what steers or hides is an escape.
+
+    NaN and infinity, which JSON lacks, become null.
+    """
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        text = json.dumps(_finite(value), ensure_ascii=False, allow_nan=False)
+    return UNSEEN.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def _finite(value):
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -171,7 +171,7 @@ def replace(path: Path, text: str) -> None:
     """Write all of it beside, then take the place: whoever has the old page open keeps a whole one."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "x", encoding="utf-8", newline="\n") as file:
+        with terminal.writing(path, len(text)), open(temporary, "x", encoding="utf-8", newline="\n") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from nanokv.cli import terminal
 from nanokv.cli.arguments import integer, real
+from nanokv.cli.text import to_json
 from nanokv.errors import NanoKVError
 
 EXAMPLES = ("nanokv train --out runs/tiny", "nanokv train --out runs/tiny --resume", "nanokv train --evaluate")
@@ -202,7 +203,7 @@ def evaluate(args, name: str, seed: int) -> dict:
     report = {"model": name, "cases": args.cases, "seed": seed, "tasks": tasks, "wrong": wrongs}
     report |= {"faults": faults, "said": said, "missed": missed}
     if args.json:
-        terminal.write_out(json.dumps(report) + "\n")
+        terminal.write_out(to_json(report) + "\n")
     return report
 
 
