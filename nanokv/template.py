@@ -43,10 +43,10 @@ class ChatTemplate:
                 "add_generation_prompt": bool(add_generation_prompt),
             }  # fmt: skip
             size = len(json.dumps(variables, ensure_ascii=False))
-        except (RecursionError, TypeError) as error:  # a list that holds itself, a key that JSON cannot have
+        except (RecursionError, TypeError, ValueError) as error:  # holds itself, a key that JSON cannot have, 10**9999
             raise TemplateError(f"messages, tools and options must be JSON values: {error}") from error
         with self._lock:
-            return self._bounded(self._template.render, variables, work=self.work + 32 * size)
+            return self._bounded(self._template.render, variables, work=self.work + 40 * size)
 
     def _bounded(self, function, argument, work):
         self._environment.budget = Budget(work, self.seconds)

@@ -35,6 +35,7 @@ LAYERS = [
     {"nanokv.config", "nanokv.attention", "nanokv.sample", "nanokv.tokenizer", "nanokv.fingerprint", "nanokv.kinds"},
     {"nanokv.template", "nanokv.tokenizer_file"},
     {"nanokv.sandbox"},
+    {"nanokv.template_costs"},
     {"nanokv.errors"},
     {"weights_loader"},
 ]

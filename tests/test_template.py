@@ -1,16 +1,27 @@
 """Chat templates: byte-equal to transformers on the published Qwen3 template, and bounded when they are hostile."""
 
+import json
+import os
+import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
+import jinja2
 import pytest
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import template_calls
+from chat_templates import FAMILIES
+from nanokv import template_costs
 from nanokv.errors import TemplateError
 from nanokv.template import ChatTemplate, plain
 from nanokv.tokenizer import Tokenizer
 
+ROOT = Path(__file__).resolve().parents[1]
 USER = {"role": "user", "content": "What is the weather in Zürich?"}
 TOOL = {"type": "function", "function": {"name": "wetter", "description": "<b>Wetter & 'Wind'</b> – 天気",
         "parameters": {"type": "object", "properties": {"ort": {"type": "string", "default": None}}}}}  # fmt: skip
@@ -188,6 +199,23 @@ HOSTILE = {
     "attribute path": "{{ [{}]|map(attribute='a.' * 7000000, default={})|list }}",
     "one large value": "{{ 'a' * 30000000 }}",
     "much to compile": "{{a}}" * 50_000,
+    "much to compile in one line": "{{" + "a<" * 30_000 + "a}}",
+    "search backwards": "{{ ('a' * 1900000).rfind('ab' ~ 'a' * 900000) }}",
+    "split backwards": "{{ ('a' * 1900000).rsplit('ab' ~ 'a' * 900000) }}",
+    "strip many letters": "{{ ('\u4e61' * 1900000).lstrip('\u4d61' * 100000 ~ '\u4e61') }}",
+    "trim many letters": "{{ ('\u4e61' * 1900000)|trim('\u4d61' * 100000 ~ '\u4e61') }}",
+    "sort by a long path": "{{ ['a', 'b']|sort(attribute='0.' * 900000 ~ '0') }}",
+    "sort letters": "{{ ('ab' * 900000)|sort }}",
+    "urlize": "{{ ('www.' * 400000)|urlize }}",
+    "division of long numbers": "{{ ('0x' ~ 'f' * 1900000)|int(0, 16) // ('0x' ~ 'f' * 900000)|int(0, 16) }}",
+    "remainder of long numbers": "{{ ('0x' ~ 'f' * 1900000)|int(0, 16) % ('0x' ~ 'f' * 900000)|int(0, 16) }}",
+    "a format by a test": "{{ '%999999999d' is even }}{{ '%999999999d' is divisibleby(3) }}",
+    "% width from the arguments, with a name": "{{ '%(a(b)c)999999999d' % {'a(b)c': 1} }}",
+    "tags in Markup": "{{ ('<!--' * 400000)|safe.striptags() }}",
+    "deep tuples as a key": "{% macro f() %}{% set n.x = varargs %}{% endmacro %}{% set n = namespace(x=()) %}"
+                            "{% for i in range(99999) %}{% set _ = f(n.x) %}{% endfor %}{{ {n.x: 1} }}",
+    "lists kept": "{% set n = namespace(l=[]) %}{% set s = 'abc,' * 400000 %}{% for i in range(999) %}"
+                  "{% set n.l = [n.l[:99], s.split(',')] %}{% endfor %}",
 }  # fmt: skip
 
 
@@ -210,6 +238,80 @@ def test_hostile_templates_stay_small():
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 200e6
+
+
+def bounded(share):
+    """tests/template_calls.py in a process of its own."""
+    command = [sys.executable, Path(__file__).with_name("template_calls.py"), str(share)]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("share", [601, pytest.param(5, marks=pytest.mark.slow)])
+def test_no_single_call_is_long_or_large(share):
+    """Every method, filter, test and operator with the worst arguments that fit: 80,000 calls, or a sample of them."""
+    found = bounded(share)
+    assert found["calls"] > 70_000 // share and 0 < found["refused"] < found["calls"]
+    assert found["strange"] == []
+    assert found["seconds"] < 1, found["slowest"]
+    assert found["peak"] < 500e6
+
+
+def test_every_kind_of_call_is_tried():
+    """The list follows the price list, so that a new entry is tried too."""
+    expressions = {call[0] for call in template_calls.calls()}
+    for kind, names in template_costs.METHODS.items():
+        if kind in template_calls.OWNERS:
+            assert {f"x.{name}()" for name in names} <= expressions
+    assert {f"x|{name}" for name in template_costs.FILTERS} <= expressions
+
+
+@pytest.mark.parametrize(("template", "named"), [
+    *((f"{{{{ 'a'|{name} }}}}", f"filter '{name}'") for name in ("urlize", "wordwrap", "attr", "striptags", "random")),
+    *((f"{{{{ 'a'.{name}() }}}}", f"{name} of a str") for name in ("encode", "translate")),
+    ("{{ (1).to_bytes(9, 'big') }}", "to_bytes of a int"),
+    ("{{ range(9).count(1) }}", "count of a range"),
+    ("{{ {}.fromkeys([1]) }}", "fromkeys of a type"),
+    ("{{ ('a'|safe).striptags() }}", "striptags of a Markup"),
+])  # fmt: skip
+def test_what_is_not_listed_is_refused_by_name(template, named):
+    with pytest.raises(TemplateError, match=f"{named}.*that a chat template may use"):
+        ChatTemplate(template).render([USER])
+
+
+def test_ctrl_c_is_heard():
+    """The slowest allowed calls, one after the other, on a budget that would last for minutes."""
+    template = "{% set s = 'a' * 1900000 %}{% set t = 'a' * 60 ~ 'b' ~ 'a' * 60 %}" \
+               "{% for i in range(99999) %}{% set z = s.rfind(t) + s.strip(t)|length %}{% endfor %}"
+    code = f"from nanokv.template import ChatTemplate as T\nt = T({template!r}, work=10**12, seconds=60)\n" \
+           "print(1, flush=True)\nt.render([{'role': 'user', 'content': 'x'}])"
+    child = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    with child:
+        child.stdout.readline()
+        time.sleep(0.5)
+        assert child.poll() is None
+        child.send_signal(signal.SIGINT)
+        began = time.monotonic()
+        assert b"KeyboardInterrupt" in child.communicate(timeout=30)[1]
+        assert time.monotonic() - began < 3
+
+
+@pytest.mark.parametrize("messages", CONVERSATIONS.values(), ids=CONVERSATIONS)
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_other_families_equal_transformers(reference, name, messages):
+    """Templates as Llama 3, SmolLM2, Qwen2.5, Gemma, Mistral, Phi and DeepSeek publish them: what theirs refuses (roles
+    that must alternate), ours refuses too."""
+    source, names = FAMILIES[name], {"bos_token": "<s>", "eos_token": reference.eos_token}
+    for tools in (None, [TOOL]):
+        try:
+            expected = theirs(reference, messages, tools=tools, add_generation_prompt=True, chat_template=source,
+                              bos_token="<s>")  # fmt: skip
+        except (jinja2.TemplateError, TypeError):
+            with pytest.raises(TemplateError):
+                ChatTemplate(source, names).render(messages, tools)
+        else:
+            assert ChatTemplate(source, names).render(messages, tools) == expected
 
 
 def test_an_honest_long_chat_fits_the_budget(qwen):
