@@ -11,6 +11,7 @@ import os
 import pickle
 import random
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -27,7 +28,7 @@ from nanokv.cache import BatchCache, make_cache
 from nanokv.cache.base import NoCache, Pages
 from nanokv.cache.paged_batch import PagedBatch
 from nanokv.errors import ConfigError
-from nanokv.fast import native, optimize, torch_ops, weights
+from nanokv.fast import native, optimize, private, torch_ops, weights
 from nanokv.inference import decode, prefill, prefill_chunks, score, verify
 from nanokv.loading import build
 from nanokv.model import Qwen3
@@ -553,30 +554,107 @@ def test_numbers_next_to_zero_stay_what_they_are(fresh):
     assert tiny * 2 > 0 and torch.tensor([1e-40]).mul(2).item() > 0
 
 
+@pytest.fixture
+def copying(fresh):
+    """A compiler that hands out the library which is there already, in no time."""
+    with pytest.MonkeyPatch.context() as usual:
+        usual.delenv("NANOKV_CACHE")
+        library = native.load(native.find_compiler())[1]
+    return fresh(f'for last; do :; done; cp {library} "$last"')
+
+
 @needs_kernels
-@pytest.mark.parametrize("broken", [b"", b"\x7fELF\x02\x01\x01", b"no library at all" * 99])
-def test_a_file_that_cannot_be_loaded_is_built_again(fresh, broken):
-    fresh(f'exec {native.find_compiler()[0]} "$@" -O0')
-    fresh.folder.mkdir()
-    path = fresh.folder / f"kernels-{native.build_key(native.find_compiler())}.so"
-    path.write_bytes(broken)
-    for _ in range(2):  # built, then found
-        assert native.library()[0] and fresh.runs() == 1 and path.stat().st_size > 10_000
-        native.library.cache_clear()
-
-
-def test_code_that_others_can_write_is_not_loaded(fresh):
-    fresh("exit 0")
-    fresh.folder.mkdir()
-    fresh.folder.chmod(0o777)
+@pytest.mark.parametrize("kept", [0, 7, 4096, 0.5, 0.99])
+def test_half_a_file_is_noticed_before_it_is_mapped(fresh, copying, kept):
+    """A short .so that is mapped kills the process with SIGBUS, at every later start."""
     kernels, why = native.library()
-    assert kernels is None and "can be written by other users" in why and not (fresh.folder.parent / "log").exists()
-    fresh.folder.chmod(0o755)
-    planted = fresh.folder / f"kernels-{native.build_key(native.find_compiler())}.so"
-    planted.write_bytes(b"")
-    planted.chmod(0o777)
+    path, = fresh.folder.glob("kernels-*.so")
+    assert kernels and str(path) in why and path.stat().st_mode & 0o777 == 0o600
+    whole = path.read_bytes()
     native.library.cache_clear()
-    assert "can be written by other users" in native.library()[1]
+    assert native.library()[0] and fresh.runs() == 1  # found again
+    os.replace(shutil.copy(path, path.with_suffix(".part")), path)  # another file: this process has mapped the first
+    with path.open("r+b") as file:
+        file.truncate(int(kept * len(whole)) if isinstance(kept, float) else kept)
+    for _ in range(2):  # built, then found
+        native.library.cache_clear()
+        assert native.library()[0] and fresh.runs() == 2 and path.read_bytes() == whole
+
+
+@needs_kernels
+def test_another_content_under_the_name_is_not_loaded(fresh, copying):
+    fresh.folder.mkdir()
+    stem = fresh.folder / f"kernels-{native.build_key(native.find_compiler())}"
+    content = b"no library at all" * 99
+    wrong, not_a_library = fresh.folder / f"{stem.name}-{'0' * 64}.so", private.named(stem, content)
+    wrong.write_bytes(content), not_a_library.write_bytes(content)
+    assert native.library()[0] and fresh.runs() == 1
+    assert not wrong.exists() and not not_a_library.exists()
+
+
+def planted(fresh):
+    """A file of the right name and content hash, as an attacker would leave it."""
+    fresh.folder.mkdir(exist_ok=True)
+    path = private.named(fresh.folder / f"kernels-{native.build_key(native.find_compiler())}", b"planted")
+    path.write_bytes(b"planted")
+    path.chmod(0o600)
+    return path
+
+
+@pytest.mark.skipif(not hasattr(os, "getuid"), reason="POSIX permissions")
+@pytest.mark.parametrize(("place", "mode"), [
+    ("folder", 0o777), ("folder", 0o770), ("folder", 0o1777), ("file", 0o602), ("file", 0o620), ("parent", 0o777),
+    ("parent", 0o775),
+])  # fmt: skip
+def test_code_that_others_can_write_is_not_loaded(fresh, monkeypatch, place, mode):
+    fresh("exit 0")
+    monkeypatch.setenv("NANOKV_CACHE", str(fresh.folder.parent / "parent"))
+    fresh.folder = fresh.folder.parent / "parent" / "nanokv"
+    fresh.folder.parent.mkdir()
+    file = planted(fresh)
+    target = {"folder": fresh.folder, "file": file, "parent": fresh.folder.parent}[place]
+    target.chmod(mode)
+    kernels, why = native.library()
+    assert kernels is None and f"can be written by other users: chmod go-w {target}" in why
+    assert not (fresh.folder.parents[1] / "log").exists() and file.exists()
+
+
+@pytest.mark.skipif(not hasattr(os, "getuid"), reason="POSIX permissions")
+def test_a_sticky_parent_as_tmp_is_fine_and_a_link_is_not(fresh, monkeypatch):
+    fresh("exit 1")
+    fresh.folder.parent.chmod(0o1777)
+    file = planted(fresh)
+    elsewhere = fresh.folder.parent / "elsewhere"
+    file.rename(elsewhere)
+    file.symlink_to(elsewhere)
+    assert "did not build" in native.library()[1] and not file.is_symlink() and elsewhere.exists()
+
+
+@pytest.mark.skipif(not hasattr(os, "getuid"), reason="POSIX permissions")
+def test_what_another_user_owns_is_not_loaded(fresh, monkeypatch):
+    fresh("exit 0")
+    planted(fresh)
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    status = os.stat_result((0o100600, 0, 0, 1, 54321, 0, 0, 0, 0, 0))
+    monkeypatch.setattr(private.os, "fstat", lambda descriptor: status)
+    monkeypatch.setattr(private, "check_folder", lambda folder: None)
+    assert "belongs to another user" in native.library()[1]
+
+
+@pytest.mark.skipif(not hasattr(os, "getuid"), reason="POSIX permissions")
+def test_folders_are_made_for_this_user_alone(tmp_path):
+    before = os.umask(0o002)  # where every user has a group of their own, ~/.cache would be made 0775 and then refused
+    try:
+        private.make_folder(tmp_path / "a" / "b")
+    finally:
+        os.umask(before)
+    assert [place.stat().st_mode & 0o777 for place in (tmp_path / "a", tmp_path / "a" / "b")] == [0o700, 0o700]
+
+
+def test_a_compiler_name_with_an_open_quote_is_named(fresh, monkeypatch):
+    monkeypatch.setenv("CXX", "g++ 'oops")
+    kernels, why = native.library()
+    assert kernels is None and "CXX is \"g++ 'oops\": No closing quotation" in why
 
 
 def test_a_compiler_that_hangs_and_one_that_warns_first(fresh, monkeypatch):

@@ -2,7 +2,7 @@
 
 The compiler writes for the processor that it runs on, so the file is kept under a name that holds the source, the
 flags and the processor. `NANOKV_KERNELS=off` leaves the kernels out; `CXX` names another compiler. Code is loaded only
-from a folder that nobody else can write to.
+whole, and only from a folder that nobody else can write to (private.py).
 """
 
 import ctypes
@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from nanokv.errors import ConfigError
+from nanokv.fast import private
 
 FOLDER = Path(__file__).with_name("kernels")
 SOURCES = FOLDER / "decode.cpp", FOLDER / "prefill.cpp"
@@ -80,7 +81,10 @@ def library():
         raise ConfigError(f"NANOKV_KERNELS is {wanted!r}: on or off", hint="unset NANOKV_KERNELS")
     if wanted == "off":
         return None, "torch operators (NANOKV_KERNELS=off)"
-    compiler = find_compiler()
+    try:
+        compiler = find_compiler()
+    except ValueError as error:
+        return None, f"torch operators (CXX is {os.environ['CXX']!r}: {error})"
     if compiler is None:
         return None, "torch operators (no C++ compiler found: install g++ or clang++, or set CXX)"
     try:
@@ -97,7 +101,8 @@ def kernels():
 
 
 def find_compiler() -> list[str] | None:
-    """$CXX, which may have arguments, or the first of the usual names; a $CXX that is not there is not replaced."""
+    """$CXX, which may have arguments, or the first of the usual names; a $CXX that is not there is not replaced.
+    ValueError if its quotes are not closed."""
     wanted = shlex.split(os.environ.get("CXX", ""))
     for name in wanted[:1] or ("c++", "g++", "clang++"):
         if found := shutil.which(name):
@@ -107,18 +112,23 @@ def find_compiler() -> list[str] | None:
 
 def load(compiler: list[str]):
     """(the library with the types of its functions, its path). A file that cannot be loaded is built once more."""
-    path = folder() / f"kernels-{build_key(compiler)}.so"
-    if path.exists():
-        check_private(path.parent, path)
+    stem = folder() / f"kernels-{build_key(compiler)}"
+    if stem.parent.exists():
+        private.check_folder(stem.parent)
+    for path in private.kept(stem):
         try:
-            return typed(path), path
-        except (OSError, AttributeError):  # cut off, or not ours
-            path.unlink()
-    build(compiler, path)
-    return typed(path), path
+            if (checked := private.open_checked(path)) is not None:
+                return typed(checked), path
+        except PermissionError:
+            raise
+        except (OSError, AttributeError):  # a link, not ours
+            pass
+        path.unlink()
+    path = build(compiler, stem)
+    return typed(private.open_checked(path) or path), path
 
 
-def typed(path: Path):
+def typed(path):
     """The library, its functions with the types of what they take and return."""
     kernels = ctypes.CDLL(str(path))
     for name, (arguments, result) in SIGNATURES.items():
@@ -134,12 +144,12 @@ def build_key(compiler: list[str]) -> str:
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 
-def build(compiler: list[str], path: Path) -> None:
-    """Compile into a folder beside `path`, then rename: two processes may build at once."""
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    check_private(path.parent)
-    with tempfile.TemporaryDirectory(dir=path.parent) as work:
-        target = Path(work) / path.name
+def build(compiler: list[str], stem: Path) -> Path:
+    """Compile into a folder beside it, then rename: two processes may build at once. The path of the library."""
+    private.make_folder(stem.parent)
+    private.check_folder(stem.parent)
+    with tempfile.TemporaryDirectory(dir=stem.parent) as work:
+        target = Path(work) / f"{stem.name}.so"
         run = functools.partial(
             subprocess.run, check=True, capture_output=True, text=True, errors="replace", timeout=TIMEOUT
         )
@@ -147,10 +157,12 @@ def build(compiler: list[str], path: Path) -> None:
             run([*compiler, *FLAGS, "-fopenmp", *map(str, SOURCES), "-o", str(target)])
         except subprocess.CalledProcessError:  # Apple's clang has none: one thread
             run([*compiler, *FLAGS, *map(str, SOURCES), "-o", str(target)])
-        target.chmod(0o700)
+        target.chmod(0o600)
         with target.open("rb") as file:
+            path = private.named(stem, file.read())
             os.fsync(file.fileno())  # or a power cut could leave half of it under the final name
         os.replace(target, path)
+    return path
 
 
 def reason(error) -> str:
@@ -159,16 +171,6 @@ def reason(error) -> str:
         return f"not done after {error.timeout} seconds"
     lines = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
     return next((line for line in lines if "error" in line.lower()), lines[0] if lines else type(error).__name__)
-
-
-def check_private(*places: Path) -> None:
-    """What is loaded from here runs with our rights: refuse what another user owns or everybody may write to."""
-    if not hasattr(os, "getuid"):  # Windows: the folder is in the user's profile
-        return
-    for place in places:
-        status = place.stat()
-        if status.st_uid not in (0, os.getuid()) or status.st_mode & 0o002:
-            raise PermissionError(f"{place} can be written by other users: set NANOKV_CACHE to a folder of your own")
 
 
 def folder() -> Path:
