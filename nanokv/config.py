@@ -58,6 +58,15 @@ HARMLESS = frozenset(  # sampling, training, labels and bookkeeping: the logits 
     suppress_tokens begin_suppress_tokens
     """.split()
 )
+TYPES = {  # of harmless fields, as transformers checks them: another type says that the file is damaged
+    "architectures": (list, None), "transformers_version": (str, None), "problem_type": (str, None),
+    "id2label": (dict, None), "label2id": (dict, None), "chunk_size_feed_forward": (int,),
+    "output_hidden_states": (bool, None), "return_dict": (bool, None), "use_cache": (bool,),
+    "is_encoder_decoder": (bool,), "attention_dropout": (float, int), "initializer_range": (float, int),
+    "sliding_window": (int, None),
+    "max_window_layers": (int,), "bos_token_id": (int, None), "pad_token_id": (int, None),
+    "eos_token_id": (int, list, None),
+}  # fmt: skip
 SAMPLED = {"eos_token_id", "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"}  # read
 NEUTRAL = {  # fields of generation_config.json that are not implemented → the values, besides null, that change nothing
     "num_beams": (1,), "min_length": (0,), "min_new_tokens": (0,), "no_repeat_ngram_size": (0,), "max_time": (),
@@ -202,6 +211,9 @@ class GenerationConfig:
         eos = eos if isinstance(eos, list) else [eos]
         if not all(type(i) is int and i >= 0 for i in eos):
             raise ConfigError(f"eos_token_id {shown(eos)} is not an id or a list of ids")
+        for name in ("bos_token_id", "pad_token_id", "decoder_start_token_id"):  # not used: a sign of damage
+            if type(fields.get(name, 0)) not in (int, type(None)):
+                raise ConfigError(f"{name} {shown(fields[name])} is not an id")
         penalty = _number(fields, "repetition_penalty", 1.0)
         sampled = fields.get("do_sample") is not None and _flag(fields, "do_sample")
         _warn_unused(fields, NEUTRAL | NEUTRAL_SAMPLED if sampled else NEUTRAL)
@@ -236,8 +248,12 @@ def _refuse_unimplemented(fields: dict):
         value = fields.get(name, only)
         if value != only and (value is not None or name in ("model_type", "hidden_act")):
             raise ConfigError(f"{name} {shown(value)} is not implemented: this model has {name} {only!r} only")
-    layers = fields.get("layer_types") or []
-    layers = layers if isinstance(layers, list) else [layers]
+    for name, kinds in TYPES.items():
+        if name in fields and not any(type(fields[name]) is (kind or type(None)) for kind in kinds):
+            words = " or ".join("null" if kind is None else kind.__name__ for kind in kinds)
+            raise ConfigError(f"{name} is {shown(fields[name])}: {words} was expected")
+    layers = fields.get("layer_types")
+    layers = layers if isinstance(layers, list) else [] if layers is None else [layers]
     if other := sorted({str(kind) for kind in layers} - {"full_attention"}):
         raise ConfigError(f"layer_types holds {', '.join(other)}: only full_attention is implemented")
     for name, value in fields.items():

@@ -101,7 +101,10 @@ def _size(config: dict, field: str, limit: int) -> int:
 
 def read_weight_map(path: Path) -> dict[str, str]:
     """tensor name → shard, each a bare file name: nothing that the index says can leave its folder."""
-    weight_map = read_object(path).get("weight_map")
+    index = read_object(path)
+    weight_map = index.get("weight_map")
+    if not isinstance(index.get("metadata", {}), dict):
+        raise CheckpointError(f"{path}: metadata is {quote(index['metadata'])}, not an object")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path}: weight_map is missing, empty or not an object")
     for name, shard in weight_map.items():
