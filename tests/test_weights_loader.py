@@ -404,7 +404,7 @@ def test_bias_must_be_announced(tmp_path):
     tensors = make_tensors(CONFIG | {"attention_bias": True})
     refused(write(tmp_path, tensors=tensors), "8 tensors", "bias")
     refused(write(tmp_path, CONFIG | {"attention_bias": True}, make_tensors(CONFIG)), "8 of 33", "bias")
-    refused(write(tmp_path, CONFIG | {"attention_bias": "no"}, make_tensors(CONFIG)), "attention_bias", "'no'")
+    refused(write(tmp_path, CONFIG | {"attention_bias": "no"}, make_tensors(CONFIG)), "attention_bias", '"no"')
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '"text"', '{"vocab_size": NaN}', '{"a": 1, "a": 1}', "\x00"])

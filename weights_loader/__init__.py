@@ -40,8 +40,11 @@ def load(source, dtype=None, device="cpu", revision=None):
         entries = check(folder, config, shards.read_entries(folder))
         config["tie_word_embeddings"] = names.HEAD not in entries
         state = {names.to_nanokv(name): shards.materialize(entry, dtype, device) for name, entry in entries.items()}
-    except OSError as error:
-        raise CheckpointError(f"{error.filename or folder} cannot be read: {error.strerror or error}") from error
+    except CheckpointError:
+        raise
+    except (OSError, ValueError) as error:  # ValueError: a file that became shorter since its header was read
+        place, reason = getattr(error, "filename", None) or folder, getattr(error, "strerror", None) or error
+        raise CheckpointError(f"{place} cannot be read: {reason}") from error
     return config, state
 
 

@@ -122,7 +122,7 @@ def read_header(path: Path) -> dict[str, Entry]:
 def _check_metadata(path: Path, metadata):
     """The one field that is no tensor: texts by name. The format allows nothing else, and other readers refuse it."""
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise CheckpointError(f"{path}: __metadata__ is {str(metadata)[:80]}, not an object of texts", FORMAT_HINT)
+        raise CheckpointError(f"header of {path}: __metadata__ is {str(metadata)[:80]}, not texts by name", FORMAT_HINT)
 
 
 def _entry(path: Path, name: str, fields, data_start: int) -> Entry:

@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from nanokv.errors import CacheError
+from nanokv.errors import CacheError, foreign
 from weights_loader.strict import loads
 
 FORMAT = "nanokv-cache-1"
@@ -99,12 +99,10 @@ def _rebuild(path, meta: dict, tensors: dict, config, model_fingerprint: str, op
 
 def _read(path, device):
     """(metadata, tensors) of a whole, unchanged file."""
-    try:
+    with foreign(f"{path} is not a readable cache file", CacheError):
         with safe_open(path, framework="pt", device=str(device)) as file:
             meta = dict(file.metadata() or {})
             tensors = {key: file.get_tensor(key) for key in file.keys()}
-    except (OSError, SafetensorError) as error:
-        raise CacheError(f"{path} is not a readable cache file: {error}") from error
     if meta.get("format") != FORMAT:
         raise CacheError(f"{path} is not a saved KV cache (format {meta.get('format')!r})")
     if meta.pop("sha256", None) != _digest(meta, tensors):
