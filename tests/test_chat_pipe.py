@@ -253,3 +253,14 @@ def test_ctrl_c_writes_what_it_has_and_leaves_with_130(tmp_path_factory):
         rest, err = chat.communicate(timeout=60)
         assert chat.returncode == 130 and rest.endswith(b"\n") and rest.count(b"\n") == 1
         assert b"Traceback" not in err
+
+
+def test_resume_of_a_header_with_wrong_types_is_one_line_and_exit_code_2(talk, tmp_path):
+    folder = tmp_path / "nanokv" / "sessions"
+    folder.mkdir(parents=True)
+    for fields in ({"settings": {"stop": 5}}, {"settings": 3}, {"system": [1]}, {"kv": {}}):
+        head = {"format": "nanokv-session-1", "model": "tiny", "fingerprint": "x"} | fields
+        (folder / "one.jsonl").write_text(json.dumps(head) + "\n")
+        code, out, err = talk(b"Hi\n", "--resume")
+        assert (code, out) == (2, "") and err.startswith("nanokv: error: ") and "Traceback" not in err
+        assert f"one.jsonl, line 1: {next(iter(fields))}" in err and err.count("\n") == 2

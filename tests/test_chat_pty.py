@@ -38,9 +38,9 @@ def start(tmp_path):
     """start(folder, *flags, env=...): a chat whose state lives in tmp_path; ended with the test."""
     started = []
 
-    def begin(folder, *flags, env=None, wait=READY, **options):
+    def begin(folder, *flags, env=None, wait=READY, argv=None, **options):
         env = {"XDG_STATE_HOME": str(tmp_path), "NANOKV_NO_HISTORY": "1"} | (env or {})
-        terminal = Terminal(chat_argv(folder, *flags), env, **options)
+        terminal = Terminal(argv or chat_argv(folder, *flags), env, **options)
         started.append(terminal)
         if wait:
             terminal.see(wait)
@@ -283,6 +283,78 @@ def test_typo_gets_the_nearest_name_and_a_path_is_text(fresh):
     fresh.ask("/drop 5", "cannot drop 5 of 1 turns")
     fresh.ask("/set top_p 7", "7.* is not")
     fresh.ask("/help", r"/retry \(=/regen\)")
+
+
+WRONG_ARGUMENTS = {
+    "/save ~nosuchuser/x": r"~nosuchuser/x: there is no user 'nosuchuser' here",
+    "/load ~nosuchuser/x": r"~nosuchuser/x: there is no user 'nosuchuser' here",
+    "/read ~nosuchuser/x": r"~nosuchuser/x: there is no user 'nosuchuser' here",
+    "/read": r"/read needs a file name",
+    "/read .": r"cannot read \.: Is a directory",
+    "/read /dev/zero": r"/dev/zero has more than 16.0 MB",
+    "/drop " + "9" * 5000: r"/drop needs a number of turns, not '9{20}'",
+    "/save a\0b": r"a.b: a file name cannot hold the character NUL",
+}
+
+
+def test_a_wrong_argument_is_one_line_and_the_chat_goes_on(fresh):
+    for line, told in WRONG_ARGUMENTS.items():
+        fresh.clear()
+        fresh.paste(line)                                # not typed: 5,000 digits would be drawn one by one
+        fresh.send("\r")
+        fresh.see(r"^error: " + told)
+        fresh.see(r"(?s)\A>.*^> *$")
+        assert "Traceback" not in fresh.text
+    fresh.ask("/undo", "nothing to undo")
+
+
+WRONG_FIELDS = {"kv": 7, "settings": [1], "system": {"a": 1}, "fingerprint": 3}
+
+
+def test_load_of_a_file_with_a_wrong_type_names_the_field_and_changes_nothing(fresh, tmp_path):
+    fresh.ask("Hello.", STATUS.format(r"\d+", 512))
+    fresh.ask(f"/save {tmp_path}/good.jsonl", "saved 1 turn")
+    head, history = lines(tmp_path / "good.jsonl")
+    wrong = [({name: value}, name) for name, value in WRONG_FIELDS.items()]
+    wrong += [({"settings": {"stop": 5}}, "settings.stop"), ({"settings": {"top_k": "x"}}, "settings.top_k")]
+    for fields, name in wrong:
+        (tmp_path / "bad.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (head | fields, history)))
+        fresh.ask(f"/load {tmp_path}/bad.jsonl", rf"error: .*line 1: {name}\b.* not ")
+    fresh.ask("/undo", "forgot the last turn; 0 left")
+
+
+BROKEN = """
+import sys, time, nanokv.cli
+from nanokv.cli.chat_commands import COMMANDS
+def boom(chat, rest): raise RuntimeError("the cause " + "x" * 5000)
+COMMANDS["/boom"] = boom, ""
+COMMANDS["/slow"] = lambda chat, rest: (chat.view.say("begun"), time.sleep(60)), ""
+sys.exit(nanokv.cli.main())
+"""
+
+
+def test_a_bug_in_a_command_is_one_line_and_costs_neither_chat_nor_session(start, tiny_folder, tmp_path):
+    """The program with two commands more: one that fails, one that hangs."""
+    argv = chat_argv(tiny_folder, "-n", "4")
+    chat = start(tiny_folder, argv=[argv[0], "-c", BROKEN, *argv[3:]])
+    chat.ask("One.", r"→ 4 out")
+    chat.ask("/boom", r"^error: RuntimeError: the cause [x\n]+…\n(hint: )?.*please report it")
+    assert "Traceback" not in chat.text and chat.text.count("x") < 500
+    chat.clear()
+    chat.send("/slow\r")
+    chat.see("begun")
+    chat.send("\x03")
+    chat.see("interrupted")
+    chat.see(READY)
+    chat.ask("Two.", r"→ 4 out")
+    assert [line["user"] for line in lines(sessions(tmp_path)[0])[1:]] == ["One.", "Two."]
+    assert chat.leave("/exit\r") == 0
+
+
+def test_an_editor_that_cannot_be_split_into_words_is_an_error(start, tiny_folder):
+    chat = start(tiny_folder, env={"EDITOR": "vi 'unbalanced"})
+    chat.ask("/edit", r"error: cannot start the editor .*: No closing quotation")
+    assert chat.leave("\x04") == 0
 
 
 def test_retry_keeps_history_alternating(fresh):

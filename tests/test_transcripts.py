@@ -149,3 +149,48 @@ def test_newest_session_is_found_and_a_prefix_is_enough(tmp_path):
     with pytest.raises(SessionError, match="no saved session"):
         transcript.find(tmp_path / "empty", "")
     assert next(row[0] for row in transcript.listing(tmp_path)) == "20260102-2-cc"
+
+
+WRONG = {
+    "model": 5, "fingerprint": ["a"], "system": 7, "kv": "../other.kv", "settings": "hot",
+    "settings.stop": 5, "settings.temperature": "warm", "settings.top_k": 1.5, "settings.seed": -1,
+    "settings.top_p": float("nan"), "settings.min_p": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("where", ("header", "turn"))
+def test_a_wrong_type_is_an_error_with_line_and_field(file, name, where):
+    outer, _, inner = name.partition(".")
+    fields = {outer: {inner: WRONG[name]} if inner else WRONG[name]}
+    head, turn = transcript.header("tiny", "abc"), dict(TURN)
+    (head if where == "header" else turn).update(fields)
+    file.path.parent.mkdir(parents=True)
+    file.path.write_text(json.dumps(head) + "\n" + json.dumps(turn) + "\n")
+    with pytest.raises(SessionError, match=rf"one.jsonl, line {1 if where == 'header' else 2}: {name}\b.* not "):
+        transcript.read(file.path)
+
+
+def test_settings_of_every_allowed_kind_are_read(file):
+    settings = {"stop": ["END"], "temperature": 1, "top_p": 0.5, "seed": 2**62, "top_k": None, "from_tomorrow": [1]}
+    file.append(TURN | {"settings": settings, "system": None})
+    assert transcript.read(file.path)[0]["settings"] == settings
+
+
+def test_nesting_without_end_is_no_line_of_a_session(file):
+    file.append(TURN)
+    with open(file.path, "a") as out:
+        out.write("[" * 100_000 + "\n" + json.dumps(TURN) + "\n")
+    with pytest.raises(SessionError, match="line 3: not a line of a session"):
+        transcript.read(file.path)
+
+
+def test_without_a_home_the_state_folder_says_what_to_set(monkeypatch):
+    from nanokv.errors import NanoKVError
+
+    for name in ("HOME", "XDG_STATE_HOME", "LOCALAPPDATA"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 7)
+    with pytest.raises(NanoKVError, match="home folder is unknown") as error:
+        transcript.state_folder()
+    assert error.value.hint == "set HOME"

@@ -14,6 +14,7 @@ from pathlib import Path
 from nanokv.cli import chat_files, inspector
 from nanokv.cli.arguments import SETTINGS, nearest, parse_setting
 from nanokv.cli.beams import refuse_draw
+from nanokv.cli.files import user_path
 from nanokv.cli.terminal import bytes_text, is_tty, sanitize, sanitize_line, write_err
 from nanokv.cli.text import read_prompt_bytes
 from nanokv.errors import NanoKVError, SessionError
@@ -22,6 +23,11 @@ CHOICES = {
     "overflow": ("stop", "drop"), "thinking": ("show", "fold", "off"),
     "loop_guard": ("on", "off"), "markdown": ("on", "off"),
 }
+LONGEST_FILE = 16_000_000  # bytes that /read takes
+
+
+class Goodbye(Exception):
+    """/exit."""
 
 
 def parse(text):
@@ -151,29 +157,42 @@ def resume(chat, rest):
 
 
 def drop(chat, rest):
-    if not rest.isdecimal():
-        raise SessionError(f"/drop needs a number of turns, not {sanitize_line(rest)!r}", "/drop 3")
+    if not rest.isdecimal() or len(rest) > 9:
+        raise SessionError(f"/drop needs a number of turns, not {sanitize_line(rest[:20])!r}", "/drop 3")
     before = chat.session.cache.length
     chat.session.drop(int(rest))
-    chat.view.say(f"dropped {rest} of the oldest turns; {before - chat.session.cache.length:,} tokens left the cache")
+    chat.view.say(
+        f"dropped {int(rest)} of the oldest turns; {before - chat.session.cache.length:,} tokens left the cache"
+    )
 
 
 def read(chat, rest):
-    path = Path(rest).expanduser()
+    if not rest:
+        raise SessionError("/read needs a file name", "/read notes.txt")
+    path = user_path(rest)
+    shown = sanitize_line(str(path))
     try:
-        chat.draft = read_prompt_bytes(path.read_bytes(), sanitize_line(str(path)))
+        with open(path, "rb") as file:
+            data = file.read(LONGEST_FILE + 1)           # a device may never end
     except OSError as error:
-        raise NanoKVError(f"cannot read {sanitize_line(str(path))}: {error.strerror or error}") from error
+        raise NanoKVError(f"cannot read {shown}: {error.strerror or error}") from error
+    if len(data) > LONGEST_FILE:
+        raise NanoKVError(f"{shown} has more than {bytes_text(LONGEST_FILE)}, too much for an input line")
+    chat.draft = read_prompt_bytes(data, shown)
 
 
 def edit(chat, rest):
     """$VISUAL or $EDITOR on a temporary file; what is saved there becomes the input line."""
     editor = os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi"
+    try:
+        words = shlex.split(editor)
+    except ValueError as error:
+        raise NanoKVError(f"cannot start the editor {editor!r}: {error}", "set EDITOR") from None
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "message.md"
         path.write_text(rest, encoding="utf-8")
         try:
-            code = subprocess.call([*shlex.split(editor), str(path)])
+            code = subprocess.call([*words, str(path)])
         except OSError as error:
             raise NanoKVError(f"cannot start the editor {editor!r}: {error.strerror}", "set EDITOR") from error
         if code:
@@ -198,7 +217,7 @@ def copy(chat, rest):
 
 
 def leave(chat, rest):
-    raise EOFError
+    raise Goodbye
 
 
 COMMANDS = {

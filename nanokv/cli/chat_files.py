@@ -4,9 +4,8 @@ The text always loads. The cache only when it was made by these very weights in 
 the file says; otherwise it is refused with both fingerprints, and the next turn prefills everything.
 """
 
-from pathlib import Path
-
 from nanokv.cli import transcript
+from nanokv.cli.files import user_path
 from nanokv.cli.terminal import bytes_text, sanitize_line
 from nanokv.errors import CacheError, SessionError
 from nanokv.fingerprint import fingerprint
@@ -14,7 +13,7 @@ from nanokv.fingerprint import fingerprint
 
 def save(chat, name, with_cache) -> str:
     """Write FILE (and FILE.kv); returns what to tell the user. The old files stay intact on any error."""
-    session, path = chat.session, Path(name).expanduser()
+    session, path = chat.session, user_path(name)
     mark = fingerprint(session.model)
     extra = {"kv": path.name + ".kv"} if with_cache else {}
     history = {"history": session.messages, "system": session.system, "settings": session.params}
@@ -36,7 +35,7 @@ def save(chat, name, with_cache) -> str:
 
 def load(chat, name) -> str:
     """Take over a saved conversation; returns what to tell the user. A file that is broken changes nothing."""
-    path = Path(name).expanduser()
+    path = user_path(name)
     head, messages, _, notices = transcript.read(path)
     session = chat.session
     before = session.messages, session.system
@@ -49,7 +48,7 @@ def load(chat, name) -> str:
     session.params |= {k: v for k, v in (head.get("settings") or {}).items() if k in session.params}
     parts = [*notices, f"loaded {transcript.turns_text(messages)}"]
     if head.get("kv"):
-        parts.append(_load_cache(session, path.with_name(Path(head["kv"]).name), head.get("fingerprint", "?")))
+        parts.append(_load_cache(session, path.with_name(head["kv"]), head.get("fingerprint", "?")))
     return " · ".join(parts)
 
 

@@ -6,12 +6,13 @@ and on the disk. Errors of one turn are told and the chat goes on, the message w
 
 import shutil
 import sys
+import traceback
 
 from nanokv.cli import chat_commands, transcript
 from nanokv.cli.chat import make_session
 from nanokv.cli.chat_view import Progress, View
 from nanokv.cli.loading import load_model
-from nanokv.cli.terminal import Interrupt, sanitize_line, write_err
+from nanokv.cli.terminal import Interrupt, sanitize, sanitize_line, write_err
 from nanokv.cli.text import find_special
 from nanokv.errors import NanoKVError
 
@@ -64,21 +65,39 @@ class Chat:
 
         try:
             while True:
-                try:
-                    draft, self.draft = self.draft, ""
-                    text = self.input.read(draft)
-                    self.turn(text)
-                except NanoKVError as error:
-                    self.view.problem(error)
-                except KeyboardInterrupt:                # outside the prompt: an editor, a command; never the chat
-                    self.draft = self.draft or self.input.lost
-                    self.view.say("interrupted")
-        except EOFError:
+                self.carry_out(self.read())
+        except (EOFError, chat_commands.Goodbye):
             return 0
         except Leave:
             return 130
         finally:
             self.leave()
+
+    def read(self) -> str:
+        """The next line; EOFError by Ctrl-D, Leave by Ctrl-C twice."""
+        draft, self.draft = self.draft, ""
+        try:
+            return self.input.read(draft)
+        except KeyboardInterrupt:                        # a signal while an editor had the terminal
+            self.draft = self.input.lost
+            self.view.say("interrupted")
+            return ""
+
+    def carry_out(self, text):
+        """One line of input. No error in it ends the chat: it is told, what was said is saved, the prompt returns."""
+        try:
+            try:
+                self.turn(text)
+            finally:
+                self.save()
+        except KeyboardInterrupt:
+            self.view.say("interrupted")
+        except (chat_commands.Goodbye, BrokenPipeError):
+            raise
+        except Exception as error:
+            if self.args.debug:
+                write_err(sanitize("".join(traceback.format_exception(error))))
+            self.view.problem(error)
 
     def turn(self, text):
         """One line of input: a command, a message, or nothing."""
@@ -89,13 +108,11 @@ class Chat:
             make = chat_commands.run(self, *command)
             if make:
                 self.answer(make)
-            self.save()
         elif self.control_token_refused(text):
             self.draft = text
         else:
             self.draft = text                            # stays in the input line unless an answer begins
             self.answer(lambda stop: self.session.stream(text, stop))
-            self.save()
 
     def answer(self, make):
         """Stream one answer; signals only set a flag meanwhile."""

@@ -8,10 +8,11 @@ import os
 import sys
 import time
 
-from nanokv.cli import speculation
+from nanokv.cli import REPORT, describe, speculation
 from nanokv.cli.terminal import Sanitizer, Style, bytes_text, is_tty, sanitize_line, seconds_text, write_err, write_out
 from nanokv.prefix import ThinkSplitter
 
+LONGEST_PROBLEM = 400  # characters of an error line
 
 def status(turn, context) -> str:
     """`  14 new + 0 reused → 8 out · first token 21 ms · 310 tok/s · cache 21/2,048 · 96.8 kB`"""
@@ -50,10 +51,12 @@ class View:
         write_err("".join(self.err.dim(line) + "\n" for line in text.split("\n")))
 
     def problem(self, error):
-        """An error that the chat survives."""
-        write_err(self.err.red("error: ") + sanitize_line(str(error)) + "\n")
-        if getattr(error, "hint", ""):
-            self.say(f"hint: {sanitize_line(error.hint)}")
+        """An error that the chat survives: one line, and one for the hint. Our own bugs are named by their type."""
+        message, hint = describe(error) or (f"{type(error).__name__}: {error}", f"{REPORT}; the chat goes on")
+        cut = "…" * (len(message) > LONGEST_PROBLEM)
+        write_err(self.err.red("error: ") + sanitize_line(message[:LONGEST_PROBLEM] + cut) + "\n")
+        if hint:
+            self.say(f"hint: {sanitize_line(hint[:LONGEST_PROBLEM])}")
 
     def answer(self, session, pieces, progress):
         """Stream one answer; returns when it ended or was interrupted. The generator is always closed."""

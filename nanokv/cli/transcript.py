@@ -15,17 +15,20 @@ import shutil
 import time
 from pathlib import Path
 
+from nanokv.cli.arguments import SETTINGS, parse_setting
+from nanokv.cli.files import user_path
 from nanokv.cli.terminal import bytes_text
-from nanokv.errors import SessionError
+from nanokv.errors import NanoKVError, SessionError
 from weights_loader.strict import LIMITS, loads, read_bytes
 
 FORMAT = "nanokv-session-1"
+CUT = "cut the file before that line"
 
 
 def state_folder() -> Path:
     """$XDG_STATE_HOME/nanokv; on Windows LOCALAPPDATA; else ~/.local/state/nanokv."""
     base = os.environ.get("XDG_STATE_HOME") or os.environ.get("LOCALAPPDATA")
-    return Path(base) / "nanokv" if base else Path.home() / ".local" / "state" / "nanokv"
+    return Path(base) / "nanokv" if base else user_path("~/.local/state/nanokv")
 
 
 def turns_text(messages) -> str:
@@ -97,7 +100,7 @@ def write_at_end(path, data: bytes):
 
 def write_whole(path, lines):
     """Replace a file in one step: temporary file in the same folder, fsync, os.replace. The old file stays on error."""
-    path = Path(path).expanduser()
+    path = Path(path)
     data = "".join(json.dumps(line, ensure_ascii=True) + "\n" for line in lines).encode()
     try:
         if path.exists() and not path.is_file():         # /dev/stdout, a pipe, /dev/full: never replace those
@@ -126,7 +129,7 @@ def _not_saved(error, size, path):
 
 def read(path, repair=False):
     """(header, messages, turns, notices) of a session file. `repair` cuts a torn last line off the file itself."""
-    path = Path(path).expanduser()
+    path = Path(path)
     data = read_bytes(path, SessionError, "session")
     entries, good, notices = _entries(data, path)
     if not entries or entries[0].get("format") != FORMAT:
@@ -134,10 +137,12 @@ def read(path, repair=False):
     if good < len(data) and repair:
         os.truncate(path, good)
     messages, turns = [], []
-    for number, entry in enumerate(entries[1:], 2):
+    for number, entry in enumerate(entries, 1):
+        _check_fields(entry, f"{path}, line {number}")
+        if number == 1:
+            continue
         if not _valid(entry):
-            hint = "cut the file before that line"
-            raise SessionError(f"{path}, line {number}: neither a turn nor a history", hint=hint)
+            raise SessionError(f"{path}, line {number}: neither a turn nor a history", hint=CUT)
         if "history" in entry:
             messages = [dict(m) for m in entry["history"]]
         elif "user" in entry:
@@ -156,6 +161,44 @@ def _valid(entry) -> bool:
         return False
     fields += [m.get(key) for m in history for key in ("role", "content")]
     return all(isinstance(field, str) for field in fields)
+
+
+def _check_fields(entry, place):
+    """What the header or any line may say besides messages, each of the type that its reader relies on."""
+    for name, (kinds, wanted) in FIELDS.items():
+        if not isinstance(entry.get(name), (*kinds, type(None))):
+            raise SessionError(f"{place}: {name} is {_shown(entry[name])}, not {wanted}", hint=CUT)
+    kv = entry.get("kv")
+    if kv is not None and (kv in ("", ".", "..") or set(kv) & set("/\\\0")):
+        raise SessionError(f"{place}: kv is {_shown(kv)}, not the name of a file in the same folder", hint=CUT)
+    for name, value in (entry.get("settings") or {}).items():
+        _check_setting(name, value, place)
+
+
+FIELDS = {  # field of a header or a line → (types, in words); absent and null are always right
+    "model": ((str,), "a text"), "fingerprint": ((str,), "a text"), "system": ((str,), "a text"),
+    "kv": ((str,), "a file name"), "settings": ((dict,), "an object"),
+}  # fmt: skip
+
+
+def _check_setting(name, value, place):
+    """The ranges are those of the flags. A name that this version does not know is left out by whoever reads it."""
+    if name == "stop":
+        if not isinstance(value, list | None) or not all(isinstance(text, str) for text in value or ()):
+            raise SessionError(f"{place}: settings.stop is {_shown(value)}, not a list of texts", hint=CUT)
+    elif name in SETTINGS and value is not None:
+        try:
+            if type(value) not in (int, float):
+                raise NanoKVError(f"{name}: {_shown(value)} is not a number")
+            parse_setting(name, str(value))
+        except NanoKVError as error:
+            raise SessionError(f"{place}: settings.{error}", hint=CUT) from None
+
+
+def _shown(value) -> str:
+    """A value of the file for an error line: its beginning."""
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:60]}…"
 
 
 def _latest(entries, *keys):
@@ -179,7 +222,7 @@ def _entries(data, path):
         elif number == len(lines):
             notices.append(f"{path.name}: the last line was torn, {len(line):,} bytes dropped")
         else:
-            raise SessionError(f"{path}, line {number}: not a line of a session", hint="cut the file before that line")
+            raise SessionError(f"{path}, line {number}: not a line of a session", hint=CUT)
     return entries, good, notices
 
 
