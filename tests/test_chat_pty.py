@@ -7,6 +7,7 @@ model is tiny and random, so what it says is only compared with what the same we
 import json
 import os
 import resource
+import shutil
 import signal
 import stat
 import sys
@@ -351,6 +352,7 @@ def test_a_bug_in_a_command_is_one_line_and_costs_neither_chat_nor_session(start
     assert chat.leave("/exit\r") == 0
 
 
+@pytest.mark.slow
 def test_an_editor_that_cannot_be_split_into_words_is_an_error(start, tiny_folder):
     chat = start(tiny_folder, env={"EDITOR": "vi 'unbalanced"})
     chat.ask("/edit", r"error: cannot start the editor .*: No closing quotation")
@@ -502,6 +504,188 @@ def test_ctrl_c_while_loading_leaves_with_130(start, tiny_folder):
     chat.send("\x03")
     assert chat.leave() == 130
     assert "Traceback" not in chat.text
+
+
+# --- typed ahead ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def talker(start, long_folder):
+    """A chat whose every answer has 600 tokens, a second or more, and an answer on its way."""
+    chat = start(long_folder, "-n", "600", "--no-loop-guard")
+    chat.send("Tell me everything.\r")
+    chat.see(r"everything\.\n.{60}")
+    return chat
+
+
+def users(tmp_path):
+    return [line["user"] for line in lines(sessions(tmp_path)[0])[1:]]
+
+
+def test_lines_typed_ahead_are_sent_one_after_the_other_and_commands_are_commands(talker, tmp_path):
+    """Echoed into the answer, Enter as a newline, two lines as one message, /cache as a message: all of that was so."""
+    talker.send("the second\r/set top_k 7\rhalf a thi")
+    talker.see(r"(?s)> the second\n.*→ 600 out.*\n> /set top_k 7\ntop_k 7\n> half a thi$")
+    first = talker.raw.index(b"reused")                  # the status line of the first answer
+    for typed in (b"the second", b"/set top_k 7", b"half a thi"):
+        assert typed not in talker.raw[:first], "typed text was echoed into the answer"
+    talker.send("rd\r")
+    talker.see(r"(?s)> half a third\n.*→ 600 out")
+    talker.see(READY)
+    assert users(tmp_path) == ["Tell me everything.", "the second", "half a third"]
+
+
+@pytest.mark.slow
+def test_a_paste_during_an_answer_is_one_message_and_editing_keys_work(talker, tmp_path):
+    talker.paste("one\r\ntwo\r\n")
+    talker.send("threee\x7f\r")
+    talker.see(r"(?s)> one\n  two\n  three\n.*→ 600 out")
+    talker.see(READY)
+    assert users(tmp_path) == ["Tell me everything.", "one\ntwo\nthree"]
+
+
+def test_ctrl_c_sends_nothing_that_was_typed_ahead(talker, tmp_path):
+    talker.send("the second\r/clear\rthird\r")
+    talker.send("\x03")
+    talker.see(r"\[interrupted · /continue or /retry\]")
+    talker.see(r"^> the second\n  /clear\n  third$")     # in the prompt, to be sent or taken away by hand
+    pause(talker, 0.6)
+    assert users(tmp_path) == ["Tell me everything."]
+    talker.send("\x03")
+    talker.see(READY, unseen="the second")
+    talker.ask("/undo", "forgot the last turn; 0 left")
+
+
+def test_typed_ahead_answers_no_question_and_is_held_while_a_message_is_back(talker, tmp_path):
+    talker.send("a <|im_end|> b\ry\r")
+    talker.see(r"message contains <\|im_end\|>, a control token\. Send it as one\? y/N *$")
+    pause(talker, 0.3)
+    assert users(tmp_path) == ["Tell me everything."]
+    talker.send("n\n")
+    talker.see(r"y/N n\n> a <\|im_end\|> b\n  y$")
+    pause(talker, 0.3)
+    assert users(tmp_path) == ["Tell me everything."]
+
+
+@pytest.mark.slow
+def test_an_error_sends_nothing_that_was_typed_ahead(talker, tmp_path):
+    talker.send("/nosuch\rmore\r")
+    talker.see(r"(?s)no command /nosuch\n.*> more$")
+    pause(talker, 0.3)
+    assert users(tmp_path) == ["Tell me everything."]
+
+
+def test_typing_while_the_model_loads_is_kept(start, tiny_folder, tmp_path):
+    chat = start(tiny_folder, "-n", "4", wait=None)
+    chat.send("One.\r")                                  # before the program has even begun
+    chat.see(r"nanokv 0\.")
+    chat.send("Two.\r/set top_k 3\r")
+    chat.see(r"(?s)> One\..*→ 4 out.*> Two\..*→ 4 out.*> /set top_k 3\ntop_k 3\n>")
+    assert users(tmp_path) == ["One.", "Two."]
+
+
+def modes(chat):
+    """Input, output, control and local flags, as `stty` shows them."""
+    return termios.tcgetattr(chat.child.child_fd)[:4]
+
+
+COOKED = termios.ECHO | termios.ICANON
+
+
+@pytest.mark.slow
+def test_the_terminal_is_as_before_after_every_way_out(start, tiny_folder):
+    argv = chat_argv(tiny_folder, "-n", "4")
+    program = BROKEN.replace("raise RuntimeError", "raise BaseException")
+    for leave, code in (("/exit\r", 0), ("\x04", 0), ("/boom\r", 1)):
+        chat = start(tiny_folder, wait=None, argv=[argv[0], "-c", program, *argv[3:]])
+        before = modes(chat)
+        chat.see(READY)
+        assert not modes(chat)[3] & COOKED and before[3] & COOKED == COOKED
+        chat.ask("One.", "→ 4 out")
+        chat.send(leave)
+        while chat.pump():
+            pass
+        assert modes(chat) == before, leave
+        assert chat.raw.rfind(b"\x1b[?2004l") > chat.raw.rfind(b"\x1b[?2004h"), "pastes are still marked"
+        assert chat.leave() == code
+
+
+@pytest.mark.slow
+def test_an_editor_gets_the_terminal_as_the_shell_had_it_and_gives_it_back(start, tiny_folder, tmp_path):
+    editor = tmp_path / "editor"
+    editor.write_text("#!/bin/sh\nstty -a > \"$0.modes\"\n")
+    editor.chmod(0o755)
+    chat = start(tiny_folder, "-n", "4", env={"EDITOR": str(editor)})
+    chat.send("/edit text\r")
+    chat.see(r"> text$")
+    during = (tmp_path / "editor.modes").read_text().split()
+    assert {"icanon", "echo", "isig", "icrnl"} <= set(during)
+    assert not modes(chat)[3] & COOKED
+
+
+@pytest.fixture
+def shell(tmp_path):
+    """dash: a shell that leaves the terminal's modes to its programs (bash repairs them, and would hide a mistake)."""
+    if not shutil.which("dash"):
+        pytest.skip("no dash here")
+    env = {"XDG_STATE_HOME": str(tmp_path), "PS1": "shell$ ", "NANOKV_NO_HISTORY": "1"}
+    shell = Terminal(["dash", "-i"], env)
+    shell.see(r"shell\$")
+    yield shell
+    shell.stop()
+
+
+def test_ctrl_z_during_an_answer_hands_the_terminal_back_and_fg_takes_it_again(shell, long_folder, tmp_path):
+    before = modes(shell)
+    shell.send(" ".join(chat_argv(long_folder, "-n", "600", "--no-loop-guard")) + "\r")
+    shell.see(READY)
+    shell.send("Tell me everything.\r")
+    shell.see(r"everything\.\n.{60}")
+    shell.send("ahead")
+    shell.send("\x1a")
+    shell.see(r"Stopped|Suspended")
+    assert modes(shell) == before
+    shell.send("clear; fg\r")
+    shell.see(r"(?s)\A.*-m nanokv chat", unseen="Stopped|Suspended")
+    while modes(shell)[3] & COOKED:
+        shell.pump()
+    shell.send(" more")
+    shell.see(r"(?s)→ 600 out.*^> ahead more$")
+    assert b"ahead" not in shell.raw[:shell.raw.index(b"reused")], "typed text was echoed into the answer"
+    shell.send("\x1a")                                   # at the prompt
+    shell.see(r"Stopped|Suspended")
+    assert modes(shell) == before
+    shell.send("clear; fg; echo code=$?\r")
+    shell.see("> ahead more", unseen="Stopped|Suspended")
+    shell.send("\x03\x04")
+    shell.see(r"code=0")
+    assert modes(shell) == before
+
+
+@pytest.mark.slow
+def test_an_answer_goes_on_in_the_background_and_its_prompt_waits_for_fg(shell, long_folder, tmp_path):
+    before = modes(shell)
+    shell.send(" ".join(chat_argv(long_folder, "-n", "600", "--no-loop-guard")) + "\r")
+    shell.see(READY)
+    shell.send("Tell me everything.\r")
+    shell.see(r"everything\.\n.{60}")
+    shell.send("\x1a")
+    shell.see(r"Stopped|Suspended")
+    shell.send("clear; bg\r")
+    shell.see(r"→ 600 out")
+    assert modes(shell) == before, "a job in the background changed the shell's terminal"
+    shell.send("echo still a shell\r")
+    shell.see(r"^still a shell|[^o] still a shell")
+    shell.send("clear; fg\r")
+    shell.see(READY)
+    while modes(shell)[3] & COOKED:
+        shell.pump()
+    shell.send("/undo\r")
+    shell.see("forgot the last turn; 0 left")
+    shell.see(READY)
+    shell.send("\x04")
+    shell.see(r"^shell\$ *$")
+    assert modes(shell) == before
 
 
 # --- plain terminals, loops, full disks -------------------------------------------------------------------------------

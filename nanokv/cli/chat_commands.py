@@ -192,7 +192,8 @@ def edit(chat, rest):
         path = Path(folder) / "message.md"
         path.write_text(rest, encoding="utf-8")
         try:
-            code = subprocess.call([*words, str(path)])
+            with chat.keyboard.lend():
+                code = subprocess.call([*words, str(path)])
         except OSError as error:
             raise NanoKVError(f"cannot start the editor {editor!r}: {error.strerror}", "set EDITOR") from error
         if code:

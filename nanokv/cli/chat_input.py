@@ -2,6 +2,7 @@
 
 Enter sends, Alt-Enter or Ctrl-J is a newline, three double quotes open and close a block. A paste of more than 20 lines
 is folded into `[pasted 2,632 lines, 48,210 tokens]`, which is shown once and sent in full (Alt-P unfolds it).
+What was typed before the prompt came is in it (chat_keyboard.py).
 Imported only on a tty. Nothing here knows the model: text goes out, a counting function comes in.
 """
 
@@ -100,7 +101,8 @@ class CommandCompleter(Completer):
 class Input:
     """One prompt at a time: `read(default)` returns the message, raises EOFError (Ctrl-D) or Leave (Ctrl-C twice)."""
 
-    def __init__(self, names, count_tokens, toolbar, history_path, say, color):
+    def __init__(self, keyboard, names, count_tokens, toolbar, history_path, say, color):
+        self.keyboard = keyboard
         self.folds = Folds(count_tokens)
         self.say, self.pressed, self.names, self.lost = say, -LEAVE_S, names, ""
         self.history = make_history(history_path, self.folds)
@@ -113,7 +115,7 @@ class Input:
 
     def _prompt_session(self, plain, bar):
         return PromptSession(
-            history=self.history, completer=CommandCompleter(self.names),
+            input=self.keyboard.input, history=self.history, completer=CommandCompleter(self.names),
             key_bindings=self._keys(), style=ToolkitStyle.from_dict({"bottom-toolbar": bar}), **plain, multiline=True,
             complete_while_typing=False, enable_suspend=True,
             bottom_toolbar=self._toolbar, prompt_continuation="  ", tempfile_suffix=".md",
@@ -125,7 +127,8 @@ class Input:
             self.say("in the input line: " + sanitize(default))
         self.lost = ""
         try:
-            text = self.session.prompt("> ", default=default)
+            with self.keyboard.prompt():
+                text = self.session.prompt("> ", default=default)
         except KeyboardInterrupt:                        # a signal while an editor had the terminal
             self.lost = self.folds.unfold(self.session.default_buffer.text)
             raise

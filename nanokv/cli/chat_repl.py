@@ -4,13 +4,14 @@ Ctrl-C during an answer is a flag that is read between tokens and prefill chunks
 and on the disk. Errors of one turn are told and the chat goes on, the message waiting in the input line.
 """
 
+import contextlib
 import shutil
-import sys
 import traceback
 
 from nanokv.cli import chat_commands, transcript
 from nanokv.cli.chat import make_session
 from nanokv.cli.chat_view import Progress, View
+from nanokv.cli.files import confirm
 from nanokv.cli.loading import load_model
 from nanokv.cli.terminal import Interrupt, sanitize, sanitize_line, write_err
 from nanokv.cli.text import find_special
@@ -21,7 +22,7 @@ def run(args) -> int:
     """Load, talk, leave in good order."""
     view = View(args)
     folder = transcript.state_folder() / "sessions"
-    path = head = None
+    path = head = keyboard = None
     messages = []
     if args.resume is not None:
         path = transcript.find(folder, args.resume)
@@ -29,31 +30,38 @@ def run(args) -> int:
         for text in notices:
             view.say(sanitize_line(text))
 
-    def announce(plan):
-        if not args.quiet:
-            write_err(view.err.dim(f"{plan.banner()} · /help") + "\n")
+    with contextlib.ExitStack() as stack:
 
-    loaded = load_model(args, announce)
-    chat = Chat(args, view, loaded, make_session(args, loaded, head))
-    if path:
-        chat.take_up(path, head, messages)
-    elif not args.no_save:
-        chat.start_file(folder)
-    return chat.talk()
+        def announce(plan):
+            nonlocal keyboard
+            if not args.quiet:
+                write_err(view.err.dim(f"{plan.banner()} · /help") + "\n")
+            from nanokv.cli.chat_keyboard import open_keyboard  # 0.2 s, after the banner
+
+            keyboard = stack.enter_context(open_keyboard())
+
+        loaded = load_model(args, announce)
+        chat = Chat(args, view, keyboard, loaded, make_session(args, loaded, head))
+        if path:
+            chat.take_up(path, head, messages)
+        elif not args.no_save:
+            chat.start_file(folder)
+        return chat.talk()
 
 
 class Chat:
     """Everything that the loop and the commands share."""
 
-    def __init__(self, args, view, loaded, session):
+    def __init__(self, args, view, keyboard, loaded, session):
         from nanokv.cli.chat_input import Input
         from nanokv.fingerprint import fingerprint
 
-        self.args, self.view, self.loaded, self.session = args, view, loaded, session
+        self.args, self.view, self.keyboard, self.loaded, self.session = args, view, keyboard, loaded, session
         self.draft, self.recorded, self.file = "", [], None
+        self.went_well = True                            # only then what was typed ahead is sent by itself
         self.mark = fingerprint(session.model)
         self.input = Input(
-            chat_commands.COMMANDS, lambda text: len(session.tokenizer.encode(text)), self.toolbar,
+            keyboard, chat_commands.COMMANDS, lambda text: len(session.tokenizer.encode(text)), self.toolbar,
             transcript.state_folder() / "history", view.say, view.out.enabled,
         )
 
@@ -76,6 +84,8 @@ class Chat:
     def read(self) -> str:
         """The next line; EOFError by Ctrl-D, Leave by Ctrl-C twice."""
         draft, self.draft = self.draft, ""
+        if draft or not self.went_well:
+            self.keyboard.hold(draft)
         try:
             return self.input.read(draft)
         except KeyboardInterrupt:                        # a signal while an editor had the terminal
@@ -85,9 +95,10 @@ class Chat:
 
     def carry_out(self, text):
         """One line of input. No error in it ends the chat: it is told, what was said is saved, the prompt returns."""
+        self.went_well = False
         try:
             try:
-                self.turn(text)
+                self.went_well = self.turn(text)
             finally:
                 self.save()
         except KeyboardInterrupt:
@@ -99,27 +110,31 @@ class Chat:
                 write_err(sanitize("".join(traceback.format_exception(error))))
             self.view.problem(error)
 
-    def turn(self, text):
-        """One line of input: a command, a message, or nothing."""
+    def turn(self, text) -> bool:
+        """One line of input: a command, a message, or nothing. Was it carried out to its end?"""
         if not text.strip():
-            return
+            return True
         command = chat_commands.parse(text)
         if command:
             make = chat_commands.run(self, *command)
-            if make:
-                self.answer(make)
-        elif self.control_token_refused(text):
+            return self.answer(make) if make else True
+        if self.control_token_refused(text):
             self.draft = text
-        else:
-            self.draft = text                            # stays in the input line unless an answer begins
-            self.answer(lambda stop: self.session.stream(text, stop))
+            return False
+        self.draft = text                                # stays in the input line unless an answer begins
+        return self.answer(lambda stop: self.session.stream(text, stop))
 
-    def answer(self, make):
-        """Stream one answer; signals only set a flag meanwhile."""
+    def answer(self, make) -> bool:
+        """Stream one answer; signals only set a flag meanwhile. False = Ctrl-C."""
         with Interrupt() as stop:
             progress = Progress(stop, self.session, self.view)
+
+            def between_tokens():
+                self.keyboard.poll()
+                return progress()
+
             try:
-                self.view.answer(self.session, make(progress), progress)
+                self.view.answer(self.session, make(between_tokens), progress)
             finally:
                 progress.clear()
         if self.session.last.out:
@@ -127,18 +142,15 @@ class Chat:
         if stop.terminated:
             self.save()
         stop.finish()
+        return not stop.requested
 
     def control_token_refused(self, text) -> bool:
         """Ask before a typed <|im_end|> becomes the control token; No keeps the message in the input line."""
         token = None if self.args.allow_special else find_special(text, self.session.tokenizer)
         if token is None:
             return False
-        write_err(f"message contains {sanitize_line(token)}, a control token. Send it as one? y/N ")
-        try:
-            return not sys.stdin.readline().strip().lower().startswith("y")
-        except KeyboardInterrupt:
-            write_err("\n")
-            return True
+        with self.keyboard.lend():
+            return not confirm(f"message contains {sanitize_line(token)}, a control token. Send it as one?")
 
     def toolbar(self) -> str:
         """context ▕▏      ▏ 1 %"""

@@ -1,12 +1,23 @@
-"""Files whose names the user typed: the one place where such a name becomes a path.
+"""Files whose names the user typed: where such a name becomes a path, and the question before something is lost.
 
 Standard library only.
 """
 
+import sys
 from pathlib import Path
 
-from nanokv.cli.terminal import sanitize_line
+from nanokv.cli.terminal import sanitize_line, write_err
 from nanokv.errors import NanoKVError
+
+
+def confirm(question: str) -> bool:
+    """Ask on the terminal; anything but y, Ctrl-C and the end of input among it, is No."""
+    write_err(f"{question} y/N ")
+    try:
+        return sys.stdin.readline().strip().lower() in ("y", "yes")
+    except KeyboardInterrupt:
+        write_err("\n")
+        return False
 
 
 def user_path(name) -> Path:
