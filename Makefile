@@ -55,7 +55,7 @@ notebooks: $(VENV)/.course ## to learn: opens the course in JupyterLab
 
 .PHONY: book
 book: $(VENV)/.course ## to read instead: runs every solved notebook and writes web pages, book/index.html
-	@$(BIN)/nanokv course book $(ARGS)
+	@$(BIN)/nanokv course book --force $(ARGS)
 
 .PHONY: setup
 setup: $(VENV)/.course ## once, before you go offline: everything that chat, tests and notebooks need

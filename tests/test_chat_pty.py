@@ -385,6 +385,26 @@ def test_save_and_load_with_cache_and_refusal_of_another_models(fresh, tmp_path)
     assert stat.S_ISCHR(os.stat("/dev/full").st_mode), "a device must never be replaced by a file"
 
 
+def test_save_asks_before_it_replaces_a_file(fresh, tmp_path):
+    file = tmp_path / "notes.txt"
+    file.write_text("mine")
+    fresh.clear()
+    fresh.send(f"/save {file}\r/set top_k 5\r")         # the second line is no answer to the question
+    fresh.see(r"notes\.txt would be replaced\. Go on\? y/N *$")
+    fresh.send("n\n")
+    fresh.see(r"notes\.txt would be replaced; nothing was written\nhint: --force, or another name")
+    fresh.see(r"^> /set top_k 5$")
+    assert file.read_text() == "mine"
+    fresh.send("\x03")
+    fresh.clear()
+    fresh.send(f"/save {file}\r")
+    fresh.see(r"Go on\? y/N *$")
+    fresh.send("y\n")
+    fresh.see(r"saved 0 turns to")
+    assert lines(file)[0]["format"] == "nanokv-session-1"
+    fresh.ask(f"/save {file} --force", r"saved 0 turns to")
+
+
 def test_ctrl_d_leaves_with_the_session_on_disk(chat):
     """Last test of the shared chat."""
     chat.ask("Bye then.", STATUS.format(r"\d+", 512))

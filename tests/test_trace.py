@@ -364,7 +364,7 @@ def test_a_full_disk_leaves_the_old_page(tmp_path, monkeypatch, capsys):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    assert main(["trace", "-p", "Once", "-n", "1", "--no-uncached", "--repeat", "1", "-o", str(place)]) == 2
+    assert main(["trace", "-p", "Once", "-n", "1", "--no-uncached", "--repeat", "1", "-o", str(place), "--force"]) == 2
     assert "No space left" in capsys.readouterr().err
     assert place.read_text() == "old" and list(tmp_path.iterdir()) == [place]
 

@@ -17,6 +17,7 @@ from nanokv.cli import arguments, terminal
 from nanokv.cli.arguments import DEFAULT_NEW_TOKENS
 from nanokv.cli.batch_lines import SAMPLING, digest, parse_line, read_lines, texts
 from nanokv.cli.batch_output import OrderedOutput, Progress, ResumableOutput, summary
+from nanokv.cli.files import add_force, ask_to_lose
 from nanokv.cli.loading import PAGE, available_memory, load_model
 from nanokv.cli.prompt import room
 from nanokv.cli.text import refuse_special
@@ -36,6 +37,7 @@ def add_arguments(parser) -> None:
     """Input, output, how many at a time; then the shared flags, which are the defaults of every line."""
     parser.add_argument("file", metavar="FILE.jsonl", help="the requests, one JSON object a line; - reads stdin")
     parser.add_argument("-o", "--output", metavar="OUT", type=Path, help="write (and resume) OUT (default: stdout)")
+    add_force(parser)
     parser.add_argument(
         "--running", metavar="N", type=arguments.integer(1, 4096), default=16, help="requests at a time (default: 16)"
     )
@@ -69,8 +71,14 @@ def run(args) -> int:
         raise NanoKVError(f"-o {args.output} is the input itself", "choose another file for the answers")
     output = OrderedOutput() if args.output is None else ResumableOutput(args.output)
     loaded = load_model(args)  # before anything is written: a wrong -m leaves OUT as it is
+    jobs, wrong = prepare(args, loaded, lines, output)
+    if output.stale:
+        name = terminal.sanitize_line(str(args.output))
+        what = f"{output.stale:,} answers in {name} are to other requests or settings"
+        ask_to_lose(args.force, f"{what} and would be dropped", "another -o")
     output.begin()
-    jobs = prepare(args, loaded, lines, output)
+    for number, error in wrong:
+        fail(args, output, number, error)
     with terminal.Interrupt() as stop:
         if jobs:
             answer_all(args, loaded, jobs, output, stop)
@@ -93,11 +101,11 @@ def pool_options(args) -> None:
 # --- the lines ----------------------------------------------------------------------------------------------------
 
 
-def prepare(args, loaded, lines, output) -> list[Job]:
-    """The jobs that are still to do; a line that is no request becomes its error at once."""
+def prepare(args, loaded, lines, output) -> tuple[list[Job], list]:
+    """The jobs that are still to do, and (number, error) of each line that is no request."""
     from nanokv.fingerprint import fingerprint
 
-    jobs, settings = [], common_settings(args, loaded)
+    jobs, wrong, settings = [], [], common_settings(args, loaded)
     eos = list(loaded.model.generation_config.eos_token_ids)
     common = [fingerprint(loaded.model), eos, loaded.context, settings]
     for number, data in lines:
@@ -109,11 +117,8 @@ def prepare(args, loaded, lines, output) -> list[Job]:
             if not output.has(number, job.digest):
                 jobs.append(job)
         except NanoKVError as error:
-            fail(args, output, number, error)
-    if output.stale:
-        what = f"{output.stale:,} answers in {args.output} are to other requests or settings"
-        terminal.warning(f"{what}: they are left out at the end")
-    return jobs
+            wrong.append((number, error))
+    return jobs, wrong
 
 
 def common_settings(args, loaded) -> dict:

@@ -87,12 +87,13 @@ class ResumableOutput(OrderedOutput):
         answers = read_output(self.path)
         if answers is None:
             raise NanoKVError(f"{path} is not an output of nanokv batch", "choose another file, or remove it")
+        self.found = answers
         self.old = defaultdict(list)  # request → its answers, more than one where a line occurs more than once
         for answer in answers:
             self.old[answer.get("request")].append(answer)
 
     def begin(self) -> None:
-        replace(self.path, [answer for same in self.old.values() for answer in same])  # no torn line, no errors
+        replace(self.path, self.found)  # no torn line, no errors
         self.file = open(self.path, "a", encoding="utf-8")
 
     @property

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from nanokv.cli import terminal
 from nanokv.cli.arguments import add_model_arguments, cache_name, integer
+from nanokv.cli.files import add_force, ask_to_replace
 from nanokv.cli.loading import load_model
 from nanokv.cli.random_model import RANDOM, load_random
 from nanokv.cli.text import to_json
@@ -48,6 +49,7 @@ def add_arguments(parser) -> None:
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.add_argument("--plot", metavar="FILE", help="a picture as well: .png or .svg")
+    add_force(parser)
     add_model_arguments(parser)
 
 
@@ -57,6 +59,7 @@ def run(args) -> int:
     weights = names("--weights", args.weights, WEIGHTS)
     against = names("--against", args.against, AGAINST) if args.against else []
     check_flags(args, against)
+    ask_to_replace(args.force, *filter(None, [args.plot]))
     loaded = load_random(args) if args.model in RANDOM else load_model(args)
     longest = loaded.context - args.steps
     if max(contexts) > longest:

@@ -14,7 +14,7 @@ from pathlib import Path
 from nanokv.cli import chat_files, inspector
 from nanokv.cli.arguments import SETTINGS, nearest, parse_setting
 from nanokv.cli.beams import refuse_draw
-from nanokv.cli.files import user_path
+from nanokv.cli.files import ask_to_replace, user_path
 from nanokv.cli.terminal import bytes_text, is_tty, sanitize, sanitize_line, write_err
 from nanokv.cli.text import read_prompt_bytes
 from nanokv.errors import NanoKVError, SessionError
@@ -123,24 +123,29 @@ def show_tokens(chat, rest):
 
 
 def save(chat, rest):
-    name, kv = _split_flag(rest)
+    name, flags = _split_flags(rest, "--kv", "--force")
     if not name:
         raise SessionError("/save needs a file name", "/save notes.jsonl, or /save notes.jsonl --kv")
-    chat.view.say(chat_files.save(chat, name, kv))
+    path = user_path(name)
+    cache = chat_files.cache_path(path) if "--kv" in flags else None
+    with chat.keyboard.lend():
+        ask_to_replace("--force" in flags, *filter(None, [path, cache]))
+    chat.view.say(chat_files.save(chat, path, cache))
 
 
 def load(chat, rest):
     if not rest:
         raise SessionError("/load needs a file name", "/load notes.jsonl")
-    chat.view.say(chat_files.load(chat, _split_flag(rest)[0]))
+    chat.view.say(chat_files.load(chat, user_path(_split_flags(rest, "--kv")[0])))
 
 
-def _split_flag(rest):
+def _split_flags(rest, *flags):
+    """(the words together, those of `flags` that stand among them)."""
     try:
         words = shlex.split(rest)
     except ValueError as error:
         raise SessionError(f"{sanitize_line(rest)}: {error}") from None
-    return " ".join(word for word in words if word != "--kv"), "--kv" in words
+    return " ".join(word for word in words if word not in flags), {word for word in words if word in flags}
 
 
 def undo(chat, rest):
@@ -230,7 +235,7 @@ COMMANDS = {
     "/stats": (stats, "status line on or off"),
     "/cache": (show_cache, "draw the KV cache: a row a layer, roles, bytes, formula"),
     "/tokens": (show_tokens, "ids and pieces of the last prompt"),
-    "/save": (save, "FILE [--kv]: the conversation, with its cache if asked"),
+    "/save": (save, "FILE [--kv] [--force]: the conversation, with its cache if asked"),
     "/load": (load, "FILE: a saved conversation, with its cache if it fits"),
     "/undo": (undo, "forget the last turn"),
     "/retry": (retry, "answer the last message again"), "/regen": (retry, ""),

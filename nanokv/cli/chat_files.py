@@ -4,26 +4,31 @@ The text always loads. The cache only when it was made by these very weights in 
 the file says; otherwise it is refused with both fingerprints, and the next turn prefills everything.
 """
 
+from pathlib import Path
+
 from nanokv.cli import transcript
-from nanokv.cli.files import user_path
 from nanokv.cli.terminal import bytes_text, sanitize_line
 from nanokv.errors import CacheError, SessionError
 from nanokv.fingerprint import fingerprint
 
 
-def save(chat, name, with_cache) -> str:
-    """Write FILE (and FILE.kv); returns what to tell the user. The old files stay intact on any error."""
-    session, path = chat.session, user_path(name)
+def cache_path(path):
+    """The file beside a saved conversation that holds its cache."""
+    return Path(f"{path}.kv")
+
+
+def save(chat, path, kv) -> str:
+    """Write FILE, and the cache to `kv` if that is a path; returns what to tell the user. An error leaves old files."""
+    session = chat.session
     mark = fingerprint(session.model)
-    extra = {"kv": path.name + ".kv"} if with_cache else {}
+    extra = {"kv": kv.name} if kv else {}
     history = {"history": session.messages, "system": session.system, "settings": session.params}
     size = transcript.write_whole(path, [transcript.header(chat.loaded.name, mark, **extra), history])
     text = f"saved {transcript.turns_text(session.messages)} to {sanitize_line(str(path))} ({bytes_text(size)})"
-    if not with_cache:
+    if not kv:
         return text
     from safetensors import SafetensorError
 
-    kv = path.with_name(path.name + ".kv")
     try:
         session.cache.save(kv, tokens=session.cached_ids, model_fingerprint=mark)
     except (OSError, SafetensorError) as error:
@@ -33,9 +38,8 @@ def save(chat, name, with_cache) -> str:
     return f"{text}, cache of {session.cache.length:,} tokens to {sanitize_line(kv.name)} ({size})"
 
 
-def load(chat, name) -> str:
+def load(chat, path) -> str:
     """Take over a saved conversation; returns what to tell the user. A file that is broken changes nothing."""
-    path = user_path(name)
     head, messages, _, notices = transcript.read(path)
     session = chat.session
     before = session.messages, session.system

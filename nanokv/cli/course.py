@@ -7,6 +7,7 @@ from pathlib import Path
 
 from nanokv.cli import terminal
 from nanokv.cli.arguments import integer, real
+from nanokv.cli.files import add_force, ask_to_replace
 from nanokv.errors import CourseError
 
 ACTIONS = {
@@ -37,6 +38,7 @@ def add_arguments(parser) -> None:
     parser.add_argument("words", nargs="*", metavar="WHAT", help="notebooks, a folder, or an id and an answer")
     parser.add_argument("--folder", type=Path, default=Path("notebooks"), help="the notebooks (default: notebooks)")
     parser.add_argument("-o", "--out", type=Path, metavar="PATH", help="where the result goes")
+    add_force(parser)
     parser.add_argument("--limit", type=real(1, 3600), default=180.0, metavar="S", help="seconds a notebook (180)")
     parser.add_argument("--seed", type=integer(0, 2**31), default=0, metavar="N", help="of variants and exam")
     parser.add_argument("--students", type=Path, metavar="FILE", help="one name a line, for variants")
@@ -51,10 +53,12 @@ def run(args) -> int:
 def _build(args) -> None:
     from nanokv.course import twins
 
-    written = twins.build(args.folder, args.words)
-    for path in written:
+    outdated = twins.outdated(args.folder, args.words)
+    ask_to_replace(args.force, *outdated)  # somebody may have worked in them
+    for path, text in outdated.items():
+        path.write_text(text, encoding="utf-8")
         terminal.write_out(f"{path}\n")
-    terminal.notice(f"{len(written)} written, the others are up to date", args)
+    terminal.notice(f"{len(outdated)} written, the others are up to date", args)
 
 
 def _run(args) -> int:
@@ -76,14 +80,18 @@ def _book(args) -> None:
     from nanokv.course import book
 
     _no_words(args)
-    for page in book.build(args.folder, args.out or Path("book"), args.limit):
+    out = args.out or Path("book")
+    ask_to_replace(args.force, *(out / name for name in book.file_names(args.folder)))
+    for page in book.build(args.folder, out, args.limit):
         terminal.write_out(f"{page}\n")
 
 
 def _slides(args) -> None:
     from nanokv.course import slides, twins
 
-    for deck in slides.build(twins.chosen(args.folder, args.words), args.out or Path("slides"), args.limit):
+    chosen, out = twins.chosen(args.folder, args.words), args.out or Path("slides")
+    ask_to_replace(args.force, *(out / f"{path.stem}.html" for path in chosen))
+    for deck in slides.build(chosen, out, args.limit):
         terminal.write_out(f"{deck}\n")
 
 
@@ -108,14 +116,17 @@ def _variants(args) -> None:
     if not args.students:
         raise CourseError("variants needs the names", "--students names.txt, one name a line")
     names = grading.read_text(args.students).splitlines()
-    key = variants.write(twins.chosen(args.folder, args.words), names, args.seed, args.out or Path("handout"))
-    terminal.write_out(f"{key}\n")
+    chosen, out = twins.chosen(args.folder, args.words), args.out or Path("handout")
+    ask_to_replace(args.force, *variants.targets(chosen, names, out))
+    terminal.write_out(f"{variants.write(chosen, names, args.seed, out)}\n")
 
 
 def _exam(args) -> None:
     from nanokv.course import exam
 
-    for path in exam.write(args.folder, args.words, args.seed, args.out or Path("exam")):
+    out = args.out or Path("exam")
+    ask_to_replace(args.force, *(out / name for name in exam.FILES))
+    for path in exam.write(args.folder, args.words, args.seed, out):
         terminal.write_out(f"{path}\n")
 
 
@@ -135,6 +146,7 @@ def _grade(args) -> None:
     graded = grading.grade(Path(args.words[0]), args.limit, args.key)
     if not out.parent.is_dir() or out.is_dir():  # said now, not after an hour of work
         raise CourseError(f"{out} cannot be written: {out.parent} is no folder, or {out} is one", "-o results.csv")
+    ask_to_replace(args.force, out)
     grading.write(rows, out)
     try:
         for row in graded:

@@ -6,7 +6,7 @@ Standard library only.
 import sys
 from pathlib import Path
 
-from nanokv.cli.terminal import sanitize_line, write_err
+from nanokv.cli.terminal import is_tty, sanitize_line, write_err
 from nanokv.errors import NanoKVError
 
 
@@ -18,6 +18,29 @@ def confirm(question: str) -> bool:
     except KeyboardInterrupt:
         write_err("\n")
         return False
+
+
+def add_force(parser) -> None:
+    """The flag that answers the question beforehand."""
+    parser.add_argument("--force", action="store_true", help="replace what is there; without it a terminal is asked")
+
+
+def ask_to_replace(force: bool, *paths) -> None:
+    """Nothing is replaced unasked: --force, or y on a terminal, or NanoKVError. Asked before any work is done.
+
+    Only files count, also those that a link leads to: writing to a device or a pipe loses nothing.
+    """
+    taken = [path for path in map(Path, paths) if path.is_file() or (path.is_symlink() and not path.exists())]
+    if taken:
+        more = f" and {len(taken) - 1:,} more" if len(taken) > 1 else ""
+        ask_to_lose(force, f"{sanitize_line(str(taken[0]))}{more} would be replaced", "another name")
+
+
+def ask_to_lose(force: bool, loss: str, instead: str) -> None:
+    """The same for a loss that is no whole file; `loss` says which, `instead` how to avoid it."""
+    if force or (is_tty(sys.stdin) and is_tty(sys.stderr) and confirm(f"{loss}. Go on?")):
+        return
+    raise NanoKVError(f"{loss}; nothing was written", f"--force, or {instead}")
 
 
 def user_path(name) -> Path:

@@ -11,6 +11,7 @@ from pathlib import Path
 from nanokv import costs
 from nanokv.cli import terminal
 from nanokv.cli.arguments import add_model_arguments, integer
+from nanokv.cli.files import add_force, ask_to_replace
 from nanokv.cli.loading import available_memory, choose_dtype, display_name
 from nanokv.cli.text import to_json
 from nanokv.config import Config
@@ -34,12 +35,14 @@ def add_arguments(parser) -> None:
     parser.add_argument("--fits", metavar="SIZE", help="what fits into SIZE: 24GiB, 80GB")
     parser.add_argument("--check", action="store_true", help="allocate every cache and compare with the formula")
     parser.add_argument("--plot", metavar="FILE", type=Path, help="draw cache against context: .png, .svg or .pdf")
+    add_force(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     add_model_arguments(parser)
 
 
 def run(args) -> int:
     """Print, then check, then draw."""
+    ask_to_replace(args.force, *filter(None, [args.plot]))
     memory = parse_size(args.fits) if args.fits else None
     estimate = plan(args)
     limit = estimate.config.max_position_embeddings

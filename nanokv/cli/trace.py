@@ -10,6 +10,7 @@ from pathlib import Path
 
 from nanokv.cli import arguments, terminal
 from nanokv.cli.arguments import integer
+from nanokv.cli.files import add_force, ask_to_replace
 from nanokv.cli.loading import Loaded, load_model
 from nanokv.cli.prompt import add_prompt_arguments, encode, messages, read_prompt
 from nanokv.config import Config
@@ -34,6 +35,7 @@ def add_arguments(parser) -> None:
     group.add_argument(
         "-o", "--out", metavar="FILE", type=Path, default=Path("trace.html"), help="default: trace.html"
     )
+    add_force(group)
     group.add_argument("--open", action="store_true", help="show it in the browser")
     group.add_argument("-n", "--max-new-tokens", metavar="N", type=integer(1, 100_000_000), default=NEW_TOKENS,
                        help=f"stop after this many tokens (default: {NEW_TOKENS})")  # fmt: skip
@@ -48,6 +50,7 @@ def add_arguments(parser) -> None:
 def run(args) -> int:
     """Check, record, time, write."""
     check_place(args.out)
+    ask_to_replace(args.force, args.out)
     if args.cache[0] != "dict":
         raise NanoKVError(f"--cache {args.cache[0]}: only the dict cache can be traced", "leave out --cache")
     prompt = read_prompt(args, EXAMPLES[0])

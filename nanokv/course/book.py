@@ -62,6 +62,12 @@ def build(folder, out, limit: float = running.TIME_LIMIT) -> list[Path]:
     return [write(out / f"{name}.html", title, body) for name, (title, body) in pages.items()]
 
 
+def file_names(folder) -> list[str]:
+    """All that `build` writes."""
+    pages = [path.stem for path in twins.sources(folder)] + ["glossary", "claims", "index"]
+    return ["style.css", *(f"{name}.html" for name in pages)]
+
+
 def write(path: Path, title: str, body: str) -> Path:
     """One page, with links to notebooks and texts turned into links to pages."""
     body = re.sub(r'href="(\w[\w./-]*)\.(?:ipynb|md)(#[^"]*)?"', r'href="\1.html\2"', body)

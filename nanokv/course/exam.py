@@ -15,6 +15,7 @@ from nanokv.course.variants import seed_of
 from nanokv.errors import CourseError
 
 SHEETS = ("A", "B")
+FILES = ("A.md", "B.md", "key.md")
 POINTS = {"exercise": 3, "question": 1, "open": 3}  # levels 0 to 3 of notebooks/teach/rubric.md
 TRIES = 100
 

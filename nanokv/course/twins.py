@@ -141,12 +141,9 @@ def chosen(folder, words=()) -> list[Path]:
     return [path for path in found if not words or {path.stem, path.stem[:2]} & set(words)]
 
 
-def build(folder, words=()) -> list[Path]:
-    """Write the student twins of a notebooks folder, or of those named; those that are up to date stay as they are."""
-    written = []
-    for path in chosen(folder, words):
-        text, target = to_text(read(path).student()), Path(folder) / f"{path.stem}.ipynb"
-        if not target.exists() or target.read_text("utf-8") != text:
-            target.write_text(text, encoding="utf-8")
-            written.append(target)
-    return written
+def outdated(folder, words=()) -> dict[Path, str]:
+    """{student twin: its new text} of a notebooks folder, or of those named, where the twin is another or missing."""
+    found = {Path(folder) / f"{path.stem}.ipynb": to_text(read(path).student()) for path in chosen(folder, words)}
+    return {
+        path: text for path, text in found.items() if not path.exists() or path.read_text("utf-8", "replace") != text
+    }

@@ -24,11 +24,7 @@ def seed_of(number: int, notebook: str, student: str) -> int:
 
 def write(sources: list[Path], students: list[str], number: int, out: Path) -> Path:
     """out/NN_name/STUDENT.ipynb for each, and out/key.csv: student, notebook, seed, parameters and right answers."""
-    names = [name.strip() for name in students if name.strip()]
-    files = [file_name(name) for name in names]
-    if len({file.casefold() for file in files}) != len(files) or not files:  # some file systems know no case
-        raise CourseError("the names are not all different, or there is none", "one name a line")
-    lines = []
+    files, lines = file_names(students), []
     for path in sources:
         source = twins.read(path)
         folder = out / source.name
@@ -43,6 +39,20 @@ def write(sources: list[Path], students: list[str], number: int, out: Path) -> P
         writer.writeheader()
         writer.writerows(lines)
     return out / "key.csv"
+
+
+def file_names(students: list[str]) -> list[str]:
+    """One file for each name; CourseError where two names would have the same."""
+    files = [file_name(name.strip()) for name in students if name.strip()]
+    if len({file.casefold() for file in files}) != len(files) or not files:  # some file systems know no case
+        raise CourseError("the names are not all different, or there is none", "one name a line")
+    return files
+
+
+def targets(sources: list[Path], students: list[str], out: Path) -> list[Path]:
+    """All files that `write` would write."""
+    files = [out / path.stem / f"{student}.ipynb" for path in sources for student in file_names(students)]
+    return [out / "key.csv", *files]
 
 
 def variant(source, seed: int) -> dict:
