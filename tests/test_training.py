@@ -14,6 +14,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -511,6 +512,7 @@ def test_lines_without_a_terminal(tmp_path, small, capsys):
     steps = [line for line in lines if line.startswith("step ")]
     assert [line.split(" ·")[0] for line in steps] == ["step 1/12", "step 4/12", "step 8/12", "step 12/12"]
     number = r"\d+\.\d{3}"
+    assert re.fullmatch(rf"step 1/12 · loss {number} · [\d.]+k tok/s · ETA \d+ min", steps[0]) and "nan" not in err
     assert re.fullmatch(rf"step 8/12 · loss {number} · val {number} · [\d.]+k tok/s · ETA \d+ min", steps[2])
     assert sum(" → " in line for line in lines) == 3 and len(lines) == 1 + 4 + 3
 
@@ -518,6 +520,43 @@ def test_lines_without_a_terminal(tmp_path, small, capsys):
 def test_quiet_says_nothing(tmp_path, small, capsys):
     assert train(tmp_path, *FLAGS, "-q") == 0
     assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(("steps", "cases"), [(1, 5), (6, 5), (410, 10), (4100, 100), (9000, 100)])
+def test_a_short_run_is_evaluated_shortly(steps, cases):
+    from nanokv.cli.train import cases_after
+
+    assert cases_after(steps) == cases
+
+
+def test_evaluation_gets_the_cases_of_the_run_unless_they_are_given_and_can_be_left_out(tmp_path, small, capsys):
+    asked = []
+    noted = lambda args, *rest: asked.append(args.cases) or no_evaluation(args, *rest)  # noqa: E731
+    small.setattr("nanokv.cli.train.evaluate", noted)
+    assert train(tmp_path / "a", *FLAGS[:6], "-q") == 0 and train(tmp_path / "b", *FLAGS[:6], "--cases", 7, "-q") == 0
+    assert asked == [5, 7] and (tmp_path / "a" / "model" / "README.md").exists()
+    assert train(tmp_path / "c", *FLAGS[:6], "--no-evaluate") == 0
+    assert asked == [5, 7] and not (tmp_path / "c" / "model" / "README.md").exists()
+    assert "--evaluate measures it" in capsys.readouterr().err
+    assert cli.main(["train", "--evaluate", "--no-evaluate"]) == 2
+
+
+@pytest.mark.parametrize("tty", [True, False])
+def test_the_evaluation_shows_how_far_it_is(monkeypatch, tty):
+    """On a terminal a line that is taken away again; elsewhere at most one every ten seconds."""
+    from nanokv.cli import train_log
+
+    screen, clock = io.StringIO(), iter(range(0, 1000, 3))
+    screen.isatty = lambda: tty
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setattr(train_log.time, "monotonic", lambda: next(clock))
+    progress = train_log.EvaluationProgress(SimpleNamespace(quiet=False), 8)
+    for _ in range(8):
+        progress()
+    progress.clear()
+    said = screen.getvalue()
+    assert "evaluating · 4/8 conversations · 12 s left" in said and said.count("evaluating") == (8 if tty else 2)
+    assert said.endswith("\r\x1b[K" if tty else "\n")
 
 
 def test_a_bar_on_a_terminal(tmp_path, small, monkeypatch):

@@ -44,7 +44,9 @@ def main(argv: list[str] | None = None) -> int:
         code = dispatch(words)
     except BaseException as error:  # also KeyboardInterrupt and SystemExit: every way out has its exit code
         code = report(error, words)
-    return finish(code)
+    code = finish(code)
+    terminal.finish_stderr()
+    return code
 
 
 def dispatch(words: list[str]) -> int:
@@ -148,6 +150,9 @@ def describe(error: BaseException) -> tuple[str, str] | None:
         return "out of memory", "a smaller --context, --dtype bfloat16, or -m tiny"
     if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith(("nanokv", "weights_loader")):
         return f"the package {error.name} is not installed", f"pip install {error.name}"
+    if isinstance(error, ImportError) and not (error.name or "").startswith(("nanokv", "weights_loader")):
+        full = "failed to map segment" in str(error) or "cannot allocate memory" in str(error).lower()
+        return f"an import failed: {error}", "more memory: ulimit -v unlimited" if full else "install it again with pip"
     if isinstance(error, OSError):
         reason = error.strerror or str(error) or type(error).__name__
         place = f"{error.filename}: " if error.filename is not None else ""

@@ -5,11 +5,11 @@ Names and shapes are checked here, values (a temperature below 0) by the engine 
 
 import hashlib
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from nanokv.cli.arguments import nearest
+from nanokv.cli.text import stdin
 from nanokv.errors import NanoKVError
 from weights_loader.strict import LIMITS, loads
 
@@ -19,7 +19,7 @@ KNOWN = ("prompt", "messages", "max_new_tokens", "stop", "id", *SAMPLING)
 
 def read_lines(source: str) -> list[tuple[int, bytes]]:
     """(line number from 1, bytes) of every line that is not blank; without byte order mark and \\r."""
-    data = sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()
+    data = stdin().read() if source == "-" else Path(source).read_bytes()
     lines = data.removeprefix(b"\xef\xbb\xbf").split(b"\n")
     return [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
 

@@ -9,18 +9,17 @@ import sys
 from nanokv.cli.chat import make_session
 from nanokv.cli.loading import load_model
 from nanokv.cli.terminal import Interrupt, Sanitizer, Style, warning, write_err, write_out
-from nanokv.cli.text import read_prompt_bytes, refuse_special, to_json
+from nanokv.cli.text import read_prompt_bytes, refuse_special, stdin, to_json
 from nanokv.prefix import ThinkSplitter, split_thinking
 
 
 def run(args) -> int:
     """One turn a line until stdin ends; the context error of a turn ends it with exit code 2."""
-    if sys.stdin is None:
-        return 0
+    source = stdin()
     head, messages = _resumed(args)
     session = make_session(args, load_model(args), head)
     session.replace(messages)
-    for number, raw in enumerate(iter(sys.stdin.buffer.readline, b""), 1):
+    for number, raw in enumerate(iter(source.readline, b""), 1):
         text = read_prompt_bytes(raw.rstrip(b"\r\n"), f"line {number} of stdin")
         if not text.strip():
             continue

@@ -13,7 +13,7 @@ from pathlib import Path
 from nanokv import __version__
 from nanokv.cli import terminal
 from nanokv.cli.arguments import add_model_arguments, environment
-from nanokv.cli.loading import available_memory, display_name, thread_count
+from nanokv.cli.loading import available_memory, check_address_space, display_name, thread_count
 
 EXAMPLES = ("nanokv env", "nanokv env --json", "NANOKV_THREADS=1 nanokv env")
 DESCRIPTION = "Print versions, paths and settings, each with its origin."
@@ -114,6 +114,7 @@ def device_in_use(wanted: str) -> tuple[str, str]:
     if wanted != "auto":
         return wanted, "flag"
     try:
+        check_address_space()
         import torch
     except Exception as error:  # a broken install raises anything: this command is for finding that out
         return "none", f"torch cannot be imported: {terminal.sanitize_line(error)}"
@@ -127,9 +128,10 @@ def hub_offline() -> bool:
 
 def paths() -> dict:
     """Folders that are read or written."""
-    home = environment("HF_HOME") or str(Path(environment("XDG_CACHE_HOME") or Path.home() / ".cache") / "huggingface")
+    own = os.path.expanduser("~")  # stays "~" where this user has no home folder
+    home = environment("HF_HOME") or str(Path(environment("XDG_CACHE_HOME") or f"{own}/.cache") / "huggingface")
     hub = environment("HF_HUB_CACHE")
-    state = environment("XDG_STATE_HOME") or environment("LOCALAPPDATA") or str(Path.home() / ".local" / "state")
+    state = environment("XDG_STATE_HOME") or environment("LOCALAPPDATA") or f"{own}/.local/state"
     return {
         "package": (str(Path(__file__).resolve().parents[1]), ""),
         "downloads": (

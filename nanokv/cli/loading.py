@@ -24,6 +24,7 @@ from nanokv.memory import most_tokens
 
 SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 PAGE = 16  # tokens a page where --cache does not say
+TORCH_BYTES = 600_000_000  # address space that importing torch takes on a CPU; measured, 2.13
 NOTHING_FITS = "no context fits; -m tiny does"
 
 
@@ -80,6 +81,7 @@ def load_model(args, announce=None) -> Loaded:
     early = args.device == "cpu" or (args.device == "auto" and not _gpu_possible())
     if announce and early:
         announce(plan)
+    check_address_space()
     import torch  # the first of about 2 seconds
 
     plan.device = _device(args.device)
@@ -96,6 +98,7 @@ def load_model(args, announce=None) -> Loaded:
     check = getattr(args, "check_finite", False)
     model, tokenizer = load(plan.folder, dtype=dtype, device=plan.device, check_finite=check)
     model = faster(model, args)
+    plan.config = model.config  # the tensors decide whether the head is tied, whatever config.json says
     return Loaded(**vars(plan), model=model, tokenizer=tokenizer, dtype=dtype, load_s=time.perf_counter() - start)
 
 
@@ -163,9 +166,12 @@ def thread_count() -> int:
             return integer(1, 4096)(text)
         except Exception as error:
             raise NanoKVError(f"NANOKV_THREADS: {error}", "unset NANOKV_THREADS") from None
-    text = environment("OMP_NUM_THREADS") or ""
-    if text.isdigit() and int(text) > 0:
-        return int(text)
+    text = environment("OMP_NUM_THREADS")
+    if text is not None:
+        first = text.split(",")[0].strip()  # "4,2": the outer level
+        if not re.fullmatch("0*[1-9][0-9]{0,5}", first):
+            raise NanoKVError(f"OMP_NUM_THREADS: {text[:40]!r} is not a number of threads", "unset OMP_NUM_THREADS")
+        return int(first)
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -252,6 +258,14 @@ def _free_address_space() -> int | None:
     soft = resource.getrlimit(resource.RLIMIT_AS)[0]
     used = _proc_kb("/proc/self/status", "VmSize")
     return None if soft == resource.RLIM_INFINITY or used is None else soft - used
+
+
+def check_address_space() -> None:
+    """Before torch is imported: below this its libraries do not fail with an error, some of them abort the process."""
+    free = _free_address_space()
+    if free is not None and free < TORCH_BYTES:
+        need, left = bytes_text(TORCH_BYTES), bytes_text(max(0, free))
+        raise NanoKVError(f"torch takes about {need} of address space, ulimit -v leaves {left}", "ulimit -v unlimited")
 
 
 def check_memory(plan: Plan, available: int | None, guessing: int = 0) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from nanokv.cli import arguments, terminal
 from nanokv.cli.arguments import DEFAULT_NEW_TOKENS
 from nanokv.cli.loading import Loaded
-from nanokv.cli.text import clean, read_prompt_bytes, refuse_special
+from nanokv.cli.text import clean, read_prompt_bytes, refuse_special, stdin
 from nanokv.errors import ContextError, NanoKVError
 
 PATIENCE_S = 2.0  # a stdin that stays silent for this long is mentioned
@@ -44,7 +44,7 @@ def read_prompt(args, example: str) -> str:
     parts = [] if text in (None, "-") else [clean(text)]
     if args.file is not None:
         parts.append(read_prompt_bytes(args.file.read_bytes(), terminal.sanitize_line(args.file)).removesuffix("\n"))
-    piped = sys.stdin is not None and not terminal.is_tty(sys.stdin)
+    piped = (sys.stdin is not None or wants_stdin) and not terminal.is_tty(sys.stdin)
     if piped and (wants_stdin or args.file is None):
         parts.append(read_stdin(args).removesuffix("\n"))
     if not parts:
@@ -57,14 +57,15 @@ def read_prompt(args, example: str) -> str:
 
 def read_stdin(args) -> str:
     """All of stdin. A pipe that stays silent is mentioned, because it looks like a hang."""
+    source = stdin()
     try:
         import select
 
-        if not select.select([sys.stdin], [], [], PATIENCE_S)[0]:
+        if not select.select([source], [], [], PATIENCE_S)[0]:
             terminal.notice("waiting for stdin (with no input to add: … < /dev/null)", args)
     except (OSError, ValueError):  # Windows selects sockets only
         pass
-    return read_prompt_bytes(sys.stdin.buffer.read(), "stdin")
+    return read_prompt_bytes(source.read(), "stdin")
 
 
 def encode(args, loaded: Loaded, prompt: str) -> list[int]:

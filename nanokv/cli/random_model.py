@@ -6,7 +6,15 @@
 import time
 from pathlib import Path
 
-from nanokv.cli.loading import Loaded, Plan, available_memory, check_memory, choose_context, thread_count
+from nanokv.cli.loading import (
+    Loaded,
+    Plan,
+    available_memory,
+    check_address_space,
+    check_memory,
+    choose_context,
+    thread_count,
+)
 from nanokv.memory import FAMILY
 
 RANDOM = {f"{name.removeprefix('Qwen/').lower()}-random": config for name, config in FAMILY.items()}
@@ -21,6 +29,7 @@ def load_random(args) -> Loaded:
         args.model, Path("."), config, dtype_name, args.threads or thread_count(), "cpu",
         choose_context(args.context, config), name, options,
     )  # fmt: skip
+    check_address_space()
     import torch
 
     check_memory(plan, available_memory("cpu"))

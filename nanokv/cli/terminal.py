@@ -150,9 +150,21 @@ def writing(path, need: int | None = None):
 
 def silence_stdout() -> None:
     """Point descriptor 1 at the null device, so that Python's flush at exit cannot fail a second time."""
+    _silence(sys.stdout)
+
+
+def finish_stderr() -> None:
+    """What a full disk did not take must not change the exit code: Python's own flush at exit would make it 120."""
+    try:
+        sys.stderr.flush()
+    except (AttributeError, OSError, ValueError):
+        _silence(sys.stderr)
+
+
+def _silence(stream) -> None:
     try:
         null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, sys.stdout.fileno())
+        os.dup2(null, stream.fileno())
         os.close(null)
     except (AttributeError, OSError, ValueError):
         pass

@@ -7,6 +7,7 @@ and CRLF becomes LF. NUL is an ordinary character here (a byte-level tokenizer h
 import json
 import math
 import re
+import sys
 
 from nanokv.cli.terminal import sanitize_line
 from nanokv.errors import NanoKVError
@@ -24,6 +25,13 @@ def read_prompt_bytes(data: bytes, where: str) -> str:
             f"{where} is not UTF-8: byte 0x{data[error.start]:02x} at position {error.start}", hint
         ) from None
     return clean(text)
+
+
+def stdin():
+    """The bytes of stdin, as a file; NanoKVError where there is none (`<&-`)."""
+    if sys.stdin is None:
+        raise NanoKVError("stdin is closed", "give it something to read: < FILE, or < /dev/null")
+    return sys.stdin.buffer
 
 
 def clean(text: str) -> str:

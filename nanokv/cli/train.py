@@ -9,6 +9,7 @@ from pathlib import Path
 
 from nanokv.cli import terminal
 from nanokv.cli.arguments import integer, real
+from nanokv.cli.loading import check_address_space
 from nanokv.cli.text import to_json
 from nanokv.errors import NanoKVError
 
@@ -19,6 +20,8 @@ DESCRIPTION = (
     "misses a target."
 )
 RECIPE_FLAGS = {"--steps": "steps", "--batch-tokens": "tokens_per_batch", "--seed": "seed"}  # flag → field of Recipe
+
+CASES, FEWEST = 100, 5  # cases per task of the evaluation: of a whole run, and of the shortest
 
 
 def add_arguments(parser) -> None:
@@ -35,9 +38,16 @@ def add_arguments(parser) -> None:
     again = parser.add_mutually_exclusive_group()
     again.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in --out")
     again.add_argument("--force", action="store_true", help="delete the run that --out holds, and start anew")
-    parser.add_argument("--evaluate", action="store_true", help="no training: evaluate the model of --out, or --model")
+    evaluation = parser.add_mutually_exclusive_group()
+    evaluation.add_argument(
+        "--evaluate", action="store_true", help="no training: evaluate the model of --out, or --model"
+    )
+    evaluation.add_argument("--no-evaluate", action="store_true", help="train only: no evaluation, no model card")
     parser.add_argument("-m", "--model", default="tiny", help="what --evaluate measures (default: %(default)s)")
-    parser.add_argument("--cases", type=integer(1), default=100, help="cases a task (default: %(default)s)")
+    parser.add_argument(
+        "--cases", type=integer(1),
+        help=f"cases per task of the evaluation (default: {CASES}, after a shorter run fewer, at least {FEWEST})",
+    )  # fmt: skip
     parser.add_argument("--seed", type=integer(0), help="of the run and of the cases (default: 0)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto")
     parser.add_argument("--threads", type=integer(1), help="CPU threads (default: all)")
@@ -50,19 +60,32 @@ def run(args) -> int:
         raise NanoKVError("where to? --out is missing", hint="nanokv train --out runs/tiny, or nanokv train --evaluate")
     out = Path(args.out) if args.out else None
     check_folder(out, args)
+    check_address_space()
     import torch
 
     if args.threads:
         torch.set_num_threads(args.threads)
     if args.evaluate:
+        args.cases = args.cases or CASES
         report = evaluate(args, str(out / "model") if out else args.model, args.seed or 0)
         return int(bool(report["missed"]))
     recipe = train(args, out)
     if recipe is None:
         return 130
+    if args.no_evaluate:
+        terminal.notice(f"{out / 'model'} is finished · nanokv train --out {out} --evaluate measures it", args)
+        return 0
+    args.cases = args.cases or cases_after(recipe.steps)
     report = evaluate(args, str(out / "model"), recipe.seed)
     write_card(out / "model", recipe, report)
     return 0
+
+
+def cases_after(steps: int) -> int:
+    """A run that was much shorter than the bundled model's is evaluated as much shorter."""
+    from nanokv.training.trainer import Recipe
+
+    return min(CASES, max(FEWEST, CASES * steps // Recipe().steps))
 
 
 def check_folder(out: Path | None, args) -> None:
@@ -182,19 +205,26 @@ def take_step(trainer, args, out: Path, metrics, progress) -> None:
 def evaluate(args, name: str, seed: int) -> dict:
     """The table of tasks and of broken caches, or one JSON object; returns what that object holds."""
     import nanokv
-    from nanokv.training.evaluate import TARGETS, broken_recall, evaluate, examples
+    from nanokv.cli.train_log import EvaluationProgress
+    from nanokv.training.evaluate import TARGETS, TASKS, broken_recall, evaluate, examples
 
     model, tokenizer = nanokv.load(name)
-    write = (lambda text: None) if args.json else terminal.write_out
+    progress = EvaluationProgress(args, (len(TASKS) + 1) * args.cases)
+
+    def write(text):
+        progress.clear()
+        if not args.json:
+            terminal.write_out(text)
+
     about = f"{args.cases} cases a task · seed {seed} · greedy chat, names and list words never trained on"
     write(f"{terminal.sanitize_line(name)} · {about}\n\n{'task':<32}{'right':>8}{'target':>9}\n")
     tasks, wrongs = {}, {}
-    for task, share, wrong in evaluate(model, tokenizer, args.cases, seed):
+    for task, share, wrong in evaluate(model, tokenizer, args.cases, seed, progress):
         tasks[task] = share
         wrongs[task] = [{"turns": case.turns, "expected": case.expected, "answer": answer} for case, answer in wrong]
         target = f"{TARGETS[task]:.0%}" if task in TARGETS else "none"
         write(f"{task:<32}{share:>8.1%}{target:>9}\n")
-    faults = broken_recall(model, tokenizer, args.cases, seed)
+    faults = broken_recall(model, tokenizer, args.cases, seed, progress)
     missed = [task for task, target in TARGETS.items() if tasks[task] < target]
     said = examples(model, tokenizer)
     write(fault_table(faults))

@@ -19,7 +19,7 @@ class Progress:
 
     def __init__(self, args, trainer):
         self.args, self.trainer, self.first, self.start = args, trainer, trainer.step, time.perf_counter()
-        self.validation, self.printed, self.bar = math.nan, -math.inf, None
+        self.validation, self.printed, self.bar = None, -math.inf, None  # no validation loss before the first
 
     def __enter__(self):
         if terminal.is_tty(sys.stderr) and not self.args.quiet:
@@ -43,7 +43,8 @@ class Progress:
         seconds = time.perf_counter() - self.start
         speed = (record["step"] - self.first) * self.trainer.recipe.tokens_per_batch / seconds
         steps = self.trainer.recipe.steps
-        losses = f"loss {record['loss']:.3f} · val {self.validation:.3f}"
+        losses = f"loss {record['loss']:.3f}"
+        losses += "" if self.validation is None else f" · val {self.validation:.3f}"
         line = f"step {record['step']:,}/{steps:,} · {losses} · {speed / 1e3:.1f}k tok/s"
         if self.bar:
             self.bar.update(self.task, completed=record["step"], description=line)
@@ -66,6 +67,30 @@ class Progress:
             self.bar.console.print(line, style="dim", markup=False, highlight=False)
         else:
             terminal.notice(line, self.args)
+
+
+class EvaluationProgress:
+    """How many cases are done: a line that is written over on a terminal, elsewhere one every ten seconds."""
+
+    def __init__(self, args, total: int):
+        self.args, self.total, self.done, self.tty = args, total, 0, terminal.is_tty(sys.stderr)
+        self.began = self.printed = time.monotonic()
+
+    def __call__(self) -> None:
+        """One more."""
+        self.done += 1
+        now = time.monotonic()
+        if self.args.quiet or now - self.printed < (0.1 if self.tty else EVERY_S):
+            return
+        self.printed = now
+        left = (now - self.began) / self.done * (self.total - self.done)
+        text = f"evaluating · {self.done:,}/{self.total:,} conversations · {left:,.0f} s left"
+        terminal.write_err(f"\r{text}\x1b[K" if self.tty else f"{text}\n")
+
+    def clear(self) -> None:
+        """Take the line away, before a row of the table is printed."""
+        if self.tty and not self.args.quiet:
+            terminal.write_err("\r\x1b[K")
 
 
 def plot(out: Path, args) -> None:

@@ -37,7 +37,7 @@ def add_arguments(parser) -> None:
 
 def run(args) -> int:
     """0 if everything that could be checked is within tolerance, else 1."""
-    from nanokv.cli.loading import available_memory, check_memory, plan_model
+    from nanokv.cli.loading import available_memory, check_address_space, check_memory, plan_model
     from nanokv.errors import NanoKVError
 
     if args.source and args.model:
@@ -53,6 +53,7 @@ def run(args) -> int:
         plan.context = min(plan.context, CONTEXT)
         plan.dtype_name = plans[0].dtype_name  # both in one dtype, or the difference would be rounding
         check_memory(plan, available_memory("cpu"))
+    check_address_space()
     import torch
 
     from nanokv.verify import verify

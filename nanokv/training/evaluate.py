@@ -150,8 +150,12 @@ def cases(task: str, count: int, seed: int) -> list[Case]:
     return [TASKS[task](random.Random(f"evaluation:{seed}:{task}:{i}")) for i in range(count)]
 
 
-def evaluate(model, tokenizer, count: int = 100, seed: int = 0) -> Iterator[tuple[str, float, list[tuple[Case, str]]]]:
-    """(task, share answered right, the wrong ones with their answers) for every task, through Session's greedy chat."""
+def evaluate(model, tokenizer, count: int = 100, seed: int = 0,
+             done=lambda: None) -> Iterator[tuple[str, float, list[tuple[Case, str]]]]:  # fmt: skip
+    """(task, share answered right, the wrong ones with their answers) for every task, through Session's greedy chat.
+
+    `done` is called after every case.
+    """
     for task in TASKS:
         wrong = []
         for case in cases(task, count, seed):
@@ -160,6 +164,7 @@ def evaluate(model, tokenizer, count: int = 100, seed: int = 0) -> Iterator[tupl
                 answer = session.ask(turn)
             if not case.accepts(answer):
                 wrong.append((case, answer))
+            done()
         yield task, (count - len(wrong)) / count, wrong
 
 
@@ -191,7 +196,7 @@ def faults(cached: int) -> dict[str, Callable[[int], int]]:
     }
 
 
-def broken_recall(model, tokenizer, count: int = 100, seed: int = 0) -> list[dict]:
+def broken_recall(model, tokenizer, count: int = 100, seed: int = 0, done=lambda: None) -> list[dict]:
     """The recall cases, asked with a right cache, a cleared one, and wrong positions.
 
     One row a fault: share recalled, share of answers that stay the same to the letter, and the median over cases of
@@ -214,6 +219,7 @@ def broken_recall(model, tokenizer, count: int = 100, seed: int = 0) -> list[dic
             row["recalled"].append(case.accepts(answer))
             row["same answer"].append(answer == reference[0])
             row["logits"].append((logits - reference[1]).abs().max().item())
+        done()
     return [
         {
             "fault": name,
