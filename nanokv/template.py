@@ -31,8 +31,8 @@ class ChatTemplate:
     def render(self, messages, tools=None, add_generation_prompt=True, **template_kwargs) -> str:
         """Prompt text of a conversation. Raises TemplateError: bad messages, or a template that fails or asks too much.
 
-        messages: dicts with a role of ROLES and a text content; an assistant may carry reasoning_content and
-        tool_calls (then content may be absent or None). tools: JSON schemas. Other keywords reach the template.
+        messages: dicts with a role of ROLES and a content, a text or None; an assistant may carry reasoning_content
+        and tool_calls (then content may be absent). tools: JSON schemas. Other keywords reach the template.
         """
         messages = checked(messages)
         try:
@@ -78,8 +78,8 @@ def checked(messages) -> list[dict]:
         role, content = message.get("role"), message.get("content")
         if role not in ROLES:
             raise TemplateError(f"message {number} has the role {role!r}, not one of {', '.join(ROLES)}")
-        if content is None and not (role == "assistant" and message.get("tool_calls")):
-            raise TemplateError(f"message {number} ({role}) has no content")
+        if "content" not in message and not (role == "assistant" and "tool_calls" in message):
+            raise TemplateError(f"message {number} ({role}) has no content", 'content: "" or None is an empty one')
         if content is not None and not isinstance(content, str):
             raise TemplateError(f"message {number} ({role}) has a {type(content).__name__} as content, not text")
         if not isinstance(message.get("tool_calls") or [], (list, tuple)):

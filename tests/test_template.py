@@ -40,6 +40,14 @@ CONVERSATIONS = {
     "thinking (old name)": [USER, {"role": "assistant", "content": "x", "thinking": "hm"}],
     "tool call": [USER, {"role": "assistant", "content": "", "tool_calls": [CALL]},
                   {"role": "tool", "content": "☀️ 21°"}],
+    "None and no calls": [USER, {"role": "assistant", "content": None, "tool_calls": []}, USER],
+    "None and None": [USER, {"role": "assistant", "content": None, "tool_calls": None}, USER],
+    "None alone": [USER, {"role": "assistant", "content": None}],
+    "None with reasoning": [USER, {"role": "assistant", "content": None, "reasoning_content": "hm"}, USER],
+    "absent, no calls": [USER, {"role": "assistant", "tool_calls": []}, USER],
+    "None of a user": [{"role": "user", "content": None}],
+    "None of a tool": [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]},
+                       {"role": "tool", "content": None}, USER],
     "no content": [USER, {"role": "assistant", "content": None, "tool_calls": [CALL, CALL]},
                    {"role": "tool", "content": "1"}, {"role": "tool", "content": "2"},
                    {"role": "assistant", "content": "ok"}],
@@ -80,7 +88,7 @@ MESSAGES = st.lists(
     st.fixed_dictionaries(
         {"role": st.sampled_from(["system", "user", "assistant", "tool"]),
          "content": st.lists(TEXT, max_size=4).map("".join)},
-        optional={"reasoning_content": TEXT},
+        optional={"reasoning_content": TEXT, "tool_calls": st.sampled_from([None, [], [CALL]])},
     ),
     min_size=1, max_size=7,
 )  # fmt: skip
@@ -331,7 +339,7 @@ def test_the_input_raises_the_budget():
 
 
 def test_errors_of_the_template_are_typed():
-    with pytest.raises(TemplateError, match="refuses this conversation: roles must alternate"):
+    with pytest.raises(TemplateError, match=r"refuses this conversation: roles must alternate"):
         ChatTemplate("{{ raise_exception('roles must alternate') }}").render([USER])
     with pytest.raises(TemplateError, match="not valid jinja2, line 2"):
         ChatTemplate("\n{% for x in %}")
@@ -348,6 +356,7 @@ def test_errors_of_the_template_are_typed():
     ([USER, {"role": "bot", "content": "x"}], "message 2 has the role 'bot'"),
     ([{"content": "x"}], "message 1 has the role None"),
     ([{"role": "user"}], r"message 1 \(user\) has no content"),
+    ([USER, {"role": "assistant", "text": "a typo"}], r"message 2 \(assistant\) has no content"),
     ([{"role": "user", "content": 3}], "a int as content"),
     ([{"role": "user", "content": [{"type": "text", "text": "x"}]}], "a list as content"),
     ([{"role": "assistant", "content": "x", "tool_calls": "y"}], "tool_calls is not a list"),
@@ -356,6 +365,15 @@ def test_messages_that_would_vanish_silently_are_refused(messages, words):
     """Qwen3's template renders an unknown role or a non-text content as nothing."""
     with pytest.raises(TemplateError, match=words):
         ChatTemplate("x").render(messages)
+
+
+def test_where_the_template_needs_a_text_none_is_refused_as_by_transformers(qwen, reference):
+    """The published template reads a system message without asking whether it has a content."""
+    messages = [{"role": "system", "content": None}, USER]
+    with pytest.raises(transformers.utils.chat_template_utils.jinja2.exceptions.UndefinedError):
+        theirs(reference, messages)
+    with pytest.raises(TemplateError, match=r"refuses this conversation: .* has no attribute 'content'"):
+        qwen.render(messages)
 
 
 def test_values_that_json_cannot_hold_are_refused():
