@@ -154,7 +154,7 @@ def test_newest_session_is_found_and_a_prefix_is_enough(tmp_path):
 WRONG = {
     "model": 5, "fingerprint": ["a"], "system": 7, "kv": "../other.kv", "settings": "hot",
     "settings.stop": 5, "settings.temperature": "warm", "settings.top_k": 1.5, "settings.seed": -1,
-    "settings.top_p": float("nan"), "settings.min_p": True,
+    "settings.top_p": 2.5, "settings.min_p": True,
 }  # fmt: skip
 
 
