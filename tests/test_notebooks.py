@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from nanokv.course import book, checking, grading, prose, running, twins
+from nanokv.course import book, checking, containing, grading, prose, running, twins
 
 NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
 SOURCES = sorted((NOTEBOOKS / "source").glob("*.py"))
@@ -140,6 +140,63 @@ if os.fork() == 0:
 def test_what_has_cut_itself_loose_is_ended_too(then):
     done = running.run(notebook(LOOSE, then), limit=20)
     assert done.error == ("" if then == "pass" else "stopped after 20 s") and sleepers(4242) == []
+
+
+@pytest.fixture(params=["namespace", "no namespace"])
+def contained(request, monkeypatch):
+    """Where the system lets us make a PID namespace, and where it does not."""
+    if request.param == "no namespace":
+        monkeypatch.setattr(containing, "namespace", lambda: ())
+    elif not containing.namespace():
+        pytest.skip("unshare is not allowed here")
+    return request.param
+
+
+ORPHAN = """
+import os, signal, time, warnings
+warnings.warn("nothing to do with it")
+runner = os.getppid()
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        os.execvp("sleep", ["sleep", "4343"])
+    time.sleep(0.5)
+    os.kill(runner, 9)
+    os._exit(0)
+time.sleep(2)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's PR_SET_CHILD_SUBREAPER")
+def test_what_leaves_its_session_and_kills_its_parent_is_ended_and_told(tmp_path, contained):
+    """It forks, calls setsid and kills the process that runs the notebook. The table says what happened, and does not
+    blame the last warning on stderr."""
+    begin = "from nanokv import course\ncourse.start('05')"
+    made = notebook(begin, ORPHAN)
+    (tmp_path / "a.ipynb").write_text(json.dumps(made))
+    (row,) = grading.grade(tmp_path, limit=60)
+    assert sleepers(4343) == []
+    assert "warn" not in row["error"] and "os.kill" in row["error"] and "setsid" in row["error"]
+    if contained == "no namespace":
+        assert "was killed (SIGKILL)" in row["error"] and "processes running" in row["error"]
+
+
+FORGED = """
+import json, os
+path = os.environ["NANOKV_COURSE_LOG"]
+with open(path, "a") as file:
+    for id in ("05.1", "05.2"):
+        file.write(json.dumps({"event": "check", "id": id, "state": "right"}) + chr(10))
+"""
+
+
+@pytest.mark.parametrize("begin", ["pass", "from nanokv import course\ncourse.start('05')\ncourse.check('05.1', 3)"])
+def test_lines_added_to_the_log_count_nothing_and_are_told(tmp_path, begin):
+    (tmp_path / "a.ipynb").write_text(json.dumps(notebook(begin, FORGED)))
+    (row,) = grading.grade(tmp_path, limit=60)
+    assert row["score"] == 0 and row["05.2"] == "missing"
+    assert "2 lines of its log were forged" in row["error"] and "its code names NANOKV_COURSE_LOG" in row["error"]
+    assert ("course.start" in row["error"]) == (begin == "pass")
 
 
 def test_what_prints_without_end_fails_and_the_answers_after_it_count():

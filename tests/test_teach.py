@@ -16,7 +16,7 @@ import pytest
 
 from nanokv.cli import main
 from nanokv.cli.course import ACTIONS
-from nanokv.course import checking, exam, grading, mistakes, prose, running, slides, twins, variants
+from nanokv.course import checking, exam, grading, log, mistakes, prose, running, slides, twins, variants
 from nanokv.course.book import slug
 from nanokv.course.claims import CLAIMS
 from nanokv.errors import CourseError
@@ -266,6 +266,9 @@ def test_no_student_is_called_like_a_device_of_windows(name):
 # --- grading ------------------------------------------------------------------------------------------------------
 
 
+START = {"event": "start"}
+
+
 def small(*cells: str) -> str:
     base = twins.read(SOURCES["05"]).student()
     code = [{"cell_type": "code", "id": f"c{i}", "metadata": {}, "outputs": [], "execution_count": None, "source": text}
@@ -293,7 +296,7 @@ def test_whatever_is_in_the_folder_costs_one_row_at_most(tmp_path, monkeypatch):
         if "breaks" in notebook["cells"][0]["source"]:
             raise IsADirectoryError("log")
         odd = [{"event": "check", "id": ["05.1"], "state": {}}, {"event": "answer", "id": "05.q1"}]
-        return running.Run(notebook, [] if "silent" in notebook["cells"][0]["source"] else [*odd, right])
+        return running.Run(notebook, [] if "silent" in notebook["cells"][0]["source"] else [START, *odd, right])
 
     monkeypatch.setattr(running, "run", run)
     grading.write(grading.grade(folder), tmp_path / "t.csv")
@@ -310,11 +313,48 @@ def test_whatever_is_in_the_folder_costs_one_row_at_most(tmp_path, monkeypatch):
 def test_a_submission_that_the_key_does_not_know_is_reported(tmp_path, monkeypatch):
     (tmp_path / "Bo.ipynb").write_text(small("x"))
     right = {"event": "check", "id": "05.1", "state": "right", "seed": 3}
-    monkeypatch.setattr(running, "run", lambda *args, **more: running.Run({}, [right]))
+    monkeypatch.setattr(running, "run", lambda *args, **more: running.Run({}, [START, right]))
     assert "not in the key" in grading.row(tmp_path / "Bo.ipynb", 1, {})["error"]
     known = grading.row(tmp_path / "Bo.ipynb", 1, {("Bo", "05"): 3})
     assert known["error"] == "" and known["score"] == 1
     assert grading.row(tmp_path / "Bo.ipynb", 1, {("Bo", "05"): 4})["05.1"] == "other variant"
+
+
+def test_a_log_that_was_tampered_with_says_so(tmp_path, monkeypatch):
+    key, path = b"k" * 32, tmp_path / "log"
+    (tmp_path / "key").write_bytes(key)
+    for name, value in ((log.VARIABLE, path), (log.KEY_FILE, tmp_path / "key")):
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(log, "_sealed", log._plain)
+    log.take_key()
+    assert not (tmp_path / "key").exists() and log.KEY_FILE not in os.environ
+    for number in range(3):
+        log.note("check", id=f"05.{number}", state="wrong")
+    lines = path.read_text().splitlines()
+    whole = [{"event": "check", "id": f"05.{number}", "state": "wrong"} for number in range(3)]
+    forged = json.dumps({"event": "check", "id": "05.1", "state": "right"})
+    for changed, events, strange in (
+        (lines, whole, 0), ([*lines, forged], whole, 1), ([*lines, "3 " + "0" * 64 + " " + forged], whole, 1),
+        ([*lines, lines[0]], whole, 1), (lines[1:], whole[1:], 1), ([lines[0], lines[2]], [whole[0], whole[2]], 1),
+        ([lines[0].replace("wrong", "right"), *lines[1:]], whole[1:], 2), (["", "x y", "9" * 99 + " a b"], [], 3),
+    ):  # fmt: skip
+        path.write_text("\n".join(changed))
+        assert log.read_sealed(path, key) == (events, strange)
+
+
+def test_a_killed_process_is_not_blamed_on_what_it_said_last():
+    assert running._ended(-9, "UserWarning: x").startswith("the process that runs it was killed (SIGKILL)")
+    assert running._ended(1, "OSError: no kernel") == "OSError: no kernel"
+    assert running._ended(3, "UserWarning: x") == "the process that runs it ended with code 3"
+
+
+@pytest.mark.parametrize("code", ["from nanokv.course import log", "from nanokv.course import checking as c",
+                                  "course.session._tell('check')", "os.environ['NANOKV_COURSE_LOG']"])  # fmt: skip
+def test_code_that_names_the_judgement_is_pointed_out(tmp_path, monkeypatch, code):
+    monkeypatch.setattr(running, "run", lambda *args, **more: running.Run({}, [START]))
+    for name, text, told in (("a", code, True), ("b", "course.check('05.1', (26, 8))", False)):
+        (tmp_path / f"{name}.ipynb").write_text(small(text))
+        assert ("look at it" in grading.row(tmp_path / f"{name}.ipynb", 1, None)["error"]) == told
 
 
 @pytest.mark.parametrize(

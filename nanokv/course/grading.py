@@ -1,13 +1,15 @@
 """A folder of submissions to a table: one row a notebook, one column an exercise.
 
 Every submission runs in a process of its own, without a network and for a limited time; a broken, endless or crashing
-one costs its own row and nothing else. It is code of somebody else all the same: what it reports about itself can be
-forged, and only a container keeps it from reading files. The table says what to look at, not whom to trust.
+one costs its own row and nothing else, and what it started ends with it. It is code of somebody else all the same: the
+checks run in its own process, so who means it can forge their results, and only a container keeps it from reading
+files. The table says what to look at, not whom to trust.
 """
 
 import csv
 import io
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -16,6 +18,9 @@ from nanokv.course import checking, log, running
 from nanokv.errors import CourseError
 
 LARGEST = 20_000_000  # bytes of a submission; outputs count
+# What no answer needs: the judgement, and where it is written down.
+INSIDE = re.compile(r"NANOKV_COURSE\w*|course\.log\b|course import log\b|\blog\.note\b|\b_tell\b|\bchecking\b|"
+                    r"course\.session\b|setsid|PR_SET_\w+|os\.kill\b")  # fmt: skip
 FIXED = ("student", "file", "notebook", "score", "of", "error", "seconds")  # columns before those of the exercises
 
 
@@ -52,10 +57,20 @@ def row(path: Path, limit: float, seeds: dict | None, folder: Path | None = None
         return fixed | {"error": str(error)}
     except Exception as error:
         return fixed | {"error": f"cannot be graded: {type(error).__name__}: {error}"}
-    doubt = "not in the key: nobody knows which numbers are theirs" if seeds is not None and seed is None else ""
-    doubt = doubt or ("" if done.events else "no cell of it has called course.start")
     fixed |= {"notebook": number, "of": len(states), "score": sum(state == "right" for state in states.values())}
-    return fixed | {"error": done.error or doubt, "seconds": round(done.seconds, 1)} | states
+    unknown = seeds is not None and seed is None
+    found = [done.error, done.doubt, "not in the key: nobody knows which numbers are theirs" if unknown else "",
+             doubts(notebook, done.events)]  # fmt: skip
+    return fixed | {"error": "; ".join(filter(None, found)), "seconds": round(done.seconds, 1)} | states
+
+
+def doubts(notebook: dict, events: list[dict]) -> str:
+    """What a teacher should look at: a log without a beginning, code that names what only the grader needs."""
+    code = "\n".join(cell["source"] for cell in notebook["cells"] if cell["cell_type"] == "code")
+    inside = sorted(set(INSIDE.findall(code)))
+    found = [] if any(event["event"] == "start" for event in events) else ["no cell of it has called course.start"]
+    found += [f"its code names {', '.join(inside)[:80]}: look at it"] if inside else []
+    return "; ".join(found)
 
 
 def student(names: list[str], number: str, seeds: dict | None) -> str:
@@ -74,7 +89,7 @@ def load(path: Path) -> dict:
         checking.exercises(number)
         for cell in notebook["cells"]:
             if cell["cell_type"] == "code":
-                cell["outputs"], cell["execution_count"] = [], None
+                cell["outputs"], cell["execution_count"], cell["source"] = [], None, "".join(cell["source"])
     except (ValueError, KeyError, TypeError, RecursionError, CourseError) as error:
         raise CourseError(f"not a notebook of this course ({type(error).__name__})") from error
     return notebook

@@ -8,6 +8,8 @@ here, or native code, goes past it: where that matters, run the whole thing in a
 import ipaddress
 import sys
 
+from nanokv.course import log
+
 OUTPUT_LIMIT = 5_000_000  # characters that a cell may print
 EVENTS = ("socket.connect", "socket.sendto", "socket.getaddrinfo", "socket.gethostbyname", "urllib.Request")
 
@@ -41,6 +43,7 @@ def is_local(host) -> bool:
 def load_ipython_extension(shell) -> None:
     """What a kernel does first that is started with --IPKernelApp.extensions=nanokv.course.offline."""
     block()
+    log.take_key()
     for stream in (sys.stdout, sys.stderr):
         _limit(stream, shell.events)
 

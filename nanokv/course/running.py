@@ -1,12 +1,12 @@
 """Execute a notebook in a process of its own: no network, a time limit, its events, its peak memory.
 
 `run` is the parent's side. `python -m nanokv.course.running IN OUT …` is the child, which starts a Jupyter kernel and
-runs the cells in it. What does not end in time is killed with everything that it started; where the system allows it
-(Linux), also what has cut itself loose from its parents.
+runs the cells in it. What does not end in time is killed, and in any case everything that it started (containing.py).
 """
 
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from nanokv.course import log, offline
+from nanokv.course import containing, log, offline
 
 TIME_LIMIT = 180.0  # seconds for a notebook
 MEMORY_LIMIT = 8 * 2**30  # bytes for all its processes: an endless list shall not take the machine with it
@@ -33,6 +33,7 @@ class Run:
     seconds: float = 0.0
     processor: float = 0.0  # seconds of processor time
     peak: int = 0  # bytes, of the largest process
+    doubt: str = ""  # what makes its events doubtful
 
     def states(self, event: str) -> dict[str, list[str]]:
         """{id: [state, …]} of its checks (event "check") or quiz answers ("answer"), in order."""
@@ -49,24 +50,34 @@ class Run:
 def run(notebook: dict, limit: float = TIME_LIMIT, keep_going: bool = False, env=None) -> Run:
     """Execute a notebook (as a dict). keep_going: a cell that fails does not stop the ones after it."""
     with tempfile.TemporaryDirectory(prefix="nanokv-course-") as name:
-        folder = Path(name)
+        folder, key = Path(name), secrets.token_bytes(32)
         (folder / "in.ipynb").write_text(json.dumps(notebook), encoding="utf-8")
+        (folder / "key").write_bytes(key)
         work = folder / "work"
         work.mkdir()
-        command = [sys.executable, "-m", "nanokv.course.running", str(folder), str(limit), str(int(keep_going))]
+        command = [*containing.namespace(), sys.executable, "-m", "nanokv.course.running", str(folder), str(limit),
+                   str(int(keep_going))]  # fmt: skip
         begin = time.monotonic()
-        stopped, code, usage, tail = _supervise(command, work, limit, _environment(folder, env or {}))
+        with containing.adopting() as left:
+            stopped, code, usage, tail = _supervise(command, work, limit, _environment(folder, env or {}))
         seconds = time.monotonic() - begin
-        events = log.read(folder / "events.jsonl")
+        events, strange = log.read_sealed(folder / "events.jsonl", key)
         executed = _load(folder / "out.ipynb")
-    error = stopped
-    if not stopped and (code or executed is None):
-        error = tail or f"the process ended with code {code}"
     failed, stderr = _outputs(executed) if executed else ("", "")
     if failed.startswith("KeyboardInterrupt:"):  # sent to the cell when its time was over
         failed = f"a cell took longer than {_a_cell(limit)} s"
+    error = stopped or (_ended(code, tail) if code or executed is None else failed)
+    doubts = [f"{strange} lines of its log were forged or are missing"] if strange else []
+    doubts += [f"it left {len(left)} processes running ({', '.join(sorted(set(left)))[:80]}): ended"] if left else []
     peak = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return Run(executed, events, error or failed, stderr, seconds, usage.ru_utime + usage.ru_stime, peak)
+    return Run(executed, events, error, stderr, seconds, usage.ru_utime + usage.ru_stime, peak, "; ".join(doubts))
+
+
+def _ended(code: int, tail: str) -> str:
+    """Why there is no executed notebook. What a killed process said last has nothing to do with its end."""
+    if code < 0:
+        return f"the process that runs it was killed ({signal.Signals(-code).name}), by itself or for want of memory"
+    return tail if code == 1 and tail else f"the process that runs it ended with code {code}"
 
 
 def _environment(folder: Path, extra: dict) -> dict:
@@ -78,7 +89,7 @@ def _environment(folder: Path, extra: dict) -> dict:
     private = {name: str(folder / name.lower()) for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR")}
     return env | private | {
         "PYTHONPATH": path, "PYDEVD_DISABLE_FILE_VALIDATION": "1", "HF_HUB_OFFLINE": "1", "PYTHONHASHSEED": "0",
-        log.VARIABLE: str(folder / "events.jsonl"), **extra,
+        log.VARIABLE: str(folder / "events.jsonl"), log.KEY_FILE: str(folder / "key"), **extra,
     }  # fmt: skip
 
 
@@ -198,18 +209,10 @@ def _execute(folder: Path, limit: float, keep_going: bool) -> None:
         nbformat.write(notebook, folder / "out.ipynb")
 
 
-def _adopt() -> None:
-    """Become the parent of all that is left without one below this process (Linux), so that _end finds it."""
-    if sys.platform == "linux":
-        import ctypes
-
-        ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
-
-
 def _main(folder: str, limit: str, keep_going: str) -> None:
     import psutil
 
-    _adopt()
+    containing.become_the_parent()
     try:
         _execute(Path(folder), float(limit), keep_going == "1")
     finally:

@@ -57,8 +57,9 @@ def grade(test, model=None, faults=None, seconds: float = 60.0) -> Grade:
 
     model: None takes a small random one, so that a run costs milliseconds; each run gets a copy, the same random
     numbers (random, numpy, torch), and the globals of torch and nanokv as they were. seconds: the longest a run may
-    take; NanoKVError unless it is above 0. The test runs in this process: nothing stops one that means harm, and a
-    loop that catches everything, also KeyboardInterrupt, cannot be ended.
+    take; NanoKVError unless it is above 0. The test runs in this process: nothing stops one that means harm, what it
+    starts is not ended, and a loop that catches everything, also KeyboardInterrupt, goes on. Somebody else's tests
+    belong into a container; a notebook with them, into `nanokv course grade`.
     """
     if not 0 < seconds < float("inf"):
         raise NanoKVError(f"seconds is {seconds!r}: the time of one run must be above 0")
