@@ -23,6 +23,7 @@ class PagedCache(KVCache):
     def __init__(self, pool: PagePool, batch_size: int = 1):
         super().__init__((PagedLayer(self, i) for i in range(pool.config.num_hidden_layers)), pool.config)
         self.pool, self.tables, self.view = pool, [[] for _ in range(batch_size)], None
+        pool.owners[id(self)] = self
 
     @property
     def batch_size(self) -> int:
@@ -45,10 +46,9 @@ class PagedCache(KVCache):
 
     def trim(self):
         """Give back the pages that no token is in; what an append that failed had reserved goes as well."""
-        keep, self.view = self.pages_of(max(layer.length for layer in self)), None
-        for table in self.tables:
-            self.pool.release(table[keep:])
-            del table[keep:]
+        self.view, keep = None, self.pages_of(max(layer.length for layer in self))
+        if any(len(table) > keep for table in self.tables):
+            self.pool.hold(self, [table[:keep] for table in self.tables])
 
     def pages_of(self, tokens: int) -> int:
         """Pages that so many tokens of a row take."""
@@ -69,22 +69,19 @@ class PagedCache(KVCache):
         return copy.made_like(self)
 
     def reorder(self, index):
-        index, old = check_index(index, rows=len(self.tables)), self.tables
-        self.adopt([old[i] for i in index.tolist()], self.length)
-        for table in old:
-            self.pool.release(table)
+        index = check_index(index, rows=len(self.tables))
+        self.adopt([self.tables[i] for i in index.tolist()], self.length)
 
     def adopt(self, tables, length: int):
         """Become another owner of the pages in which `length` tokens of each row lie."""
-        self.tables, self.view = [table[: self.pages_of(length)] for table in tables], None
-        for table in self.tables:
-            self.pool.share(table)
+        self.view = None
+        self.pool.hold(self, [table[: self.pages_of(length)] for table in tables])
         for layer in self:
             layer.length = length
 
     def __del__(self):
-        for table in getattr(self, "tables", ()):
-            self.pool.release(table)
+        if hasattr(self, "tables"):
+            self.pool.abandon(self)
 
     @property
     def nbytes(self) -> int:

@@ -1,10 +1,16 @@
 """The memory that paged caches share: pages of a few tokens, how many tables hold each of them, and who gets which.
 
-A pool holds the keys of one model: its config is checked wherever a cache joins, its weights are the caller's word,
-as two checkpoints of one config look alike from here.
+A pool holds the keys of one model. The config is checked wherever a cache joins; the weights are not, because two
+checkpoints of one config look alike from here.
+
+The tables are the truth: who owns a page can be read from them at any time. `references` and `free` are counted from
+them and kept up to date by every change; where an exception cut a change short (Ctrl-C can come at any line), the next
+one counts anew.
 """
 
+import weakref
 from collections import Counter
+from contextlib import contextmanager
 
 import torch
 
@@ -19,6 +25,58 @@ class PagePool:
         self.references = [0] * pages
         self.free = list(range(pages - 1, -1, -1))  # a stack: the page that was freed last is still in the CPU's cache
         self.keys = self.values = None  # (L,P,Hk,page,D) once the dtype is known
+        self.owners = weakref.WeakValueDictionary()  # id → cache with `tables`; a cache is a list and has no hash
+        self.lent = Counter()  # pages that stand in no table: `take` gave them to somebody
+        self.unsettled = 0  # changes that have begun and not ended
+
+    # --- who owns what --------------------------------------------------------------------------------------------
+
+    def owned(self) -> Counter:
+        """How many owners each page has: O(pages in use)."""
+        listed = Counter(page for owner in self.owners.values() for table in owner.tables for page in table)
+        return listed + self.lent
+
+    def settle(self):
+        """Count anew if a change was cut short, else nothing."""
+        if self.unsettled:
+            changes = self.unsettled
+            self.count()
+            self.unsettled -= changes  # one that began meanwhile, in a __del__, stays
+
+    def count(self):
+        """`references` and `free` as the tables say."""
+        owned = self.owned()
+        self.references = [owned[page] for page in range(len(self.references))]
+        self.free = [page for page in reversed(range(len(self.references))) if not owned[page]]
+
+    @contextmanager
+    def change(self):
+        """Around every change of tables and counts. What an exception leaves behind is settled by the next change."""
+        self.settle()
+        self.unsettled += 1
+        try:
+            yield
+        except CapacityError:  # refused before anything was changed
+            self.unsettled -= 1
+            raise
+        self.unsettled -= 1
+
+    def hold(self, owner, tables):
+        """`owner.tables` become these: one owner more for the pages in them, one less for those it held before."""
+        with self.change():
+            self._share(page for table in tables for page in table)
+            before, owner.tables = owner.tables, tables  # the commit
+            self._release([page for table in before for page in table])
+
+    def abandon(self, owner):
+        """The owner is being deleted, which may happen at any moment, also in the middle of a change: count later."""
+        if self.unsettled:
+            owner.tables = []
+            self.unsettled += 1
+        else:
+            self.hold(owner, [])
+
+    # --- memory ---------------------------------------------------------------------------------------------------
 
     def storage(self, like):
         """Take the memory, at the first append of keys like these: P · page · 2·L·Hk·D values."""
@@ -41,29 +99,49 @@ class PagePool:
     def reserve(self, tables, starts, T: int):
         """Pages for T tokens from starts[b] on in every row, none of them shared: for all rows, or for none."""
         size, shared, missing, seen = self.page_size, [], [], Counter()
-        for table, start in zip(tables, starts, strict=True):
-            last = -(-(start + T) // size)  # pages start // size … last − 1 will be written
-            for i in range(start // size, min(last, len(table))):
-                seen[table[i]] += 1
-                if self.references[table[i]] > seen[table[i]]:  # the last owner of a page keeps it
-                    shared.append((table, i))
-            missing += [table] * (last - len(table))
-        fresh = self.take(len(shared) + len(missing))
-        for table, i in shared:  # copy on write
-            old, table[i] = table[i], fresh.pop()
-            self.keys[:, table[i]], self.values[:, table[i]] = self.keys[:, old], self.values[:, old]
-            self.release([old])
-        for table in missing:
-            table.append(fresh.pop())
+        with self.change():
+            for table, start in zip(tables, starts, strict=True):
+                last = -(-(start + T) // size)  # pages start // size … last − 1 will be written
+                for i in range(start // size, min(last, len(table))):
+                    seen[table[i]] += 1
+                    if self.references[table[i]] > seen[table[i]]:  # the last owner of a page keeps it
+                        shared.append((table, i))
+                missing += [table] * (last - len(table))
+            fresh = self._take(len(shared) + len(missing))
+            for table, i in shared:  # copy on write, and the table last: what it lists is right at every line
+                old, new = table[i], fresh.pop()
+                self.keys[:, new], self.values[:, new] = self.keys[:, old], self.values[:, old]
+                table[i] = new
+                self._release([old])
+            for table in missing:
+                table.append(fresh.pop())
 
     def take(self, count: int) -> list[int]:
-        """So many free pages, or CapacityError and nothing changed."""
-        if count > len(self.free):
-            self.exhausted(count)
+        """So many free pages, or CapacityError and nothing changed. They belong to the caller until `release`."""
+        with self.change():
+            taken = self._take(count)
+            self.lent.update(taken)
+        return taken
+
+    def release(self, pages):
+        """Give back what `take` gave."""
+        with self.change():
+            self._release(pages)
+            self.lent.subtract(pages)
+
+    def _take(self, count: int) -> list[int]:
+        self.make_room(count)
         taken = [self.free.pop() for _ in range(count)]
         for page in taken:
             self.references[page] = 1
         return taken
+
+    def make_room(self, count: int):
+        """So many pages are free afterwards, or CapacityError."""
+        if count > len(self.free):
+            self.count()  # an exception inside a __del__ goes unseen: its pages are found here at the latest
+        if count > len(self.free):
+            self.exhausted(count)
 
     def exhausted(self, count: int):
         """What a pool does that is too small: this one refuses."""
@@ -78,13 +156,11 @@ class PagePool:
         """Tokens that fit at most; None = as memory allows."""
         return len(self.references) * self.page_size
 
-    def share(self, pages):
-        """One more owner for each."""
+    def _share(self, pages):
         for page in pages:
             self.references[page] += 1
 
-    def release(self, pages):
-        """One owner less; a page without an owner is free."""
+    def _release(self, pages):
         for page in pages:
             if self.references[page] < 1:  # who lists it would soon read the tokens of somebody else
                 raise CacheError(f"page {page} was given back twice: two caches hold one table")
@@ -113,7 +189,7 @@ class ElasticPool(PagePool):
         more = max(count - len(self.free), held)
         if self.keys is not None:
             grown = [self.empty(held + more, like=self.keys) for _ in "kv"]
-            grown[0][:, :held], grown[1][:, :held] = self.keys, self.values
+            grown[0][:, :held], grown[1][:, :held] = self.keys[:, :held], self.values[:, :held]
             self.keys, self.values = grown
         self.references += [0] * more
         self.free = list(range(held + more - 1, held - 1, -1)) + self.free

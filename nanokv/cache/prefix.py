@@ -9,7 +9,7 @@ Reference: vLLM's prefix caching (which compares no tokens), nano-vllm's block m
 """
 
 import hashlib
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass
 
 from nanokv.cache.paged import PagedCache
@@ -33,14 +33,22 @@ class PrefixPool(PagePool):
         super().__init__(config, pages, page_size)
         self.index: OrderedDict[bytes, Entry] = OrderedDict()  # least recently used first
 
-    def take(self, count: int) -> list[int]:
+    def owned(self) -> Counter:
+        return super().owned() + Counter(entry.page for entry in self.index.values())
+
+    def make_room(self, count: int):
         """Evict what nobody uses, but only if that makes enough room: a request that fails changes nothing."""
-        idle = [key for key, entry in self.index.items() if self.references[entry.page] == 1]
         short = count - len(self.free)
-        if 0 < short <= len(idle):
-            for key in idle[:short]:
-                self.release([self.index.pop(key).page])
-        return super().take(count)
+        if short > 0:
+            idle = [key for key, entry in self.index.items() if self.references[entry.page] == 1]
+            for key in idle[:short] if short <= len(idle) else ():
+                self._release([self.index.pop(key).page])
+        super().make_room(count)
+
+    def available(self) -> int:
+        """Pages that are free or that only the index holds."""
+        self.settle()
+        return len(self.free) + sum(self.references[entry.page] == 1 for entry in self.index.values())
 
     def chain(self, tokens, salt: str):
         """(hash, tokens) of every full page of a sequence."""
@@ -68,14 +76,15 @@ class PrefixPool(PagePool):
     def remember(self, tokens, table, salt: str):
         """Index the full pages of a sequence; what is stored already stays as it is, what collides makes room."""
         found, parent = {}, salt
-        for (key, part), page in zip(self.chain(tokens, salt), table, strict=False):
-            entry = self.index.get(key)
-            if entry is None or entry.tokens != part or entry.parent != parent:
-                self.share([page])
-                if entry is not None:
-                    self.release([entry.page])
-                entry = self.index[key] = Entry(page, parent, part)
-            found[key] = parent = entry
+        with self.change():
+            for (key, part), page in zip(self.chain(tokens, salt), table, strict=False):
+                entry = self.index.get(key)
+                if entry is None or entry.tokens != part or entry.parent != parent:
+                    self._share([page])
+                    if entry is not None:
+                        self._release([entry.page])
+                    entry = self.index[key] = Entry(page, parent, part)
+                found[key] = parent = entry
         self.touch(found)
 
     def touch(self, keys):
@@ -91,10 +100,10 @@ class ElasticPrefixPool(PrefixPool, ElasticPool):
         super().__init__(config, pages, page_size)
         self.keep = keep
 
-    def take(self, count: int) -> list[int]:
+    def make_room(self, count: int):
         if count > len(self.free) and len(self.references) < self.keep:
             self.exhausted(count)
-        return super().take(count)
+        super().make_room(count)
 
 
 class PrefixCache(PagedCache):

@@ -3,6 +3,8 @@
 A step runs one packed forward for all prefill chunks and one ragged forward for all decodes. Which requests share a
 step changes nothing but the rounding of sums: greedy answers are those of nanokv.generate, sampled ones too, because
 every request has a generator of its own. Single-threaded: callbacks run between two forwards and may submit and cancel.
+
+Ctrl-C can come at any line. Nothing is undone then: the next step begins by settling what was cut short (`_settle`).
 """
 
 from time import perf_counter
@@ -13,7 +15,7 @@ from nanokv.cache import PrefixPool
 from nanokv.cache.paged_batch import PagedBatch
 from nanokv.engine.metrics import Metrics
 from nanokv.engine.packed import prefill_packed
-from nanokv.engine.request import FINISHED, Request
+from nanokv.engine.request import FINISHED, RUNNING, Request
 from nanokv.engine.scheduler import Scheduler
 from nanokv.errors import CapacityError, ContextError, GenerationError
 from nanokv.generation import SamplingParams, eos_ids, prompt_ids
@@ -35,9 +37,9 @@ class Engine:
         self.model, self.config, self.clock = model, model.config, clock
         self.device = model.embed_tokens.weight.device
         self.pool = PrefixPool(model.config, pages, page_size)
-        self.scheduler = Scheduler(model.config, self.pool, step_tokens, max_running)
         self.metrics = Metrics()
-        self._submitted, self._drawn = 0, []  # (request, Step) that no step has handed out yet
+        self.scheduler = Scheduler(model.config, self.pool, step_tokens, max_running, self.metrics)
+        self._submitted, self._drawn = 0, {}  # (number, i) → (request, Step) that no step has handed out yet
 
     # --- in and out -----------------------------------------------------------------------------------------------
 
@@ -87,7 +89,7 @@ class Engine:
         """End a request now, whatever it is doing; its tokens stay, its pages are free. Nothing if it is finished."""
         if request.state == FINISHED:
             return
-        request.finish_reason = reason
+        request.finish_reason = reason  # commit
         self._finish(request)
 
     @property
@@ -96,8 +98,13 @@ class Engine:
         return not (self.scheduler.waiting or self.scheduler.running)
 
     def __iter__(self):
-        while self._drawn or not self.idle:
-            yield from self.step()
+        self._settle()
+        while True:
+            for key in list(self._drawn):
+                yield self._drawn.pop(key)
+            if self.idle:
+                return
+            self._step()
 
     def run(self):
         """Until all requests are finished; for those who use callbacks or look at the requests afterwards."""
@@ -119,9 +126,12 @@ class Engine:
 
     def step(self) -> list:
         """Plan, run the forwards, draw the tokens: [(request, Step)]. After an exception it can simply be called again:
-        every cache is as it was before the forward that failed, logits that were computed are not lost, and tokens
-        that were drawn are handed out then."""
-        self._draw()  # of a step that was interrupted
+        the forward that failed is repeated, and tokens that were drawn are handed out then."""
+        self._step()
+        return (list(self._drawn.values()), self._drawn.clear())[0]  # in one line, for the same reason
+
+    def _step(self):
+        self._settle()
         work = self.scheduler.plan()
         if not work and self.scheduler.waiting:
             raise self._stuck()
@@ -133,10 +143,14 @@ class Engine:
         while chunks:
             chunks = self._prefill(chunks)
         self._decode(decodes)
-        self.metrics.note_step(self.pool, self.scheduler)
+        self.metrics.note_step(self.pool, self.scheduler.running)
         self._draw()
-        drawn, self._drawn = self._drawn, []
-        return drawn
+
+    def _settle(self):
+        """Carry on with what a step that was cut short left behind; nothing after one that was not."""
+        self.pool.settle()
+        self.scheduler.mend()
+        self._draw()
 
     def _prefill(self, chunks) -> list:
         """The next chunk of each request in one forward; the last chunk gives the logits. Returns the chunks that have
@@ -148,15 +162,15 @@ class Engine:
             waits = any(self.scheduler.shares(request, other, more) for other, more in now)
             (later if waits else now).append((request, tokens))
         requests = [request for request, _ in now]
-        starts = [request.cache.length for request in requests]
+        starts = [request.fed for request in requests]
         parts = [request.known[start : start + n] for (request, n), start in zip(now, starts, strict=True)]
         caches = [request.cache for request in requests]
-        logits = self._forward(requests, prefill_packed, parts, caches, starts)  # (B,V)
+        self.metrics.forwards += 1
+        logits = prefill_packed(self.model, parts, caches, starts)  # (B,V)
         for row, (request, tokens) in enumerate(now):
+            request.feed(logits[row : row + 1])
             self.metrics.prefill_tokens += tokens
             request.cache.remember(request.known)
-            if request.pending == 0:
-                request.logits = logits[row : row + 1]
         return later
 
     def _decode(self, requests):
@@ -165,49 +179,53 @@ class Engine:
             return
         cache = PagedBatch([request.cache for request in requests], self.config)
         newest = torch.tensor([request.known[-1:] for request in requests], device=self.device)  # (B,1)
-        logits = self._forward(requests, decode, newest, cache, cache.length)  # (B,V)
+        self.metrics.forwards += 1
+        logits = decode(self.model, newest, cache, cache.length)  # (B,V)
         self.metrics.decode_tokens += len(requests)
         for row, request in enumerate(requests):
-            request.logits = logits[row : row + 1]
-
-    def _forward(self, requests, path, *arguments):
-        before = [request.cache.length for request in requests]
-        try:
-            self.metrics.forwards += 1
-            return path(self.model, *arguments)
-        except BaseException:  # KeyboardInterrupt too: some layers have the new tokens, others do not
-            for request, length in zip(requests, before, strict=True):
-                request.cache.truncate(length)
-            raise
+            request.feed(logits[row : row + 1])
 
     def _draw(self):
-        """A token for every request whose logits are there. One that cannot go on ends alone, the others go on."""
+        """A token for every request that is fed. One that cannot go on ends alone, the others go on."""
         for request in list(self.scheduler.running):
+            if request.state != RUNNING:  # a callback has cancelled it
+                continue
             try:
-                if request.logits is not None:
-                    self._draw_one(request)
+                if request.pending == 0:
+                    request.draw()
+                request.finish_reason = request.finish_reason or request.reason_to_end()
+                self._hand_out(request)
+            except MemoryError:  # no fault of the request's: the step can be repeated
+                raise
             except Exception as error:  # NaN logits, or a callback that failed
                 request.finish_reason, request.error = "error", error
+                request.untold.clear()
             finally:  # also when Ctrl-C leaves through the callback of the last token: no other may follow it
-                if request.finish_reason is not None and request.state != FINISHED:
+                if request.finish_reason is not None and request.handed == len(request.tokens) and not request.untold:
                     self._finish(request)
 
-    def _draw_one(self, request: Request):
-        step = request.draw()
-        request.first_token = self.clock() if request.first_token is None else request.first_token
-        self._drawn.append((request, step))
-        if request.on_token is not None:
-            request.on_token(request, step)
+    def _hand_out(self, request: Request):
+        """What was drawn, to the caller of `step` and to the callback. Both queues are dicts: what an interrupt makes
+        this put down a second time is not there twice."""
+        if request.first_token is None and request.tokens:
+            request.first_token = self.clock()
+        for i in range(request.handed, len(request.tokens)):
+            step = request.step_at(i)
+            self._drawn[request.number, i] = request, step
+            if request.on_token is not None:
+                request.untold[i] = step
+            request.handed = i + 1
+        for i in list(request.untold):
+            request.on_token(request, request.untold.pop(i))  # in one line: called once, whenever Ctrl-C comes
 
     def _finish(self, request: Request):
+        request.finished = self.clock() if request.finished is None else request.finished
         self.scheduler.finish(request)
-        request.finished = self.clock()
-        self.metrics.finished += 1
 
     def _stuck(self) -> CapacityError:
         request, pool = self.scheduler.waiting[0], self.pool
         return CapacityError(
             f"request {request.number} needs {request.pages_needed(pool.page_size):,} pages, but "
-            f"{self.scheduler.available():,} of {len(pool.references):,} can be had and no request of the engine runs",
+            f"{pool.available():,} of {len(pool.references):,} can be had and no request of the engine runs",
             "something else holds pages of its pool",
         )

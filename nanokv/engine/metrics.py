@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 
 @dataclass
 class Metrics:
-    """Counts since the engine was made; means are over steps."""
+    """Counts since the engine was made; means are over steps. A step that was interrupted may be missing in some."""
 
     steps: int = 0
     forwards: int = 0
@@ -24,11 +24,10 @@ class Metrics:
     used_slot_steps: int = 0
     wasted_slot_steps: int = 0
 
-    def note_step(self, pool, scheduler):
-        """Look at the pages after the forwards of a step."""
-        used, wasted = page_use(pool, scheduler.running)
+    def note_step(self, pool, requests):
+        """Look at the pages of the running requests after the forwards of a step."""
+        used, wasted = page_use(pool, requests)
         self.steps += 1
-        self.preemptions, self.reused_tokens = scheduler.preemptions, scheduler.reused_tokens
         self.pages = len(pool.references)
         self.peak_pages = max(self.peak_pages, used)
         self.used_page_steps += used

@@ -1,8 +1,11 @@
 """One request of the engine: its tokens, how they are drawn, where it stands, and when things happened to it.
 
-`known` is prompt + answer so far; the cache holds the first `cache.length` of them and `pending` are the rest. A new
-request has its whole prompt pending, a running one its newest token, a preempted one everything: the engine feeds
-what is pending and draws a token when nothing is. So a preempted request needs no state of its own.
+`known` is prompt + answer so far; the first `fed` of them are in the cache, and `pending` are the rest. A new request
+has its whole prompt pending, a running one its newest token, a preempted one everything: the engine feeds what is
+pending and draws a token when nothing is. So a preempted request needs no state of its own.
+
+Ctrl-C can come at any line. Each change here is made by one assignment or one append, marked "commit"; what was done
+before it can be done again, and what follows from it is looked at anew by the next step.
 """
 
 from dataclasses import dataclass, field
@@ -31,9 +34,11 @@ class Request:
     arrived: float = 0.0
     state: str = WAITING
     cache: object = None  # a PrefixCache while it runs
-    logits: object = None  # (1,V) that no token was drawn from yet
+    fed: int = 0  # known tokens that every layer of the cache holds for sure
+    logits: object = None  # (1,V) after all known tokens, once all are fed
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    handed: int = 0  # tokens that were put down for the caller of Engine.step
     finish_reason: str | None = None
     error: Exception | None = None
     preemptions: int = 0
@@ -45,6 +50,8 @@ class Request:
     def __post_init__(self):
         self.generator = self.params.generator(self.device)
         self.seed = self.generator.initial_seed()
+        self.untold = {}  # i → Step that on_token is still to be called with
+        self.random = None  # (tokens drawn so far, the generator's state then)
 
     @property
     def known(self) -> list[int]:
@@ -54,34 +61,54 @@ class Request:
     @property
     def pending(self) -> int:
         """Known tokens that are not in the cache."""
-        return len(self.prompt) + len(self.tokens) - (self.cache.length if self.cache is not None else 0)
+        return len(self.prompt) + len(self.tokens) - self.fed
 
     def pages_needed(self, page_size: int) -> int:
         """Pages still missing to hold all known tokens."""
         held = len(self.cache.tables[0]) if self.cache is not None else 0
         return max(0, -(-(len(self.prompt) + len(self.tokens)) // page_size) - held)
 
+    def settle(self):
+        """Forget what a forward that was cut short left in some of the layers."""
+        lengths = {layer.length for layer in self.cache}
+        self.fed = min(self.fed, *lengths)  # fewer only where a search for known pages was cut short
+        if lengths != {self.fed}:
+            self.cache.truncate(self.fed)
+
+    def feed(self, logits):
+        """A forward is complete: `logits` (1,V) follow the last token that the cache holds now."""
+        self.fed, self.logits = self.cache.length, logits  # commit
+
     def step_at(self, i: int) -> Step:
         """Token i of the answer."""
         return Step(self.tokens[i], self.logprobs[i])
 
-    def draw(self) -> Step:
-        """A token from `logits`, with this request's own generator; says in `finish_reason` if it was the last one."""
+    def draw(self):
+        """A token from `logits`, with this request's own generator; the same one again if the first draw was cut short.
+        """
         logits, previous = self.logits, None
         if self.params.repetition_penalty != 1:
             previous = torch.tensor([self.known], device=logits.device)  # (1,N)
+        if self.params.temperature:
+            self._rewind()
         token = sample(logits, **self.params.values(), previous=previous, generator=self.generator)  # (1,)
-        step = Step(int(token), float(logprob(logits, token)))
+        self.logprobs[len(self.tokens) :] = [float(logprob(logits, token))]
+        self.tokens.append(int(token))  # commit
         self.logits = None
-        self.tokens.append(step.token)
-        self.logprobs.append(step.logprob)
-        if step.token in self.eos_token_ids:
-            self.finish_reason = "stop"
-        elif len(self.tokens) == self.max_new_tokens:
-            self.finish_reason = "length"
-        elif len(self.tokens) == self.room:
-            self.finish_reason = "context"
-        return step
+
+    def _rewind(self):
+        """The generator as it was right after the newest token."""
+        if self.random is None or self.random[0] != len(self.tokens):
+            self.random = len(self.tokens), self.generator.get_state()
+        self.generator.set_state(self.random[1])
+
+    def reason_to_end(self) -> str | None:
+        """Was the newest token the last one, and why?"""
+        if self.tokens and self.tokens[-1] in self.eos_token_ids:
+            return "stop"
+        if len(self.tokens) == self.max_new_tokens:
+            return "length"
+        return "context" if len(self.tokens) == self.room else None
 
     def metrics(self) -> dict:
         """Seconds and counts; None for what has not happened."""

@@ -4,6 +4,10 @@ First come, first served, by arrival. Decodes cost one token each and come first
 budget. A request is admitted when the pool has room for all it knows; when pages run out later, the youngest running
 request gives its pages back and waits, its tokens kept. The oldest one can therefore always go on, and alone it fits
 (checked at submit): the engine never stands still. Recompute, not swap, as vLLM's V1 engine does.
+
+A request's `state` says where it belongs. It enters the list that it moves to, then its state changes, then it leaves
+the other list: a move that was cut short (Ctrl-C can come at any line) leaves it in a list that its state contradicts,
+never in none. `mend` and `admit` take such an entry out.
 """
 
 from bisect import insort
@@ -17,12 +21,12 @@ from nanokv.errors import CapacityError
 class Scheduler:
     """`waiting` and `running` are in order of arrival; pages are reserved here, before anything is computed."""
 
-    def __init__(self, config, pool, step_tokens: int, max_running: int):
+    def __init__(self, config, pool, step_tokens: int, max_running: int, metrics):
         self.config, self.pool, self.step_tokens = config, pool, step_tokens
         self.max_running = min(max_running, step_tokens)  # so that all decodes fit into a step
         self.waiting: list[Request] = []
         self.running: list[Request] = []
-        self.preemptions = self.reused_tokens = 0
+        self.metrics = metrics
 
     def plan(self) -> list[tuple[Request, int]]:
         """(request, how many of its pending tokens to feed), pages reserved; oldest first."""
@@ -36,53 +40,61 @@ class Scheduler:
                 budget -= tokens
         return [(request, tokens) for request, tokens in work if request.state == RUNNING]  # some may have lost pages
 
+    def mend(self):
+        """Carry on with what was cut short: moves out of `running`, and forwards."""
+        for request in list(self.running):
+            if request.state == RUNNING:
+                request.settle()
+            else:
+                self.leave(request)
+
     def admit(self):
         """Waiting requests move in while there is room for all that they know, behind what is promised already."""
+        size = self.pool.page_size
         while self.waiting and len(self.running) < self.max_running:
             request = self.waiting[0]
-            cache = request.cache = make_cache("prefix", self.config, pool=self.pool, salt=request.salt)
+            if request.state != WAITING:  # it has moved already
+                self.waiting.pop(0)
+                continue
+            cache = make_cache("prefix", self.config, pool=self.pool, salt=request.salt)
             cache.reuse(request.known)  # its pages are no longer evictable: count what is free after that
-            size = self.pool.page_size
             promised = sum(other.pages_needed(size) for other in self.running) + len(self.running)  # one page ahead
-            if request.pages_needed(size) + promised > self.available():
-                request.cache = None
+            if request.pages_needed(size) - len(cache.tables[0]) + promised > self.pool.available():
                 cache.free()
                 return
-            self.waiting.pop(0)
-            request.state = RUNNING
-            self.count_reused(request, cache.hits)
+            request.cache, request.fed = cache, cache.length
             insort(self.running, request, key=lambda other: other.number)
+            request.state = RUNNING  # commit
+            self.waiting.pop(0)
+            self.count_reused(request, cache.hits)
 
     def reuse(self, request: Request):
         """Look once more for its beginning, as long as it has computed none of it: nothing that it holds gets lost."""
         cache, before = request.cache, request.cache.hits
-        if cache.length <= before:
+        if request.fed <= before:
             cache.truncate(0)
-            self.count_reused(request, cache.reuse(request.known) - before)
+            cache.reuse(request.known)
+            request.fed = cache.length
+            self.count_reused(request, cache.hits - before)
 
     def shares(self, request: Request, other: Request, tokens: int) -> bool:
         """Will `other`, fed so many tokens more, have a full page that `request` could reuse and does not hold yet?"""
-        held, size = request.cache.length, self.pool.page_size
+        held, size = request.fed, self.pool.page_size
         if request.salt != other.salt or held > request.cache.hits:
             return False
-        mine, theirs = request.known[:-1], other.known[: other.cache.length + tokens]  # its last token is always fed
+        mine, theirs = request.known[:-1], other.known[: other.fed + tokens]  # its last token is always fed
         alike = takewhile(lambda pair: pair[0] == pair[1], zip(mine, theirs, strict=False))
         return sum(1 for _ in alike) // size * size > held
 
     def count_reused(self, request: Request, tokens: int):
         """Found in the index; of a request that was preempted only the engine's sum tells."""
-        self.reused_tokens += tokens
+        self.metrics.reused_tokens += tokens
         if request.preemptions == 0:
             request.reused_tokens += tokens
 
-    def available(self) -> int:
-        """Pages that are free or that only the index holds."""
-        idle = sum(self.pool.references[entry.page] == 1 for entry in self.pool.index.values())
-        return len(self.pool.free) + idle
-
     def reserve(self, request: Request, tokens: int) -> bool:
         """Pages for the next tokens; whoever is youngest gives way until they are there, possibly this one itself."""
-        start = request.cache.length
+        start = request.fed
         while request.state == RUNNING:
             try:
                 request.cache.reserve(start, start + tokens)
@@ -93,22 +105,25 @@ class Scheduler:
 
     def preempt(self, request: Request):
         """Back to the queue, at its place by arrival; full pages stay in the index while nobody needs them."""
-        self.release(request)
-        request.state = WAITING
-        request.preemptions += 1
-        self.preemptions += 1
         insort(self.waiting, request, key=lambda other: other.number)
+        request.state, request.preemptions = WAITING, request.preemptions + 1  # commit
+        self.metrics.preemptions += 1
+        self.leave(request)
 
     def finish(self, request: Request):
         """Out of the engine, from wherever it is."""
-        if request.state == WAITING:
+        if request.state != FINISHED:
+            request.state, self.metrics.finished = FINISHED, self.metrics.finished + 1  # commit
+        if request in self.running:
+            self.leave(request)
+        if request in self.waiting:
             self.waiting.remove(request)
-        elif request.state == RUNNING:
-            self.release(request)
-        request.state = FINISHED
 
-    def release(self, request: Request):
+    def leave(self, request: Request):
+        """Out of `running`; its pages go back, those that are full stay in the index."""
+        if request.cache is not None:
+            request.settle()
+            request.cache.remember(request.known)
+            request.cache.free()
+        request.cache, request.logits, request.fed = None, None, 0
         self.running.remove(request)
-        request.cache.remember(request.known)
-        request.cache.free()
-        request.cache = request.logits = None

@@ -1,0 +1,106 @@
+"""Ctrl-C at every line: runs a call, notes each line of nanokv that it executes, and runs it again for every one of
+them with an exception raised there, at the first and at the last execution of that line.
+
+    scenario    fresh() → state; call(state), which is interrupted; go_on(state), what its user does afterwards → answer
+    lines       {(file, line): how often it ran}
+    replay      one run, interrupted at one point → the answer, which must be the undisturbed one
+
+The exception comes out of sys.settrace, before the line runs. One that is raised inside `__del__` is swallowed by
+Python and only reported (`sys.unraisablehook`): the call goes on as if nothing had been, and must leave nothing behind.
+"""
+
+import gc
+import random
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import nanokv
+
+FOLDER = str(Path(nanokv.__file__).parent)
+
+
+@contextmanager
+def tracing(on_line):
+    """Call on_line(file, line) before every line of nanokv that runs in this thread; what it raises is raised there."""
+
+    def local(frame, event, _):
+        if event == "line":
+            on_line(frame.f_code.co_filename, frame.f_lineno)
+        return local
+
+    before, hook = sys.gettrace(), sys.unraisablehook
+    sys.unraisablehook = lambda unraisable: None
+    sys.settrace(lambda frame, *_: local if frame.f_code.co_filename.startswith(FOLDER) else None)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+        sys.unraisablehook = hook
+
+
+def lines(scenario) -> tuple[dict, object]:
+    """({(file, line): how often}, the answer) of an undisturbed run."""
+    seen = {}
+
+    def count(*point):
+        seen[point] = seen.get(point, 0) + 1
+
+    state = scenario.fresh()
+    with tracing(count):
+        scenario.call(state)
+    return seen, scenario.go_on(state)
+
+
+def replay(scenario, point, hit: int, error=KeyboardInterrupt):
+    """(the answer, whether the point was reached) of a run in which `error` is raised at the hit-th run of a line."""
+    left = [hit]
+
+    def strike(*at):
+        if at == point:
+            left[0] -= 1
+            if not left[0]:
+                raise error
+
+    state = scenario.fresh()
+    try:
+        with tracing(strike):
+            scenario.call(state)
+    except error:
+        pass
+    return scenario.go_on(state), left[0] <= 0
+
+
+def first_and_last(seen: dict) -> list:
+    """(point, hit) for the first and the last execution of every line."""
+    return [(point, hit) for point in sorted(seen) for hit in sorted({1, seen[point]})]
+
+
+def last(seen: dict) -> list:
+    """(point, hit) for the last execution of every line."""
+    return sorted(seen.items())
+
+
+def some(count: int, seed: int = 0):
+    """So many of `first_and_last`, drawn by lot."""
+    return lambda seen: random.Random(seed).sample(every := first_and_last(seen), min(count, len(every)))
+
+
+def survives(scenario, choose=first_and_last, error=KeyboardInterrupt):
+    """Raise at all points that `choose` takes; all failures are named together."""
+    gc.collect()
+    seen, expected = lines(scenario)
+    assert len(seen) > 10, f"only {len(seen)} lines of nanokv were traced"
+    chosen, failures = choose(seen), []
+    for point, hit in chosen:
+        where = f"{point[0].removeprefix(FOLDER)}:{point[1]} (run {hit} of {seen[point]})"
+        try:
+            answer, reached = replay(scenario, point, hit, error)
+        except Exception as failure:
+            failures.append(f"{where}: {type(failure).__name__}: {failure}")
+            continue
+        if not reached:
+            failures.append(f"{where}: was not reached again")
+        elif answer != expected:
+            failures.append(f"{where}: {answer} instead of {expected}")
+    assert not failures, f"{len(failures)} of {len(chosen)}:\n" + "\n".join(failures[:30])[:4000]

@@ -1,0 +1,156 @@
+"""An exception at any line leaves everything usable: Ctrl-C, or no memory, in the engine, in a session, in a cache.
+
+Every scenario is run once for each line of nanokv below the call, at the line's first and at its last execution (slow:
+minutes), and for a few of them drawn by lot (every time). See interrupts.py.
+"""
+
+import random
+import signal
+
+import pytest
+
+from interrupts import last, some, survives
+from nanokv.engine import Engine
+from oracle import pair, random_ids
+
+SAMPLE = 12  # points of each scenario in `make test`
+
+
+@pytest.fixture(scope="module")
+def model():
+    """fp64: a forward that is repeated with other neighbours must not turn a near-tie around."""
+    return pair(
+        seed=3, num_hidden_layers=2, hidden_size=16, intermediate_size=16, head_dim=8, vocab_size=31,
+        max_position_embeddings=64,
+    )[1].double()  # fmt: skip
+
+
+def prompt(seed: int, tokens: int) -> list[int]:
+    return random_ids(seed, 1, tokens, 31)[0].tolist()
+
+
+# --- the engine -----------------------------------------------------------------------------------------------------
+
+
+class EngineSteps:
+    """Prompts with a shared beginning in a pool that is too small, greedy and sampled; one is cancelled half-way."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def fresh(self):
+        engine = Engine(self.model, pages=9, page_size=4, step_tokens=9, max_running=3)
+        told, handed = [], []
+
+        def on_token(request, step):
+            told.append((request.number, step.token))
+
+        shared = prompt(9, 9)
+        prompts = [[*shared, 1], prompt(1, 3), [*shared, 2, 3], [*shared, 1], prompt(2, 6)]
+        drawn = {"temperature": 0.9, "seed": 5, "repetition_penalty": 1.3}
+        values = [{}, drawn, {}, {"temperature": 1.2, "seed": 1}, {}]
+        for i, (ids, how) in enumerate(zip(prompts, values, strict=True)):
+            stop = {"eos_token_ids": list(range(31))} if i == 4 else {"eos_token_ids": []}
+            engine.submit(ids, max_new_tokens=5, on_token=None if i == 1 else on_token, **how, **stop)
+        return engine, list(engine.scheduler.waiting), told, handed
+
+    def call(self, state):
+        engine, requests, _, handed = state
+        for _ in range(200):
+            if len(requests[2].tokens) >= 2:  # three, where a step that was interrupted had drawn one
+                engine.cancel(requests[2])
+            if engine.idle:
+                return
+            handed += [(request.number, step.token) for request, step in engine.step()]
+        raise AssertionError("the engine spins")
+
+    def go_on(self, state):
+        self.call(state)
+        engine, requests, told, handed = state
+        handed += [(request.number, step.token) for request, step in engine]
+        for request in requests:
+            assert request.cache is None and request.logits is None and len(request.logprobs) == len(request.tokens)
+            for seen in (handed, told) if request.on_token else (handed,):
+                self.check_news([token for number, token in seen if number == request.number], request.tokens)
+        all_free(engine.pool)
+        del requests[2].tokens[2:]
+        answers = [(request.tokens, request.finish_reason) for request in requests]
+        return answers, [request.error for request in requests], engine.metrics.finished
+
+
+    def check_news(self, seen, tokens):
+        """Every token was handed out, once."""
+        assert seen == tokens
+
+
+class EngineStepsBetweenBytecodes(EngineSteps):
+    """A signal may also come between the call that takes a token out of the queue and the one that passes it on."""
+
+    def check_news(self, seen, tokens):
+        """No token was handed out twice; one that was lost on its way is in request.tokens all the same."""
+        rest = iter(tokens)
+        assert all(token in rest for token in seen) and len(seen) >= len(tokens) - 3
+
+
+def all_free(pool):
+    """Nobody but the index owns a page, and the counts say so."""
+    pool.settle()
+    owned = pool.owned()
+    assert not pool.lent and not any(table for cache in pool.owners.values() for table in cache.tables)
+    assert pool.references == [owned[page] for page in range(len(pool.references))]
+    assert sorted(pool.free) == [page for page in range(len(pool.references)) if not owned[page]]
+
+
+def scenario(name, model):
+    return {"engine": EngineSteps}[name](model)
+
+
+NAMES = pytest.mark.parametrize("name", ["engine"])
+
+
+@NAMES
+def test_ctrl_c_at_some_lines_is_survived(model, name):
+    survives(scenario(name, model), some(SAMPLE))
+
+
+@pytest.mark.slow
+@NAMES
+def test_ctrl_c_at_any_line_is_survived(model, name):
+    survives(scenario(name, model))
+
+
+@pytest.mark.slow
+@NAMES
+def test_no_memory_at_any_line_is_survived(model, name):
+    """A MemoryError is an Exception, so that handlers may take it for something else."""
+    survives(scenario(name, model), last, MemoryError)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # inside a __del__
+def test_real_signals_at_any_moment(model):
+    """A timer presses Ctrl-C again and again while the engine works: between any two operators, also while it mends."""
+    steps = EngineStepsBetweenBytecodes(model)
+    undisturbed, presses, runs = steps.go_on(steps.fresh()), 0, 0
+
+    def press(_, frame):
+        if armed and frame.f_code.co_filename != __file__:  # what the test itself holds in its hands would be lost
+            raise KeyboardInterrupt
+
+    before, moments = signal.signal(signal.SIGALRM, press), random.Random(0)
+    try:
+        while presses < 300:
+            state, runs = steps.fresh(), runs + 1
+            for _ in range(3):
+                try:
+                    armed = True
+                    signal.setitimer(signal.ITIMER_REAL, moments.uniform(1e-4, 0.06))
+                    steps.call(state)
+                except KeyboardInterrupt:
+                    presses += 1
+                finally:
+                    armed = False
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+            assert steps.go_on(state) == undisturbed, f"run {runs}, after {presses} presses"
+    finally:
+        signal.signal(signal.SIGALRM, before)
