@@ -8,6 +8,7 @@ class. Nothing but how bytes count may differ between caches that keep exact val
 import copy
 import hashlib
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -578,10 +579,11 @@ class AnySequence(RuleBasedStateMachine):
 
     kind = "dict"
 
-    @initialize(seed=st.integers(0, 10**6))
-    def start(self, seed):
+    @initialize(seed=st.integers(0, 10**6), layers=st.sampled_from([1, 2]))
+    def start(self, seed, layers):
         self.generator = torch.Generator().manual_seed(seed)
-        self.cache = make(self.kind, SMALL, B)
+        self.config = replace(SMALL, num_hidden_layers=layers)
+        self.cache = make(self.kind, self.config, B)
         self.lists = [[] for _ in self.cache]
         self.parents = []
         self.rows_share = False
@@ -626,7 +628,7 @@ class AnySequence(RuleBasedStateMachine):
     def save_and_load(self):
         path = self.folder / "cache"
         self.cache.save(path, tokens=range(len(self.lists[0])))
-        self.cache = KVCache.load(path, SMALL)
+        self.cache = KVCache.load(path, self.config)
         assert self.cache.tokens == list(range(len(self.lists[0])))
 
     @invariant()
@@ -635,12 +637,12 @@ class AnySequence(RuleBasedStateMachine):
             S = len(lists[0])
             assert cache.length == S
             if keeps_memory(self.kind):
-                assert cache.nbytes >= expected_bytes(self.kind, SMALL, S, B, 4)
+                assert cache.nbytes >= expected_bytes(self.kind, self.config, S, B, 4)
             elif not self.rows_share:
-                assert cache.nbytes == expected_bytes(self.kind, SMALL, S, B, 4)
+                assert cache.nbytes == expected_bytes(self.kind, self.config, S, B, 4)
             else:  # rows that were made equal own pages together
-                assert expected_bytes(self.kind, SMALL, S, 1, 4) <= cache.nbytes
-                assert cache.nbytes <= expected_bytes(self.kind, SMALL, S, B, 4)
+                assert expected_bytes(self.kind, self.config, S, 1, 4) <= cache.nbytes
+                assert cache.nbytes <= expected_bytes(self.kind, self.config, S, B, 4)
 
     def teardown(self):
         """At the end every cache, the forked ones too, still returns exactly its own tokens."""

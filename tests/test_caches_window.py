@@ -1,6 +1,7 @@
 """Sliding windows and sinks against recomputation, one slab against its promises, offloaded layers, and ragged rows."""
 
 import math
+import sys
 from functools import partial
 
 import pytest
@@ -201,6 +202,30 @@ def test_offloaded_layers_are_bit_equal_to_the_dict_cache(model, to, tmp_path):
         assert torch.equal(a.state()["key"], b["key"])
         assert a.like.untyped_storage().nbytes() == a.like.nbytes  # not a view that keeps a whole chunk near
     assert list(tmp_path.iterdir()) == []  # a file without a name
+
+
+@pytest.mark.parametrize("to", ["disk", "host"])
+def test_a_single_layer_reads_ahead_only_what_is_written(to):
+    """With one layer "the next layer" is this one: what is read ahead must hold the tokens of this step already, and
+    the thread that reads must not move the place where this one writes."""
+    one = Config.from_dict({
+        "vocab_size": 11, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 512,
+    })  # fmt: skip
+    interval, generator = sys.getswitchinterval(), torch.Generator().manual_seed(0)
+    sys.setswitchinterval(1e-6)  # the other thread gets its turn between any two bytecodes
+    try:
+        for _ in range(20):
+            caches = make_cache("offloaded", one, to=to), make_cache("dict", one)
+            for step in range(30):
+                new = [torch.randn(1, 2, 4, 64, generator=generator) for _ in "kv"]
+                ours, theirs = (cache[0].append(*new) for cache in caches)
+                assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1]), step
+                if step % 7 == 6:
+                    for cache in caches:
+                        cache.truncate(cache.length - 5)
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_a_full_disk_is_an_error_that_truncate_mends(model, monkeypatch):

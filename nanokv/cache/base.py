@@ -103,6 +103,12 @@ class LayerCache:
         """Row b becomes old row index[b] (beam search); the batch may grow or shrink."""
         raise UnsupportedError(f"{type(self).__name__} cannot reorder")
 
+    def reordered(self, index) -> "LayerCache":
+        """A copy in which row b is this one's row index[b]."""
+        copy = self.fork()
+        copy.reorder(index)
+        return copy
+
     def state(self) -> dict:
         """The tensors that `restore` needs to rebuild this layer: {name: tensor}."""
         raise UnsupportedError(f"{type(self).__name__} cannot be saved")
@@ -212,11 +218,15 @@ class KVCache(list):
         return self[0].rows if self else None
 
     def reorder(self, index):
-        """Row b of every layer becomes old row index[b]; the rows may repeat, and the batch may grow or shrink."""
-        index = check_index(index, self.batch_size)
+        """Row b of every layer becomes old row index[b]; the rows may repeat, and the batch may grow or shrink.
+
+        All layers or none: until the last one is made, old and new rows are both in memory.
+        """
+        index, layers = check_index(index, self.batch_size), []
         for layer in self:
-            layer.reorder(index)
-        self.asked_rows = len(index)
+            layers.append(layer.reordered(index))
+            layers[-1].expects = layer.expects
+        self[:], self.asked_rows = layers, len(index)  # in one line: no layer is ahead of another
 
     def save(self, path, tokens=(), model_fingerprint: str = ""):
         """Write keys and values as safetensors, with the config, the tokens and a checksum; replaces `path` atomically.

@@ -77,11 +77,11 @@ class BatchCache(KVCache):
         check_rows(self.rows, config)
         self.name, self.asked = "batch", self.rows[0].asked
         self.options = {"of": self.rows[0].name} | self.rows[0].options
-        super().__init__(self.layers(), config)
+        super().__init__(self.layers(self.rows), config)
 
-    def layers(self) -> list[BatchLayer]:
+    def layers(self, rows) -> list[BatchLayer]:
         """Layer i of all rows, for every i."""
-        return [BatchLayer(list(parts)) for parts in zip(*self.rows, strict=True)]
+        return [BatchLayer(list(parts)) for parts in zip(*rows, strict=True)]
 
     @property
     def length(self):
@@ -120,9 +120,8 @@ class BatchCache(KVCache):
         return type(self)([row.fork() for row in self.rows], self.config).made_like(self)
 
     def reorder(self, index):
-        index = check_index(index, rows=len(self.rows)).tolist()
-        self.rows = [self.rows[i].fork() for i in index]
-        self[:] = self.layers()
+        rows = [self.rows[i].fork() for i in check_index(index, rows=len(self.rows)).tolist()]
+        self.rows, self[:] = rows, self.layers(rows)  # in one line: before it all rows are the old ones, then the new
 
     def save(self, path, tokens=(), model_fingerprint: str = ""):
         first = self.rows[0]

@@ -34,17 +34,16 @@ class DictCache(LayerCache, dict):
         if n == 0:
             self.clear()
         elif n < self.length:
-            for name in ("key", "value"):
-                self[name] = self[name][:, :, :n].clone()  # (B,Hk,n,D); a view would keep the forgotten rows in memory
+            key, value = (self[name][:, :, :n].clone() for name in ("key", "value"))  # (B,Hk,n,D); views keep all rows
+            self["key"], self["value"] = key, value  # in one line: never one without the other
 
     def fork(self):
-        copy = DictCache()
+        copy = type(self)()
         copy.update(self)  # tensors may be shared: append makes new ones, nothing is ever written in place
         return copy
 
     def reorder(self, index):
-        for name in self:
-            self[name] = self[name][index]  # (B',Hk,S,D)
+        self.update({name: self[name][index] for name in self})  # (B',Hk,S,D)
 
     def state(self) -> dict:
         return dict(self)

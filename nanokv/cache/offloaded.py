@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from nanokv.cache.base import KVCache, LayerCache
-from nanokv.cache.checks import check_append
+from nanokv.cache.checks import check_append, check_index
 
 READER = ThreadPoolExecutor(1, thread_name_prefix="nanokv-offload")  # one: transfers share one bus anyway
 
@@ -33,9 +33,9 @@ class OffloadedLayer(LayerCache):
         new = torch.stack((k, v)).permute(3, 0, 1, 2, 4)  # (T,2,B,Hk,D)
         past = self.near()
         self.like = new[:1].clone()  # a view would keep the whole chunk near
-        self.parent[(self.number + 1) % len(self.parent)].fetch()  # while this layer computes
         self.store.write(self.length, new)
         self.length += k.shape[2]
+        self.parent[(self.number + 1) % len(self.parent)].fetch()  # while this layer computes; it may be this very one
         rows = new if past is None else torch.cat((past, new))  # (S,2,B,Hk,D)
         k, v = rows.permute(1, 2, 3, 0, 4)  # (B,Hk,S,D) ×2
         return k, v
@@ -48,10 +48,9 @@ class OffloadedLayer(LayerCache):
     def near(self):
         """The rows so far, waiting for the fetch that has begun; it is of use if it is of the right length."""
         (tokens, coming), self.coming = self.coming or (None, None), None
-        rows = coming.result() if coming else None  # waited for in any case: reader and writer share one file
         if not self.length:
             return None
-        return rows if tokens == self.length else self.store.read(self.length, self.like)
+        return coming.result() if tokens == self.length else self.store.read(self.length, self.like)
 
     def truncate(self, n: int):
         self.check_truncate(n)
@@ -62,15 +61,11 @@ class OffloadedLayer(LayerCache):
         return {} if rows is None else dict(zip(("key", "value"), rows.permute(1, 2, 3, 0, 4), strict=True))
 
     def restore(self, state: dict):
-        self.length = 0
-        self.near()  # waits for a fetch that is under way
+        self.length, self.coming = 0, None
         if state:
             rows = torch.stack((state["key"], state["value"])).permute(3, 0, 1, 2, 4)
             self.store.write(0, rows)
             self.length, self.like = len(rows), rows[:1].clone()
-
-    def reorder(self, index):
-        self.restore({name: rows[index] for name, rows in self.state().items()})
 
     @property
     def nbytes(self) -> int:
@@ -87,7 +82,18 @@ class OffloadedCache(KVCache):
 
     def fork(self) -> "OffloadedCache":
         copy = OffloadedCache(self.config, self.make_store)
-        copy.made_like(self)
-        for mine, theirs in zip(self, copy, strict=True):
-            theirs.restore(mine.state())
-        return copy
+        copy[:] = self.copies(copy, slice(None))
+        return copy.made_like(self)
+
+    def reorder(self, index):
+        index = check_index(index, self.batch_size)
+        self[:], self.asked_rows = self.copies(self, index), len(index)  # in one line: no layer is ahead of another
+
+    def copies(self, parent, index) -> list[OffloadedLayer]:
+        """These rows of every layer, in stores of their own."""
+        layers = []
+        for i, layer in enumerate(self):
+            layers.append(OffloadedLayer(parent, i, self.make_store()))
+            layers[i].expects = layer.expects
+            layers[i].restore({name: rows[index] for name, rows in layer.state().items()})
+        return layers

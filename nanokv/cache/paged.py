@@ -23,7 +23,7 @@ class PagedCache(KVCache):
     def __init__(self, pool: PagePool, batch_size: int = 1):
         super().__init__((PagedLayer(self, i) for i in range(pool.config.num_hidden_layers)), pool.config)
         self.pool, self.tables, self.view = pool, [[] for _ in range(batch_size)], None
-        pool.owners[id(self)] = self
+        pool.join(self)
 
     @property
     def batch_size(self) -> int:
@@ -81,7 +81,7 @@ class PagedCache(KVCache):
 
     def __del__(self):
         if hasattr(self, "tables"):
-            self.pool.abandon(self)
+            self.pool.leave(self)
 
     @property
     def nbytes(self) -> int:
@@ -105,19 +105,20 @@ class PagedLayer(LayerCache):
         return self.write(k, v).pages[self.layer]
 
     def room(self, like) -> Pages:
-        return self.step(1, like).pages[self.layer]
+        view = self.step(1, like)
+        self.length += 1
+        return view.pages[self.layer]
 
     def write(self, k, v) -> View:
         check_append(k, v)
         view = self.step(k.shape[2], k)
         view.write(self.layer, k, v)
+        self.length += k.shape[2]
         return view
 
     def step(self, T: int, like) -> View:
-        """Pages for T more tokens, which count as seen from now on."""
-        view = next_view(self.parent, self.layer, [self.length] * len(self.parent.tables), T, like)
-        self.length += T
-        return view
+        """Pages for T more tokens."""
+        return next_view(self.parent, self.layer, [self.length] * len(self.parent.tables), T, like)
 
     @property
     def rows(self) -> int:

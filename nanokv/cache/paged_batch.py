@@ -60,8 +60,8 @@ class PagedBatch(BatchCache):
         if self.pool is None or not alike:
             raise CacheError("the rows of a paged batch must be paged caches of one sequence over one pool")
 
-    def layers(self) -> list[PagedBatchLayer]:
-        return [PagedBatchLayer(self, i, list(parts)) for i, parts in enumerate(zip(*self.rows, strict=True))]
+    def layers(self, rows) -> list[PagedBatchLayer]:
+        return [PagedBatchLayer(self, i, list(parts)) for i, parts in enumerate(zip(*rows, strict=True))]
 
     @property
     def tables(self) -> list[list[int]]:

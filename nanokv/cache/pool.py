@@ -26,6 +26,7 @@ class PagePool:
         self.free = list(range(pages - 1, -1, -1))  # a stack: the page that was freed last is still in the CPU's cache
         self.keys = self.values = None  # (L,P,Hk,page,D) once the dtype is known
         self.owners = weakref.WeakValueDictionary()  # id → cache with `tables`; a cache is a list and has no hash
+        self.members = 0  # owners that have joined and not left
         self.lent = Counter()  # pages that stand in no table: `take` gave them to somebody
         self.unsettled = 0  # changes that have begun and not ended
 
@@ -37,9 +38,9 @@ class PagePool:
         return listed + self.lent
 
     def settle(self):
-        """Count anew if a change was cut short, else nothing."""
-        if self.unsettled:
-            changes = self.unsettled
+        """Count anew if a change was cut short, or if an owner has gone without a word; else nothing."""
+        if self.unsettled or len(self.owners) != self.members:
+            changes, self.members = self.unsettled, len(self.owners)
             self.count()
             self.unsettled -= changes  # one that began meanwhile, in a __del__, stays
 
@@ -68,13 +69,21 @@ class PagePool:
             before, owner.tables = owner.tables, tables  # the commit
             self._release([page for table in before for page in table])
 
-    def abandon(self, owner):
-        """The owner is being deleted, which may happen at any moment, also in the middle of a change: count later."""
-        if self.unsettled:
-            owner.tables = []
-            self.unsettled += 1
-        else:
-            self.hold(owner, [])
+    def join(self, owner):
+        """A new owner, of whatever its `tables` list."""
+        self.owners[id(owner)] = owner
+        self.members += 1
+
+    def leave(self, owner):
+        """The owner is being deleted: at any moment, also in the middle of a change, and then its pages are counted
+        later. Python swallows exceptions in a __del__, Ctrl-C too; `settle` notices by the number of owners."""
+        self.unsettled += 1
+        if self.unsettled == 1:
+            self._release([page for table in owner.tables for page in table])
+            self.unsettled = 0
+        owner.tables = []
+        self.owners.pop(id(owner), None)
+        self.members -= 1
 
     # --- memory ---------------------------------------------------------------------------------------------------
 
@@ -138,8 +147,6 @@ class PagePool:
 
     def make_room(self, count: int):
         """So many pages are free afterwards, or CapacityError."""
-        if count > len(self.free):
-            self.count()  # an exception inside a __del__ goes unseen: its pages are found here at the latest
         if count > len(self.free):
             self.exhausted(count)
 

@@ -23,10 +23,11 @@ class QuantizedCache(LayerCache):
         self.clear()
 
     def clear(self):
-        self.exact = ()  # (keys, values), each (B,Hk,r,D)
-        self.codes: tuple = ()  # (keys, values), each (B,Hk,q,D·bits/8) uint8
-        self.scales: tuple = ()  # keys: (B,Hk,blocks,D) ×2 (scale, low); values: (B,Hk,q,1) ×2
-        self.blocks: list[int] = []  # tokens in each block of keys: `group`, or fewer in one that was truncated
+        """exact   (keys, values), each (B,Hk,r,D)
+        codes   (keys, values), each (B,Hk,q,D·bits/8) uint8
+        scales  keys: (B,Hk,blocks,D) ×2 (scale, low); values: (B,Hk,q,1) ×2
+        blocks  tokens in each block of keys: `group`, or fewer in one that was truncated"""
+        self.back(((), (), (), []))
 
     @property
     def length(self) -> int:
@@ -80,10 +81,10 @@ class QuantizedCache(LayerCache):
         k = self.rotated(k)
         k, k_scale, k_low = quantize(k.unflatten(2, (blocks, self.group)), self.bits[0], dim=3)  # a channel of a block
         v, v_scale, v_low = quantize(v, self.bits[1], dim=3)  # a token
-        self.codes = _cat(self.codes, (pack(k.flatten(2, 3), self.bits[0]), pack(v, self.bits[1])))
-        self.scales = _cat(self.scales, (k_scale.squeeze(3), k_low.squeeze(3), v_scale, v_low))
-        self.blocks += [self.group] * blocks
-        self.exact = tuple(x[:, :, n:].clone() for x in self.exact)
+        codes = _cat(self.codes, (pack(k.flatten(2, 3), self.bits[0]), pack(v, self.bits[1])))
+        scales = _cat(self.scales, (k_scale.squeeze(3), k_low.squeeze(3), v_scale, v_low))
+        exact = tuple(x[:, :, n:].clone() for x in self.exact)
+        self.back((exact, codes, scales, self.blocks + [self.group] * blocks))
 
     def dense(self):
         """(B,Hk,S,D) ×2 in the dtype of what was appended."""
@@ -102,30 +103,31 @@ class QuantizedCache(LayerCache):
         if n == 0:
             self.clear()
         elif n < quantized:
-            self.exact = tuple(x[:, :, :0].clone() for x in self.exact)
-            while sum(self.blocks) - self.blocks[-1] >= n:
-                self.blocks.pop()
-            self.blocks[-1] -= sum(self.blocks) - n
-            self.codes = tuple(x[:, :, :n].clone() for x in self.codes)
-            sizes = len(self.blocks), len(self.blocks), n, n
-            self.scales = tuple(x[:, :, :size].clone() for x, size in zip(self.scales, sizes, strict=True))
+            blocks = list(self.blocks)
+            while sum(blocks) - blocks[-1] >= n:
+                blocks.pop()
+            blocks[-1] -= sum(blocks) - n
+            sizes = len(blocks), len(blocks), n, n
+            scales = tuple(x[:, :, :size].clone() for x, size in zip(self.scales, sizes, strict=True))
+            exact, codes = (tuple(x[:, :, :end].clone() for x in g) for g, end in ((self.exact, 0), (self.codes, n)))
+            self.back((exact, codes, scales, blocks))
         elif n < self.length:
             self.exact = tuple(x[:, :, : n - quantized].clone() for x in self.exact)
 
     def mark(self):
-        return self.exact, self.codes, self.scales, list(self.blocks)  # no tensor is ever written in place
+        return self.exact, self.codes, self.scales, self.blocks  # nothing of it is ever written in place
 
     def back(self, mark):
-        self.exact, self.codes, self.scales, self.blocks = mark
+        self.exact, self.codes, self.scales, self.blocks = mark  # in one line: they never contradict each other
 
     def fork(self):
-        copy = QuantizedCache(*self.bits, self.group, self.residual, self.rotate)
+        copy = type(self)(*self.bits, self.group, self.residual, self.rotate)
         copy.back(self.mark())
         return copy
 
     def reorder(self, index):
-        for name in ("exact", "codes", "scales"):
-            setattr(self, name, tuple(x[index] for x in getattr(self, name)))
+        *groups, blocks = self.mark()
+        self.back((*(tuple(x[index] for x in group) for group in groups), blocks))
 
     def state(self) -> dict:
         groups = {"exact": self.exact, "codes": self.codes, "scales": self.scales}
@@ -133,10 +135,9 @@ class QuantizedCache(LayerCache):
         return state | {"blocks": torch.tensor(self.blocks, dtype=torch.int64)} if state else {}
 
     def restore(self, state: dict):
-        self.clear()
-        for name in ("exact", "codes", "scales"):
-            setattr(self, name, tuple(state[key] for key in sorted(state) if key.startswith(name)))
-        self.blocks = state["blocks"].tolist() if state else []
+        names = ("exact", "codes", "scales")
+        groups = (tuple(state[key] for key in sorted(state) if key.startswith(name)) for name in names)
+        self.back((*groups, state["blocks"].tolist() if state else []))
 
     @property
     def nbytes(self) -> int:

@@ -32,12 +32,10 @@ class SlidingCache(LayerCache):
             keys, values = torch.cat((self.keys, k), 2), torch.cat((self.values, v), 2)  # (B,Hk,n+T,D)
         else:
             keys, values = k, v
-        evicted = self.evicted(k.shape[2])
-        self.length += k.shape[2]
-        s, keep = min(self.sinks, self.length), min(self.window - 1, max(0, keys.shape[2] - self.sinks))
-        end = keys.shape[2]
-        self.keys = torch.cat((keys[:, :, :s], keys[:, :, end - keep :]), 2)  # (B,Hk,n',D)
-        self.values = torch.cat((values[:, :, :s], values[:, :, end - keep :]), 2)
+        evicted, length, end = self.evicted(k.shape[2]), self.length + k.shape[2], keys.shape[2]
+        s, keep = min(self.sinks, length), min(self.window - 1, max(0, end - self.sinks))
+        held = (torch.cat((x[:, :, :s], x[:, :, end - keep :]), 2) for x in (keys, values))  # (B,Hk,n',D) ×2
+        self.back((length, *held))
         if not self.sinks or int(evicted[-1]) == 0:
             return keys, values
         moved = self.moved_sinks(keys[:, :, : self.sinks], evicted)  # (B,Hk,T·sinks,D)
@@ -95,23 +93,23 @@ class SlidingCache(LayerCache):
         return self.length, self.keys, self.values  # never written in place, so what falls out is still here
 
     def back(self, mark):
-        self.length, self.keys, self.values = mark
+        self.length, self.keys, self.values = mark  # in one line: they never contradict each other
 
     def truncate(self, n: int):
         self.check_truncate(n)
         if n == 0:
-            self.length, self.keys, self.values = 0, None, None
+            self.back((0, None, None))
         elif n < self.length:
-            self.length, self.keys, self.values = n, self.keys[:, :, :n].clone(), self.values[:, :, :n].clone()
+            self.back((n, self.keys[:, :, :n].clone(), self.values[:, :, :n].clone()))
 
     def fork(self):
-        copy = SlidingCache(self.config, self.window, self.sinks)
+        copy = type(self)(self.config, self.window, self.sinks)
         copy.back(self.mark())
         return copy
 
     def reorder(self, index):
         if self.keys is not None:
-            self.keys, self.values = self.keys[index], self.values[index]
+            self.back((self.length, self.keys[index], self.values[index]))
 
     def state(self) -> dict:
         if self.keys is None:
@@ -119,8 +117,7 @@ class SlidingCache(LayerCache):
         return {"key": self.keys, "value": self.values, "length": torch.tensor(self.length)}
 
     def restore(self, state: dict):
-        self.keys, self.values = state.get("key"), state.get("value")
-        self.length = int(state.get("length", 0))
+        self.back((int(state.get("length", 0)), state.get("key"), state.get("value")))
 
     @property
     def nbytes(self) -> int:

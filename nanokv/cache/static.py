@@ -75,8 +75,10 @@ class StaticCache(LayerCache):
         copy.restore(self.state())
         return copy
 
-    def reorder(self, index):
-        self.restore({name: used[index] for name, used in self.state().items()})  # (B',Hk,S,D) into a new slab
+    def reordered(self, index):
+        copy = type(self)(self.capacity)
+        copy.restore({name: used[index] for name, used in self.state().items()})  # (B',Hk,S,D) into a new slab
+        return copy
 
     def state(self) -> dict:
         if not self.length:

@@ -1,6 +1,8 @@
 """Where an offloaded layer keeps its tokens: rows (N,2,B,Hk,D) in host memory, or in a file without a name."""
 
+import os
 import tempfile
+import threading
 
 import torch
 
@@ -34,7 +36,10 @@ class HostStore:
 
 
 class DiskStore:
-    """The same rows in a file of their own without a name: it is gone when the cache is."""
+    """The same rows in a file of their own without a name: it is gone when the cache is.
+
+    The thread that reads ahead and the one that writes state where they read and write, and share no position.
+    """
 
     def __init__(self, folder=None):
         try:
@@ -45,18 +50,43 @@ class DiskStore:
     def write(self, start: int, new):
         """new (T,2,B,Hk,D) at token `start`."""
         data = new.cpu().contiguous().view(torch.uint8).numpy().data.cast("B")
-        self.file.seek(start * new[0].nbytes)
+        place = start * new[0].nbytes
         while data:
-            data = data[self.file.write(data) :]
+            count = write_at(self.file.fileno(), data, place)
+            data, place = data[count:], place + count
 
     def read(self, tokens: int, like):
         """Read, not mapped: mapped pages would be waited for one by one when attention touches them."""
         rows = torch.empty(tokens, *like.shape[1:], dtype=like.dtype)
-        target = memoryview(rows.view(torch.uint8).numpy()).cast("B")
-        self.file.seek(0)
+        target, place = memoryview(rows.view(torch.uint8).numpy()).cast("B"), 0
         while target:
-            count = self.file.readinto(target)
+            count = read_at(self.file.fileno(), target, place)
             if not count:
                 raise CacheError(f"the file of an offloaded cache is shorter than {tokens} tokens")
-            target = target[count:]
+            target, place = target[count:], place + count
         return rows.to(like.device)
+
+
+# --- bytes at a place of a file: os.pwrite and os.preadv, and a lock where there are none (Windows) -------------------
+
+POSITION = threading.Lock()
+
+
+def write_at(file: int, data, place: int) -> int:
+    """How many bytes were written."""
+    if hasattr(os, "pwrite"):
+        return os.pwrite(file, data, place)
+    with POSITION:
+        os.lseek(file, place, os.SEEK_SET)
+        return os.write(file, data)
+
+
+def read_at(file: int, target, place: int) -> int:
+    """How many bytes were read into `target`; 0 at the end of the file."""
+    if hasattr(os, "preadv"):
+        return os.preadv(file, [target], place)
+    with POSITION:
+        os.lseek(file, place, os.SEEK_SET)
+        data = os.read(file, len(target))
+    target[: len(data)] = data
+    return len(data)
