@@ -29,7 +29,7 @@ COMMANDS = {  # each as short as it can be; FOLDER is a random model, OUT an emp
     "profile": "profile -m FOLDER --tokens 8",
     "verify": "verify FOLDER --alone",
 }
-QUIET = ("help", "env", "memory", "generate", "batch")  # run in `make test`, the others in `make check`
+QUIET = ("help", "memory", "batch")  # run in `make test`, the others in `make check`
 ALL = [name if name in QUIET else pytest.param(name, marks=pytest.mark.slow) for name in COMMANDS]
 READERS = ("chat", "chat jsonl", "batch")
 INPUT = {"batch": b'{"prompt": "Once"}\n'}

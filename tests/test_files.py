@@ -61,6 +61,7 @@ def test_what_exists_is_refused_and_stays(line, place, capsys):
         (place / name).unlink()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", [line for line in WRITERS if not line.startswith(SLOW)])
 def test_force_replaces_it(line, place, capsys):
     write_old(place, WRITERS[line])
