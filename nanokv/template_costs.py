@@ -9,9 +9,8 @@ import re
 import string
 from collections.abc import Iterable, Mapping
 
-from jinja2.runtime import LoopContext
+from jinja2.runtime import LoopContext, Markup
 from jinja2.utils import Cycler
-from markupsafe import Markup
 
 KEYS = 5_000  # elements of a dict or set: their hashes may all collide, and then it takes the square of this
 WIDTH = 9_999  # largest width or precision in a format
