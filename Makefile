@@ -37,6 +37,10 @@ test: $(VENV)/.dev ## after every change: all tests but the slow ones, minutes
 check: $(VENV)/.dev ## before you hand it on: the slow tests (true sizes, the built wheel, a training run)
 	@$(BIN)/python -m pytest -m slow $(ARGS)
 
+.PHONY: fuzz
+fuzz: $(VENV)/.fuzz ## when you changed what reads files: hostile input, minutes; ARGS="--seconds 3600" for hours
+	@$(BIN)/python tests/fuzz/runner.py $(ARGS)
+
 .PHONY: lint
 lint: $(VENV)/.dev ## while you write: style, unused names, import order, seconds
 	@$(BIN)/ruff check $(ARGS)
@@ -94,6 +98,11 @@ $(VENV)/.dev: $(VENV)/.torch pyproject.toml constraints.txt
 	@echo "installing nanokv and what its tests need" >&2
 	@$(PIP) install -q -c constraints.txt --no-build-isolation -e ".[dev]" >&2 </dev/null
 	@touch $(VENV)/.chat $@
+
+$(VENV)/.fuzz: $(VENV)/.dev
+	@echo "installing the fuzzer" >&2
+	@$(PIP) install -q -c constraints.txt --no-build-isolation -e ".[dev,fuzz]" >&2 </dev/null
+	@touch $@
 
 $(VENV)/.course: $(VENV)/.torch pyproject.toml constraints.txt
 	@echo "installing nanokv and what its tests and notebooks need" >&2

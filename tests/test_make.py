@@ -17,7 +17,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGETS = [
-    "help", "chat", "test", "check", "lint", "bench", "train", "notebooks", "book", "setup", "clean", "distclean",
+    "help", "chat", "test", "check", "fuzz", "lint", "bench", "train", "notebooks", "book", "setup", "clean",
+    "distclean",
 ]  # fmt: skip
 FAKE = """#!/bin/sh
 # Plays python for the Makefile: writes down its arguments, makes a "venv", and installs nothing.

@@ -108,7 +108,7 @@ def test_every_runtime_import_is_declared():
 
 
 def test_every_import_of_the_tests_is_declared():
-    declared = distributions([*RUNTIME, *EXTRAS["dev"]])
+    declared = distributions([*RUNTIME, *EXTRAS["dev"], *EXTRAS["fuzz"]])
     wrong = {p.name: imported(p, False) - declared for p in (ROOT / "tests").rglob("*.py")}
     assert {name: names for name, names in wrong.items() if names} == {}
 
