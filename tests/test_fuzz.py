@@ -21,17 +21,6 @@ from worker import Worker  # noqa: E402
 
 REGRESSIONS = sorted(path for path in common.REGRESSIONS.glob("*/*") if path.is_file())
 MUTATIONS = 200
-OPEN = {  # not mended yet: {target: why it still fails}
-    "cache": "saved caches: metadata and tensors behind the checksum are not checked",
-    "session": "/load: types of the header are not checked",
-    "tokenizer": "tokenizer.json: normalizers and pre-tokenizers are not checked",
-}
-
-
-def marked(names):
-    """An open finding is expected to fail; where one of several inputs passes by chance, that is no news."""
-    opened = {name: OPEN.get(str(name).split("/")[0]) for name in names}
-    return [pytest.param(n, marks=pytest.mark.xfail(reason=why)) if why else n for n, why in opened.items()]
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +44,7 @@ def test_seeds_are_read(worker, name):
     assert refused < len(seeds)
 
 
-@pytest.mark.parametrize("name", marked(common.TARGETS))
+@pytest.mark.parametrize("name", common.TARGETS)
 def test_mutations_of_the_seeds_give_named_errors_only(worker, name):
     target, rng = importlib.import_module(f"target_{name}"), random.Random(7)
     pool, wrong = list(target.seeds().values()), {}
@@ -67,7 +56,7 @@ def test_mutations_of_the_seeds_give_named_errors_only(worker, name):
     assert wrong == {}
 
 
-@pytest.mark.parametrize("path", marked([f"{path.parent.name}/{path.name}" for path in REGRESSIONS]))
+@pytest.mark.parametrize("path", [f"{path.parent.name}/{path.name}" for path in REGRESSIONS])
 def test_what_was_found_once_is_mended(worker, path):
     assert worker.run(path.split("/")[0], (common.REGRESSIONS / path).read_bytes()) == ""
 

@@ -45,4 +45,4 @@ def run(data: bytes) -> None:
     path.write_bytes(data)
     common.expect(ALLOWED, transcript.listing, path.parent)
     chat = SimpleNamespace(session=Session(*loaded()), loaded=SimpleNamespace(name="tiny"))
-    assert isinstance(chat_files.load(chat, str(path)), str)
+    assert isinstance(chat_files.load(chat, path), str)
