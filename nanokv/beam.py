@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from nanokv.cache import make_cache
-from nanokv.errors import GenerationError, UnsupportedError
+from nanokv.errors import GenerationError
 from nanokv.generation import Generation, SamplingParams, Step, never
 from nanokv.inference import decode, verify
 from nanokv.sample import logprob
@@ -73,9 +73,10 @@ class BeamGeneration(Generation):
 
     def find(self) -> list[Beam]:
         """All beams, best first; the cache keeps the prompt only."""
-        logits = self._prefill()
-        if logits is not None:
-            self._explore(logits)
+        with self._stopping():
+            logits = self._prefill()
+            if logits is not None:
+                self._explore(logits)
         return self.search.best()
 
     @torch.inference_mode()
@@ -86,17 +87,19 @@ class BeamGeneration(Generation):
         rows = self.cache.fork()
         rows.reorder([0] * search.beams)
         logits = logits.repeat(search.beams, 1)  # (1,V) → (k,V)
-        while True:
-            seen = torch.cat((prompt.repeat(search.beams, 1), search.tokens), 1)  # (k,N+n)
-            parents = search.step(penalised_log_probs(logits, seen, penalty))  # (k,)
-            if search.ended:
-                return
-            if self.should_stop():
-                self.finish_reason = "interrupted"
-                return
-            if parents.tolist() != list(range(search.beams)):
-                rows.reorder(parents)
-            logits = decode(self.model, search.tokens[:, -1:], rows, start_pos=rows.length)  # (k,V)
+        with self._stopping():
+            while True:
+                seen = torch.cat((prompt.repeat(search.beams, 1), search.tokens), 1)  # (k,N+n)
+                parents = search.step(penalised_log_probs(logits, seen, penalty))  # (k,)
+                if search.ended:
+                    return
+                if self.should_stop():
+                    self.finish_reason = "interrupted"
+                    return
+                if parents.tolist() != list(range(search.beams)):
+                    rows.reorder(parents)
+                with self._listening():
+                    logits = decode(self.model, search.tokens[:, -1:], rows, start_pos=rows.length)  # (k,V)
 
     def _run(self):
         began = perf_counter()
@@ -129,10 +132,7 @@ class BeamGeneration(Generation):
         return scores
 
     def _forget_the_rest(self):
-        try:
-            self.cache.truncate(self.fed)
-        except UnsupportedError:  # a window that has moved on cannot go back: better nothing than another text
-            self.cache.truncate(0)
+        self._go_back(self.fed if self.tokens else self.prefilled)
 
 
 def penalised_log_probs(logits, seen, penalty: float):

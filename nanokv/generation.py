@@ -4,12 +4,14 @@
     Generation      the same, one Step at a time, with log-probabilities, timings and the reason why it ended
     TextStream      a Generation as text: whole characters, stop strings, loop guard
 
-At every moment the cache holds exactly (tokens before + ids + generated)[:cache.length], in all layers, also after an
-exception or Ctrl-C: a failed forward leaves layers of different lengths, and they are truncated back before it goes on.
+The cache holds exactly (tokens before + ids + generated)[:cache.length], in all layers, also after an exception or
+Ctrl-C: a failed forward leaves layers of different lengths, and they are truncated back before it goes on. Should
+Ctrl-C come in the middle of that as well, the first `sure` tokens are still right, and truncate(sure) mends the rest.
 """
 
 import secrets
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from time import perf_counter
 
@@ -100,9 +102,11 @@ def context_limit(model, cache) -> int:
 class Generation:
     """One answer, token by token: an iterator of Steps that also says, at its end, why it ended.
 
-    `should_stop` is read before each prefill chunk and each decode, so that a Ctrl-C flag is answered within one of
-    them; chunks that were finished stay in the cache. `history` = the ids already in the cache, for the repetition
-    penalty only; without it the penalty sees ids and what is generated. Raises in the constructor, before any work.
+    `should_stop` is read before each prefill chunk and each decode; chunks that were finished stay in the cache. If it
+    has a context manager `raising`, forwards run inside of it: a KeyboardInterrupt raised there, while should_stop()
+    is true, ends the answer between two operators instead of after the forward. `history` = the ids already in the
+    cache, for the repetition penalty only; without it the penalty sees ids and what is generated. Raises in the
+    constructor, before any work.
     """
 
     speculation: dict = {}  # what guessing saved; nothing is guessed here
@@ -132,13 +136,16 @@ class Generation:
         self.seed = self.generator.initial_seed()
         self._history = list(history or ()) if params.repetition_penalty != 1 else []
         self.tokens, self.logprobs, self.timings, self.finish_reason = [], [], Timings(), None
+        self.prefilled = cache.length
         self._steps = self._run()
 
     def __iter__(self):
         return self
 
     def __next__(self) -> Step:
-        return next(self._steps)
+        with self._stopping():
+            return next(self._steps)
+        raise StopIteration
 
     def finish(self, reason: str):
         """End it here; tokens that were produced stay."""
@@ -181,17 +188,39 @@ class Generation:
                 return None
             part = torch.tensor([self.ids[start : start + self.chunk]], device=self.generator.device)  # (1,t)
             logits = self._forward(prefill, part, back_to=self.cached_tokens)
+            self.prefilled = self.cached_tokens + min(start + self.chunk, len(self.ids))
         return logits
 
     def _forward(self, path, tokens, back_to):
+        start = self.cache.length
         try:
-            return path(self.model, tokens, self.cache, start_pos=self.cache.length)
-        except BaseException:  # KeyboardInterrupt too: some layers have the new tokens, others do not
-            try:
-                self.cache.truncate(back_to)
-            except UnsupportedError:  # a window that has moved on: empty is still a prefix of what it held
-                self.cache.truncate(0)
+            with self._listening():
+                return path(self.model, tokens, self.cache, start_pos=start)
+        except BaseException as error:  # some layers have the new tokens, others do not
+            self._go_back(start)
+            if not (isinstance(error, KeyboardInterrupt) and self.should_stop()):  # a failure forgets all chunks
+                self._go_back(back_to)
             raise
+
+    def _listening(self):
+        """Where Ctrl-C may come between two operators, if should_stop knows how to raise it."""
+        return getattr(self.should_stop, "raising", nullcontext)()
+
+    @contextmanager
+    def _stopping(self):
+        """What was raised because of should_stop ends the answer, and is no failure."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            if not self.should_stop():
+                raise
+            self.finish_reason = "interrupted"
+
+    def _go_back(self, n: int):
+        try:
+            self.cache.truncate(n)
+        except UnsupportedError:  # a window that has moved on: empty is still a prefix of what it held
+            self.cache.truncate(0)
 
     def _choose(self, logits):
         """logits (1,V) → [Step]"""
@@ -212,6 +241,11 @@ class Generation:
     def fed(self) -> int:
         """Tokens that belong into the cache now: all but the newest, which the next forward feeds."""
         return self.cached_tokens + self.prompt_tokens + len(self.tokens) - 1
+
+    @property
+    def sure(self) -> int:
+        """So many of (tokens before + ids + generated) every layer holds, whatever was cut short after them."""
+        return min([self.fed if self.tokens else self.prefilled, *(layer.length for layer in self.cache)])
 
 
 class TextStream:

@@ -58,7 +58,7 @@ class Session:
         self.context = min(context or limit, limit)
         self.params, self.template_kwargs = dict(params or {}), dict(template_kwargs or {})
         self.system, self.overflow, self.loop_guard = system, overflow, loop_guard
-        self.messages, self.cached_ids, self.prompt_ids = [], [], []
+        self.messages, self.prompt_ids, self._generation = [], [], None
         self.last, self.why, self.answers, self.thinking_opened = None, "", 0, False
         self._labelled, self._reply_ids, self._edited, self._room = [], None, False, 0
         self.cache.truncate(0)
@@ -100,7 +100,7 @@ class Session:
         self._edited |= bool(dropped[0])                 # a prefix that we cut ourselves needs no explanation
         n = self._keep_prefix(ids)
         self.prompt_ids, self._labelled = ids, messages
-        generation = self._generation(ids, n, should_stop)
+        generation = self._generation = self._make_generation(ids, n, should_stop)
         turn = Turn(new=len(ids) - n, reused=n, why=self.why, seed=generation.seed, dropped=dropped)
         guard = {"is_loop": LoopGuard()} if self.loop_guard == "on" else {}
         stream = TextStream(generation, self.tokenizer, tuple(self.params.get("stop") or ()), **guard)
@@ -115,7 +115,7 @@ class Session:
         finally:
             self._record(turn, generation, stream, messages, reply, before)
 
-    def _generation(self, ids, n, should_stop):
+    def _make_generation(self, ids, n, should_stop):
         """Checked before any work; the rest of the prompt is prefilled when its first token is asked for."""
         import torch
 
@@ -131,10 +131,9 @@ class Session:
         )
 
     def _record(self, turn, generation, stream, messages, reply, before):
-        """Whatever happened, messages, cached ids and cache agree afterwards. No answer at all = nothing was said."""
+        """Whatever happened, messages and cache agree afterwards. No answer at all = nothing was said."""
         tokens, timings = list(generation.tokens), generation.timings
         turn.speculation = generation.speculation
-        self.cached_ids = (self.prompt_ids + tokens)[:self.cache.length]
         turn.finish_reason = generation.finish_reason or "error"
         if turn.finish_reason == "length" and len(tokens) >= self._room:
             turn.finish_reason = "context"
@@ -145,15 +144,21 @@ class Session:
         turn.kv_bytes, turn.cached, self.last = self.cache.nbytes, self.cache.length, turn
         if not tokens:
             return
-        self.answers += 1
         message = {"role": "assistant", "content": before + stream.text}
         if turn.finish_reason in ("interrupted", "error"):
             message["interrupted"] = True
-        self.messages = [*messages, message]
         ended = tokens[-1] in generation.eos_token_ids
-        self._reply_ids = None if turn.finish_reason == "stop_string" else reply + (tokens[:-1] if ended else tokens)
+        reply = None if turn.finish_reason == "stop_string" else reply + (tokens[:-1] if ended else tokens)
+        self.messages, self._reply_ids, self.answers = [*messages, message], reply, self.answers + 1  # in one line
 
     # --- prompt and prefix ----------------------------------------------------------------------------------------
+
+    @property
+    def cached_ids(self) -> list:
+        """Ids in the cache: of prompt and answer, as far as it holds them. Never stored, so never out of date."""
+        if self._generation is None:
+            return self.prompt_ids[:self.cache.length]
+        return (self.prompt_ids + self._generation.tokens)[:self._generation.sure]
 
     def prompt(self, messages, add_generation_prompt=True):
         """Ids of these messages under the model's own template, system prompt first."""
@@ -184,29 +189,29 @@ class Session:
 
     def _keep_prefix(self, ids):
         """Truncate to the longest common prefix, at most len(ids) − 1: one token must be fed to get logits."""
-        n = min(common_prefix(self.cached_ids, ids), len(ids) - 1)
-        broken = n < min(len(self.cached_ids), len(ids) - 1) and not self._edited
-        self.why = why_broken(self.tokenizer, self.cached_ids, ids, self.roles(), n) if broken else ""
+        cached = self.cached_ids
+        n = min(common_prefix(cached, ids), len(ids) - 1)
+        broken = n < min(len(cached), len(ids) - 1) and not self._edited
+        self.why = why_broken(self.tokenizer, cached, ids, self.roles(), n) if broken else ""
         self._edited = False
         return self._truncate(n)
 
     def _truncate(self, n):
-        if n < self.cache.length:
+        if any(layer.length != n for layer in self.cache):
             try:
                 self.cache.truncate(n)
             except UnsupportedError as error:            # a sliding cache cannot go back past its window
                 self.why = f"{error}: prefilled from the start"
                 self.cache.truncate(0)
                 n = 0
-        self.cached_ids = self.cached_ids[:n]
         return n
 
     def roles(self):
         """One (letter, turn) per cached token: s(ystem), u(ser), a(ssistant)."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         roles = token_roles(self.tokenizer, self.prompt_ids, system + self._labelled)
-        answer = ("a", roles[-1][1] if roles else 1)
-        return (roles + [answer] * len(self.cached_ids))[:len(self.cached_ids)]
+        answer, cached = ("a", roles[-1][1] if roles else 1), len(self.cached_ids)
+        return (roles + [answer] * cached)[:cached]
 
     # --- editing history ------------------------------------------------------------------------------------------
 
@@ -238,15 +243,15 @@ class Session:
         roles = [m["role"] for m in messages]
         if roles != ["user", "assistant"] * (len(roles) // 2):
             raise SessionError(f"a conversation alternates user and assistant, this one has {', '.join(roles[:6])}")
-        self.messages, self._reply_ids, self._edited = list(messages), None, True
+        self.messages, self._reply_ids, self._edited = list(messages), None, True  # in one line
         self._truncate(common_prefix(self.cached_ids, self.prompt(messages, add_generation_prompt=False)))
 
     def adopt_cache(self, cache, ids):
         """Take over a loaded cache that holds exactly these ids."""
         if cache.length != len(ids):
             raise SessionError(f"the saved cache holds {cache.length:,} tokens, its list of ids {len(ids):,}")
-        self.cache, self.cached_ids, self._edited = cache, list(ids), True
-        self.prompt_ids, self._labelled = list(ids), self.messages
+        self.cache, self.prompt_ids, self._generation = cache, list(ids), None  # in one line
+        self._labelled, self._edited = self.messages, True
 
 
 def prefill_chunk(model) -> int:

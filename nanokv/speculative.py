@@ -142,7 +142,7 @@ class Tokens(Iterator):
         return next(self.report).token
 
     def close(self):
-        """End it here; the cache is cut back to what was taken."""
+        """End it here; the cache is cut back to what was taken. Also after an exception, however often."""
         self.report.finish(self.report.finish_reason or "closed")
 
 
@@ -170,9 +170,17 @@ class Speculation(Generation):
     def _run(self):
         try:
             yield from super()._run()
-        finally:  # eos or close in the middle of a round, or a failure: accepted tokens that nobody took are forgotten
-            if self.tokens:
-                self.cache.truncate(self.fed)
+        finally:  # eos or close in the middle of a round, or a failure
+            self._forget_the_rest()
+
+    def finish(self, reason: str):
+        super().finish(reason)
+        self._forget_the_rest()  # once more: the first time may have been cut short
+
+    def _forget_the_rest(self):
+        """Accepted tokens that nobody took."""
+        if self.tokens:
+            self.cache.truncate(self.fed)
 
     def _round(self):
         """Guess, check, take back what was wrong → Steps, one more than guesses were kept."""
@@ -189,7 +197,8 @@ class Speculation(Generation):
         room = room if self.cache.rollback is None else min(room, self.cache.rollback)
         if room < 2:  # the newest token takes one place
             return [], None
-        guesses, q = self.draft.propose(self._text + self.tokens, room - 1, self._distribution, self.generator)
+        with self._listening():
+            guesses, q = self.draft.propose(self._text + self.tokens, room - 1, self._distribution, self.generator)
         end = next((i for i, token in enumerate(guesses, 1) if token in self.eos_token_ids), len(guesses))
         return guesses[:end], q if q is None else q[:end]
 

@@ -29,6 +29,7 @@ def tracing(on_line):
             on_line(frame.f_code.co_filename, frame.f_lineno)
         return local
 
+    gc.disable()  # Python 3.11 can crash where it is collected while a frame is made for the trace function
     before, hook = sys.gettrace(), sys.unraisablehook
     sys.unraisablehook = lambda unraisable: None
     sys.settrace(lambda frame, *_: local if frame.f_code.co_filename.startswith(FOLDER) else None)
@@ -37,6 +38,7 @@ def tracing(on_line):
     finally:
         sys.settrace(before)
         sys.unraisablehook = hook
+        gc.enable()
 
 
 def lines(scenario) -> tuple[dict, object]:
@@ -46,6 +48,7 @@ def lines(scenario) -> tuple[dict, object]:
     def count(*point):
         seen[point] = seen.get(point, 0) + 1
 
+    scenario.call(scenario.fresh())  # what is imported or compiled at the first call is not part of it
     state = scenario.fresh()
     with tracing(count):
         scenario.call(state)

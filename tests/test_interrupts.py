@@ -6,11 +6,14 @@ minutes), and for a few of them drawn by lot (every time). See interrupts.py.
 
 import random
 import signal
+from types import SimpleNamespace
 
 import pytest
 
+import nanokv
 from interrupts import last, some, survives
 from nanokv.engine import Engine
+from nanokv.speculative import EarlyExit, PromptLookup
 from oracle import pair, random_ids
 
 SAMPLE = 12  # points of each scenario in `make test`
@@ -101,11 +104,175 @@ def all_free(pool):
     assert sorted(pool.free) == [page for page in range(len(pool.references)) if not owned[page]]
 
 
+# --- one answer -----------------------------------------------------------------------------------------------------
+
+
+class Answer:
+    """Tokens one by one; after an interrupt the user feeds what the cache does not hold, as the documentation says."""
+
+    kind, options = "dict", {}
+
+    def __init__(self, model):
+        self.model = model
+
+    def start(self, ids, cache, new):
+        """The iterator under test, for so many new tokens."""
+        return nanokv.generate(self.model, ids, cache, max_new_tokens=new)
+
+    def fresh(self):
+        cache = nanokv.make_cache(self.kind, self.model.config, **self.options)
+        return SimpleNamespace(cache=cache, got=[], tokens=None)
+
+    def call(self, state):
+        state.tokens = self.start(prompt(0, 7), state.cache, 8)
+        for token in state.tokens:
+            state.got.append(token)
+
+    def go_on(self, state):
+        if hasattr(state.tokens, "close") and len(state.got) < 8:
+            state.tokens.close()
+        known = prompt(0, 7) + state.got
+        if len(state.got) < 8:
+            keep = min(state.cache.length, len(known) - 1)
+            state.cache.truncate(keep)
+            state.got += self.start(known[keep:], state.cache, 8 - len(state.got))
+        state.cache.truncate(14)
+        assert sorted(state.got) and state.cache.length == 14
+        return state.got, list(nanokv.generate(self.model, state.got[-1:] + [3], state.cache, max_new_tokens=3))
+
+
+class AnswerOnPages(Answer):
+    """The same on pages."""
+
+    kind, options = "paged", {"page": 4}
+
+
+class Lookup(Answer):
+    """Guesses from the text itself."""
+
+    def start(self, ids, cache, new):
+        return nanokv.speculative.speculate(self.model, ids, PromptLookup(), cache, max_new_tokens=new)
+
+
+class Drafted(Answer):
+    """Guesses from the model's first layer; the drafter and its cache are used again after the interrupt. The pool is
+    so small that a check of several tokens fails, and one token is fed instead."""
+
+    kind, options = "paged", {"page": 2, "pages": 8}
+
+    def fresh(self):
+        self.draft = EarlyExit(self.model, 1)
+        return super().fresh()
+
+    def start(self, ids, cache, new):
+        return nanokv.speculative.speculate(self.model, ids, self.draft, cache, max_new_tokens=new)
+
+
+class Beams:
+    """A search; the caller's cache holds the prompt, or a beginning of it."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def fresh(self):
+        return SimpleNamespace(cache=nanokv.make_cache("paged", self.model.config, page=4), found=None)
+
+    def search(self, cache, ids):
+        return nanokv.beam_search(self.model, ids, beams=3, max_new_tokens=5, cache=cache, chunk=3, eos_token_ids=[])
+
+    def call(self, state):
+        state.found = self.search(state.cache, prompt(0, 7))
+
+    def go_on(self, state):
+        if state.found is None:
+            keep = min(*(layer.length for layer in state.cache), 6)
+            state.cache.truncate(keep)
+            state.found = self.search(state.cache, prompt(0, 7)[keep:])
+        pool = state.cache.pool
+        pool.settle()
+        assert len(pool.references) - len(pool.free) == 2, "pages of beams"
+        return [beam.ids for beam in state.found]
+
+
+class Letters:
+    """A tokenizer whose ids are letters: that of a checkpoint would be most of what is traced, and keeps no state."""
+
+    control_ids, special_tokens = frozenset(), {}
+
+    def encode(self, text):
+        return [ord(letter) % 31 for letter in text]
+
+    def decode(self, ids):
+        return "".join(chr(65 + id) for id in ids)
+
+    text_of = decode
+
+    def render(self, messages, add_generation_prompt=True):
+        return "".join(message["role"][0] + message["content"] for message in messages) + "a" * add_generation_prompt
+
+
+class LetterStream:
+    """What StreamDecoder is to a real tokenizer."""
+
+    def __init__(self, tokenizer, skip=()):
+        self.tokenizer = tokenizer
+
+    def put(self, token):
+        return self.tokenizer.decode([token])
+
+    def flush(self):
+        return ""
+
+
+class Conversation:
+    """The second of three messages; what was answered in part is taken back and asked again."""
+
+    make_generation = nanokv.generation.Generation
+
+    def __init__(self, model):
+        self.model = model
+
+    def fresh(self):
+        session = nanokv.Session(
+            self.model, Letters(), params={"max_new_tokens": 3}, system="B", make_generation=self.make_generation
+        )
+        session.ask("One")
+        return session
+
+    def call(self, session):
+        session.ask("Twotwo")
+
+    def go_on(self, session):
+        if len(session.messages) == 4:
+            session.undo()
+        answers = [session.ask("Twotwo"), session.ask("Three")]
+        assert session.cache.length == len(session.cached_ids) == session.last.cached
+        return answers, session.messages, session.cached_ids
+
+
+class GuessedConversation(Conversation):
+    """The cache is ahead of the answer now and then."""
+
+    @staticmethod
+    def make_generation(*args, **options):
+        return nanokv.speculative.Speculation(*args, draft=PromptLookup(), **options)
+
+
+SCENARIOS = {
+    "engine": EngineSteps, "generate": Answer, "generate on pages": AnswerOnPages, "prompt lookup": Lookup,
+    "draft model": Drafted, "beams": Beams, "session": Conversation, "session with guesses": GuessedConversation,
+}  # fmt: skip
+NAMES = pytest.mark.parametrize("name", SCENARIOS)
+
+
+@pytest.fixture(autouse=True)
+def _letters(monkeypatch):
+    monkeypatch.setattr("nanokv.generation.StreamDecoder", LetterStream)
+    monkeypatch.setattr("nanokv.tokenizer.StreamDecoder", LetterStream)
+
+
 def scenario(name, model):
-    return {"engine": EngineSteps}[name](model)
-
-
-NAMES = pytest.mark.parametrize("name", ["engine"])
+    return SCENARIOS[name](model)
 
 
 @NAMES
