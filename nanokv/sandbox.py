@@ -23,7 +23,7 @@ from jinja2.visitor import NodeTransformer
 from nanokv import template_costs
 from nanokv.template_costs import ELEMENT, ESCAPED, PASS, VIEWS, Stream
 
-WORK = 32_000_000  # units: a full render of a 40k-token chat with Qwen3's template needs about 1 million
+WORK = 32_000_000  # units: a full render of a 40k-token chat with Qwen3's template needs about 4 million
 SECONDS = 2.0  # CPU time of the calling thread, so that a busy machine does not refuse an honest template
 SOURCE = 65_536  # characters of template; Qwen3's has 4,116
 NODES = 10_000  # of its syntax tree; compiling takes about 0.1 ms each and cannot be interrupted
@@ -313,7 +313,7 @@ class _Instrument(NodeTransformer):
     def visit_Getitem(self, node: Getitem):
         self.generic_visit(node)
         if isinstance(node.arg, Slice):  # compiled to x[1:] without a hook, and copies
-            node.node = _looked_at(node.node)
+            node.node = _filter(node.node, "nanokv.copy")
         return node
 
     def visit_literal(self, node: List | Tuple | Dict):

@@ -93,9 +93,9 @@ def expanded(budget, value, tabsize=8):
 
 def replaced(budget, value, old="", new="", count=None):
     budget.read([value, old, new])
-    value, old = str(value), str(old)
+    original, value, old = value, str(value), str(old)
     places = value.count(old)
-    budget.promise(len(value) + places * text_size(budget, new))
+    budget.promise(len(value) + places * text_size(budget, new) * growth(original))
 
 
 def joined(budget, value, items=()):
