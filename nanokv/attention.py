@@ -73,7 +73,9 @@ class Decode:
     @functools.cached_property
     def lengths(self):
         """(B,) int64 if the mask hides padding on the left and nothing else: row b sees its last lengths[b] keys."""
-        if self.mask is None or self.mask.dim() != 4:
+        if self.mask is None or self.mask.dim() != 4 or self.mask.dtype != torch.bool:
+            return None
+        if self.mask.shape[1:3] != (1, 1):  # each head has a mask of its own
             return None
         seen = self.mask[:, 0, 0]  # (B,S)
         lengths = seen.sum(-1)  # (B,)

@@ -423,6 +423,117 @@ def test_causal_attention_is_causal_over_a_cache_without_a_mask(model, attend):
     assert distance(got, verify(candidate(model, 1), ids[:, 7:12], theirs, 7)) <= 1e-6
 
 
+# --- what a kernel must not take on trust ---------------------------------------------------------------------------
+
+
+def steps_of(new, rows=2):
+    """run(model): a prompt that the kernels for many rows take, then two steps."""
+
+    def run(model):
+        ids, cache = random_ids(5, rows, 42), new()
+        out = [prefill(model, ids[:, :40], cache)]
+        return torch.cat([*out, *(decode(model, ids[:, t : t + 1], cache, cache.length) for t in (40, 41))]).float()
+
+    return run
+
+
+def keys_as(change):
+    """A cache whose layers return change(keys), change(values)."""
+
+    class Own(nanokv.cache.DictCache):
+        def append(self, k, v):
+            return tuple(change(x) for x in super().append(k, v))
+
+    return nanokv.cache.KVCache((Own() for _ in range(plain().config.num_hidden_layers)), plain().config)
+
+
+RETURNED = {
+    "every head of its own": lambda x: x.repeat_interleave(2, 1), "one row for all": lambda x: x[:1],
+    "one head for all": lambda x: x[:, :1], "other strides": lambda x: x.transpose(1, 2).clone().transpose(1, 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model", ["fp32", "bf16"])
+@pytest.mark.parametrize("change", RETURNED.values(), ids=RETURNED)
+def test_keys_of_another_shape_are_attended_to_as_torch_does(model, change, code):
+    run = steps_of(lambda: keys_as(change))
+    assert distance(run(fast(model)), run(plain())) <= MODELS[model]
+
+
+@pytest.mark.parametrize("rows", [1, 2])  # 2: so many rows that the prefill kernels take part
+def test_keys_of_another_dtype_are_refused_as_torch_does(rows):
+    with pytest.raises(RuntimeError, match="same dtype"):
+        steps_of(lambda: keys_as(lambda x: x.float()), rows)(fast("bf16"))
+
+
+@pytest.mark.parametrize("model", ["fp32", "compiled"])
+@pytest.mark.parametrize("spec", ["static", "growing", "paged"])
+@pytest.mark.parametrize("of", ["an object", "a class"])
+def test_an_append_that_was_replaced_later_is_called(model, spec, of, monkeypatch, code):
+    """As a wrapper that counts, prints or breaks something on purpose does it."""
+
+    def new_cache():
+        cache = new(plain().config, spec, 2)
+        for layer in cache if of == "an object" else ():
+            layer.append = lambda k, v, right=layer.append: right(k, 1.5 * v)
+        return cache
+
+    run, undisturbed = steps_of(new_cache), steps_of(lambda: new(plain().config, spec, 2))(plain())
+    if of == "a class":
+        kind = type(new(plain().config, spec)[0])
+        monkeypatch.setattr(kind, "append", lambda self, k, v, right=kind.append: right(self, k, 1.5 * v))
+    right = run(plain())
+    assert distance(run(candidate(model, 2)), right) <= MODELS[model] < distance(undisturbed, right)
+
+
+@pytest.mark.parametrize("model", ["fp32", "compiled"])
+def test_a_cache_that_only_looks_like_one(model, code):
+    class Layer:
+        def __init__(self):
+            self.inner = nanokv.cache.DictCache()
+
+        def append(self, k, v):
+            return self.inner.append(k, v)
+
+        length = property(lambda self: self.inner.length)
+
+    class Cache(list):
+        config, name, capacity, batch_size = None, "own", None, 2
+        length = property(lambda self: self[0].length)
+
+        def mask(self, T):
+            return nanokv.attention.causal_mask(T, self.length + T)
+
+    run = steps_of(lambda: Cache(Layer() for _ in range(plain().config.num_hidden_layers)))
+    assert distance(run(candidate(model, 2)), run(plain())) <= MODELS[model]
+
+
+def step_with(model, mask, spec="static"):
+    ids, cache = random_ids(5, 2, 11), new(plain().config, spec, 2)
+    prefill(model, ids[:, :10], cache)
+    with torch.inference_mode():
+        return model.lm_head(model(ids[:, 10:], cache, 10, nanokv.attention.Decode(mask)))[:, -1].float()
+
+
+@pytest.mark.parametrize("model", ["fp32", "bf16", "compiled"])
+@pytest.mark.parametrize("spec", ["static", "paged"])
+def test_each_head_may_have_a_mask_of_its_own(model, spec, code):
+    mask = torch.ones(1, 2, 2, 11, dtype=torch.bool)  # (1,Hk,G,S)
+    mask[:, :, 1, :5] = False
+    mask[:, 1, :, 8] = False
+    right = step_with(plain(), mask, spec)
+    assert distance(step_with(candidate(model, 2), mask, spec), right) <= MODELS[model]
+    assert distance(step_with(plain(), None, spec), right) > 0.1
+
+
+@pytest.mark.parametrize("mask", [torch.arange(12).ge(1).expand(2, 1, 1, 12), torch.ones(2, 1, 1, 11).long()],
+                         ids=["of another width", "of integers"])  # fmt: skip
+@pytest.mark.parametrize("model", ["plain", "fp32", "bf16"])
+def test_a_mask_that_torch_refuses_is_refused_by_all(model, mask, code):
+    with pytest.raises(RuntimeError, match=r"must match|attn_mask dtype"):
+        step_with(candidate(model, 2), mask)
+
+
 # --- seeds ----------------------------------------------------------------------------------------------------------
 
 

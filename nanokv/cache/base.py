@@ -50,6 +50,12 @@ class LayerCache:
             cls.in_place = False
         if defined["append"] < defined["place"]:
             cls.place = LayerCache.place
+        cls.written_for = cls.append
+
+    @property
+    def as_written(self) -> bool:
+        """Is `append` still the one that `room` and `place` know? Not if a caller has put a wrapper in its place."""
+        return getattr(self.append, "__func__", None) is type(self).written_for
 
     def append(self, k, v):
         """(B,Hk,T,D) ×2, keys already rotated → (B,Hk,S,D) ×2, oldest first; the last T rows are the new ones."""

@@ -67,6 +67,8 @@ class Block(Addressed):
         k, v = x.new_empty(2, B, Hk, 1, D, dtype=self.dtype)
         kernels.before_cache(layer, x.data_ptr(), B, *angles, q.data_ptr(), k.data_ptr(), v.data_ptr())
         pages = cache.place(k, v)
+        if pages.table is None and not alike(k, pages.keys, pages.values):  # an `append` of the caller's own
+            return self.rest(x, Decode()(q[:, :, None].to(self.dtype), pages.keys, pages.values))
         kernels.after_cache(layer, x.data_ptr(), B, q.data_ptr(), native.pages_struct(pages))
         return x
 
@@ -106,7 +108,7 @@ class Block(Addressed):
         if type(attend) is not Causal or q.dtype != torch.bfloat16 or not kernels.has_flash(q.shape[-1]):
             return attend(q, k, v)
         (B, H, T, D), (Hk, S), strides = q.shape, k.shape[1:3], k.stride()
-        if strides != v.stride() or strides[2:] != (D, 1):
+        if strides != v.stride() or strides[2:] != (D, 1) or H % Hk or not alike(q[:, :Hk], k, v):
             return attend(q, k, v)
         attend.check(T, S)
         q, y = q.contiguous(), q.new_empty(B, T, H, D)
@@ -123,8 +125,11 @@ class Block(Addressed):
         q, k = self.normed(q, self.q_norm), self.normed(k, self.k_norm)
         q, k = apply_rope(q.transpose(1, 2), rope), apply_rope(k.transpose(1, 2), rope)  # (B,H,T,D), (B,Hk,T,D)
         k, v = cache.append(k.to(self.dtype), v.transpose(1, 2).to(self.dtype))  # (B,Hk,S,D) ×2
-        y = attend(q.to(self.dtype), k, v)  # (B,H,T,D)
-        x = x + self.o(y.transpose(1, 2).reshape(B, T, -1))
+        return self.rest(x, attend(q.to(self.dtype), k, v))
+
+    def rest(self, x, y):
+        """What follows attention: x (B,T,C), y (B,H,T,D) → (B,T,C)."""
+        x = x + self.o(y.transpose(1, 2).flatten(2))
         gate, up = self.gate_up(self.normed(x, self.mlp_norm)).chunk(2, dim=-1)  # (B,T,I) ×2
         return x + self.down(F.silu(gate) * up)
 
@@ -137,13 +142,20 @@ def sees_its_row(attend, cache) -> bool:
 
     A mask is honoured where the kernel reads the keys where they lie, as many for each row as the mask shows.
     """
-    if type(attend) is not Decode:
+    if type(attend) is not Decode or not getattr(cache, "as_written", False):
         return False
     if attend.mask is None:
         return True
-    if not cache.in_place or attend.lengths is None:
+    if not cache.in_place or attend.lengths is None or attend.mask.shape[-1] != cache.width(1):
         return False
     return bool((attend.lengths == torch.as_tensor(cache.length) + 1).all())
+
+
+def alike(new, keys, values) -> bool:
+    """Are these (B,Hk,S,D) keys and values of the rows, heads and dtype of `new` (B,Hk,T,D)? Kernels take that on
+    trust. torch repeats rows and heads that are missing, and refuses the rest."""
+    B, Hk, S, D = *new.shape[:2], keys.shape[2], new.shape[3]
+    return keys.shape == values.shape == (B, Hk, S, D) and keys.dtype == values.dtype == new.dtype
 
 
 class Embedding(nn.Module):
