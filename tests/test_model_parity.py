@@ -3,6 +3,7 @@
 Both sides hold the very same weights (oracle.py). fp32 must agree to 1e-5; bf16 must agree bit for bit.
 """
 
+import itertools
 from functools import partial
 
 import pytest
@@ -12,11 +13,13 @@ import torch.nn.functional as F
 from nanokv.attention import (
     Causal,
     Decode,
+    Masked,
     causal_attention,
     causal_mask,
     decode_attention,
     is_causal,
     prefill_attention,
+    row_blocks,
 )
 from nanokv.cache import NoCache, make_cache
 from nanokv.errors import CacheError, ConfigError
@@ -368,6 +371,21 @@ def test_one_object_serves_chunks_of_any_size():
     for T, S in ((3, 8), (3, 8), (2, 9), (1, 9), (4, 4)):
         q, k, v = qkv(4, 2, T, S)
         assert gap(attend(q, k, v), by_hand(q, k, v, causal_mask(T, S))) <= 1e-6
+
+
+@pytest.mark.parametrize(("T", "S"), [(1600, 1600), (1543, 1543), (500, 2100)])
+def test_many_queries_go_in_blocks_and_give_the_same(T, S):
+    """So that Ctrl-C is heard in between; a whole prompt gives the same bits as in one call."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, heads, n, 128, generator=generator) for heads, n in ((16, T), (8, S), (8, S)))
+    blocks = row_blocks(q, S)
+    assert len(blocks) > 1 and blocks[0][0] == 0 and blocks[-1][1] == T
+    assert all(a % 256 == 0 and end == start for (a, end), (start, _) in itertools.pairwise(blocks))
+    mask = causal_mask(T, S)
+    whole = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+    assert gap(Causal()(q, k, v), whole) <= 1e-6 and gap(Masked(mask)(q, k, v), whole) <= 1e-6
+    if T == S:
+        assert torch.equal(Causal()(q, k, v), F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True))
 
 
 def test_a_decode_mask_that_only_hides_padding_is_told_as_lengths():

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanokv.attention import Causal, Decode, Packed
+from nanokv.attention import Causal, Decode, Packed, row_blocks
 from nanokv.errors import ConfigError
 from nanokv.fast import native
 from nanokv.fast.weights import FEW_ROWS, FORMATS, Addressed, Dense, Int8
@@ -111,11 +111,14 @@ class Block(Addressed):
         if strides != v.stride() or strides[2:] != (D, 1) or H % Hk or not alike(q[:, :Hk], k, v):
             return attend(q, k, v)
         attend.check(T, S)
-        q, y = q.contiguous(), q.new_empty(B, T, H, D)
-        kernels.flash_attention(
-            y.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr(), B, H, Hk, T, S, D, strides[0], strides[1]
-        )
-        return y.transpose(1, 2)
+        parts = []
+        for a, b in row_blocks(q, S):
+            rows, y = q[:, :, a:b].contiguous(), q.new_empty(B, b - a, H, D)
+            kernels.flash_attention(
+                y.data_ptr(), rows.data_ptr(), k.data_ptr(), v.data_ptr(), B, H, Hk, b - a, S - T + b, D, *strides[:2]
+            )
+            parts.append(y)
+        return (parts[0] if len(parts) == 1 else torch.cat(parts, 1)).transpose(1, 2)
 
     def torch_path(self, x, rope, cache, attend):
         """Any number of tokens, any mask, any device; norms in fp32, products and attention in the weights' dtype."""

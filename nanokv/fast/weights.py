@@ -85,10 +85,12 @@ class Matrix(Addressed):
         return self.product(x).float()
 
     def product(self, x):
-        """The same in the weights' dtype."""
+        """The same in the weights' dtype; of many rows at most 2³² products in one call, so that Ctrl-C is heard."""
         weight = self.dense()
         bias = None if self.bias is None else self.bias.to(weight.dtype)
-        return F.linear(x.to(weight.dtype), weight, bias).to(weight.dtype)  # inside torch.autocast it is another one
+        rows = x.to(weight.dtype).reshape(-1, x.shape[-1]).split(max(1, 2**32 // weight.numel()))
+        y = [F.linear(part, weight, bias).to(weight.dtype) for part in rows]  # torch.autocast gives another dtype
+        return (y[0] if len(y) == 1 else torch.cat(y)).view(*x.shape[:-1], -1)
 
     def few(self, x):
         """The fastest operator of torch for a row or two, without bias."""
