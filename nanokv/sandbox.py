@@ -23,7 +23,7 @@ from jinja2.visitor import NodeTransformer
 from nanokv import template_costs
 from nanokv.template_costs import ELEMENT, ESCAPED, PASS, VIEWS, Stream
 
-WORK = 32_000_000  # units: a full render of a 40k-token chat with Qwen3's template needs about 4 million
+WORK = 32_000_000  # units: a full render of a 40k-token chat with Qwen3's template needs about 6 million
 SECONDS = 2.0  # CPU time of the calling thread, so that a busy machine does not refuse an honest template
 SOURCE = 65_536  # characters of template; Qwen3's has 4,116
 NODES = 10_000  # of its syntax tree; compiling takes about 0.1 ms each and cannot be interrupted
@@ -110,6 +110,9 @@ class Budget:
         elif isinstance(item, int):
             self.check_number(item)
             found.printed += 2 + item.bit_length() // 3
+        elif isinstance(item, range):  # `'a' in range(…)` compares with every number
+            self.charge(PASS * len(item))
+            found.printed += 60
         elif isinstance(item, Mapping):
             return itertools.chain(item.keys(), item.values())
         elif isinstance(item, CONTAINERS):

@@ -17,7 +17,7 @@ WIDTH = 9_999  # largest width or precision in a format
 INDENT = 32  # deepest indentation by tojson, in characters
 ATTRIBUTE = 256  # characters of an attribute path, 'a.b.c'
 NUMERAL = 4_096  # characters of a text that |int and |float may read
-PASS = 64  # units charged for one pass through a loop, one call, one filter, one element that Python code looks at
+PASS = 100  # units charged for one pass through a loop, one call, one filter, one element that Python code looks at
 ELEMENT = 16  # units charged for one element of a list: it takes as much memory as a text of 16 or more characters
 ESCAPED = 12  # characters that JSON or repr may need for one; half as many for ASCII
 CONVERSION = re.compile(r"%(?:\([^()]*\))?[#0 +-]*([0-9]*)(?:\.([0-9]*))?[hlL]?[diouxXeEfFgGcrsa%]")
@@ -148,17 +148,18 @@ def bounded_width(budget, digits) -> int:
 
 def join(budget, value, d="", attribute=None):
     mapped(budget, value, attribute=attribute)
-    characters = sum(text_size(budget, item) for item in elements(value))
+    budget.charge(size(value))
+    characters = len(value) if isinstance(value, str) else sum(text_size(budget, item) for item in elements(value))
     budget.promise((characters + size(value) * text_size(budget, d)) * growth(d))
 
 
 def mapped(budget, value, *args, attribute=None, **kwargs):
-    """An attribute path is walked for every element."""
+    """An attribute path, as a text or as one index, is walked for every element."""
     for path in (attribute, *args[:1]):
-        if isinstance(path, str):
-            if len(path) > ATTRIBUTE:
-                budget.refuse(f"an attribute path of {len(path):,} characters, more than {ATTRIBUTE}")
-            budget.charge(PASS * size(value) * (1 + path.count(".") + path.count(",")))
+        if isinstance(path, str) and len(path) > ATTRIBUTE:
+            budget.refuse(f"an attribute path of {len(path):,} characters, more than {ATTRIBUTE}")
+        parts = path.count(".") + path.count(",") if isinstance(path, str) else 0
+        budget.charge(0 if path is None else PASS * size(value) * (1 + parts))
 
 
 def sort(budget, value, reverse=False, case_sensitive=False, attribute=None):

@@ -262,7 +262,7 @@ def test_no_single_call_is_long_or_large(share):
     found = bounded(share)
     assert found["calls"] > 70_000 // share and 0 < found["refused"] < found["calls"]
     assert found["strange"] == []
-    assert found["seconds"] < 1, found["slowest"]
+    assert found["seconds"] < 1.5, found["slowest"]  # 0.7 where it was written; the clock of a render stops at 2
     assert found["peak"] < 500e6
 
 
