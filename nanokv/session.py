@@ -255,5 +255,5 @@ class Session:
 
 
 def prefill_chunk(model) -> int:
-    """Prompt tokens per forward: about 0.1 s at 50 GFLOP/s (2 FLOPs a weight and token), so that Ctrl-C is heard."""
+    """Prompt tokens per forward: about 0.1 s at 50 GFLOP/s (2 FLOPs a weight and token)."""
     return int(min(max(0.1 * 50e9 / (2 * parameters(model.config)), 16), 256))

@@ -91,7 +91,6 @@ def some(count: int, seed: int = 0):
 
 def survives(scenario, choose=first_and_last, error=KeyboardInterrupt):
     """Raise at all points that `choose` takes; all failures are named together."""
-    gc.collect()
     seen, expected = lines(scenario)
     assert len(seen) > 2, f"only {len(seen)} lines of nanokv were traced"
     chosen, failures = choose(seen), []

@@ -134,6 +134,38 @@ def interrupt_at(monkeypatch, layer, at: int):
     monkeypatch.setattr(type(layer), "forward", break_once)
 
 
+class Press:
+    """A should_stop whose Ctrl-C comes inside a forward, as cli/terminal.py's Interrupt does it."""
+
+    pressed = listening = False
+
+    def __call__(self):
+        return self.pressed
+
+    @contextmanager
+    def raising(self):
+        self.listening = True
+        try:
+            yield
+        finally:
+            self.listening = False
+
+    def inside(self, monkeypatch, layer, call: int):
+        """At this call of this block."""
+        forward, calls = type(layer).forward, []
+
+        def press_once(block, *args):
+            if block is layer:
+                calls.append(1)
+                if len(calls) == call:
+                    assert self.listening
+                    self.pressed = True
+                    raise KeyboardInterrupt
+            return forward(block, *args)
+
+        monkeypatch.setattr(type(layer), "forward", press_once)
+
+
 @contextmanager
 def whole_again(pool):
     """The pool; at the end every page must be free exactly once, with no reference left."""

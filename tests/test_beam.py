@@ -436,7 +436,7 @@ def test_ctrl_c_prints_the_best_beam_so_far(capsys, monkeypatch, endless_folder,
     assert "interrupted" in err and len(decodes) == max(1, at)
     if form == "json":
         answer = json.loads(out)
-        assert answer["finish_reason"] == "interrupted" and len(answer["ids"]) == (5 if at else 0)
+        assert answer["finish_reason"] == "interrupted" and len(answer["ids"]) == at
         assert len(answer["beams"]) == (3 if at else 0)
     else:
         assert bool(out) == bool(at)

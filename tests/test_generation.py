@@ -11,7 +11,7 @@ from nanokv.config import GenerationConfig
 from nanokv.errors import CapacityError, ContextError, GenerationError
 from nanokv.generation import Generation, LoopGuard, SamplingParams, StopStrings, TextStream, generate
 from nanokv.tokenizer import Tokenizer
-from oracle import pair
+from oracle import Press, pair
 
 V = 151
 
@@ -288,6 +288,30 @@ def test_a_failure_in_a_later_chunk_goes_back_to_the_start(models, monkeypatch):
             list(Generation(ours, ids, cache, chunk=8))
     assert {layer.length for layer in cache} == {0}
     assert list(generate(ours, ids, cache, max_new_tokens=9)) == reference_tokens(reference, ids, 9, do_sample=False)
+
+
+@pytest.mark.parametrize(("call", "held", "out"), [(1, 0, 0), (3, 16, 0), (4, 24, 0), (5, 30, 1), (7, 32, 3)])
+def test_ctrl_c_inside_a_forward_ends_the_answer_and_is_no_failure(models, monkeypatch, call, held, out):
+    """Calls 1 to 4 are the chunks of the prompt: those that were finished stay, where a failure forgets them all."""
+    reference, ours = models
+    ids, cache, press = prompt(11, 30), new_cache(ours), Press()
+    with monkeypatch.context() as patch:
+        press.inside(patch, ours.layers[1], call)
+        generation = Generation(ours, ids, cache, max_new_tokens=9, chunk=8, should_stop=press)
+        got = [step.token for step in generation]
+    assert (generation.finish_reason, len(got), generation.sure) == ("interrupted", out, held)
+    assert {layer.length for layer in cache} == {held} and not torch.is_inference_mode_enabled()
+    rest = (ids + got)[held:]
+    assert got + list(generate(ours, rest, cache, max_new_tokens=9 - out)) == reference_tokens(
+        reference, ids, 9, do_sample=False
+    )
+
+
+def test_a_keyboard_interrupt_that_should_stop_knows_nothing_of_is_raised(models, monkeypatch):
+    with monkeypatch.context() as patch:
+        fail_in_layer(patch, models[1], 1, 2, KeyboardInterrupt)
+        with pytest.raises(KeyboardInterrupt, match="injected"):
+            list(Generation(models[1], prompt(11, 30), new_cache(models[1]), chunk=8, should_stop=Press()))
 
 
 def test_a_window_that_has_moved_on_is_emptied_and_the_error_stays_what_it_was(models, monkeypatch):

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from nanokv import attention
 from nanokv.attention import (
     Causal,
     Decode,
@@ -469,3 +470,36 @@ def test_the_model_holds_no_tensor_besides_its_weights(one):
     with torch.device("meta"):
         empty = Qwen3(ours.config)
     assert {n for n, _ in empty.named_parameters()} == {n for n, _ in ours.named_parameters()}
+
+
+def test_queries_in_blocks_see_what_they_see_together(monkeypatch):
+    """Long prompts: attention is called for some queries at a time, so that Ctrl-C is heard between two calls."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, heads, S, 8, generator=generator).double() for heads, S in ((4, 50), (2, 50), (2, 50)))
+    ragged = torch.rand(2, 1, 37, 50, generator=generator) < 0.7
+    ragged[..., 0] = True
+    late = attention.causal_mask(37, 50)
+
+    def answers():
+        return (
+            attention.causal_attention(q, k, v),
+            attention.causal_attention(q[:, :, 13:], k, v),
+            attention.causal_attention(q[:, :, 13:], k, v, late),
+            attention.prefill_attention(q[:, :, 13:], k, v, late),
+            attention.prefill_attention(q[:, :, 13:], k, v, ragged),
+        )
+
+    whole = answers()
+    assert gap(whole[0][:, :, 13:], whole[1]) < 1e-12, "without a mask the future is seen"
+    fives = {T: [(a, min(a + 5, T)) for a in range(0, T, 5)] for T in (37, 50)}
+    monkeypatch.setattr(attention, "row_blocks", lambda q, S: fives[q.shape[2]])
+    for together, blocks in zip(whole, answers(), strict=True):
+        assert gap(together, blocks) < 1e-12
+
+
+def test_blocks_of_queries_are_a_tenth_of_a_second_of_a_cpu():
+    """Qwen3-0.6B: 2,048 queries over 2,048 keys are four calls; what tests and small models do is one."""
+    q = torch.empty(1, 16, 2048, 128)
+    assert attention.row_blocks(q, 2048) == [(0, 512), (512, 1024), (1024, 1536), (1536, 2048)]
+    assert len(attention.row_blocks(q, 8192)) == 16 and len(attention.row_blocks(q[:, :, :16], 32768)) == 1
+    assert attention.row_blocks(torch.empty(4, 16, 3, 128), 10**9) == [(0, 1), (1, 2), (2, 3)]

@@ -14,6 +14,7 @@ from nanokv.cache import CACHES
 from nanokv.errors import ContextError, SessionError, UnsupportedError
 from nanokv.prefix import ThinkSplitter, common_prefix, split_thinking, why_broken
 from nanokv.session import Session
+from oracle import Press
 
 
 @pytest.fixture(scope="module")
@@ -321,16 +322,6 @@ def test_interrupt_is_read_before_every_chunk_and_token(loaded, fed):
         session.clear()
 
 
-def test_prefill_chunks_are_small_enough_for_200_ms(loaded):
-    from types import SimpleNamespace
-
-    from nanokv.memory import FAMILY
-    from nanokv.session import prefill_chunk
-
-    assert prefill_chunk(loaded[0]) == 256
-    assert prefill_chunk(SimpleNamespace(config=FAMILY["Qwen/Qwen3-0.6B"])) == 16
-
-
 def test_interrupt_in_prefill_takes_the_message_back(loaded, fed):
     session = Session(*loaded, params={"max_new_tokens": 4})
     list(session.stream("word " * 100, lambda: True))
@@ -338,6 +329,22 @@ def test_interrupt_in_prefill_takes_the_message_back(loaded, fed):
     consistent(session)
     session.ask("word " * 100)
     assert len(session.messages) == 2
+
+
+def test_ctrl_c_inside_a_prefill_chunk_keeps_the_chunks_before_it(loaded, fed, monkeypatch):
+    """The message is taken back, and asking again goes on where the last whole chunk ended."""
+    monkeypatch.setattr("nanokv.session.prefill_chunk", lambda model: 32)
+    session, undisturbed = (Session(*loaded, params={"max_new_tokens": 4}) for _ in range(2))
+    press = Press()
+    with monkeypatch.context() as patch:
+        press.inside(patch, session.model.layers[1], call=3)
+        assert list(session.stream("word " * 100, press)) == []
+    assert session.last.finish_reason == "interrupted" and session.messages == []
+    assert session.cache.length == 64
+    consistent(session)
+    fed.clear()
+    assert session.ask("word " * 100) == undisturbed.ask("word " * 100)
+    assert fed[0][0] == 64 and session.last.reused == 64
 
 
 def test_reader_that_goes_away_leaves_a_usable_session(session):

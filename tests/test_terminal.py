@@ -161,6 +161,38 @@ def test_ctrl_c_sets_a_flag_and_raises_nothing(fresh_presses):
     assert signal.getsignal(signal.SIGINT) == before
 
 
+def test_inside_raising_a_press_raises_as_well(fresh_presses):
+    """Only there, so that what is printed or saved is whole; one that came since the flag was read is not forgotten."""
+    with Interrupt() as stop:
+        with pytest.raises(KeyboardInterrupt), stop.raising():
+            press()
+        assert stop()
+        with stop.raising():  # the best beam so far is still fed: the flag was read
+            pass
+        fresh_presses.now += 1
+        press()  # raises nothing
+    with Interrupt() as stop:
+        fresh_presses.now += 1
+        assert not stop()
+        press()
+        with pytest.raises(KeyboardInterrupt), stop.raising():
+            raise AssertionError("the forward was begun")
+
+
+def test_while_loading_ctrl_c_is_the_systems_own(fresh_presses):
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        signal.signal(signal.SIGINT, terminal.interrupt_at_prompt)
+        with terminal.loading(), terminal.loading():
+            assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL
+        assert signal.getsignal(signal.SIGINT) is terminal.interrupt_at_prompt
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # somebody else's program
+        with terminal.loading():
+            assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_second_press_within_half_a_second_is_swallowed(fresh_presses):
     """A nervous double Ctrl-C stops the answer, not the chat; later presses count again."""
     with Interrupt():

@@ -64,7 +64,8 @@ def dispatch(words: list[str]) -> int:
     name, rest = words[0], words[1:]
     if name not in COMMANDS:
         raise unknown_command(name)
-    module = importlib.import_module(COMMANDS[name][0])
+    with terminal.loading():
+        module = importlib.import_module(COMMANDS[name][0])
     return module.run(make_parser(name, module).parse(rest)) or 0
 
 

@@ -7,6 +7,7 @@ goes through the sanitizer. A prefill that takes longer than a second shows its 
 import os
 import sys
 import time
+from contextlib import nullcontext
 
 from nanokv.cli import REPORT, describe, speculation
 from nanokv.cli.terminal import Sanitizer, Style, bytes_text, is_tty, sanitize_line, seconds_text, write_err, write_out
@@ -166,6 +167,7 @@ class Progress:
 
     def __init__(self, stop, session, view):
         self.stop, self.session, self.view = stop, session, view
+        self.raising = getattr(stop, "raising", nullcontext)  # Ctrl-C inside a forward
         self.next, self.width, self.done = time.monotonic() + 1.0, 0, False
         self.moves = is_tty(sys.stderr) and os.environ.get("TERM") != "dumb"
 

@@ -15,7 +15,7 @@ from typing import Any
 from nanokv import __version__
 from nanokv.cli import speculation
 from nanokv.cli.arguments import environment, integer
-from nanokv.cli.terminal import bytes_text, notice, sanitize_line
+from nanokv.cli.terminal import bytes_text, loading, notice, sanitize_line
 from nanokv.config import Config
 from nanokv.costs import ITEMSIZE, cache_bytes, kv_bytes_per_token, parameters, weight_bytes
 from nanokv.errors import ContextError, NanoKVError
@@ -76,6 +76,11 @@ class Loaded(Plan):
 
 def load_model(args, announce=None) -> Loaded:
     """Carry out the model flags. `announce(plan)` is called before torch is imported wherever that is possible."""
+    with loading():
+        return _load_model(args, announce)
+
+
+def _load_model(args, announce) -> Loaded:
     start = time.perf_counter()
     plan = plan_model(args)
     early = args.device == "cpu" or (args.device == "auto" and not _gpu_possible())

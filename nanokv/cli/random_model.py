@@ -15,6 +15,7 @@ from nanokv.cli.loading import (
     choose_context,
     thread_count,
 )
+from nanokv.cli.terminal import loading
 from nanokv.memory import FAMILY
 
 RANDOM = {f"{name.removeprefix('Qwen/').lower()}-random": config for name, config in FAMILY.items()}
@@ -22,6 +23,11 @@ RANDOM = {f"{name.removeprefix('Qwen/').lower()}-random": config for name, confi
 
 def load_random(args) -> Loaded:
     """Build it in --dtype (auto: bf16, as published), the same weights every time."""
+    with loading():
+        return _build(args)
+
+
+def _build(args) -> Loaded:
     start, config = time.perf_counter(), RANDOM[args.model]
     dtype_name = config.torch_dtype if args.dtype == "auto" else args.dtype
     name, options = args.cache

@@ -255,20 +255,48 @@ def install_signals() -> None:
             signal.signal(number, handler)
 
 
-class Interrupt:
-    """Around one answer: signals only set a flag, read between tokens and prefill chunks.
+@contextmanager
+def loading():
+    """Around imports and the reading of weights, where there is nothing to keep: the system itself ends the program at
+    Ctrl-C, whatever runs (a shell calls that 130).
 
-    No exception is raised inside a forward, so every layer of the cache has the same length when the answer stops.
-    Cost: a forward that runs is finished first (one token, or one prefill chunk).
+    A handler in Python would wait for torch's libraries to be loaded, and its KeyboardInterrupt would come out of an
+    import: as a traceback, as another exception, swallowed by a callback, or through C++, which aborts.
     """
+    ours = signal.getsignal(signal.SIGINT) is interrupt_at_prompt  # not inside a notebook or a test, not under nohup
+    if ours:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        if ours:
+            signal.signal(signal.SIGINT, interrupt_at_prompt)
+
+
+class Interrupt:
+    """Around one answer: signals set a flag, read between tokens and prefill chunks; `raising` hears them sooner."""
 
     def __init__(self):
         self.requested = False
         self.terminated = False
+        self._seen = self._raise = False
         self._before: dict = {}
 
     def __call__(self) -> bool:
+        self._seen = self.requested
         return self.requested
+
+    @contextmanager
+    def raising(self):
+        """Around one forward, whose caller puts the cache back: a signal raises KeyboardInterrupt here, between two
+        operators. Elsewhere it raises nothing, so what is printed, saved or counted is whole."""
+        self._raise = True
+        try:
+            if self.requested and not self._seen:  # since the flag was read last
+                raise KeyboardInterrupt
+            yield
+        finally:
+            self._raise = False
 
     def __enter__(self) -> "Interrupt":
         for name in ("SIGINT", "SIGTERM", "SIGHUP"):
@@ -291,6 +319,8 @@ class Interrupt:
             self.terminated = True
             _presses["term"] = now
         self.requested = True
+        if self._raise:
+            raise KeyboardInterrupt
 
     def finish(self) -> None:
         """Call after the half answer is recorded: leaves with 143 when a SIGTERM or hang-up asked for it."""

@@ -1,0 +1,51 @@
+"""A process to press Ctrl-C in: a random model of Qwen3-0.6B's shapes answers again and again, until it is stopped.
+
+usage: python press.py plain|fast. It reads lines "CHUNK PROMPT" from stdin, and for each of them prints `begun` when
+the prompt is being read or, where the prompt is one token, when the first token is there; then, once the answer was
+stopped, the monotonic time and the tokens in the cache. SIGINT is handled as in the chat.
+"""
+
+import sys
+import time
+from types import SimpleNamespace
+
+import torch
+
+from nanokv.cli import terminal
+from nanokv.cli.loading import faster
+from nanokv.cli.random_model import load_random
+from nanokv.generation import Generation
+
+
+def answer(loaded, model, chunk: int, prompt: int):
+    """Until Ctrl-C, which nothing may have swallowed."""
+    ids = torch.randint(0, 1000, (prompt,), generator=torch.Generator().manual_seed(0))
+    cache = loaded.make_cache()
+    with terminal.Interrupt() as stop:
+        endless = {"max_new_tokens": 10**6, "eos_token_ids": []}
+        generation = Generation(model, ids, cache, **endless, should_stop=stop, chunk=chunk)
+        if prompt > 1:
+            print("begun", flush=True)
+        for _ in generation:
+            if len(generation.tokens) == 1:
+                print("begun", flush=True)
+    now = time.monotonic()
+    assert generation.finish_reason == "interrupted" and not torch.is_inference_mode_enabled()
+    print(now, cache.length, len(generation.tokens), flush=True)
+
+
+def main():
+    terminal.install_signals()
+    args = SimpleNamespace(
+        model="qwen3-0.6b-random", dtype="bfloat16", threads=None, cache=("static", {}), context=8192, quiet=True,
+        fast=sys.argv[1] == "fast", quantize=None, color="never",
+    )  # fmt: skip
+    loaded = load_random(args)
+    model = faster(loaded.model, args)
+    print("ready", flush=True)
+    for line in sys.stdin:
+        answer(loaded, model, *map(int, line.split()))
+
+
+if __name__ == "__main__":
+    main()
