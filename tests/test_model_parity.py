@@ -482,11 +482,11 @@ def test_queries_in_blocks_see_what_they_see_together(monkeypatch):
 
     def answers():
         return (
-            attention.causal_attention(q, k, v),
-            attention.causal_attention(q[:, :, 13:], k, v),
-            attention.causal_attention(q[:, :, 13:], k, v, late),
-            attention.prefill_attention(q[:, :, 13:], k, v, late),
-            attention.prefill_attention(q[:, :, 13:], k, v, ragged),
+            Causal()(q, k, v),
+            Causal()(q[:, :, 13:], k, v),
+            Causal(keys=50)(q[:, :, 13:], k, v),
+            Masked(late)(q[:, :, 13:], k, v),
+            Masked(ragged)(q[:, :, 13:], k, v),
         )
 
     whole = answers()
@@ -495,11 +495,3 @@ def test_queries_in_blocks_see_what_they_see_together(monkeypatch):
     monkeypatch.setattr(attention, "row_blocks", lambda q, S: fives[q.shape[2]])
     for together, blocks in zip(whole, answers(), strict=True):
         assert gap(together, blocks) < 1e-12
-
-
-def test_blocks_of_queries_are_a_tenth_of_a_second_of_a_cpu():
-    """Qwen3-0.6B: 2,048 queries over 2,048 keys are four calls; what tests and small models do is one."""
-    q = torch.empty(1, 16, 2048, 128)
-    assert attention.row_blocks(q, 2048) == [(0, 512), (512, 1024), (1024, 1536), (1536, 2048)]
-    assert len(attention.row_blocks(q, 8192)) == 16 and len(attention.row_blocks(q[:, :, :16], 32768)) == 1
-    assert attention.row_blocks(torch.empty(4, 16, 3, 128), 10**9) == [(0, 1), (1, 2), (2, 3)]
