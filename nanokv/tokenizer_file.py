@@ -61,8 +61,13 @@ def check_fields(path: Path, fields: dict):
             f"{path}: model.dropout is {quote(dropout)}: the same text would get other ids each time",
             hint="dropout is for training: set it to null",
         )
+    for affix in ("continuing_subword_prefix", "end_of_word_suffix"):  # of other kinds of BPE; a long one panics
+        if text := fields["model"].get(affix):
+            raise TokenizerError(f"{path}: model.{affix} is {quote(text)}, byte-level BPE has none")
     check_steps(path, "normalizer", "normalizers", fields, NORMALIZERS)
-    check_steps(path, "post_processor", "processors", fields, POST_PROCESSORS)
+    for step in check_steps(path, "post_processor", "processors", fields, POST_PROCESSORS):
+        if _kind(step) == "TemplateProcessing":
+            _check_template(path, step.get("single"))
     steps = check_steps(path, "pre_tokenizer", "pretokenizers", fields, PRE_TOKENIZERS)
     for step in steps:
         if _kind(step) == "Split":
@@ -101,6 +106,14 @@ def _check_split(path: Path, pattern):
             f"{path}: pre_tokenizer Split has an unknown regex of {len(str(regex)):,} characters: {quote(regex)}",
             hint=f"a regex can take exponential time; known are those of {', '.join(REGEXES)}",
         )
+
+
+def _check_template(path: Path, single):
+    """What goes around a text: the text itself must stand in it once, or its ids come twice, or not at all."""
+    pieces = [piece.get("Sequence") for piece in single if isinstance(piece, dict)] if isinstance(single, list) else []
+    texts = [piece for piece in pieces if piece is not None]
+    if len(texts) != 1 or not isinstance(texts[0], dict) or texts[0].get("id") != "A":
+        raise TokenizerError(f"{path}: post_processor TemplateProcessing names the text {len(texts):,} times, not once")
 
 
 def _check_added(path: Path, added):

@@ -170,6 +170,13 @@ def test_a_real_panic_gets_a_name(small):
 # --- tokenizer.json ---------------------------------------------------------------------------------------------------
 
 
+TEXT = {"Sequence": {"id": "A", "type_id": 0}}
+
+
+def template(single):
+    return {"type": "TemplateProcessing", "single": single, "pair": [], "special_tokens": {}}
+
+
 @pytest.fixture(scope="module")
 def small(tiny_folder):
     return tokenizers.Tokenizer.from_file(str(tiny_folder / "tokenizer.json"))
@@ -216,6 +223,10 @@ SPLIT = {"type": "Split", "behavior": "Isolated", "invert": False}
         ({"normalizer": []}, "is not accepted"),
         ({"normalizer": {"type": ["NFC"]}}, "is not accepted"),
         ({"post_processor": {"type": "BertProcessing"}}, '"BertProcessing" is not accepted'),
+        *(({"post_processor": template(single)}, "names the text")
+          for single in ([TEXT] * 10_000, [TEXT] * 2, [], "$A", [{"Sequence": {"id": "B", "type_id": 0}}])),
+        ({"model__continuing_subword_prefix": "x" * 1_000_000}, "byte-level BPE has none"),
+        ({"model__end_of_word_suffix": "</w>"}, 'end_of_word_suffix is "</w>"'),
         ({"model__dropout": 0.9}, 'dropout is "0.9"'),
         ({"model__dropout": True}, 'dropout is "True"'),
         ({"model": []}, 'model "None", only BPE'),
@@ -242,7 +253,8 @@ def test_a_tokenizer_that_could_run_for_ever_is_refused(write, parts, words):
         {"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFD"}, {"type": "NFC"}]}},
         {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [DIGITS, BYTES]}},
         {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [SPLIT | {"pattern": {"String": " "}}, BYTES]}},
-        {"post_processor": BYTES},
+        {"post_processor": BYTES}, {"post_processor": template([TEXT])},
+        {"model__continuing_subword_prefix": "", "model__end_of_word_suffix": None},
     ],
     ids=str,
 )  # fmt: skip
