@@ -4,6 +4,7 @@ The random runs use fp64 weights, so that two sums in another order cannot turn 
 pools that are far too small. After every run all pages are free, but for those that only the index holds.
 """
 
+import gc
 import math
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nanokv
+from nanokv.cache import make_cache
 from nanokv.engine import Engine
 from nanokv.errors import CapacityError, ContextError, GenerationError
 from oracle import SHAPES, interrupt_at, pair, random_ids
@@ -190,6 +192,23 @@ def test_foreign_pages_are_reported_instead_of_waiting_for_ever(model):
         engine.run()
     engine.pool.release(taken)
     engine.run()
+    assert request.tokens == alone(model, prompt(0, 6), max_new_tokens=2)
+
+
+def test_pages_of_a_cache_that_waits_for_the_garbage_collector_are_found(model):
+    """A step that was cut short can leave one among the frames of its exception."""
+    engine = Engine(model, pages=4, page_size=4)
+    request, ours = engine.submit(prompt(0, 6), max_new_tokens=2), gc.isenabled()
+    gc.disable()
+    try:
+        lost = make_cache("prefix", model.config, pool=engine.pool)
+        lost.reserve(0, 12)
+        lost.itself = lost
+        del lost
+        engine.run()
+    finally:
+        if ours:
+            gc.enable()
     assert request.tokens == alone(model, prompt(0, 6), max_new_tokens=2)
 
 

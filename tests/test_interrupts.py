@@ -104,6 +104,42 @@ def all_free(pool):
     assert sorted(pool.free) == [page for page in range(len(pool.references)) if not owned[page]]
 
 
+class EngineStream(EngineSteps):
+    """Who streams one request makes no step after its last token: all of it must be given back by then."""
+
+    def call(self, state):
+        engine, requests, _, handed = state
+        del engine.scheduler.waiting[1:]
+        handed += [step.token for step in engine.stream(requests[0])]
+
+    def go_on(self, state):
+        engine, requests, _, _ = state
+        list(engine.stream(requests[0]))
+        assert engine.idle
+        all_free(engine.pool)
+        return requests[0].tokens, requests[0].finish_reason, engine.metrics.finished
+
+
+class EngineCancel(EngineStream):
+    """The same of one that is cancelled, and cancelled again when that was cut short."""
+
+    def fresh(self):
+        state = super().fresh()
+        del state[0].scheduler.waiting[1:]
+        state[0].step()
+        return state
+
+    def call(self, state):
+        state[0].cancel(state[1][0])
+
+    def go_on(self, state):
+        engine, requests, _, _ = state
+        engine.cancel(requests[0])
+        assert engine.idle
+        all_free(engine.pool)
+        return requests[0].finish_reason, engine.metrics.finished
+
+
 # --- one answer -----------------------------------------------------------------------------------------------------
 
 
@@ -259,7 +295,7 @@ class GuessedConversation(Conversation):
 
 
 SCENARIOS = {
-    "engine": EngineSteps, "generate": Answer, "generate on pages": AnswerOnPages, "prompt lookup": Lookup,
+    "engine": EngineSteps, "stream": EngineStream, "cancel": EngineCancel, "generate": Answer, "generate on pages": AnswerOnPages, "prompt lookup": Lookup,
     "draft model": Drafted, "beams": Beams, "session": Conversation, "session with guesses": GuessedConversation,
 }  # fmt: skip
 NAMES = pytest.mark.parametrize("name", SCENARIOS)

@@ -7,6 +7,7 @@ every request has a generator of its own. Single-threaded: callbacks run between
 Ctrl-C can come at any line. Nothing is undone then: the next step begins by settling what was cut short (`_settle`).
 """
 
+import gc
 from time import perf_counter
 
 import torch
@@ -87,10 +88,9 @@ class Engine:
 
     def cancel(self, request: Request, reason: str = "cancelled"):
         """End a request now, whatever it is doing; its tokens stay, its pages are free. Nothing if it is finished."""
-        if request.state == FINISHED:
-            return
-        request.finish_reason = reason  # commit
-        self._finish(request)
+        if request.state != FINISHED:
+            request.finish_reason = reason  # commit
+        self._finish(request)  # of one that is finished: what Ctrl-C has left of it in the engine
 
     @property
     def idle(self) -> bool:
@@ -119,7 +119,7 @@ class Engine:
                 sent += 1
                 yield request.step_at(sent - 1)
             if request.state == FINISHED:
-                return
+                return self._finish(request)  # nobody may call again who would give its pages back
             self.step()
 
     # --- one step -------------------------------------------------------------------------------------------------
@@ -132,9 +132,7 @@ class Engine:
 
     def _step(self):
         self._settle()
-        work = self.scheduler.plan()
-        if not work and self.scheduler.waiting:
-            raise self._stuck()
+        work = self.scheduler.plan() or self._plan_again()
         now = self.clock()
         for request, _ in work:
             request.admitted = now if request.admitted is None else request.admitted
@@ -145,6 +143,15 @@ class Engine:
         self._decode(decodes)
         self.metrics.note_step(self.pool, self.scheduler.running)
         self._draw()
+
+    def _plan_again(self) -> list:
+        """Nobody can go on. A cache that a step which was cut short has left among its frames may still hold pages."""
+        if self.scheduler.waiting:
+            gc.collect()
+        work = self.scheduler.plan()
+        if not work and self.scheduler.waiting:
+            raise self._stuck()
+        return work
 
     def _settle(self):
         """Carry on with what a step that was cut short left behind; nothing after one that was not."""
