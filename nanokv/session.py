@@ -225,7 +225,8 @@ class Session:
 
     def drop(self, turns):
         """Forget the oldest turns; what comes after them has to be prefilled again."""
-        if not 1 <= turns <= (have := len(self.messages) // 2):
+        have = len(self.messages) // 2
+        if not 1 <= turns <= have:
             raise SessionError(f"cannot drop {turns} of {have} turns")
         self.replace(self.messages[2 * turns:])
 

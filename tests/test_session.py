@@ -418,8 +418,9 @@ def test_undo_drop_clear_keep_history_alternating(session):
     session.drop(1)
     assert [m["content"] for m in session.messages[::2]] == ["Two."]
     consistent(session)
-    with pytest.raises(SessionError, match="cannot drop 3 of 1 turns"):
-        session.drop(3)
+    for turns in (3, 0, -1):
+        with pytest.raises(SessionError, match=f"cannot drop {turns} of 1 turns"):
+            session.drop(turns)
     session.set_system("Be kind.")
     session.ask("Four.")
     assert "Be kind." in session.tokenizer.decode(session.prompt_ids)
