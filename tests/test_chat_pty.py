@@ -353,9 +353,20 @@ def test_a_bug_in_a_command_is_one_line_and_costs_neither_chat_nor_session(start
 
 
 @pytest.mark.slow
-def test_an_editor_that_cannot_be_split_into_words_is_an_error(start, tiny_folder):
-    chat = start(tiny_folder, env={"EDITOR": "vi 'unbalanced"})
-    chat.ask("/edit", r"error: cannot start the editor .*: No closing quotation")
+@pytest.mark.parametrize("editor, told", [
+    ("vi 'unbalanced", r"cannot start the editor .*: No closing quotation"),
+    ("nosuch-editor", r"cannot start the editor .*: No such file or directory"),
+    ("false", r"the editor 'false' ended with exit code 1: message unchanged"),
+])
+def test_an_editor_that_fails_is_an_error_and_costs_no_text(start, tiny_folder, editor, told):
+    """By the command and by the keys, which opened another editor, or printed a traceback of prompt_toolkit."""
+    chat = start(tiny_folder, env={"EDITOR": editor})
+    for typed in ("/edit a long thought\r", "a long thought\x18\x05"):
+        chat.send(typed)
+        chat.see(rf"error: {told}\nhint: set EDITOR\n> a long thought$")
+        chat.send("\x03")
+        chat.see(READY)
+        chat.clear()
     assert chat.leave("\x04") == 0
 
 

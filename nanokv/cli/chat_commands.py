@@ -187,7 +187,8 @@ def read(chat, rest):
 
 
 def edit(chat, rest):
-    """$VISUAL or $EDITOR on a temporary file; what is saved there becomes the input line."""
+    """$VISUAL or $EDITOR on a temporary file; what is saved there becomes the input line, else the text that was."""
+    chat.draft = rest
     editor = os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi"
     try:
         words = shlex.split(editor)
@@ -202,7 +203,7 @@ def edit(chat, rest):
         except OSError as error:
             raise NanoKVError(f"cannot start the editor {editor!r}: {error.strerror}", "set EDITOR") from error
         if code:
-            raise NanoKVError(f"the editor {editor!r} ended with exit code {code}: message unchanged")
+            raise NanoKVError(f"the editor {editor!r} ended with exit code {code}: message unchanged", "set EDITOR")
         chat.draft = read_prompt_bytes(path.read_bytes(), "the edited message").rstrip("\n")
 
 

@@ -118,7 +118,7 @@ class Input:
             input=self.keyboard.input, history=self.history, completer=CommandCompleter(self.names),
             key_bindings=self._keys(), style=ToolkitStyle.from_dict({"bottom-toolbar": bar}), **plain, multiline=True,
             complete_while_typing=False, enable_suspend=True,
-            bottom_toolbar=self._toolbar, prompt_continuation="  ", tempfile_suffix=".md",
+            bottom_toolbar=self._toolbar, prompt_continuation="  ",
         )
 
     def read(self, default="") -> str:
@@ -129,7 +129,7 @@ class Input:
         try:
             with self.keyboard.prompt():
                 text = self.session.prompt("> ", default=default)
-        except KeyboardInterrupt:                        # a signal while an editor had the terminal
+        except KeyboardInterrupt:                        # a signal before prompt_toolkit takes them, or after it
             self.lost = self.folds.unfold(self.session.default_buffer.text)
             raise
         text = self.folds.unfold(text).replace("\r\n", "\n")
@@ -147,12 +147,16 @@ class Input:
         keys.add("enter", filter=whole)(lambda e: e.current_buffer.validate_and_handle())
         keys.add("c-j", filter=typing)(lambda e: e.current_buffer.insert_text("\n"))
         keys.add("escape", "enter", filter=typing)(lambda e: e.current_buffer.insert_text("\n"))
-        keys.add("c-x", "c-e", filter=typing)(lambda e: e.current_buffer.open_in_editor())
+        keys.add("c-x", "c-e", filter=typing)(self._edit)
         keys.add("escape", "p", filter=typing)(self._unfold)
         keys.add(Keys.BracketedPaste)(self._paste)
         keys.add("c-c", filter=typing)(self._interrupt)
         keys.add("<sigint>", filter=typing)(self._interrupt)
         return keys
+
+    def _edit(self, event):
+        """/edit with what stands in the line: prompt_toolkit's own way fails on a wrong $EDITOR with a traceback."""
+        event.app.exit(result="/edit " + event.current_buffer.text)
 
     def _block_open(self):
         text = self.session.default_buffer.text

@@ -88,7 +88,7 @@ class Chat:
             self.keyboard.hold(draft)
         try:
             return self.input.read(draft)
-        except KeyboardInterrupt:                        # a signal while an editor had the terminal
+        except KeyboardInterrupt:                        # a signal before prompt_toolkit takes them, or after it
             self.draft = self.input.lost
             self.view.say("interrupted")
             return ""
