@@ -295,7 +295,8 @@ class GuessedConversation(Conversation):
 
 
 SCENARIOS = {
-    "engine": EngineSteps, "stream": EngineStream, "cancel": EngineCancel, "generate": Answer, "generate on pages": AnswerOnPages, "prompt lookup": Lookup,
+    "engine": EngineSteps, "stream": EngineStream, "cancel": EngineCancel,
+    "generate": Answer, "generate on pages": AnswerOnPages, "prompt lookup": Lookup,
     "draft model": Drafted, "beams": Beams, "session": Conversation, "session with guesses": GuessedConversation,
 }  # fmt: skip
 NAMES = pytest.mark.parametrize("name", SCENARIOS)
