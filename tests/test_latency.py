@@ -52,13 +52,13 @@ def waits(process, chunk: int, prompt: int, longest: float, presses: int = 5) ->
 def test_ctrl_c_in_a_prefill_is_answered_within_200_ms(process, chunk):
     """The median: a press may also meet another process's turn."""
     found = waits(process, chunk, 6000, longest=3.0)
-    assert found[len(found) // 2] < LIMIT and found[-1] < 3 * LIMIT, found
+    assert found[len(found) // 2] < LIMIT and found[-1] < 5 * LIMIT, found
 
 
 @pytest.mark.slow
 def test_ctrl_c_in_a_decode_is_answered_within_200_ms(process):
     found = waits(process, 2048, 1, longest=1.0)
-    assert found[len(found) // 2] < LIMIT and found[-1] < 3 * LIMIT, found
+    assert found[len(found) // 2] < LIMIT and found[-1] < 5 * LIMIT, found
 
 
 @pytest.mark.slow
@@ -80,4 +80,4 @@ def test_ctrl_c_while_loading_ends_the_program_at_once():
         assert process.returncode in (-signal.SIGINT, 130), (at, process.returncode, err)
         assert b"Traceback" not in err and b"ignored" not in err and b"bug" not in err, (at, err)
     late.sort()
-    assert late[len(late) // 2] < LIMIT and late[-1] < 3 * LIMIT, late
+    assert late[len(late) // 2] < LIMIT and late[-1] < 5 * LIMIT, late
