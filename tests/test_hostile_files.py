@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import nanokv
 from nanokv.config import Config, GenerationConfig
-from nanokv.errors import ConfigError, NanoKVError, SessionError, TokenizerError, foreign
+from nanokv.errors import CacheError, ConfigError, NanoKVError, SessionError, TokenizerError, foreign
 from nanokv.tokenizer import Tokenizer
 from nanokv.tokenizer_file import REGEXES, read_backend
 from weights_loader import CheckpointError, check_tokenizer, strict
@@ -139,6 +139,22 @@ def test_a_cache_file_with_a_right_checksum_and_wrong_facts(tmp_path):
         save_file(other, tmp_path / "d", metadata=meta | {"sha256": saving._digest(meta, other)})
         with pytest.raises(NanoKVError):
             KVCache.load(tmp_path / "d", model.config)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "pages"), [("paged", {}, 5_000_000), ("batch", {"of": "paged"}, 3_000_000)]
+)
+def test_a_cache_file_does_not_say_how_much_memory_is_taken(tmp_path, kind, options, pages):
+    """A pool's lists cost 40 bytes per page, used or not: 1e9 pages in a file of 4 kB ended the process."""
+    model, _ = nanokv.load("tiny")
+    cache = nanokv.make_cache(kind, model.config, 2, pages=20, **options)
+    nanokv.prefill(model, [[5, 6, 7]] * 2, cache, 0)
+    for part in (*getattr(cache, "rows", ()), cache):
+        part.options = part.options | {"pages": pages}
+    cache.save(tmp_path / "c")
+    with pytest.raises(CacheError, match=f"says {pages:,} pages, 2 rows; at most 4,194,304"):
+        type(cache).load(tmp_path / "c", model.config)
+    assert type(cache).load(tmp_path / "c", model.config, pages=30).length == 3
 
 
 # --- foreign code -----------------------------------------------------------------------------------------------------

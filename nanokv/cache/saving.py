@@ -19,6 +19,7 @@ from weights_loader.strict import loads
 
 FORMAT = "nanokv-cache-1"
 MOST_ROWS = 65_536  # each is an object per layer in a batch cache
+MOST_PAGES = 4_194_304  # about 40 bytes each, before a token is stored
 MAY_CHANGE = {  # options that say where the bytes go, and nothing about what they mean
     "paged": {"pool", "page", "pages"}, "prefix": {"pool", "page", "pages", "salt"}, "offloaded": {"to", "folder"},
 }  # fmt: skip
@@ -83,6 +84,10 @@ def _rebuild(path, meta: dict, tensors: dict, config, model_fingerprint: str, op
     name, saved, rows = meta["cache"], facts["options"], facts["rows"]
     if not 1 <= rows <= MOST_ROWS:
         raise CacheError(f"{path} says {rows} rows; 1 to {MOST_ROWS:,} are read")
+    pages = 0 if {"pages", "pool"} & options.keys() else saved.get("pages", 0)
+    if not 0 <= pages * rows <= MOST_PAGES:  # in a batch cache each row has a pool of its own
+        raise CacheError(f"{path} says {pages:,} pages, {rows} rows; at most {MOST_PAGES:,} are made for a file",
+                         hint="pass pages= to load")  # fmt: skip
     sizes = {"batch_size": rows, "capacity": options.pop("capacity", facts["capacity"])}
     _check_options(path, saved.get("of", name), saved, options, facts["salted"])
     if "pool" in options:  # has pages of its own size
