@@ -19,6 +19,7 @@ from .strict import LIMITS, CheckpointError, parse_object, quote
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 CHUNK = 1 << 24  # bytes of the file that a conversion maps at once: all it costs beyond the result
+MOST_TENSORS = 50_000  # of one file; a shard of a large mixture of experts has some hundreds
 FORMAT_HINT = "the file is incomplete or damaged: fetch it again"
 
 
@@ -105,6 +106,9 @@ def read_header(path: Path) -> dict[str, Entry]:
             )  # fmt: skip
         header = parse_object(file.read(length), f"header of {path}")
     _check_metadata(path, header.pop("__metadata__", {}))
+    if len(header) > MOST_TENSORS:
+        raise CheckpointError(f"{path} has {len(header):,} tensors; at most {MOST_TENSORS:,} are read of one file",
+                              FORMAT_HINT)  # fmt: skip
     entries = [_entry(path, name, fields, 8 + length) for name, fields in header.items()]
     end = 8 + length
     for entry in sorted(entries, key=lambda entry: (entry.start, entry.nbytes)):

@@ -98,6 +98,8 @@ def _rebuild(path, meta: dict, tensors: dict, config, model_fingerprint: str, op
     length, restored = facts["length"], torch.as_tensor(cache.length).tolist()
     if restored != length:
         raise CacheError(f"{path} says {length} tokens, but a {name} cache reads {restored} from it")
+    if cache.rows_held() not in (None, rows):
+        raise CacheError(f"{path} says {rows} rows, and holds {cache.rows_held()}")
     cache.tokens = _ids(facts["tokens"], length, rows)
     return cache
 

@@ -50,7 +50,8 @@ def kept(stem: Path) -> list[Path]:
 
 def open_checked(path: Path) -> str | None:
     """A path to load the file by, None if it is not whole; PermissionError if others may have written it."""
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))  # a link: OSError
+    flags = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)  # a link: OSError; a pipe: opened, and refused
+    descriptor = os.open(path, os.O_RDONLY | flags)
     status = os.fstat(descriptor)
     _check(path, status, OTHERS)
     with open(descriptor, "rb", closefd=False) as file:
