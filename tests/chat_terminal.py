@@ -60,10 +60,13 @@ class Terminal:
     def shows(self, wanted):
         return re.search(wanted, self.text, re.MULTILINE) is not None
 
-    def raw_mode(self, deadline=60.0):
-        """Wait until the program reads keys itself; before that the terminal would turn Enter into Ctrl-J."""
+    def raw_mode(self, deadline=60.0, without=termios.ICANON):
+        """Wait until the program reads keys itself; before that the terminal would turn Enter into Ctrl-J.
+
+        Without ISIG as well it is at its prompt: there Ctrl-C is a key, elsewhere a signal.
+        """
         end = time.monotonic() + deadline
-        while termios.tcgetattr(self.child.child_fd)[3] & termios.ICANON:
+        while termios.tcgetattr(self.child.child_fd)[3] & without:
             assert self.pump() and time.monotonic() < end, f"no prompt:\n{self.text}"
 
     def send(self, text):

@@ -735,6 +735,25 @@ def test_dumb_terminal_gets_no_escape_at_all(start, tiny_folder):
     assert b"\x1b" not in chat.raw
 
 
+def test_ctrl_c_in_a_dumb_terminal_clears_the_line_and_leaves_as_in_any_other(start, tiny_folder, tmp_path):
+    """It came back as a text that nobody saw, before what was typed next; two presses never left."""
+    chat = start(tiny_folder, "-n", "4", env={"TERM": "dumb"}, wait=r"^> ?")
+    chat.raw_mode(without=termios.ISIG)
+    chat.send("taken back")
+    chat.see("> taken back")
+    chat.send("\x03")
+    chat.see(r"> taken back\n> *$")
+    chat.raw_mode(without=termios.ISIG)
+    chat.send("One.\r")
+    chat.see(r"→ 4 out.*\n> *$")
+    chat.raw_mode(without=termios.ISIG)
+    chat.send("\x03")
+    chat.see("Ctrl-C again or Ctrl-D to leave\n> *$")
+    chat.raw_mode(without=termios.ISIG)
+    assert chat.leave("\x03") == 130
+    assert users(tmp_path) == ["One."]
+
+
 def test_no_color_has_no_colour_and_the_letters_carry_the_meaning(start, tiny_folder):
     import re
 

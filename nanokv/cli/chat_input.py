@@ -24,12 +24,17 @@ from nanokv.cli.terminal import interrupt_at_prompt, sanitize
 
 FOLD_LINES = 20
 LEAVE_S = 2.0
+LEAVING = "Ctrl-C again or Ctrl-D to leave"
 PATH_COMMANDS = ("/read", "/save", "/load")
 BLOCK = '"""'
 
 
 class Leave(Exception):
     """Ctrl-C twice at an empty prompt."""
+
+
+class ControlC(Exception):
+    """Ctrl-C in the prompt of TERM=dumb, which asks its own keys before ours."""
 
 
 class Folds:
@@ -117,7 +122,7 @@ class Input:
         return PromptSession(
             input=self.keyboard.input, history=self.history, completer=CommandCompleter(self.names),
             key_bindings=self._keys(), style=ToolkitStyle.from_dict({"bottom-toolbar": bar}), **plain, multiline=True,
-            complete_while_typing=False, enable_suspend=True,
+            complete_while_typing=False, enable_suspend=True, interrupt_exception=ControlC,
             bottom_toolbar=self._toolbar, prompt_continuation="  ",
         )
 
@@ -129,6 +134,13 @@ class Input:
         try:
             with self.keyboard.prompt():
                 text = self.session.prompt("> ", default=default)
+        except ControlC:
+            text = self.session.default_buffer.text
+            if self._is_second(text):
+                raise Leave from None
+            if not text:
+                self.say(LEAVING)
+            return ""
         except KeyboardInterrupt:                        # a signal before prompt_toolkit takes them, or after it
             self.lost = self.folds.unfold(self.session.default_buffer.text)
             raise
@@ -176,15 +188,17 @@ class Input:
             return
         except KeyboardInterrupt:
             pass
-        now, buffer = time.monotonic(), event.current_buffer
-        if buffer.text:
-            buffer.reset()
-            self.pressed = -LEAVE_S
-        elif now - self.pressed < LEAVE_S:
+        text = event.current_buffer.text
+        event.current_buffer.reset()
+        if self._is_second(text):
             event.app.exit(exception=Leave)
-        else:
-            self.pressed = now
-            run_in_terminal(lambda: self.say("Ctrl-C again or Ctrl-D to leave"))
+        elif not text:
+            run_in_terminal(lambda: self.say(LEAVING))
+
+    def _is_second(self, text) -> bool:
+        """Ctrl-C in a line with this text: the second one within 2 s that had nothing to clear?"""
+        before, self.pressed = self.pressed, -LEAVE_S if text else time.monotonic()
+        return not text and time.monotonic() - before < LEAVE_S
 
 
 def plain_output():
