@@ -290,6 +290,8 @@ WRONG_ARGUMENTS = {
     "/save ~nosuchuser/x": r"~nosuchuser/x: there is no user 'nosuchuser' here",
     "/load ~nosuchuser/x": r"~nosuchuser/x: there is no user 'nosuchuser' here",
     "/read ~nosuchuser/x": r"~nosuchuser/x: there is no user 'nosuchuser' here",
+    "/undo 3": r"/undo takes no argument, not '3'",
+    "/clear it all": r"/clear takes no argument, not 'it all'",
     "/read": r"/read needs a file name",
     "/read .": r"cannot read \.: Is a directory",
     "/read /dev/zero": r"/dev/zero has more than 16.0 MB",
@@ -582,8 +584,13 @@ def test_ctrl_c_sends_nothing_that_was_typed_ahead(talker, tmp_path):
     talker.see(r"^> the second\n  /clear\n  third$")     # in the prompt, to be sent or taken away by hand
     pause(talker, 0.6)
     assert users(tmp_path) == ["Tell me everything."]
+    talker.send("\r")                                   # a command is not sent to the model as text by the way
+    talker.see(r"line 2 is /clear, a command\. Send it to the model as text\? y/N *$")
+    talker.send("n\n")
+    talker.see(r"y/N n\n> the second\n  /clear\n  third$")
+    assert users(tmp_path) == ["Tell me everything."]
     talker.send("\x03")
-    talker.see(READY, unseen="the second")
+    talker.see(r"y/N n\n> *$")
     talker.ask("/undo", "forgot the last turn; 0 left")
 
 

@@ -21,7 +21,7 @@ import pytest
 
 import nanokv
 from cli_helpers import command, environment, run_cli, spawn_cli
-from nanokv.cli import COMMANDS, arguments, generate, main, make_parser, prompt
+from nanokv.cli import COMMANDS, arguments, chat_commands, generate, main, make_parser, prompt
 from nanokv.cli.text import read_prompt_bytes
 from nanokv.errors import NanoKVError
 
@@ -165,6 +165,14 @@ def test_settings_of_the_chat_use_the_same_checks():
     with pytest.raises(NanoKVError) as unknown:
         arguments.parse_setting("temprature", "1")
     assert unknown.value.hint == "did you mean temperature?"
+
+
+def test_a_command_of_the_chat_is_one_line_unless_it_takes_a_text():
+    assert chat_commands.parse("/drop 3") == ("/drop", "3")
+    assert chat_commands.parse("/drop 3\nhello") is None, "hello would be lost"
+    assert chat_commands.parse("/system Be kind.\nBe short.") == ("/system", "Be kind.\nBe short.")
+    assert chat_commands.command_line("hello\n /drop 3 \n/undo") == (2, "/drop")
+    assert chat_commands.command_line("/usr/bin\n//cache\nand /cache") is None
 
 
 @pytest.mark.parametrize("flag", [["--color", "always"], ["--color=always"]])

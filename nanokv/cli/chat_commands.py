@@ -24,6 +24,7 @@ CHOICES = {
     "loop_guard": ("on", "off"), "markdown": ("on", "off"),
 }
 LONGEST_FILE = 16_000_000  # bytes that /read takes
+WHOLE_TEXT = ("/system", "/edit")  # what follows them may have several lines
 
 
 class Goodbye(Exception):
@@ -31,13 +32,24 @@ class Goodbye(Exception):
 
 
 def parse(text):
-    """(name, rest) of a command, or None when the text is a message: a path, `//text`, or no slash at all."""
+    """(name, rest) of a command, or None when the text is a message: a path, `//text`, several lines, or no slash."""
     if text.strip() in ("exit", "quit"):
         return "/exit", ""
     first, _, rest = text.strip().partition(" ")
     if not first.startswith("/") or first == "/" or "/" in first[1:] or "\n" in first:
         return None
+    if "\n" in rest and first not in WHOLE_TEXT:
+        return None
     return first, rest.strip()
+
+
+def command_line(text):
+    """(number, name) of the first line of a message that reads as a command, or None."""
+    for number, line in enumerate(text.split("\n"), 1):
+        name = line.strip().partition(" ")[0]
+        if name in COMMANDS:
+            return number, name
+    return None
 
 
 def run(chat, name, rest):
@@ -45,7 +57,10 @@ def run(chat, name, rest):
     if name not in COMMANDS:
         close = nearest(name, COMMANDS)
         raise NanoKVError(f"no command {name}", f"did you mean {close}?" if close else "/help lists them")
-    return COMMANDS[name][0](chat, rest)
+    function = COMMANDS[name][0]
+    if rest and function in ALONE:
+        raise NanoKVError(f"{name} takes no argument, not {sanitize_line(rest[:20])!r}", f"{name}, alone")
+    return function(chat, rest)
 
 
 def show_help(chat, rest):
@@ -247,3 +262,4 @@ COMMANDS = {
     "/copy": (copy, "last answer to the clipboard"),
     "/exit": (leave, "leave (also exit, quit, Ctrl-D)"), "/bye": (leave, ""), "/quit": (leave, ""),
 }  # fmt: skip
+ALONE = (show_help, clear, think, no_think, show_cache, show_tokens, undo, retry, resume, copy, leave)

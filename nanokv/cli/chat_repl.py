@@ -118,7 +118,7 @@ class Chat:
         if command:
             make = chat_commands.run(self, *command)
             return self.answer(make) if make else True
-        if self.control_token_refused(text):
+        if self.command_refused(text) or self.control_token_refused(text):
             self.draft = text
             return False
         self.draft = text                                # stays in the input line unless an answer begins
@@ -143,6 +143,14 @@ class Chat:
             self.save()
         stop.finish()
         return not stop.requested
+
+    def command_refused(self, text) -> bool:
+        """Ask before a line /cache goes to the model: lines typed ahead that Ctrl-C held back stand in one text."""
+        found = chat_commands.command_line(text)
+        if found is None:
+            return False
+        with self.keyboard.lend():
+            return not confirm("line {} is {}, a command. Send it to the model as text?".format(*found))
 
     def control_token_refused(self, text) -> bool:
         """Ask before a typed <|im_end|> becomes the control token; No keeps the message in the input line."""
