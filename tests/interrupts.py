@@ -15,14 +15,17 @@ import sys
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
+
 import nanokv
 
 FOLDER = str(Path(nanokv.__file__).parent)
 
 
 @contextmanager
-def tracing(on_line):
-    """Call on_line(file, line) before every line of nanokv that runs in this thread; what it raises is raised there."""
+def tracing(on_line, folder=FOLDER):
+    """Call on_line(file, line) before every line of this folder or file that runs in this thread; what it raises is
+    raised there. The fewer files, the faster."""
 
     def local(frame, event, _):
         if event == "line":
@@ -32,7 +35,7 @@ def tracing(on_line):
     gc.disable()  # Python 3.11 can crash where it is collected while a frame is made for the trace function
     before, hook = sys.gettrace(), sys.unraisablehook
     sys.unraisablehook = lambda unraisable: None
-    sys.settrace(lambda frame, *_: local if frame.f_code.co_filename.startswith(FOLDER) else None)
+    sys.settrace(lambda frame, *_: local if frame.f_code.co_filename.startswith(folder) else None)
     try:
         yield
     finally:
@@ -67,7 +70,7 @@ def replay(scenario, point, hit: int, error=KeyboardInterrupt):
 
     state = scenario.fresh()
     try:
-        with tracing(strike):
+        with tracing(strike, point[0]):
             scenario.call(state)
     except error:
         pass
@@ -90,7 +93,20 @@ def some(count: int, seed: int = 0):
 
 
 def survives(scenario, choose=first_and_last, error=KeyboardInterrupt):
-    """Raise at all points that `choose` takes; all failures are named together."""
+    """Raise at all points that `choose` takes; all failures are named together.
+
+    On one thread: the models are tiny, and waiting for a second one takes longer than the work.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        strike_all(scenario, choose, error)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def strike_all(scenario, choose, error):
+    """The work of `survives`."""
     seen, expected = lines(scenario)
     assert len(seen) > 2, f"only {len(seen)} lines of nanokv were traced"
     chosen, failures = choose(seen), []
