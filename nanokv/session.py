@@ -178,9 +178,11 @@ class Session:
             ids = self.prompt(kept) + reply
         if len(ids) > self.context:
             history = len(self.prompt(messages[:-1], add_generation_prompt=False))
+            message, turns = len(first) - history, len(messages) // 2
+            dropping = f"/drop {min(turns, 3)}, /clear, --context N or --overflow drop"
             raise ContextError(
-                f"needs {len(first):,} of {self.context:,} tokens (history {history:,} + "
-                f"message {len(first) - history:,})", hint="/drop 3, /clear, --context N or --overflow drop")
+                f"needs {len(first):,} of {self.context:,} tokens (history {history:,} + message {message:,})",
+                hint=dropping if turns and message <= self.context else "a shorter message, or a larger --context N")
         return kept, ids, (dropped, len(first) - len(ids))
 
     def _reserve(self):

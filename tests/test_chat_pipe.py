@@ -84,7 +84,7 @@ def test_newlines_inside_an_answer_become_backslash_n():
 def test_context_overflow_is_exit_2_and_earlier_answers_stay(talk):
     code, out, err = talk(b"One.\n" + b"word " * 300 + b"\nThree.\n", "-n", "6", "--context", "100")
     assert code == 2 and len(out.splitlines()) == 1
-    assert "of 100 tokens (history" in err and "hint: /drop 3, /clear, --context N or --overflow drop" in err
+    assert "of 100 tokens (history" in err and "hint: a shorter message, or a larger --context N" in err
 
 
 def test_overflow_drop_goes_on(talk):
@@ -157,9 +157,10 @@ class Said:
 
     context, thinking_opened, prompt_ids = 2048, False, [1] * 5
 
-    def __init__(self, **turn):
+    def __init__(self, messages=4, **turn):
         from types import SimpleNamespace
 
+        self.messages = [{}] * messages
         self.cache = SimpleNamespace(length=3)
         self.last = Turn(**{"new": 14, "reused": 1200, "out": 8, "ttft": 0.021, "tok_s": 310.4, "finish_reason": "stop",
                             "kv_bytes": 96_768, "cached": 21} | turn)  # fmt: skip
@@ -191,6 +192,8 @@ def test_thinking_goes_to_stderr_or_nowhere_and_never_to_stdout(capsys, thinking
 def test_why_an_answer_ended_is_said(capsys):
     assert "[stopped at 8 tokens · /continue]" in show(capsys, "a", finish_reason="length").err
     assert "[context full 21/2,048 · /drop N then /continue]" in show(capsys, "a", finish_reason="context").err
+    one = show(capsys, "a", finish_reason="context", messages=2).err
+    assert "[context full 21/2,048 · /clear]" in one, "without its only turn there is nothing to continue"
     assert "/continue" in show(capsys, "a", finish_reason="loop").err
     cut = show(capsys, "a", text="a\ufffd", finish_reason="length").err
     assert "[the last character was cut, shown as \ufffd]" in cut

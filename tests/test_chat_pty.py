@@ -239,7 +239,7 @@ def test_context_full_before_a_turn_refuses_with_numbers_and_keeps_the_message(f
     fresh.paste("word " * 300)
     fresh.send("\r")
     fresh.see(r"needs [\d,]+ of 512 tokens \(history \d+ \+ message [\d,]+\)")
-    fresh.see(r"hint: /drop 3, /clear, --context N or --overflow drop")
+    fresh.see(r"hint: a shorter message, or a larger --context N")
     fresh.see(r"^> word word")
     fresh.send("\x03")
     fresh.ask("Two.", STATUS.format(r"\d+", 512))
@@ -248,7 +248,7 @@ def test_context_full_before_a_turn_refuses_with_numbers_and_keeps_the_message(f
 def test_full_during_the_answer_says_so(fresh):
     fresh.ask("/set max_new_tokens 2000", "max_new_tokens 2000")
     fresh.ask("/set loop_guard off", "loop_guard off")
-    fresh.ask("Tell me everything.", r"\[context full 512/512 · /drop N then /continue\]")
+    fresh.ask("Tell me everything.", r"\[context full 512/512 · /clear\]")
     fresh.ask("/set loop_guard on", "loop_guard on")
     fresh.ask("/set max_new_tokens 12", "max_new_tokens 12")
 
@@ -290,6 +290,8 @@ WRONG_ARGUMENTS = {
     "/save ~nosuchuser/x": r"~nosuchuser/x: there is no user 'nosuchuser' here",
     "/load ~nosuchuser/x": r"~nosuchuser/x: there is no user 'nosuchuser' here",
     "/read ~nosuchuser/x": r"~nosuchuser/x: there is no user 'nosuchuser' here",
+    "/set stop x": r"no setting 'stop'",
+    "/set overflo drop": r"no setting 'overflo'\nhint: did you mean overflow\?",
     "/undo 3": r"/undo takes no argument, not '3'",
     "/clear it all": r"/clear takes no argument, not 'it all'",
     "/read": r"/read needs a file name",
@@ -394,7 +396,8 @@ def test_save_and_load_with_cache_and_refusal_of_another_models(fresh, tmp_path)
     fresh.ask("Hello.", STATUS.format(r"\d+", 512))
     (tmp_path / "broken.jsonl").write_text("{}\n")
     fresh.ask(f"/load {tmp_path}/broken.jsonl", "is not a nanokv session")
-    fresh.ask("/save /dev/full", r"session not saved: no space \(need [\d.]+ k?B\)")
+    fresh.ask("/save /dev/full", r"session not saved: no space \(need [\d.]+ k?B\).*\nhint: choose another file")
+    fresh.ask("/save /proc/x", r"session not saved: No such file or directory \(/proc/x\)\nhint: choose another file")
     assert stat.S_ISCHR(os.stat("/dev/full").st_mode), "a device must never be replaced by a file"
 
 

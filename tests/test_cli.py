@@ -114,10 +114,11 @@ def test_version(cli):
     [
         (["chta"], "no command 'chta'", "nanokv chat"),
         (["zzzz"], "no command 'zzzz'", "generate"),
+        (["generate", "x", "-m", "/no/such/folder"], 'no model "/no/such/folder"', "check the path"),
         (["-q"], "-q before a command", "nanokv chat -q"),
         (["generate", "x", "--temprature", "1"], "no flag --temprature", "--temperature"),
         (["generate", "x", "--max-new-token=3"], "no flag --max-new-token", "--max-new-tokens"),
-        (["generate", "x", "--temp", "1"], "no flag --temp", ""),  # argparse would take it for --temperature
+        (["generate", "x", "--temp", "1"], "no flag --temp", "--temperature?"),  # argparse would take it for that
         (["generate", "Once", "upon"], "unexpected argument 'upon'", "quotes"),
         (["generate", "x", "-t", "-1"], "--temperature: -1 is not a number from 0 to 10", ""),
         (["generate", "x", "-t", "warm"], "'warm' is not a number", ""),

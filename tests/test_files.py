@@ -104,7 +104,8 @@ def test_on_a_terminal_it_is_a_question(said, allowed, tmp_path, monkeypatch):
     else:
         with pytest.raises(NanoKVError, match="nothing was written"):
             files.ask_to_replace(False, tmp_path / "a")
-    assert err.getvalue() == f"{tmp_path}/a would be replaced. Go on? y/N "
+    ended = "" if said else "\n"                         # Ctrl-D: the error stands on a line of its own
+    assert err.getvalue() == f"{tmp_path}/a would be replaced. Go on? y/N {ended}"
 
 
 def test_only_files_count_and_links_to_them(tmp_path):

@@ -240,9 +240,11 @@ def test_context_error_comes_before_any_work_with_numbers(loaded, fed):
     history = len(session.prompt(before, add_generation_prompt=False))
     needs = len(session.prompt([*before, {"role": "user", "content": "word " * 60}]))
     assert str(caught.value) == f"needs {needs} of 80 tokens (history {history} + message {needs - history})"
-    for command in ("/drop 3", "/clear", "--context", "--overflow drop"):
-        assert command in caught.value.hint
+    assert caught.value.hint == "a shorter message, or a larger --context N", "the message alone is too long"
     assert (session.messages, session.cached_ids, fed) == (before, cached, [])
+    with pytest.raises(ContextError) as caught:
+        session.ask("word " * 12)
+    assert caught.value.hint == "/drop 1, /clear, --context N or --overflow drop"
 
 
 def test_full_during_the_answer_keeps_it(loaded):

@@ -73,10 +73,12 @@ class Formatter(argparse.RawDescriptionHelpFormatter):
 
 
 def nearest(word: str, names) -> str | None:
-    """The name that was probably meant, or None."""
+    """The name that was probably meant: the only one that begins so, else the closest; or None."""
     import difflib
 
-    close = difflib.get_close_matches(word, list(names), n=1, cutoff=0.6)
+    word, names = word.lower(), list(names)
+    begun = [name for name in names if name.startswith(word)]
+    close = begun if len(begun) == 1 else difflib.get_close_matches(word, names, n=1, cutoff=0.6)
     return close[0] if close else None
 
 

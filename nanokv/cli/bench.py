@@ -55,7 +55,7 @@ def add_arguments(parser) -> None:
 
 def run(args) -> int:
     """Measure, then print what was finished; Ctrl-C prints the rounds that are done and leaves with 130."""
-    contexts, batches = numbers("--contexts", args.contexts), numbers("--batch", args.batch)
+    contexts, batches = numbers("--contexts", args.contexts, "128,1024"), numbers("--batch", args.batch, "1,4")
     weights = names("--weights", args.weights, WEIGHTS)
     against = names("--against", args.against, AGAINST) if args.against else []
     check_flags(args, against)
@@ -217,14 +217,14 @@ def other(name: str, loaded, room: int, folder: Path):
     return LlamaCpp(loaded.model, path, variant or "bf16", room, loaded.threads)
 
 
-def numbers(flag: str, text: str) -> list[int]:
+def numbers(flag: str, text: str, example: str) -> list[int]:
     """"128,1024" → [128, 1024]."""
     try:
         found = list(dict.fromkeys(int(part) for part in text.split(",")))
     except ValueError:
         found = []
     if not found or min(found) < 1:
-        raise NanoKVError(f"{flag} {text!r} is not a list of numbers ≥ 1", hint=f"{flag} 128,1024")
+        raise NanoKVError(f"{flag} {text!r} is not a list of numbers ≥ 1", hint=f"{flag} {example}")
     return found
 
 

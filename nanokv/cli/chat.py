@@ -20,7 +20,8 @@ EXAMPLES = (
 )
 DESCRIPTION = (
     "Talk with a model; its KV cache lives across turns and is shown after every answer. Piped stdin: one line is one\n"
-    "turn, one line is one answer. A whole document as one prompt is the job of `nanokv generate`.\n"
+    "turn, one line is one answer; there a line /help is a message too. A whole document as one prompt is the job of\n"
+    "`nanokv generate`.\n"
     "What is typed while an answer comes is kept and carried out line by line after it; Ctrl-C stops the answer and\n"
     "leaves what was typed in the input line, unsent."
 )

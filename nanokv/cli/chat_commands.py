@@ -23,6 +23,7 @@ CHOICES = {
     "overflow": ("stop", "drop"), "thinking": ("show", "fold", "off"),
     "loop_guard": ("on", "off"), "markdown": ("on", "off"),
 }
+OF_SESSION = ("overflow", "loop_guard")  # the others belong to the view
 LONGEST_FILE = 16_000_000  # bytes that /read takes
 WHOLE_TEXT = ("/system", "/edit")  # what follows them may have several lines
 
@@ -104,18 +105,24 @@ def set_value(chat, rest):
     name, _, value = rest.partition(" ")
     name = name.replace("-", "_")
     if not rest:
-        chat.view.say(" · ".join(f"{key} {chat.session.params.get(key)}" for key in SETTINGS))
+        numbers = {key: chat.session.params.get(key) for key in SETTINGS}
+        words = {key: getattr(chat.session if key in OF_SESSION else chat.view, key) for key in CHOICES}
+        chat.view.say(" · ".join(f"{key} {'none' if now is None else now}" for key, now in (numbers | words).items()))
     elif name in CHOICES:
         if value.strip() not in CHOICES[name]:
             raise NanoKVError(f"{name} {value.strip()!r} is not {' or '.join(CHOICES[name])}")
-        setattr(chat.session if name in ("overflow", "loop_guard") else chat.view, name, value.strip())
+        setattr(chat.session if name in OF_SESSION else chat.view, name, value.strip())
         if name == "thinking":
             chat.session.template_kwargs["enable_thinking"] = value.strip() != "off"
         chat.view.say(f"{name} {value.strip()}")
+    elif name not in SETTINGS:
+        known = [*SETTINGS, *CHOICES]
+        close = nearest(name, known)
+        raise NanoKVError(f"no setting {name!r}", f"did you mean {close}?" if close else f"one of {', '.join(known)}")
     else:
-        if not value.strip() and name in SETTINGS:
+        if not value.strip():
             raise NanoKVError(f"/set {name} needs a value", f"now {chat.session.params.get(name)}")
-        new = parse_setting(name, value) if value.strip() else parse_setting(name, "0")
+        new = parse_setting(name, value)
         if chat.args.beams:
             refuse_draw(name, new, name)
         chat.session.params[name] = new

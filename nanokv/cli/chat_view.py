@@ -28,9 +28,10 @@ def ending(turn, session) -> str:
     """Why the answer ended, where that was not the model's own wish; "" otherwise."""
     if not turn.out:
         return "[stopped before the first token; what was read stays in the cache]"
+    room = "/drop N then /continue" if len(session.messages) > 2 else "/clear"
     text = {
         "length": f"[stopped at {turn.out:,} tokens · /continue]",
-        "context": f"[context full {turn.cached:,}/{session.context:,} · /drop N then /continue]",
+        "context": f"[context full {turn.cached:,}/{session.context:,} · {room}]",
         "interrupted": "[interrupted · /continue or /retry]",
         "loop": "[stopped: the same tokens 20 times in a row · /continue]",
     }.get(turn.finish_reason, "")

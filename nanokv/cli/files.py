@@ -14,10 +14,12 @@ def confirm(question: str) -> bool:
     """Ask on the terminal; anything but y, Ctrl-C and the end of input among it, is No."""
     write_err(f"{question} y/N ")
     try:
-        return sys.stdin.readline().strip().lower() in ("y", "yes")
+        answer = sys.stdin.readline()
     except KeyboardInterrupt:
+        answer = ""
+    if not answer.endswith("\n"):  # Ctrl-C, Ctrl-D: nobody has ended the line
         write_err("\n")
-        return False
+    return answer.strip().lower() in ("y", "yes")
 
 
 def add_force(parser) -> None:

@@ -98,13 +98,15 @@ def check_folder(out: Path | None, args) -> None:
         raise NanoKVError(f"{out} is a file, not a folder", hint="another --out")
     if args.evaluate:
         if not (out / "model").is_dir():
-            raise NanoKVError(f"{out} holds no finished model", hint=f"nanokv train --out {out} --resume finishes it")
+            way = "--resume finishes it" if checkpoints(out) else "makes one"
+            raise NanoKVError(f"{out} holds no finished model", hint=f"nanokv train --out {out} {way}")
     elif args.resume:
         if not checkpoints(out):
             raise NanoKVError(f"{out} holds no checkpoint to resume from", hint="start without --resume")
     elif out.is_dir() and any(out.iterdir()):
+        refuse_foreign(out)
         if args.force:
-            return refuse_foreign(out)
+            return
         raise NanoKVError(f"{out} is not empty", hint="--resume continues that run, --force throws it away")
 
 

@@ -72,7 +72,7 @@ class Transcript:
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             write_at_end(self.path, data)
         except OSError as error:
-            raise _not_saved(error, len(data), self.path) from error
+            raise _not_saved(error, len(data), self.path, "the chat goes on; the next turn tries again") from error
         self.pending, self.saved = [], True
 
 
@@ -114,17 +114,17 @@ def write_whole(path, lines):
         finally:
             temporary.unlink(missing_ok=True)
     except OSError as error:
-        raise _not_saved(error, len(data), path) from error
+        raise _not_saved(error, len(data), path, "choose another file; the chat goes on") from error
     return len(data)
 
 
-def _not_saved(error, size, path):
+def _not_saved(error, size, path, hint):
     full = error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
-    reason = f"{error.strerror or error} ({error.filename})"
+    reason = f"{error.strerror or error} ({path})"
     if full:
         free = bytes_text(shutil.disk_usage(path.parent).free) if path.parent.is_dir() else "0 B"
         reason = f"no space (need {bytes_text(size)}) in {path.parent} ({free} free)"
-    return SessionError(f"session not saved: {reason}", hint="the chat goes on; the next turn tries again")
+    return SessionError(f"session not saved: {reason}", hint)
 
 
 def read(path, repair=False):
