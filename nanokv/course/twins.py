@@ -2,7 +2,7 @@
 
 notebooks/source/NN_name.py is text in jupytext's percent format. A code cell tagged "exercise" is for the student, and
 the cell after it, tagged "solution", takes its place in the other twin; everything else is in both. So an answer
-cannot leak into a student's notebook, and no launch button can open the wrong one.
+cannot leak into a student's notebook.
 """
 
 import json
@@ -12,7 +12,6 @@ from pathlib import Path
 
 from nanokv.errors import CourseError
 
-REPOSITORY = "nanokv/nanokv"
 SECTIONS = (  # second-level headings that every notebook has, in this order; others may stand between them
     "What you will be able to do", "Predict", "What the articles say", "Exercises", "Quiz", "Further reading", "Next",
 )  # fmt: skip
@@ -46,10 +45,10 @@ class Source:
         return self.cells[0].text.splitlines()[0].removeprefix("# ")
 
     def student(self) -> dict:
-        return self._notebook([c for c in self.cells if c.role != "solution"], badge=True)
+        return self._notebook([c for c in self.cells if c.role != "solution"])
 
     def solution(self) -> dict:
-        return self._notebook([c for c in self.cells if c.role != "exercise"], badge=False)
+        return self._notebook([c for c in self.cells if c.role != "exercise"])
 
     def prose(self) -> str:
         """All markdown, as the solution's reader sees it."""
@@ -59,25 +58,17 @@ class Source:
         """All code but the stubs."""
         return "\n\n".join(c.text for c in self.cells if c.kind == "code" and c.role != "exercise")
 
-    def _notebook(self, cells, badge: bool) -> dict:
+    def _notebook(self, cells) -> dict:
         """nbformat 4.5 with ids that depend on nothing but the place, so that a rebuild changes nothing."""
         made = []
         for i, cell in enumerate(cells):
-            text = f"{launch(self.name)}\n\n{cell.text}" if badge and i == 0 else cell.text
             body = {"cell_type": cell.kind, "id": f"{self.number}-{i:03}", "metadata": {}}
             if cell.kind == "code":
                 body |= {"execution_count": None, "outputs": []}
-            made.append(body | {"source": text.splitlines(keepends=True)})
+            made.append(body | {"source": cell.text.splitlines(keepends=True)})
         kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
         metadata = {"kernelspec": kernel, "language_info": {"name": "python"}, "nanokv": {"notebook": self.number}}
         return {"cells": made, "metadata": metadata, "nbformat": 4, "nbformat_minor": 5}
-
-
-def launch(name: str) -> str:
-    """The button that opens this very notebook in Colab, and what Colab lacks."""
-    address = f"https://colab.research.google.com/github/{REPOSITORY}/blob/main/notebooks/{name}.ipynb"
-    badge = f"[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]({address})"
-    return f"{badge} (in Colab, install `git+https://github.com/{REPOSITORY}` with pip first)"
 
 
 def read(path) -> Source:
