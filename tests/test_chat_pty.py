@@ -614,6 +614,8 @@ def test_an_error_sends_nothing_that_was_typed_ahead(talker, tmp_path):
     talker.see(r"(?s)no command /nosuch\n.*> more$")
     pause(talker, 0.3)
     assert users(tmp_path) == ["Tell me everything."]
+    talker.send("of it")                                 # the Enter after "more" is kept: two lines, not "moreof it"
+    talker.see(r"> more\n  of it$")
 
 
 def test_typing_while_the_model_loads_is_kept(start, tiny_folder, tmp_path):

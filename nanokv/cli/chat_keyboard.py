@@ -59,8 +59,6 @@ class Keyboard:
         """The next prompt shows what was typed ahead, below `draft` if there is one, and sends nothing by itself."""
         self.poll()
         keys = [key for key in get_typeahead(self.input) if key.key not in LEAVING]
-        while keys and keys[-1].key == Keys.Enter:
-            keys.pop()
         newline = KeyPress(Keys.ControlJ, "\n")
         keys = [newline if key.key == Keys.Enter else key for key in keys]
         store_typeahead(self.input, [newline, *keys] if keys and draft else keys)

@@ -87,7 +87,7 @@ class Chat:
         if draft or not self.went_well:
             self.keyboard.hold(draft)
         try:
-            return self.input.read(draft)
+            return self.input.read(draft).rstrip("\n")    # an Enter that was held back may stand at the end
         except KeyboardInterrupt:                        # a signal before prompt_toolkit takes them, or after it
             self.draft = self.input.lost
             self.view.say("interrupted")
