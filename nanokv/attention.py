@@ -30,7 +30,6 @@ class Causal:
 
     def __init__(self, keys: int | None = None):
         self.keys = keys
-        self._masks = {}  # of a chunk over a cache, the same for all layers: made once per forward, T·S bytes
 
     def __call__(self, q, k, v):
         """q (B,H,T,D), k and v (B,Hk,S,D) → (B,H,T,D)."""
@@ -39,16 +38,12 @@ class Causal:
         blocks = row_blocks(q, S)
         if T == S and len(blocks) == 1:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
-        ends = [S - T + b for _, b in blocks]  # no query of a block sees a later key
-        masks = [self._mask(b - a, end, q.device) for (a, b), end in zip(blocks, ends, strict=True)]
-        parts = [prefill_attention(q[:, :, a:b], k[:, :, :end], v[:, :, :end], mask)  # (B,H,b−a,D)
-                 for (a, b), end, mask in zip(blocks, ends, masks, strict=True)]  # fmt: skip
-        return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
-
-    def _mask(self, T: int, S: int, device):
-        if (T, S, device) not in self._masks:
-            self._masks[T, S, device] = causal_mask(T, S, device)
-        return self._masks[T, S, device]
+        parts = []
+        for a, b in blocks:
+            end = S - T + b  # no query of this block sees a later key
+            mask = causal_mask(b - a, end, q.device)
+            parts.append(prefill_attention(q[:, :, a:b], k[:, :, :end], v[:, :, :end], mask))  # (B,H,b−a,D)
+        return torch.cat(parts, 2)
 
     def check(self, T: int, S: int):
         """CacheError if these S keys cannot be what the T queries expect."""
@@ -68,7 +63,8 @@ class Masked:
         blocks = row_blocks(q, k.shape[2])
         if self.mask is None or len(blocks) == 1:
             return prefill_attention(q, k, v, self.mask)
-        return torch.cat([prefill_attention(q[:, :, a:b], k, v, self.mask[..., a:b, :]) for a, b in blocks], 2)
+        mask = self.mask.expand(*self.mask.shape[:-2], q.shape[2], -1)  # a view: one row may stand for all queries
+        return torch.cat([prefill_attention(q[:, :, a:b], k, v, mask[..., a:b, :]) for a, b in blocks], 2)
 
 
 class Decode:

@@ -487,6 +487,7 @@ def test_queries_in_blocks_see_what_they_see_together(monkeypatch):
             Causal(keys=50)(q[:, :, 13:], k, v),
             Masked(late)(q[:, :, 13:], k, v),
             Masked(ragged)(q[:, :, 13:], k, v),
+            Masked(ragged[:, :, :1])(q[:, :, 13:], k, v),  # one row of mask for all queries
         )
 
     whole = answers()
