@@ -502,7 +502,6 @@ def in_threads(*functions):
 
 
 @needs_kernels
-@needs_kernels
 @pytest.mark.skipif(KERNELS is not None and not hasattr(KERNELS, "omp_get_max_threads"), reason="built without OpenMP")
 def test_threads_are_as_many_as_torch_was_told():
     """OpenMP keeps the number for each thread; in one that has just begun it is the default."""
@@ -601,7 +600,6 @@ def planted(fresh):
     return path
 
 
-@pytest.mark.skipif(not hasattr(os, "getuid"), reason="POSIX permissions")
 @pytest.mark.parametrize(("place", "mode"), [
     ("folder", 0o777), ("folder", 0o770), ("folder", 0o1777), ("file", 0o602), ("file", 0o620), ("parent", 0o777),
     ("parent", 0o775),
@@ -619,7 +617,6 @@ def test_code_that_others_can_write_is_not_loaded(fresh, monkeypatch, place, mod
     assert not (fresh.folder.parents[1] / "log").exists() and file.exists()
 
 
-@pytest.mark.skipif(not hasattr(os, "getuid"), reason="POSIX permissions")
 def test_a_sticky_parent_as_tmp_is_fine_and_a_link_is_not(fresh, monkeypatch):
     fresh("exit 1")
     fresh.folder.parent.chmod(0o1777)
@@ -630,7 +627,6 @@ def test_a_sticky_parent_as_tmp_is_fine_and_a_link_is_not(fresh, monkeypatch):
     assert "did not build" in native.library()[1] and not file.is_symlink() and elsewhere.exists()
 
 
-@pytest.mark.skipif(not hasattr(os, "getuid"), reason="POSIX permissions")
 def test_what_another_user_owns_is_not_loaded(fresh, monkeypatch):
     fresh("exit 0")
     planted(fresh)
@@ -641,7 +637,6 @@ def test_what_another_user_owns_is_not_loaded(fresh, monkeypatch):
     assert "belongs to another user" in native.library()[1]
 
 
-@pytest.mark.skipif(not hasattr(os, "getuid"), reason="POSIX permissions")
 def test_folders_are_made_for_this_user_alone(tmp_path):
     before = os.umask(0o002)  # where every user has a group of their own, ~/.cache would be made 0775 and then refused
     try:

@@ -4,7 +4,6 @@ The models have Qwen3-0.6B's shapes and run in a process of their own (press.py)
 single operator of torch is what one may have to wait for, as Python hears signals between two of them.
 """
 
-import os
 import random
 import signal
 import subprocess
@@ -62,7 +61,6 @@ def test_ctrl_c_in_a_decode_is_answered_within_200_ms(process):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(os.name != "posix", reason="signals of a shell")
 def test_ctrl_c_while_loading_ends_the_program_at_once():
     """In an import of torch, in the reading of weights: no traceback, no press lost.
 
