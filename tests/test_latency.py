@@ -69,7 +69,7 @@ def test_ctrl_c_while_loading_ends_the_program_at_once():
     spawn_cli("generate", "hi", "-n", "1").communicate(timeout=60)  # files are in memory then
     late = []
     for at in range(24):
-        process = spawn_cli("generate", "hi", "-n", "2000")
+        process = spawn_cli("chat", stdin=subprocess.PIPE)  # loads, then waits for a line that never comes
         time.sleep(0.2 + 0.06 * at)  # earlier it is the start of Python itself
         pressed = time.monotonic()
         process.send_signal(signal.SIGINT)

@@ -41,10 +41,11 @@ def main(argv: list[str] | None = None) -> int:
         terminal.install_signals()
         warnings.showwarning = lambda message, *where, **more: terminal.warning(message)
     try:
-        code = dispatch(words)
+        code = finish(dispatch(words))
     except BaseException as error:  # also KeyboardInterrupt and SystemExit: every way out has its exit code
-        code = report(error, words)
-    code = finish(code)
+        terminal.release_interrupt()
+        code = finish(report(error, words))
+    terminal.release_interrupt()
     terminal.finish_stderr()
     return code
 

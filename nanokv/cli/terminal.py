@@ -255,6 +255,14 @@ def install_signals() -> None:
             signal.signal(number, handler)
 
 
+def release_interrupt() -> bool:
+    """Ctrl-C ends the program as the system does it → False where it was not ours: a notebook, a test, under nohup."""
+    ours = signal.getsignal(signal.SIGINT) is interrupt_at_prompt
+    if ours:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    return ours
+
+
 @contextmanager
 def loading():
     """Around imports and the reading of weights, where there is nothing to keep: the system itself ends the program at
@@ -263,9 +271,7 @@ def loading():
     A handler in Python would wait for torch's libraries to be loaded, and its KeyboardInterrupt would come out of an
     import: as a traceback, as another exception, swallowed by a callback, or through C++, which aborts.
     """
-    ours = signal.getsignal(signal.SIGINT) is interrupt_at_prompt  # not inside a notebook or a test, not under nohup
-    if ours:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    ours = release_interrupt()
     try:
         yield
     finally:

@@ -102,11 +102,12 @@ def _supervise(command, work, limit, env) -> tuple:
             command, cwd=work, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr,
             start_new_session=True,
         )  # fmt: skip
-        family, stopped, deadline = {}, "", time.monotonic() + limit
+        family, kernels, stopped, deadline = {}, {}, "", time.monotonic() + limit
         while True:
             pid, status, usage = os.wait4(child.pid, os.WNOHANG)
             if pid:
                 break
+            kernels |= {p.pid: p for p in _children(psutil, child.pid, recursive=False)}
             family |= {p.pid: p for p in _children(psutil, child.pid)}
             if time.monotonic() > deadline:
                 stopped = f"stopped after {limit:g} s"
@@ -120,7 +121,8 @@ def _supervise(command, work, limit, env) -> tuple:
                 break
             time.sleep(0.1)
         child.returncode = os.waitstatus_to_exitcode(status)
-        for process in family.values():  # a kernel has a session of its own and would live on
+        left_to_us = kernels if sys.platform == "linux" else family  # there `adopting` ends the others, and tells
+        for process in left_to_us.values():  # a kernel has a session of its own and would live on
             try:
                 process.kill()
             except psutil.Error:
@@ -130,10 +132,10 @@ def _supervise(command, work, limit, env) -> tuple:
     return stopped, child.returncode, usage, lines[-1] if lines else ""
 
 
-def _children(psutil, pid: int) -> list:
+def _children(psutil, pid: int, recursive: bool = True) -> list:
     """All that run below a process."""
     try:
-        return psutil.Process(pid).children(recursive=True)
+        return psutil.Process(pid).children(recursive=recursive)
     except psutil.Error:
         return []
 

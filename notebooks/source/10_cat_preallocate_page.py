@@ -368,7 +368,7 @@ course.show(fig, alt="Maps of the memory, slots upwards and steps to the right, 
 # In one piece <!--fig 10.piece-->2.0<!--/fig--> requests run at once and the ten take
 # <!--fig 10.piecesteps-->132<!--/fig--> steps; of what is reserved <!--fig 10.piecefull-->45<!--/fig--> percent holds a
 # token. The pale parts are reserved for answers that turned out short, the white ones are holes that fit nobody. In
-# pages it is <!--fig 10.paged-->3.6<!--/fig--> requests at once, <!--fig 10.pagesteps-->72<!--/fig--> steps, and
+# pages it is <!--fig 10.paged-->3.75<!--/fig--> requests at once, <!--fig 10.pagesteps-->72<!--/fig--> steps, and
 # <!--fig 10.pagefull-->83<!--/fig--> percent. The answers are the same, token for token. More requests at once is what
 # a server wants: each step reads all weights once, however many rows share it.
 #
