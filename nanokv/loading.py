@@ -4,9 +4,9 @@ import torch
 
 import weights_loader
 from nanokv.config import Config, GenerationConfig
+from nanokv.loading import skeleton
 from nanokv.model import Qwen3
-from nanokv.skeleton import skeleton
-from nanokv.tokenizer import Tokenizer
+from nanokv.text.tokenizer import Tokenizer
 from weights_loader import CheckpointError, names
 
 

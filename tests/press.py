@@ -14,7 +14,7 @@ import torch
 from nanokv.cli import terminal
 from nanokv.cli.loading import faster
 from nanokv.cli.random_model import load_random
-from nanokv.generation import Generation
+from nanokv.decoding.generation import Generation
 
 
 def answer(loaded, model, chunk: int, prompt: int):

@@ -12,10 +12,10 @@ import resource
 import sys
 import time
 
-from nanokv import template_costs
 from nanokv.errors import TemplateError
-from nanokv.sandbox import WORK, Stream
-from nanokv.template import ChatTemplate
+from nanokv.text import template_costs
+from nanokv.text.sandbox import WORK, Stream
+from nanokv.text.template import ChatTemplate
 
 TEXTS = {
     "long": "a" * 1_900_000,

@@ -12,11 +12,11 @@ import torch
 
 import nanokv
 from cli_helpers import environment
-from nanokv.batching import generate_padded, generate_ragged
 from nanokv.cache import CACHES, make_cache
 from nanokv.cache.padded import PaddedCache
+from nanokv.decoding.batching import generate_padded, generate_ragged
+from nanokv.decoding.generation import SamplingParams, generate
 from nanokv.errors import CacheError, CapacityError, ContextError, GenerationError, UnsupportedError
-from nanokv.generation import SamplingParams, generate
 from nanokv.inference import prefill, prefill_chunks, score
 from oracle import SHAPES, TOLERANCE, gap, interrupt_at, pair, random_ids
 

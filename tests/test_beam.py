@@ -12,14 +12,14 @@ from functools import partial
 import pytest
 import torch
 
-import nanokv.beam as beam_module
+import nanokv.decoding.beam as beam_module
 from cli_helpers import run_cli
-from nanokv.beam import REPLAY, BeamGeneration, beam_search
 from nanokv.cache import CACHES, make_cache
+from nanokv.chat.history import common_prefix
+from nanokv.decoding.beam import REPLAY, BeamGeneration, beam_search
+from nanokv.decoding.generation import generate
 from nanokv.errors import ContextError, GenerationError
-from nanokv.generation import generate
 from nanokv.inference import prefill
-from nanokv.prefix import common_prefix
 from oracle import SHAPES, log_probability, pair, random_ids
 
 V = 31
@@ -427,7 +427,7 @@ def test_ctrl_c_prints_the_best_beam_so_far(capsys, monkeypatch, endless_folder,
 
     no_stdin(monkeypatch)
     monkeypatch.setattr("nanokv.cli.terminal.SWALLOW_S", 0)
-    name = "nanokv.beam.decode" if at else "nanokv.generation.prefill"
+    name = "nanokv.decoding.beam.decode" if at else "nanokv.decoding.generation.prefill"
     monkeypatch.setattr(name, press(beam_module.decode if at else prefill))
     words = "name " * 600 if at == 0 else PROMPT
     argv = ["generate", words, "-m", str(endless_folder), "--beams", "3", "-n", "90000"]
@@ -474,8 +474,8 @@ def test_each_answer_of_a_chat_is_the_best_beam_and_the_next_turn_reuses_it(monk
 
 def test_the_winner_is_not_computed_again(tiny_folder):
     """/continue feeds one token, the last of what it keeps (a character that was cut in the middle is left out)."""
+    from nanokv.chat.session import Session
     from nanokv.loading import load
-    from nanokv.session import Session
 
     make = partial(BeamGeneration, beams=3)
     session = Session(*load(tiny_folder), params={"max_new_tokens": 8}, make_generation=make)

@@ -9,7 +9,7 @@ import torch
 import nanokv
 from nanokv.cache import make_cache
 from nanokv.inference import score
-from nanokv.quality import Scheme, log_likelihood, measure, measure_cache
+from nanokv.study.quality import Scheme, log_likelihood, measure, measure_cache
 from nanokv.training.corpus import conversation
 from nanokv.training.data import render
 from oracle import SHAPES, pair, random_ids

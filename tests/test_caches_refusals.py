@@ -19,7 +19,7 @@ from nanokv.cache.prefix import ElasticPrefixPool
 from nanokv.cache.sliding import SlidingCache
 from nanokv.errors import CacheError, CapacityError, UnsupportedError
 from nanokv.inference import decode, prefill, score
-from nanokv.latent import LatentCache
+from nanokv.study.mla import LatentCache
 from oracle import SHAPES, TOLERANCE, gap, pair, random_ids
 
 ALONE = sorted(set(CACHES) - {"batch"})

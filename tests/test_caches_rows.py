@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from nanokv import costs
-from nanokv.batching import generate_padded
 from nanokv.cache import CACHES, BatchCache, PagePool, make_cache
 from nanokv.cache.static import growing_slots
 from nanokv.cache.stores import HostStore
+from nanokv.decoding.batching import generate_padded
+from nanokv.decoding.generation import generate
 from nanokv.errors import CapacityError
-from nanokv.generation import generate
 from nanokv.inference import decode, prefill, score
 from oracle import SHAPES, TOLERANCE, gap, pair, random_ids
 

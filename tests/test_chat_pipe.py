@@ -15,11 +15,11 @@ from argparse import Namespace
 import pytest
 
 import nanokv
+from nanokv.chat.session import Turn
 from nanokv.cli import main
 from nanokv.cli.chat_pipe import one_line
 from nanokv.cli.chat_view import Progress, View
 from nanokv.cli.terminal import sanitize
-from nanokv.session import Turn
 
 
 @pytest.fixture

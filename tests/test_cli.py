@@ -652,7 +652,7 @@ def test_interrupted_prefill_says_so(cli, monkeypatch, endless_folder):
         os.kill(os.getpid(), signal.SIGINT)
         return inference.prefill(*args, **options)
 
-    monkeypatch.setattr("nanokv.generation.prefill", prefill)
+    monkeypatch.setattr("nanokv.decoding.generation.prefill", prefill)
     monkeypatch.setattr("nanokv.cli.terminal.SWALLOW_S", 0)
     code, out, err = cli("generate", "name " * 600, "-m", endless_folder, "--json")
     got = json.loads(out)

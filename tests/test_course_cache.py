@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import nanokv
-from nanokv import equality
 from nanokv.course import checking
+from nanokv.study import equality
 
 CLASS, LOOP = checking.find("06.3"), checking.find("06.4")
 

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 import nanokv
-from nanokv import equality, faults
+from nanokv import faults
 from nanokv.course import checking
 from nanokv.course.checks import nb07
+from nanokv.study import equality
 
 NAME, TEST, CACHE = (checking.find(id) for id in ("07.2", "07.4", "07.5"))
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import nanokv
-from nanokv import debug
 from nanokv.course import checking, reference
 from nanokv.course.checks import nb04
+from nanokv.study import debug
 
 FIRST = {  # what is wrong → the first operation that reads it
     "theta": (0, "rope_k"), "eps": (0, "input_layernorm"), "head": (None, "lm_head"),

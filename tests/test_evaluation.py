@@ -16,7 +16,7 @@ from nanokv import cli
 from nanokv.cache import make_cache
 from nanokv.config import GenerationConfig
 from nanokv.inference import decode, prefill
-from nanokv.tokenizer import Tokenizer
+from nanokv.text.tokenizer import Tokenizer
 from nanokv.training import data, evaluate, stories, words
 from nanokv.training.cache_questions import QUESTIONS
 from nanokv.training.evaluate import TARGETS, TASKS, Case, WrongPosition, broken_recall, cases, faults

@@ -32,7 +32,7 @@ from nanokv.fast import native, optimize, private, torch_ops, weights
 from nanokv.inference import decode, prefill, prefill_chunks, score, verify
 from nanokv.loading import build
 from nanokv.model import Qwen3
-from nanokv.quality import log_likelihood
+from nanokv.study.quality import log_likelihood
 from nanokv.training.corpus import conversation
 from nanokv.training.data import render
 

@@ -15,9 +15,10 @@ import pytest
 import torch
 
 import nanokv
-from nanokv import equality, faults
+from nanokv import faults
 from nanokv.errors import NanoKVError
 from nanokv.faults.substitute import PerObject
+from nanokv.study import equality
 
 EACH = pytest.mark.parametrize("name", faults.FAULTS)
 COST = ("cached_queries", "repeated_before_caching")
@@ -488,7 +489,7 @@ def test_what_a_test_replaces_is_put_back(model):
     assert faults.grade(vandal, model, ["not_cleared", "square_mask"]).false_alarm == ""
     assert len(found) == 4 and len(set(found)) == 1
     assert (torch.allclose, torch.get_default_dtype()) == (allclose, torch.float32) and torch.is_grad_enabled()
-    assert nanokv.Session is nanokv.session.Session and nanokv.cache.DictCache.append is append
+    assert nanokv.Session is nanokv.chat.session.Session and nanokv.cache.DictCache.append is append
     assert torch.equal(cached_logits(model), right)
 
 

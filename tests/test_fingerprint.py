@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from nanokv.fingerprint import fingerprint
+from nanokv.cache.saving import fingerprint
 from oracle import SHAPES, pair
 
 

@@ -5,12 +5,12 @@ import tokenizers
 import torch
 from transformers import set_seed
 
-import nanokv.generation as module
+import nanokv.decoding.generation as module
 from nanokv.cache import make_cache
 from nanokv.config import GenerationConfig
+from nanokv.decoding.generation import Generation, LoopGuard, SamplingParams, StopStrings, TextStream, generate
 from nanokv.errors import CapacityError, ContextError, GenerationError
-from nanokv.generation import Generation, LoopGuard, SamplingParams, StopStrings, TextStream, generate
-from nanokv.tokenizer import Tokenizer
+from nanokv.text.tokenizer import Tokenizer
 from oracle import Press, pair
 
 V = 151

@@ -17,8 +17,8 @@ import nanokv
 from nanokv.config import Config, GenerationConfig
 from nanokv.errors import CacheError, ConfigError, NanoKVError, SessionError, TokenizerError, foreign
 from nanokv.fast import private
-from nanokv.tokenizer import Tokenizer
-from nanokv.tokenizer_file import REGEXES, read_backend
+from nanokv.text.tokenizer import Tokenizer
+from nanokv.text.tokenizer_file import REGEXES, read_backend
 from weights_loader import CheckpointError, check_tokenizer, strict
 from weights_loader.shards import read_header
 

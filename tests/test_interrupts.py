@@ -12,8 +12,8 @@ import pytest
 
 import nanokv
 from interrupts import last, some, survives
+from nanokv.decoding.speculative import EarlyExit, PromptLookup
 from nanokv.engine import Engine
-from nanokv.speculative import EarlyExit, PromptLookup
 from oracle import pair, random_ids
 
 SAMPLE = 12  # points of each scenario in `make test`
@@ -187,7 +187,7 @@ class Lookup(Answer):
     """Guesses from the text itself."""
 
     def start(self, ids, cache, new):
-        return nanokv.speculative.speculate(self.model, ids, PromptLookup(), cache, max_new_tokens=new)
+        return nanokv.decoding.speculative.speculate(self.model, ids, PromptLookup(), cache, max_new_tokens=new)
 
 
 class Drafted(Answer):
@@ -201,7 +201,7 @@ class Drafted(Answer):
         return super().fresh()
 
     def start(self, ids, cache, new):
-        return nanokv.speculative.speculate(self.model, ids, self.draft, cache, max_new_tokens=new)
+        return nanokv.decoding.speculative.speculate(self.model, ids, self.draft, cache, max_new_tokens=new)
 
 
 class Beams:
@@ -263,7 +263,7 @@ class LetterStream:
 class Conversation:
     """The second of three messages; what was answered in part is taken back and asked again."""
 
-    make_generation = nanokv.generation.Generation
+    make_generation = nanokv.decoding.generation.Generation
 
     def __init__(self, model):
         self.model = model
@@ -291,7 +291,7 @@ class GuessedConversation(Conversation):
 
     @staticmethod
     def make_generation(*args, **options):
-        return nanokv.speculative.Speculation(*args, draft=PromptLookup(), **options)
+        return nanokv.decoding.speculative.Speculation(*args, draft=PromptLookup(), **options)
 
 
 SCENARIOS = {
@@ -304,8 +304,8 @@ NAMES = pytest.mark.parametrize("name", SCENARIOS)
 
 @pytest.fixture(autouse=True)
 def _letters(monkeypatch):
-    monkeypatch.setattr("nanokv.generation.StreamDecoder", LetterStream)
-    monkeypatch.setattr("nanokv.tokenizer.StreamDecoder", LetterStream)
+    monkeypatch.setattr("nanokv.decoding.generation.StreamDecoder", LetterStream)
+    monkeypatch.setattr("nanokv.text.tokenizer.StreamDecoder", LetterStream)
 
 
 def scenario(name, model):

@@ -7,7 +7,8 @@ from nanokv import costs
 from nanokv.cache import make_cache
 from nanokv.errors import ConfigError
 from nanokv.inference import prefill, score
-from nanokv.latent import (
+from nanokv.loading import build
+from nanokv.study.mla import (
     LatentAttention,
     LatentCache,
     LatentConfig,
@@ -17,7 +18,6 @@ from nanokv.latent import (
     values_per_token,
     with_kv_heads,
 )
-from nanokv.loading import build
 from oracle import SHAPES, gap, pair, random_ids
 
 TINY = LatentConfig(C=24, H=4, R=16, Dn=8, Dr=6, Dv=10)

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from cli_helpers import environment, run_cli
 from nanokv import costs
+from nanokv.cache.options import KINDS
 from nanokv.cli import main
 from nanokv.config import Config
+from nanokv.costs.memory import FAMILY, Estimate, binary, decimal, most_tokens, parse_size
 from nanokv.errors import CacheError, NanoKVError
-from nanokv.kinds import KINDS
-from nanokv.memory import FAMILY, Estimate, binary, decimal, most_tokens, parse_size
 
 SMALL = {
     "model_type": "qwen3", "vocab_size": 99, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,

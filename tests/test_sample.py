@@ -13,9 +13,9 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from nanokv import sample as module
+from nanokv.decoding import sample as module
+from nanokv.decoding.sample import logprob, sample
 from nanokv.errors import GenerationError
-from nanokv.sample import logprob, sample
 
 V = 97
 KINDS = ("normal", "ties", "peaked", "flat", "masked", "huge")

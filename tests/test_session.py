@@ -11,9 +11,9 @@ import torch
 import nanokv
 from nanokv import inference
 from nanokv.cache import CACHES
+from nanokv.chat.history import ThinkSplitter, common_prefix, split_thinking, why_broken
+from nanokv.chat.session import Session
 from nanokv.errors import ContextError, SessionError, UnsupportedError
-from nanokv.prefix import ThinkSplitter, common_prefix, split_thinking, why_broken
-from nanokv.session import Session
 from oracle import Press
 
 
@@ -73,8 +73,8 @@ def decoder_of_plain_text(monkeypatch):
         def flush(self):
             return ""
 
-    monkeypatch.setattr("nanokv.generation.StreamDecoder", Decoder)
-    monkeypatch.setattr("nanokv.tokenizer.StreamDecoder", Decoder)
+    monkeypatch.setattr("nanokv.decoding.generation.StreamDecoder", Decoder)
+    monkeypatch.setattr("nanokv.text.tokenizer.StreamDecoder", Decoder)
 
 
 def consistent(session):
@@ -181,7 +181,7 @@ def test_template_that_drops_think_breaks_the_prefix_there(loaded, decoder_of_pl
     session = Session(model, tokenizer, params={"max_new_tokens": 40})
     session.replace([])
     wanted = iter(tokenizer.encode("<think>hm</think>Yes.") + [2])
-    monkeypatch.setattr("nanokv.generation.sample", lambda *_, **__: torch.tensor([next(wanted)]))
+    monkeypatch.setattr("nanokv.decoding.generation.sample", lambda *_, **__: torch.tensor([next(wanted)]))
     assert session.ask("Is it?") == "Yes."
     head, cached = len(session.prompt_ids), len(session.cached_ids)
     wanted = iter([5, 2])
@@ -335,7 +335,7 @@ def test_interrupt_in_prefill_takes_the_message_back(loaded, fed):
 
 def test_ctrl_c_inside_a_prefill_chunk_keeps_the_chunks_before_it(loaded, fed, monkeypatch):
     """The message is taken back, and asking again goes on where the last whole chunk ended."""
-    monkeypatch.setattr("nanokv.session.prefill_chunk", lambda model: 32)
+    monkeypatch.setattr("nanokv.chat.session.prefill_chunk", lambda model: 32)
     session, undisturbed = (Session(*loaded, params={"max_new_tokens": 4}) for _ in range(2))
     press = Press()
     with monkeypatch.context() as patch:
@@ -367,7 +367,7 @@ def test_exception_in_a_forward_leaves_a_usable_session(session, monkeypatch):
             raise MemoryError("injected")
 
         with monkeypatch.context() as patch:
-            patch.setattr(f"nanokv.generation.{failing}", explode)
+            patch.setattr(f"nanokv.decoding.generation.{failing}", explode)
             with pytest.raises(MemoryError):
                 session.ask("Two.")
         consistent(session)

@@ -14,16 +14,16 @@ import torch
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 from transformers.generation.utils import _speculative_sampling
 
-import nanokv.speculative as module
+import nanokv.decoding.speculative as module
 from nanokv.cache import CACHES, PagePool, make_cache
+from nanokv.chat.session import Session
 from nanokv.cli import main
+from nanokv.decoding.generation import Generation, SamplingParams, TextStream, generate
+from nanokv.decoding.sample import probabilities
+from nanokv.decoding.speculative import Draft, DraftModel, EarlyExit, PromptLookup, Speculation, first_layers, speculate
 from nanokv.errors import CapacityError, ContextError, GenerationError
-from nanokv.generation import Generation, SamplingParams, TextStream, generate
 from nanokv.inference import prefill, score, verify
 from nanokv.loading import load
-from nanokv.sample import probabilities
-from nanokv.session import Session
-from nanokv.speculative import Draft, DraftModel, EarlyExit, PromptLookup, Speculation, first_layers, speculate
 from oracle import TOLERANCE, gap, pair, random_ids, reference_logits
 
 V = 151

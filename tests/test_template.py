@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 import template_calls
 from chat_templates import FAMILIES
-from nanokv import template_costs
 from nanokv.errors import TemplateError
-from nanokv.template import ChatTemplate, plain
-from nanokv.tokenizer import Tokenizer
+from nanokv.text import template_costs
+from nanokv.text.template import ChatTemplate, plain
+from nanokv.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 USER = {"role": "user", "content": "What is the weather in Zürich?"}
@@ -292,7 +292,7 @@ def test_ctrl_c_is_heard():
     """The slowest allowed calls, one after the other, on a budget that would last for minutes."""
     template = "{% set s = 'a' * 1900000 %}{% set t = 'a' * 60 ~ 'b' ~ 'a' * 60 %}" \
                "{% for i in range(99999) %}{% set z = s.rfind(t) + s.strip(t)|length %}{% endfor %}"
-    code = f"from nanokv.template import ChatTemplate as T\nt = T({template!r}, work=10**12, seconds=60)\n" \
+    code = f"from nanokv.text.template import ChatTemplate as T\nt = T({template!r}, work=10**12, seconds=60)\n" \
            "print(1, flush=True)\nt.render([{'role': 'user', 'content': 'x'}])"
     child = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     with child:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanokv.errors import TokenizerError
-from nanokv.tokenizer import StreamDecoder, Tokenizer
+from nanokv.text.tokenizer import StreamDecoder, Tokenizer
 
 SPECIAL = ("<|endoftext|>", "<|im_end|>")
 TEXTS = ["", " ", "Hello world", "naïve café", "é", "日本語のテキスト", "🧑‍🚀 ZWJ 👩‍👩‍👧‍👦", "x\r\n\ty  z\n\n\n",

@@ -26,7 +26,7 @@ from cli_helpers import HOME, environment, run_cli
 from nanokv import cli
 from nanokv.cli import terminal
 from nanokv.errors import NanoKVError
-from nanokv.tokenizer import Tokenizer
+from nanokv.text.tokenizer import Tokenizer
 from nanokv.training import corpus, data, run_folder, trainer
 from nanokv.training.run_folder import checkpoints
 from nanokv.training.trainer import Recipe, Trainer

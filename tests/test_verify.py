@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 import nanokv.verify
 from cli_helpers import run_cli
 from nanokv.cli import main
-from nanokv.debug import OPERATIONS
+from nanokv.study.debug import OPERATIONS
 from tiny_checkpoint import write_tiny_checkpoint
 from verify_helpers import report_of, rows, verify_command  # noqa: F401 (the fixture `verify`)
 from weights_loader import CheckpointError

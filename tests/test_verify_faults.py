@@ -10,7 +10,7 @@ import nanokv.model
 import nanokv.verify
 from nanokv.cache import DictCache
 from nanokv.config import Config
-from nanokv.tokenizer import Tokenizer
+from nanokv.text.tokenizer import Tokenizer
 from nanokv.verify import checks, evidence, figures, oracle
 from verify_helpers import report_of, rows, verify_command  # noqa: F401 (the fixture `verify`)
 

@@ -32,11 +32,11 @@ from nanokv.bench.machine import Bandwidth, gemm_peak, now
 from nanokv.bench.runners import CHUNK, Ours, Transformers
 from nanokv.cache import make_cache
 from nanokv.config import Config
+from nanokv.costs.memory import FAMILY
 from nanokv.errors import NanoKVError
 from nanokv.fast.compiled import Compiled
 from nanokv.inference import decode, prefill, prefill_chunks
 from nanokv.loading import build
-from nanokv.memory import FAMILY
 from nanokv.model import Qwen3
 
 TINY = Config(

@@ -12,6 +12,7 @@ from nanokv.cache.base import KVCache, LayerCache, NoCache
 from nanokv.cache.batch import BatchCache
 from nanokv.cache.dict_cache import DictCache
 from nanokv.cache.offloaded import OffloadedCache
+from nanokv.cache.options import check_options
 from nanokv.cache.paged import PagedCache
 from nanokv.cache.pool import ElasticPool, PagePool
 from nanokv.cache.prefix import ElasticPrefixPool, PrefixCache, PrefixPool
@@ -20,7 +21,6 @@ from nanokv.cache.sliding import SlidingCache
 from nanokv.cache.static import GrowingCache, StaticCache
 from nanokv.cache.stores import DiskStore, HostStore
 from nanokv.errors import CacheError
-from nanokv.kinds import check_options
 
 __all__ = [
     "CACHES", "BatchCache", "DictCache", "KVCache", "LayerCache", "NoCache", "PagePool", "PrefixPool", "make_cache",

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 
+from nanokv.cache.options import check_options
 from nanokv.cli import arguments, terminal
 from nanokv.cli.arguments import DEFAULT_NEW_TOKENS
 from nanokv.cli.batch_lines import SAMPLING, digest, parse_line, read_lines, texts
@@ -23,7 +24,6 @@ from nanokv.cli.prompt import room
 from nanokv.cli.text import refuse_special
 from nanokv.costs import kv_bytes_per_token
 from nanokv.errors import NanoKVError
-from nanokv.kinds import check_options
 
 EXAMPLES = (
     "nanokv batch prompts.jsonl -o answers.jsonl",
@@ -103,7 +103,7 @@ def pool_options(args) -> None:
 
 def prepare(args, loaded, lines, output) -> tuple[list[Job], list]:
     """The jobs that are still to do, and (number, error) of each line that is no request."""
-    from nanokv.fingerprint import fingerprint
+    from nanokv.cache.saving import fingerprint
 
     jobs, wrong, settings = [], [], common_settings(args, loaded)
     eos = list(loaded.model.generation_config.eos_token_ids)
@@ -214,8 +214,8 @@ class Answer:
     """The text of one request, token by token; ends the request when a stop string is complete."""
 
     def __init__(self, engine, tokenizer, stop):
-        from nanokv.generation import StopStrings
-        from nanokv.tokenizer import StreamDecoder
+        from nanokv.decoding.generation import StopStrings
+        from nanokv.text.tokenizer import StreamDecoder
 
         self.engine, self.stops, self.pieces, self.skip = engine, StopStrings(stop), [], set(tokenizer.control_ids)
         self.decoder = StreamDecoder(tokenizer, skip=self.skip)

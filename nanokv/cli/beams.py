@@ -53,8 +53,8 @@ def refuse_draw(name: str, value, flag: str) -> None:
 def search(args, loaded, ids: list[int], room: int, should_stop) -> "Found":
     """Run it: at most `room` new tokens."""
     check_memory(args, loaded, len(ids) + room)
-    from nanokv.beam import BeamGeneration
-    from nanokv.generation import SamplingParams
+    from nanokv.decoding.beam import BeamGeneration
+    from nanokv.decoding.generation import SamplingParams
 
     penalty = arguments.resolve_sampling(args, loaded.model.generation_config).repetition_penalty
     start = time.perf_counter()
@@ -67,7 +67,7 @@ def search(args, loaded, ids: list[int], room: int, should_stop) -> "Found":
 
 def generation_type(args, loaded):
     """What makes the Generation of each answer of a chat, after a look at the memory that this one needs."""
-    from nanokv.beam import BeamGeneration
+    from nanokv.decoding.beam import BeamGeneration
 
     def make(model, ids, cache, params, max_new_tokens, **more):
         check_memory(args, loaded, cache.length + ids.numel() + max_new_tokens)

@@ -144,7 +144,7 @@ def quality(args, loaded, weights) -> int:
 
     from nanokv.bench.runners import Ours
     from nanokv.inference import score
-    from nanokv.quality import log_likelihood
+    from nanokv.study.quality import log_likelihood
     from nanokv.training.corpus import conversation
     from nanokv.training.data import render
 

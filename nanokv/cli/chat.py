@@ -77,9 +77,9 @@ def list_sessions() -> int:
 
 def make_session(args, loaded, saved=None):
     """A Session as the flags say; `saved` is the header of a resumed one. Order: flag > saved > checkpoint."""
+    from nanokv.chat.session import Session
     from nanokv.cli.arguments import new_seed, resolve_sampling
     from nanokv.cli.text import refuse_special
-    from nanokv.session import Session
 
     params = resolve_sampling(args, loaded.model.generation_config).options()
     params |= {"max_new_tokens": args.max_new_tokens, "stop": args.stop}

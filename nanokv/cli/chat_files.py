@@ -6,10 +6,10 @@ the file says; otherwise it is refused with both fingerprints, and the next turn
 
 from pathlib import Path
 
+from nanokv.cache.saving import fingerprint
 from nanokv.cli import transcript
 from nanokv.cli.terminal import bytes_text, sanitize_line
 from nanokv.errors import CacheError, SessionError
-from nanokv.fingerprint import fingerprint
 
 
 def cache_path(path):

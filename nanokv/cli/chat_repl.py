@@ -53,8 +53,8 @@ class Chat:
     """Everything that the loop and the commands share."""
 
     def __init__(self, args, view, keyboard, loaded, session):
+        from nanokv.cache.saving import fingerprint
         from nanokv.cli.chat_input import Input
-        from nanokv.fingerprint import fingerprint
 
         self.args, self.view, self.keyboard, self.loaded, self.session = args, view, keyboard, loaded, session
         self.draft, self.recorded, self.file = "", [], None

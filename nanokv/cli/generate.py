@@ -40,7 +40,7 @@ def run(args) -> int:
     ids = encode(args, loaded, prompt)
     if args.beams:
         return run_beams(args, loaded, ids)
-    from nanokv.generation import SamplingParams, TextStream
+    from nanokv.decoding.generation import SamplingParams, TextStream
 
     make_generation = speculation.generation_type(args.speculate, loaded)
     cache = loaded.make_cache()
@@ -118,7 +118,7 @@ class TextOutput:
 
 def _think_splitter(prompt_end: str):
     """Reads `<think>…</think>` out of a stream; the template itself may have opened it at the prompt's end."""
-    from nanokv.prefix import ThinkSplitter
+    from nanokv.chat.history import ThinkSplitter
 
     return ThinkSplitter(prompt_end.rstrip().endswith("<think>"))
 

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from nanokv import __version__
+from nanokv.cache.options import check_options
 from nanokv.cli import speculation
 from nanokv.cli.arguments import environment, integer
 from nanokv.cli.terminal import bytes_text, loading, notice, sanitize_line
 from nanokv.config import Config
 from nanokv.costs import ITEMSIZE, cache_bytes, kv_bytes_per_token, parameters, weight_bytes
+from nanokv.costs.memory import most_tokens
 from nanokv.errors import ContextError, NanoKVError
-from nanokv.kinds import check_options
-from nanokv.memory import most_tokens
 
 SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 PAGE = 16  # tokens a page where --cache does not say

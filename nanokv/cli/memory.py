@@ -9,15 +9,15 @@ import sys
 from pathlib import Path
 
 from nanokv import costs
+from nanokv.cache.options import KINDS, check_options
 from nanokv.cli import terminal
 from nanokv.cli.arguments import add_model_arguments, integer
 from nanokv.cli.files import add_force, ask_to_replace
 from nanokv.cli.loading import available_memory, choose_dtype, display_name
 from nanokv.cli.text import to_json
 from nanokv.config import Config
+from nanokv.costs.memory import FAMILY, SHORT, Estimate, binary, decimal, parse_size
 from nanokv.errors import NanoKVError
-from nanokv.kinds import KINDS, check_options
-from nanokv.memory import FAMILY, SHORT, Estimate, binary, decimal, parse_size
 
 EXAMPLES = (
     "nanokv memory Qwen/Qwen3-0.6B --context 32768 --batch 4",
@@ -202,7 +202,7 @@ def check(estimate: Estimate) -> dict:
     Any difference raises RuntimeError, which is no user's fault: exit 1.
     """
 
-    from nanokv.skeleton import skeleton
+    from nanokv.loading import skeleton
 
     counted = sum(p.numel() * estimate.itemsize for p in skeleton(estimate.config).parameters())
     expect("weights", counted, estimate.weights)

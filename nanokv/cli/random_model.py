@@ -16,7 +16,7 @@ from nanokv.cli.loading import (
     thread_count,
 )
 from nanokv.cli.terminal import loading
-from nanokv.memory import FAMILY
+from nanokv.costs.memory import FAMILY
 
 RANDOM = {f"{name.removeprefix('Qwen/').lower()}-random": config for name, config in FAMILY.items()}
 
@@ -40,8 +40,7 @@ def _build(args) -> Loaded:
 
     check_memory(plan, available_memory("cpu"))
     torch.set_num_threads(plan.threads)
-    from nanokv.loading import build
-    from nanokv.skeleton import skeleton
+    from nanokv.loading import build, skeleton
 
     dtype, generator = getattr(torch, dtype_name), torch.Generator().manual_seed(0)
     state = {}

@@ -40,8 +40,8 @@ def parse(text: str) -> tuple:
 
 def generation_type(how, loaded):
     """What makes a Generation: the class itself, or one that guesses as --speculate said."""
-    from nanokv import speculative
-    from nanokv.generation import Generation
+    from nanokv.decoding import speculative
+    from nanokv.decoding.generation import Generation
 
     if how is None:
         return Generation

@@ -88,7 +88,7 @@ def roles(args, loaded: Loaded, prompt: str, ids: list[int]) -> list[str]:
     """A letter for each token of the prompt: who said it, or p without a template."""
     if not args.chat:
         return ["p"] * len(ids)
-    from nanokv.prefix import token_roles
+    from nanokv.chat.history import token_roles
 
     return [letter for letter, _ in token_roles(loaded.tokenizer, ids, messages(args, prompt))]
 
@@ -118,7 +118,7 @@ def find_fault(name: str | None):
 def record_fault(loaded: Loaded, ids: list[int], new: int, layers: list[int], fault):
     """The same run under the fault; where the fault needs a request before this one, there is one."""
     from nanokv import faults, trace
-    from nanokv.generation import generate
+    from nanokv.decoding.generation import generate
 
     with faults.inject(fault.name):
         if fault.scenario == "two_requests":

@@ -222,7 +222,7 @@ def no_class(answer) -> Outcome | None:
 
 
 def failing(report) -> str:
-    """What is wrong with a cache according to a nanokv.equality report, in a sentence; "" if it passed."""
+    """What is wrong with a cache according to a nanokv.study.equality report, in a sentence; "" if it passed."""
     if report.passed:
         return ""
     failure = report.first_failure

@@ -14,10 +14,10 @@ from safetensors.torch import save_file
 
 import weights_loader
 from nanokv.cache import make_cache
-from nanokv.debug import record, watch
-from nanokv.fingerprint import fingerprint
+from nanokv.cache.saving import fingerprint
 from nanokv.inference import decode
 from nanokv.loading import build, load
+from nanokv.study.debug import record, watch
 from nanokv.verify import oracle
 
 STORED = Path(__file__).with_name("reference.safetensors")
@@ -36,7 +36,7 @@ def in_transformers(source, dtype=torch.float32):
 def stored(model) -> tuple[torch.Tensor, dict, str] | None:
     """(ids (1,T), record of their last token, who computed it); None if it was computed with other weights.
 
-    The record has what nanokv.debug.record has, {(layer or None, operation): (1,1,…) fp32}.
+    The record has what nanokv.study.debug.record has, {(layer or None, operation): (1,1,…) fp32}.
     """
     with safe_open(STORED, framework="pt") as file:
         if file.metadata()["model"] != fingerprint(model):
@@ -71,7 +71,7 @@ def write() -> None:
 
 @torch.inference_mode()
 def one_by_one(model, ids) -> dict:
-    """As nanokv.debug.record, but of ids (1,T) that are fed one at a time through a cache: the same values, computed
+    """As nanokv.study.debug.record, but of ids (1,T) that are fed one at a time through a cache: the same values, computed
     by multiplications of another shape."""
     cache = make_cache("dict", model.config)
     with watch(model) as passes:

@@ -14,14 +14,14 @@ import torch
 
 from nanokv.cache import PrefixPool
 from nanokv.cache.paged_batch import PagedBatch
+from nanokv.decoding.generation import SamplingParams, eos_ids, prompt_ids
+from nanokv.decoding.sample import check_sampling
 from nanokv.engine.metrics import Metrics
 from nanokv.engine.packed import prefill_packed
 from nanokv.engine.request import FINISHED, RUNNING, Request
 from nanokv.engine.scheduler import Scheduler
 from nanokv.errors import CapacityError, ContextError, GenerationError
-from nanokv.generation import SamplingParams, eos_ids, prompt_ids
 from nanokv.inference import decode
-from nanokv.sample import check_sampling
 
 
 class Engine:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from nanokv.generation import SamplingParams, Step
-from nanokv.sample import logprob, sample
+from nanokv.decoding.generation import SamplingParams, Step
+from nanokv.decoding.sample import logprob, sample
 
 WAITING, RUNNING, FINISHED = "waiting", "running", "finished"
 

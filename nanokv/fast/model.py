@@ -17,8 +17,8 @@ from nanokv.attention import Causal, Decode, Packed, row_blocks
 from nanokv.errors import ConfigError
 from nanokv.fast import native
 from nanokv.fast.weights import FEW_ROWS, FORMATS, Addressed, Dense, Int8
+from nanokv.loading import skeleton
 from nanokv.model import apply_rope
-from nanokv.skeleton import skeleton
 
 
 class Block(Addressed):

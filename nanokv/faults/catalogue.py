@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import nanokv.batching
 import nanokv.cache.base
+import nanokv.decoding.batching
 from nanokv.attention import prefill_attention
 from nanokv.cache import BatchCache, KVCache
 from nanokv.cache.padded import PaddedCache
@@ -304,7 +304,7 @@ def right_padding():
         turned = [row.roll(-pad) for row, pad in zip(ids, pads, strict=True)]
         return prefill_chunks(model, torch.stack(turned), cache, **options)
 
-    return [(nanokv.batching, "PaddedCache", no_padding), (nanokv.batching, "prefill_chunks", prefill)]
+    return [(nanokv.decoding.batching, "PaddedCache", no_padding), (nanokv.decoding.batching, "prefill_chunks", prefill)]
 
 
 @fault(

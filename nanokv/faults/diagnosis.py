@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
-from nanokv.debug import compare, earliest, watch
 from nanokv.errors import NanoKVError
 from nanokv.faults.catalogue import Fault
 from nanokv.faults.injection import find, inject
 from nanokv.faults.scenarios import SCENARIOS, Outcome, solo
+from nanokv.study.debug import compare, earliest, watch
 
 SHORTEST = 10  # tokens of a prompt: a chunk of 8 and one that needs a mask
 SEEN = 1e-3  # max |Δ logits| that is no rounding: equal code on another path differs by 1e-4 at most

@@ -16,11 +16,11 @@ from time import perf_counter
 import numpy as np
 import torch
 
-from nanokv.equality import small_model
 from nanokv.errors import NanoKVError
 from nanokv.faults.catalogue import FAULTS, Fault
 from nanokv.faults.injection import find, substituted
 from nanokv.faults.restoring import globals_restored
+from nanokv.study.equality import small_model
 
 NOTHING = Fault("nothing", "no fault", "Right code.", "", "nothing", "solo", swaps=list)  # put in like the others
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
-from nanokv.batching import generate_padded
-from nanokv.beam import beam_search
 from nanokv.cache import make_cache
+from nanokv.decoding.batching import generate_padded
+from nanokv.decoding.beam import beam_search
 from nanokv.inference import decode, prefill, prefill_chunks
 
 LONGEST = 40  # tokens of an answer

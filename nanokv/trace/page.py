@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from nanokv import __version__
+from nanokv.cache.saving import fingerprint
 from nanokv.costs import kv_bytes_per_token, parameters
-from nanokv.fingerprint import fingerprint
 from nanokv.model import rope_frequencies
 from nanokv.trace.recorder import Costs, Run, angle_positions
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from nanokv.cache import KVCache, make_cache
+from nanokv.chat.session import Session
 from nanokv.inference import decode, prefill
-from nanokv.session import Session
 from nanokv.training import corpus, words
 from nanokv.training.cache_questions import HELD_OUT_WRAPPERS, QUESTIONS, ask
 from nanokv.training.facts import FACTS

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 
 from nanokv.config import Config
-from nanokv.debug import Step
 from nanokv.loading import load, unfinite
+from nanokv.study.debug import Step
 from nanokv.verify import checks as make
 from nanokv.verify import evidence, figures, oracle
 from nanokv.verify.checks import Check

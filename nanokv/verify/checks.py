@@ -1,6 +1,6 @@
 """Two pieces of evidence → a list of checks, each with its difference, its tolerance and a sentence.
 
-Differences are max |Δ|; a tolerance of tensors is the dtype's figure times the size of the values (nanokv.debug.Step).
+Differences are max |Δ|; a tolerance of tensors is the dtype's figure times the size of the values (nanokv.study.debug.Step).
 Greedy tokens must be equal, but where two logits are closer than the tolerance either of them may win.
 """
 
@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from nanokv.debug import TOLERANCE, Step, compare
+from nanokv.study.debug import TOLERANCE, Step, compare
 from nanokv.verify.evidence import Evidence, Questions
 
 # Cached against uncached: other matrix shapes, so other sums. Measured at the shapes of Qwen3-0.6B with random weights

@@ -12,12 +12,12 @@ import torch
 
 from nanokv.cache import make_cache
 from nanokv.config import Config
-from nanokv.debug import record
+from nanokv.decoding.generation import generate
 from nanokv.errors import TemplateError
-from nanokv.generation import generate
 from nanokv.inference import decode, prefill, score
 from nanokv.loading import load
 from nanokv.model import rope_angles
+from nanokv.study.debug import record
 
 PROMPT = "The cache holds one key and one value for every token, layer and KV head: 12 + 34 = 46. Grüße, 世界! 🙂🧑‍🚀\n"
 TEXTS = (
@@ -63,7 +63,7 @@ class Evidence:
     name: str
     config: Config
     rope: torch.Tensor  # (2,P,D) cos and sin in fp32
-    records: list  # one nanokv.debug.record a prompt
+    records: list  # one nanokv.study.debug.record a prompt
     greedy: list  # of lists of ids
     encodings: list
     decodings: list

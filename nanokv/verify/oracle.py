@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 from nanokv.config import Config
-from nanokv.debug import record
 from nanokv.errors import NanoKVError
+from nanokv.study.debug import record
 from nanokv.verify.evidence import Evidence, Questions
 
 

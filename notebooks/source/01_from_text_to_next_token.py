@@ -29,9 +29,9 @@ import torch
 
 import nanokv
 from nanokv import course
-from nanokv.generation import Generation, SamplingParams
-from nanokv.sample import probabilities
-from nanokv.tokenizer import StreamDecoder
+from nanokv.decoding.generation import Generation, SamplingParams
+from nanokv.decoding.sample import probabilities
+from nanokv.text.tokenizer import StreamDecoder
 
 model, tokenizer = course.start("01")
 

@@ -34,7 +34,7 @@ from nanokv import course
 from nanokv.attention import Causal
 from nanokv.cache import NoCache
 from nanokv.model import Qwen3
-from nanokv.quality import log_likelihood
+from nanokv.study.quality import log_likelihood
 from nanokv.training import corpus
 from nanokv.training.trainer import initialise
 

@@ -27,7 +27,9 @@ import copy
 import torch
 
 import nanokv
-from nanokv import course, debug, equality, faults
+from nanokv import course, faults
+from nanokv.study import debug
+from nanokv.study import equality
 from nanokv.course.checks.nb07 import SUSPECTS, WANTED, trace
 from nanokv.faults.diagnosis import random_prompts
 from nanokv.model import apply_rope, rope_angles
@@ -282,7 +284,7 @@ print(grades["logits_are_right"])
 # %% [markdown]
 # ## Experiment 5: bring your own cache
 #
-# For a cache of your own there is a whole suite of situations, `nanokv.equality`. It compares with the model without a
+# For a cache of your own there is a whole suite of situations, `nanokv.study.equality`. It compares with the model without a
 # cache, and follows what differs down to the layer and the token. Here is a cache that somebody wrote for speed: one block
 # of memory, written in place, nothing is copied when a token comes. Its author tried a short prompt and was content.
 

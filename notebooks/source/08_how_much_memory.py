@@ -32,9 +32,9 @@ import nanokv
 from nanokv import costs, course
 from nanokv.course.claims.article1 import TABLE
 from nanokv.course.claims.shapes import EXAMPLE_OF_ARTICLE_3, LLAMA_2_70B, LLAMA_2_70B_MHA, shape
-from nanokv.latent import LatentCache, deepseek_v2_savings, with_kv_heads
-from nanokv.memory import FAMILY, Estimate, binary, decimal, parse_size
-from nanokv.quality import log_likelihood
+from nanokv.study.mla import LatentCache, deepseek_v2_savings, with_kv_heads
+from nanokv.costs.memory import FAMILY, Estimate, binary, decimal, parse_size
+from nanokv.study.quality import log_likelihood
 
 model, tokenizer = course.start("08")
 c = model.config

@@ -42,8 +42,8 @@ from nanokv.course.claims.article1 import profiled_rate
 from nanokv.course.work import scores_with_cache, scores_without_cache
 from nanokv.fast import optimize
 from nanokv.loading import build
-from nanokv.memory import FAMILY
-from nanokv.skeleton import skeleton
+from nanokv.costs.memory import FAMILY
+from nanokv.loading import skeleton
 
 model, tokenizer = course.start("09")
 c = model.config

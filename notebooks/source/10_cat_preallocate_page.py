@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import nanokv
 from nanokv import costs, course
 from nanokv.attention import decode_attention
-from nanokv.memory import FAMILY
+from nanokv.costs.memory import FAMILY
 
 model, tokenizer = course.start("10")
 c = model.config
@@ -376,11 +376,11 @@ course.show(fig, alt="Maps of the memory, slots upwards and steps to the right, 
 # That did not happen here, and to one who has reserved everything it never does: it is the price of promising more than
 # there is.
 #
-# Right answers first, as always. `nanokv.equality` feeds a cache token by token, in [chunks](glossary.md#chunk), in
+# Right answers first, as always. `nanokv.study.equality` feeds a cache token by token, in [chunks](glossary.md#chunk), in
 # batches, forked, cut and loaded from a file, and compares with the model without a cache:
 
 # %%
-report = nanokv.equality.check("paged")
+report = nanokv.study.equality.check("paged")
 print(report)
 course.figure("10.cases", sum(case.status == "passed" for case in report.cases))
 

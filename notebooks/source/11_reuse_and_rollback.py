@@ -32,8 +32,8 @@ import nanokv
 from nanokv import course
 from nanokv.cache.dict_cache import DictCache
 from nanokv.inference import verify
-from nanokv.prefix import common_prefix
-from nanokv.speculative import EarlyExit, PromptLookup
+from nanokv.chat.history import common_prefix
+from nanokv.decoding.speculative import EarlyExit, PromptLookup
 
 model, tokenizer = course.start("11")
 c = model.config

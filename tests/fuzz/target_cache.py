@@ -13,7 +13,7 @@ from nanokv.cache import KVCache, make_cache, saving
 from nanokv.config import Config
 from nanokv.errors import NanoKVError
 
-INSTRUMENT = ["nanokv.cache", "nanokv.kinds"]
+INSTRUMENT = ["nanokv.cache", "nanokv.cache.options"]
 ALLOWED = (NanoKVError,)
 SIZES = {"vocab_size": 8, "hidden_size": 4, "intermediate_size": 4, "num_hidden_layers": 2, "num_attention_heads": 2,
          "num_key_value_heads": 1, "head_dim": 2, "max_position_embeddings": 64}  # fmt: skip

@@ -9,7 +9,7 @@ import common
 from nanokv.cli import chat_files, transcript
 from nanokv.errors import NanoKVError
 
-INSTRUMENT = ["nanokv.cli.transcript", "nanokv.cli.chat_files", "nanokv.session"]
+INSTRUMENT = ["nanokv.cli.transcript", "nanokv.cli.chat_files", "nanokv.chat.session"]
 ALLOWED = (NanoKVError,)
 
 
@@ -39,7 +39,7 @@ def loaded():
 
 
 def run(data: bytes) -> None:
-    from nanokv.session import Session
+    from nanokv.chat.session import Session
 
     path = common.scratch() / "session.jsonl"
     path.write_bytes(data)

@@ -1,6 +1,6 @@
 """Fuzz target: a chat template as text, and templates that are put together from everything which it may call.
 
-Every second input is grammar: random expressions over the names of nanokv.template_costs, in which a text of letters
+Every second input is grammar: random expressions over the names of nanokv.text.template_costs, in which a text of letters
 would take for ever to find.
 """
 
@@ -8,11 +8,11 @@ import random
 
 import common
 
-from nanokv import template_costs
 from nanokv.errors import TemplateError
-from nanokv.template import ChatTemplate
+from nanokv.text import template_costs
+from nanokv.text.template import ChatTemplate
 
-INSTRUMENT = ["nanokv.template", "nanokv.sandbox", "nanokv.template_costs", "jinja2"]
+INSTRUMENT = ["nanokv.text.template", "nanokv.text.sandbox", "nanokv.text.template_costs", "jinja2"]
 ALLOWED = (TemplateError,)
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "naïve <b> " * 20},
             {"role": "assistant", "content": "<think>hm</think>Sunny."}]  # fmt: skip

@@ -5,7 +5,7 @@ import json
 import common
 
 from nanokv.errors import NanoKVError
-from nanokv.tokenizer import Tokenizer
+from nanokv.text.tokenizer import Tokenizer
 
 IN_PROCESS = False
 INSTRUMENT = []

@@ -59,7 +59,7 @@ def _chances(rng):
 def _top_p(chances, p):
     import torch
 
-    from nanokv.sample import top_p
+    from nanokv.decoding.sample import top_p
 
     return set(top_p(torch.tensor([chances]).log(), p)[0].isfinite().nonzero()[:, 0].tolist())
 
@@ -91,7 +91,7 @@ def _unsorted(chances, p):
 def _times_as_likely(d, T):
     import torch
 
-    from nanokv.sample import probabilities
+    from nanokv.decoding.sample import probabilities
 
     p = probabilities(torch.tensor([[d, 0.0]]), T)[0]
     return float(p[0] / p[1])

@@ -8,7 +8,7 @@ from nanokv.course.checking import RIGHT, Mistake, Question, function, judged, v
 def _shapes(case):
     """(out, in) of q_proj, k_proj and o_proj, read off a real block without weights."""
     from nanokv.course.claims.shapes import QWEN
-    from nanokv.skeleton import skeleton
+    from nanokv.loading import skeleton
 
     config = replace(
         QWEN, num_hidden_layers=1, hidden_size=case.C, num_attention_heads=case.H, num_key_value_heads=case.Hk,

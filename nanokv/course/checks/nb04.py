@@ -116,9 +116,9 @@ def _place(case):
 
 
 def mystery(case, ids) -> dict:
-    """What nanokv.debug.record gives of case.model with one weight or two of one layer wrong."""
-    from nanokv.debug import record
+    """What nanokv.study.debug.record gives of case.model with one weight or two of one layer wrong."""
     from nanokv.loading import build
+    from nanokv.study.debug import record
 
     weights = {name: weight for name, weight in case.model.state_dict().items() if name != "lm_head.weight"}
     if not case.config.tie_word_embeddings:
@@ -156,7 +156,7 @@ def _judge_place(answer, case):
         return wrong(message + "begin?", "last layer")
     if same(answer[0], place + 1):
         return wrong("layers are counted from 0", "counted from 1")
-    return wrong("go through nanokv.debug.compare in order: the first step that is not ok has a layer and an "
+    return wrong("go through nanokv.study.debug.compare in order: the first step that is not ok has a layer and an "
                  "operation. Which of the causes first touches that operation?")  # fmt: skip
 
 

@@ -19,7 +19,7 @@ def _shapes(case, H=None, S=None):
 
 def _judge_class(answer, case):
     """First two small appends, which name the usual mistakes; then the public equality suite."""
-    from nanokv import equality
+    from nanokv.study import equality
 
     outcome = no_class(answer) or _two_appends(answer)
     if outcome:
@@ -65,7 +65,7 @@ def _judge_loop(answer, case):
     """The tokens of nanokv.generate, for as few rows as it takes."""
     import torch
 
-    from nanokv.generation import generate
+    from nanokv.decoding.generation import generate
 
     rng = random.Random("06.4")
     for P, n in ((1, 1), (5, 6), (12, 9)):
@@ -86,7 +86,7 @@ def _watched(model, call, most):
     """(tokens that call() returns or yields, at most so many; rows of every forward; did nanokv's own loop run?)."""
     import torch
 
-    from nanokv import generation
+    from nanokv.decoding import generation
 
     rows, callers = [], set()
 

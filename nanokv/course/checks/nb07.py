@@ -23,7 +23,7 @@ def _key(rng):
     """(config, key, the key rotated to a position below 100), each key (1,1,1,D)."""
     import torch
 
-    from nanokv.equality import small_model
+    from nanokv.study.equality import small_model
 
     config = small_model().config
     key = torch.randn(1, 1, 1, config.head_dim, generator=torch.Generator().manual_seed(rng.randint(0, 10**6)))
@@ -49,14 +49,14 @@ SUSPECTS = tuple(sorted(name for family in FAMILIES.values() for name in family)
 
 
 def trace(case) -> tuple[list, list]:
-    """The forward passes (nanokv.debug.Pass) of a run on right code and of one with the fault of this case.
+    """The forward passes (nanokv.study.debug.Pass) of a run on right code and of one with the fault of this case.
 
     A random model reads a prompt of 24 tokens in chunks of 8, then three single tokens, the same ones in both runs.
     """
     from nanokv import faults
-    from nanokv.debug import watch
-    from nanokv.equality import small_model
     from nanokv.faults.diagnosis import random_prompts
+    from nanokv.study.debug import watch
+    from nanokv.study.equality import small_model
 
     model = small_model()
     run, prompts, answer = faults.SCENARIOS["chunked"], random_prompts(model), [[5, 6, 7, 8]]
@@ -115,7 +115,7 @@ def _judge_test(test, case):
 
 
 def _judge_cache(answer, case):
-    from nanokv import equality
+    from nanokv.study import equality
 
     outcome = checking.no_class(answer)
     if outcome:

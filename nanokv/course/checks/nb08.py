@@ -1,11 +1,11 @@
 """Notebook 08, memory: the formula, units, an audit of printed numbers, savings and their baselines, what fits."""
 
 from nanokv import costs
+from nanokv.costs.memory import FAMILY, Estimate
 from nanokv.course.checking import Mistake, Question, function, value
 from nanokv.course.claims.article1 import TABLE, kib_a_token
 from nanokv.course.claims.shapes import LLAMA_2_70B, LLAMA_2_70B_MHA, shape
-from nanokv.latent import deepseek_v2_savings, values_per_token
-from nanokv.memory import FAMILY, Estimate
+from nanokv.study.mla import deepseek_v2_savings, values_per_token
 
 GB, GIB = 1e9, 2**30
 
@@ -40,7 +40,7 @@ def _savings(case, bits=None, layers=(60, 95), both=2):
 
 
 def _published(case):
-    """The same from the figures of nanokv.latent, whose first one is for 6 bits."""
+    """The same from the figures of nanokv.study.mla, whose first one is for 6 bits."""
     few, equal, _, own, _ = deepseek_v2_savings().values()
     return [100 * (1 - (1 - few) * case.bits / 6), 100 * equal, 100 * own]
 

@@ -4,10 +4,10 @@ import random
 import statistics
 
 from nanokv import costs
+from nanokv.costs.memory import FAMILY
 from nanokv.course.answers import same
 from nanokv.course.checking import RIGHT, UNANSWERED, Mistake, Question, function, judged, value, wrong
 from nanokv.course.claims.article1 import profiled_rate
-from nanokv.memory import FAMILY
 
 
 def _attention_equals_weights(case):

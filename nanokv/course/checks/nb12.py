@@ -139,7 +139,7 @@ def _judge_capstone(answer, case):
 
 def _suite(make, model=None):
     """None, or an Outcome with the first case of the public suite that fails."""
-    from nanokv import equality
+    from nanokv.study import equality
 
     found = failing(equality.check(make, model, stop=True))
     return wrong(f"it differs from the model without a cache: {found}", "equality") if found else None
@@ -176,8 +176,8 @@ def _judge_static(layer):
 def _judge_prefix(store):
     import torch
 
-    from nanokv.equality import small_model
     from nanokv.inference import prefill, score
+    from nanokv.study.equality import small_model
 
     model = small_model()
 
@@ -221,7 +221,7 @@ def _judge_prefix(store):
 def _judge_mqa(convert):
     import torch
 
-    from nanokv.equality import small_model
+    from nanokv.study.equality import small_model
 
     model = small_model()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

@@ -1,9 +1,9 @@
 """Claims of article 1, an overview from the idea to serving systems."""
 
 from nanokv import costs
+from nanokv.costs.memory import Estimate
 from nanokv.course.claims import Claim
 from nanokv.course.claims.shapes import KIB, LLAMA_2_70B, LLAMA_2_70B_MHA, QWEN, shape
-from nanokv.memory import Estimate
 
 TABLE = {  # claim 1.20: (layers, KV heads, head size) → printed KiB a token
     (12, 12, 64): 24.00,

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from nanokv.config import Config
-from nanokv.memory import FAMILY
+from nanokv.costs.memory import FAMILY
 
 QWEN = FAMILY["Qwen/Qwen3-0.6B"]
 KIB = 1024

@@ -3,9 +3,9 @@
 Nothing is measured here. `itemsize` is bytes a value: 4 for fp32, 2 for bf16 and fp16.
 """
 
+from nanokv.cache.options import check_options
 from nanokv.config import Config
 from nanokv.errors import CacheError, CapacityError
-from nanokv.kinds import check_options
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 

@@ -1,5 +1,5 @@
 """A checkpoint's own chat template: messages in, prompt text out, byte for byte what transformers' apply_chat_template
-gives (5.23: utils/chat_template_utils.py). The template is untrusted code, so it runs in nanokv.sandbox: no attribute
+gives (5.23: utils/chat_template_utils.py). The template is untrusted code, so it runs in nanokv.text.sandbox: no attribute
 walks, no writes, bounded work and time; anything that goes wrong in it is a TemplateError.
 """
 
@@ -13,7 +13,7 @@ import jinja2
 from jinja2.ext import Extension, loopcontrols
 
 from nanokv.errors import TemplateError
-from nanokv.sandbox import SECONDS, WORK, BoundedEnvironment, Budget, Refused
+from nanokv.text.sandbox import SECONDS, WORK, BoundedEnvironment, Budget, Refused
 
 ROLES = ("system", "user", "assistant", "tool")  # a role that the template does not know would vanish silently
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one field; templates read the first

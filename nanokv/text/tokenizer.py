@@ -1,5 +1,5 @@
 """Text ↔ token ids, as transformers does it: tokenizer.json through the `tokenizers` library, the checkpoint's own chat
-template through nanokv.template, and a decoder for streams that never shows half a character.
+template through nanokv.text.template, and a decoder for streams that never shows half a character.
 
 Byte-level BPE only (Qwen, GPT-2 and their kin): there every token is a run of bytes, so a text can be decoded token by
 token. Not here: training a tokenizer (nanokv.training).
@@ -11,8 +11,8 @@ from pathlib import Path
 import tokenizers
 
 from nanokv.errors import TemplateError, TokenizerError, foreign
-from nanokv.template import ChatTemplate
-from nanokv.tokenizer_file import read_backend
+from nanokv.text.template import ChatTemplate
+from nanokv.text.tokenizer_file import read_backend
 from weights_loader.strict import read_bytes, read_object
 
 

@@ -33,7 +33,7 @@ def token_roles(tokenizer, ids, messages):
 
 def _pieces(tokenizer, ids):
     """Text that each id completes; an id in the middle of a character completes nothing."""
-    from nanokv.tokenizer import StreamDecoder
+    from nanokv.text.tokenizer import StreamDecoder
 
     decoder = StreamDecoder(tokenizer)
     return [decoder.put(token) for token in ids]

@@ -1,6 +1,6 @@
 """Where do two models part? The first layer, the first operation and the first position that differ.
 
-    print(nanokv.debug.first_divergence(a, b, ids))    # None, or: layer 0, rope_k: max |Δ| 1.3 at position 5 (…)
+    print(nanokv.study.debug.first_divergence(a, b, ids))    # None, or: layer 0, rope_k: max |Δ| 1.3 at position 5 (…)
 
 `a` and `b` are nanokv or transformers models, in any mix. Both run once from an empty cache while forward hooks record
 what every operation gives; nothing in the model knows of it. `record` and `compare` are the two halves, for use when

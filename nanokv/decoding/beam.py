@@ -15,11 +15,11 @@ from typing import NamedTuple
 import torch
 
 from nanokv.cache import make_cache
+from nanokv.decoding.generation import Generation, SamplingParams, Step, never
+from nanokv.decoding.sample import logprob
+from nanokv.decoding.sample import repetition_penalty as penalise
 from nanokv.errors import GenerationError
-from nanokv.generation import Generation, SamplingParams, Step, never
 from nanokv.inference import decode, verify
-from nanokv.sample import logprob
-from nanokv.sample import repetition_penalty as penalise
 
 NEVER = -1e9  # the score of a beam that does not exist; finite, because -inf × 0 is NaN
 EARLY = (False, True, "never")

@@ -1,4 +1,4 @@
-"""What a chat template may call, and what each call costs: the price list of nanokv.sandbox.
+"""What a chat template may call, and what each call costs: the price list of nanokv.text.sandbox.
 
 A function written in C cannot be interrupted, so its price is known before it runs. An entry takes (budget, value,
 *arguments) as the operation does. It promises the size of the result and charges the steps: length times argument

@@ -2,7 +2,7 @@
 
 jinja2's immutable sandbox forbids attribute walks and writes; it does not bound time or memory ('a' * 10**10, loops in
 loops, doubled strings). Here a template may use the filters, tests, methods and operators that chat templates use, and
-nothing else. Each is charged before it runs by what it reads and builds (nanokv.template_costs): `WORK` units (about
+nothing else. Each is charged before it runs by what it reads and builds (nanokv.text.template_costs): `WORK` units (about
 one character each) plus 40 for each character of input, and `SECONDS` of CPU. A single call in C takes no more than
 `STEPS` comparisons, a quarter of a second, and Ctrl-C is heard after it.
 No thread, no signal, no second process. Rendering is otherwise what transformers does (chat_template_utils.py).
@@ -20,8 +20,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Cycler, Joiner, Namespace
 from jinja2.visitor import NodeTransformer
 
-from nanokv import template_costs
-from nanokv.template_costs import ELEMENT, ESCAPED, PASS, VIEWS, Stream
+from nanokv.text import template_costs
+from nanokv.text.template_costs import ELEMENT, ESCAPED, PASS, VIEWS, Stream
 
 WORK = 32_000_000  # units: a full render of a 40k-token chat with Qwen3's template needs about 6 million
 SECONDS = 2.0  # CPU time of the calling thread, so that a busy machine does not refuse an honest template

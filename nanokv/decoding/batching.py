@@ -11,10 +11,10 @@ import torch
 
 from nanokv.cache import BatchCache, KVCache, make_cache
 from nanokv.cache.padded import PaddedCache
+from nanokv.decoding.generation import Generation, SamplingParams
+from nanokv.decoding.sample import sample
 from nanokv.errors import CacheError, CapacityError, GenerationError
-from nanokv.generation import Generation, SamplingParams
 from nanokv.inference import decode, prefill_chunks
-from nanokv.sample import sample
 
 GREEDY = SamplingParams()
 

@@ -3,7 +3,7 @@
 The file is a program: normalizers and pre-tokenizers are steps that run over each text. Nested Replace steps double the
 text, a regex can take exponential time, a bad table panics in Rust. So only the steps that published byte-level BPE
 tokenizers use (GPT-2, Llama 3 and 4, Qwen2 to 3.5, SmolLM2, Mistral) are accepted; each is linear in the text.
-Not here: what the ids mean (nanokv.tokenizer).
+Not here: what the ids mean (nanokv.text.tokenizer).
 """
 
 from pathlib import Path

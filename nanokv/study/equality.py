@@ -1,8 +1,8 @@
 """Is a cache right? One suite of public checks for any cache, with a report that says where it first goes wrong.
 
-    print(nanokv.equality.check(MyLayerCache))           # a LayerCache class: append, and whatever else it can do
-    print(nanokv.equality.check("paged"))                # one of nanokv.CACHES
-    print(nanokv.equality.check(lambda config, batch_size, capacity: MyCache(...)))
+    print(nanokv.study.equality.check(MyLayerCache))           # a LayerCache class: append, and whatever else it can do
+    print(nanokv.study.equality.check("paged"))                # one of nanokv.CACHES
+    print(nanokv.study.equality.check(lambda config, batch_size, capacity: MyCache(...)))
 
 The truth is the model without a cache. Every case feeds tokens through a fresh cache and compares the logits of every
 position with it; a case that differs is followed down to the first layer and token. What a cache refuses with
@@ -16,14 +16,14 @@ from pathlib import Path
 
 import torch
 
-from nanokv.batching import generate_padded
 from nanokv.cache import CACHES, KVCache, LayerCache, make_cache
 from nanokv.config import Config
-from nanokv.debug import compare, earliest, watch
+from nanokv.decoding.batching import generate_padded
+from nanokv.decoding.generation import generate
 from nanokv.errors import CacheError, CapacityError, NanoKVError, UnsupportedError
-from nanokv.generation import generate
 from nanokv.inference import decode, prefill, score, verify
 from nanokv.model import Qwen3
+from nanokv.study.debug import compare, earliest, watch
 
 TOLERANCE = 1e-4  # on logits of size 10 in fp32; equal code on another path differs by 1e-5 at most
 CAPACITY = 64  # tokens a row that a case asks room for, unless it says otherwise

@@ -18,10 +18,10 @@ from time import perf_counter
 import torch
 
 from nanokv.cache import make_cache
+from nanokv.decoding.sample import check_sampling, logprob, sample
 from nanokv.errors import ContextError, GenerationError, UnsupportedError
 from nanokv.inference import decode, prefill
-from nanokv.sample import check_sampling, logprob, sample
-from nanokv.tokenizer import StreamDecoder
+from nanokv.text.tokenizer import StreamDecoder
 
 LONGEST_PREFILL = 2048  # tokens in one forward; longer prompts go in parts, or the T×S mask alone takes gigabytes
 
