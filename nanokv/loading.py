@@ -1,10 +1,10 @@
 """From a name, a folder or a hub id to a model and its tokenizer: where weights_loader's tensors become a model."""
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 import weights_loader
 from nanokv.config import Config, GenerationConfig
-from nanokv.loading import skeleton
 from nanokv.model import Qwen3
 from nanokv.text.tokenizer import Tokenizer
 from weights_loader import CheckpointError, names
@@ -56,3 +56,20 @@ def build(config: Config, state_dict: dict) -> Qwen3:
     if config.tie_word_embeddings:
         model.lm_head.weight = model.embed_tokens.weight  # one parameter, V·C values stored once
     return model.requires_grad_(False).eval()
+
+
+class NotInitialised(TorchFunctionMode):
+    """torch.nn.init does nothing. (On the meta device it would do nothing either, but import torch's compiler first:
+    1.7 s.)"""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if getattr(function, "__module__", "") == "torch.nn.init":
+            return args[0] if args else kwargs["tensor"]
+        return function(*args, **(kwargs or {}))
+
+
+def skeleton(config: Config) -> Qwen3:
+    """A Qwen3 on the meta device: every parameter has its name and shape, and no values. Loaded tensors are assigned to
+    it, so no weight exists twice and none is drawn in vain."""
+    with torch.device("meta"), NotInitialised():
+        return Qwen3(config)

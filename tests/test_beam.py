@@ -15,11 +15,11 @@ import torch
 import nanokv.decoding.beam as beam_module
 from cli_helpers import run_cli
 from nanokv.cache import CACHES, make_cache
-from nanokv.chat.history import common_prefix
 from nanokv.decoding.beam import REPLAY, BeamGeneration, beam_search
 from nanokv.decoding.generation import generate
 from nanokv.errors import ContextError, GenerationError
 from nanokv.inference import prefill
+from nanokv.text.ids import common_prefix
 from oracle import SHAPES, log_probability, pair, random_ids
 
 V = 31

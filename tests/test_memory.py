@@ -104,7 +104,7 @@ def test_check_with_options(cli, small, cache):
 
 
 def test_a_wrong_formula_is_our_bug(cli, small, monkeypatch):
-    monkeypatch.setattr(costs, "kv_bytes", lambda *_: 1)
+    monkeypatch.setattr("nanokv.costs.formulas.kv_bytes", lambda *_: 1)
     code, _, err = cli("memory", small, "--check")
     assert code == 1 and "the formula says 1" in err
 

@@ -11,9 +11,11 @@ import torch
 import nanokv
 from nanokv import inference
 from nanokv.cache import CACHES
-from nanokv.chat.history import ThinkSplitter, common_prefix, split_thinking, why_broken
+from nanokv.chat.history import why_broken
 from nanokv.chat.session import Session
 from nanokv.errors import ContextError, SessionError, UnsupportedError
+from nanokv.text.ids import common_prefix
+from nanokv.text.thinking import ThinkSplitter, split_thinking
 from oracle import Press
 
 

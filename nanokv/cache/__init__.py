@@ -1,141 +1,26 @@
-"""The caches, by name. A new kind of cache joins everything (model, chat, contract tests) by an entry in CACHES.
+"""The caches. Read base.py, then dict_cache.py; registry.py has them by name, options.py what each can be told.
 
-`make_cache(name, config, batch_size, capacity)` is valid for every name: a cache that grows by itself takes the
-capacity as a limit that it does not need. Options that a cache does not know raise with the list of the known ones.
+Names are imported on first use, so that the options are known before torch is.
 """
 
-from functools import partial
+import importlib
+from typing import TYPE_CHECKING
 
-import torch
-
-from nanokv.cache.base import KVCache, LayerCache, NoCache
-from nanokv.cache.batch import BatchCache
-from nanokv.cache.dict_cache import DictCache
-from nanokv.cache.offloaded import OffloadedCache
-from nanokv.cache.options import check_options
-from nanokv.cache.paged import PagedCache
-from nanokv.cache.pool import ElasticPool, PagePool
-from nanokv.cache.prefix import ElasticPrefixPool, PrefixCache, PrefixPool
-from nanokv.cache.quantized import QuantizedCache
-from nanokv.cache.sliding import SlidingCache
-from nanokv.cache.static import GrowingCache, StaticCache
-from nanokv.cache.stores import DiskStore, HostStore
-from nanokv.errors import CacheError
+if TYPE_CHECKING:  # for editors and type checkers
+    from nanokv.cache.base import KVCache, LayerCache, NoCache
+    from nanokv.cache.batch import BatchCache
+    from nanokv.cache.dict_cache import DictCache
+    from nanokv.cache.pool import PagePool
+    from nanokv.cache.prefix import PrefixPool
+    from nanokv.cache.registry import CACHES, make_cache
 
 __all__ = [
     "CACHES", "BatchCache", "DictCache", "KVCache", "LayerCache", "NoCache", "PagePool", "PrefixPool", "make_cache",
 ]  # fmt: skip
 
-FIRST_PAGES = 4  # of a pool that grows: it doubles from here
 
-
-def make_dict(config, batch_size, capacity) -> KVCache:
-    """torch.cat a step: the reference."""
-    return KVCache((DictCache() for _ in range(config.num_hidden_layers)), config)
-
-
-def make_static(config, batch_size, capacity) -> KVCache:
-    """One slab a layer of `capacity` slots (default: the model's whole context)."""
-    slots = capacity or config.max_position_embeddings
-    return KVCache((StaticCache(slots) for _ in range(config.num_hidden_layers)), config)
-
-
-def make_growing(config, batch_size, capacity) -> KVCache:
-    """A slab that doubles."""
-    return KVCache((GrowingCache() for _ in range(config.num_hidden_layers)), config)
-
-
-def make_paged(config, batch_size, capacity, *, page: int = 0, pages: int = 0, pool=None) -> KVCache:
-    """Pages of 16 tokens or `page`, from a pool: `pool` is one to share, `pages` makes one of that size; without both
-    it grows as needed."""
-    if pool is None:
-        page = page or 16
-        pool = PagePool(config, pages, page) if pages else ElasticPool(config, FIRST_PAGES, page)
-    check_pool(pool, PagePool, config, page, pages)
-    return PagedCache(pool, batch_size)
-
-
-def make_prefix(config, batch_size, capacity, *, page: int = 0, pages: int = 0, pool=None, salt: str = "") -> KVCache:
-    """Pages that later requests with the same beginning find again; pool and pages as for the paged cache."""
-    if pool is None:
-        page, slots = page or 16, capacity or config.max_position_embeddings
-        keep = batch_size * -(-slots // page)  # pages of one request as long as the context
-        pool = PrefixPool(config, pages, page) if pages else ElasticPrefixPool(config, FIRST_PAGES, page, keep)
-    check_pool(pool, PrefixPool, config, page, pages)
-    cache = PrefixCache(pool, batch_size)
-    cache.salt = salt
-    return cache
-
-
-def make_sliding(config, batch_size, capacity, *, window: int = 0, sinks: int = 0) -> KVCache:
-    """The last `window` positions (default: capacity, then the model's context) and the first `sinks`."""
-    window = window or capacity or config.max_position_embeddings
-    cache = KVCache((SlidingCache(config, window, sinks) for _ in range(config.num_hidden_layers)), config)
-    cache.options = {"window": window}  # decided here: a file must not depend on how long the context was
-    return cache
-
-
-def make_quantized(config, batch_size, capacity, *, bits: int = 8, k_bits: int = 0, v_bits: int = 0, group: int = 32,
-                   residual: int = 32, rotate: str = "none") -> KVCache:  # fmt: skip
-    """`bits` for both, or k_bits and v_bits apart (K8V4: k_bits=8, v_bits=4); rotate=hadamard turns the keys first."""
-    k_bits, v_bits = k_bits or bits, v_bits or bits
-    for value in (k_bits, v_bits):
-        if config.head_dim % (8 // value):
-            raise CacheError(f"head_dim {config.head_dim} cannot be packed in {value} bits")
-    layers = (QuantizedCache(k_bits, v_bits, group, residual, rotate) for _ in range(config.num_hidden_layers))
-    return KVCache(layers, config)
-
-
-def make_offloaded(config, batch_size, capacity, *, to: str = "disk", folder=None) -> KVCache:
-    """Layers in a file each (to=disk, in `folder` or the system's temporary folder) or in host memory (to=host)."""
-    return OffloadedCache(config, partial(DiskStore, folder) if to == "disk" else HostStore)
-
-
-def make_batch(config, batch_size, capacity, *, of: str = "dict", **options) -> KVCache:
-    """Rows that may differ in length, each a cache of its own kind (`of`), with that kind's options."""
-    return BatchCache([make_cache(of, config, 1, capacity, **options) for _ in range(batch_size)], config)
-
-
-CACHES = {
-    "dict": make_dict, "static": make_static, "growing": make_growing, "paged": make_paged, "prefix": make_prefix,
-    "sliding": make_sliding, "quantized": make_quantized, "offloaded": make_offloaded, "batch": make_batch,
-}  # fmt: skip
-
-
-def make_cache(name, config, batch_size: int = 1, capacity=None, dtype=None, device=None, **options) -> KVCache:
-    """An empty cache of the named kind for a model of this config; capacity in tokens a row.
-
-    Memory is taken by the first append, in the dtype and on the device of what the model writes; if `dtype` or
-    `device` is given, an append of another one is refused.
-    """
-    check_options(name, options, objects=True)
-    if not hasattr(config, "num_hidden_layers"):
-        raise CacheError(f"config is a {type(config).__name__}, not a Config", hint="pass model.config")
-    check("batch_size", batch_size, 1)
-    if capacity is not None:
-        check("capacity", capacity, 1)
-    cache = CACHES[name](config, batch_size, capacity, **options)
-    cache.name, cache.options = name, options | cache.options
-    cache.asked, cache.asked_rows = capacity, batch_size
-    expects = config.num_key_value_heads, config.head_dim, dtype, device and torch.device(device)
-    for part in (*getattr(cache, "rows", ()), cache):
-        for layer in part:
-            layer.expects = expects
-    return cache
-
-
-def check_pool(pool, kind, config, page: int, pages: int):
-    """A pool of this kind, for this config, of the sizes that were asked for (0 = not asked)."""
-    if not isinstance(pool, kind):
-        raise CacheError(f"pool is {pool!r}: a {kind.__name__} was expected")
-    if pool.config != config:
-        raise CacheError("the pool was made for a model of another config: its keys would fit and be wrong")
-    for name, asked, has in (("page", page, pool.page_size), ("pages", pages, len(pool.references))):
-        if asked not in (0, has):
-            raise CacheError(f"{name}={asked} contradicts the pool, which has {name}={has}", hint=f"leave {name}= out")
-
-
-def check(name: str, value, low: int):
-    """A whole number of at least `low`."""
-    if type(value) is not int or value < low:
-        raise CacheError(f"{name} is {value!r}: a whole number ≥ {low} was expected")
+def __getattr__(name: str):
+    if name not in __all__:
+        raise AttributeError(f"module 'nanokv.cache' has no attribute {name!r}")
+    globals()[name] = value = getattr(importlib.import_module("nanokv.cache.registry"), name)
+    return value

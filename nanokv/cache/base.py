@@ -249,7 +249,9 @@ class KVCache(list):
         The ids that were saved with it are in `.tokens` of the result. `options` may say where the bytes go (a page
         pool, a folder, another capacity); what would change the stored tokens' meaning is refused.
         """
-        return saving.load(path, config, model_fingerprint, device, options)
+        return saving.load(path, config, cls.maker, model_fingerprint, device, options)
+
+    maker = None  # make_cache, put here by registry.py, which knows the kinds; this file does not
 
 
 class NoCache(KVCache):

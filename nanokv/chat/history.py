@@ -2,19 +2,13 @@
 
 A chat template may rewrite earlier turns (Qwen3's drops `<think>` from history), and an answer that was sampled token
 by token may encode differently when it is read back as text. So a new prompt is not always an extension of the cached
-ids: only the longest common prefix may be kept. This file finds it, says where and why it broke, labels every token
-with the role that it belongs to, and splits thinking from the answer. Lists of ints and text; no torch.
+ids: only the longest common prefix may be kept. This file says where and why it broke, and labels every token with the
+role that it belongs to. Lists of ints and text; no torch.
 """
 
-import codecs
+from nanokv.text.ids import common_prefix
 
-
-def common_prefix(cached, new):
-    """Number of leading ids that both lists share. O(n) integer compares, no model work."""
-    for n, (a, b) in enumerate(zip(cached, new, strict=False)):
-        if a != b:
-            return n
-    return min(len(cached), len(new))
+__all__ = ["common_prefix", "token_roles", "why_broken"]
 
 
 def token_roles(tokenizer, ids, messages):
@@ -70,74 +64,3 @@ def why_broken(tokenizer, cached, new, roles, n):
     if span and old[:span] == fresh[:span]:
         return f"turn {turn} reads the same but encodes to other tokens: {where}"
     return f"template rewrote turn {turn}: {where}"
-
-
-def incomplete_bytes(data: bytes) -> int:
-    """Bytes at the end that begin a UTF-8 character and do not finish it: 0 to 3."""
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    decoder.decode(data)
-    return len(decoder.getstate()[0])
-
-
-def inside_thinking(prompt_end, half_answer) -> bool:
-    """Whether the next token stands inside <think>: the prompt ended in it, or the half answer did not close it."""
-    if not half_answer:
-        return prompt_end.rstrip().endswith("<think>")
-    return half_answer.lstrip().startswith("<think>") and "</think>" not in half_answer
-
-
-class ThinkSplitter:
-    """Splits a streamed reply into (kind, text) pieces, kind "think" or "answer"; the two tags are dropped.
-
-    `<think>` counts only before any other text, and the first `</think>` closes it: a later one is ordinary text, as
-    in Qwen3's template. A tag may be cut over pieces, so what could still become one is held back (≤ 8 characters).
-    `opened` says that the prompt itself ended in `<think>`.
-    """
-
-    def __init__(self, opened=False):
-        self.state, self.held = ("think" if opened else "start"), ""
-
-    def put(self, text):
-        self.held += text
-        out = []
-        if self.state == "start":
-            blank = self.held.lstrip()
-            if blank.startswith("<think>"):
-                self.state, self.held = "think", blank[len("<think>"):]
-            elif not "<think>".startswith(blank):
-                self.state = "answer"
-        if self.state == "think":
-            thought, closed, rest = self.held.partition("</think>")
-            keep = 0 if closed else _tail_that_may_become("</think>", thought)
-            self._emit(out, thought[:len(thought) - keep])
-            self.held = rest if closed else thought[len(thought) - keep:]
-            self.state = "gap" if closed else "think"
-        if self.state == "gap" and self.held.lstrip("\n"):     # newlines between tag and answer are layout
-            self.state, self.held = "answer", self.held.lstrip("\n")
-        if self.state == "answer":
-            self._emit(out, self.held)
-            self.held = ""
-        return out
-
-    def flush(self):
-        """What was held back at the end: it did not become a tag."""
-        out = []
-        if self.state != "gap":
-            self._emit(out, self.held)
-        self.held = ""
-        return out
-
-    def _emit(self, out, text):
-        if text:
-            out.append(("think" if self.state == "think" else "answer", text))
-
-
-def _tail_that_may_become(tag, text):
-    return next((k for k in range(len(tag) - 1, 0, -1) if text.endswith(tag[:k])), 0)
-
-
-def split_thinking(text, opened=False):
-    """(thinking, answer) of one whole reply."""
-    splitter = ThinkSplitter(opened)
-    pieces = splitter.put(text) + splitter.flush()
-    return tuple("".join(t for k, t in pieces if k == kind) for kind in ("think", "answer"))

@@ -12,17 +12,12 @@ Every turn renders the whole conversation, keeps the longest common prefix of th
 from dataclasses import dataclass, field
 
 from nanokv.cache import make_cache
-from nanokv.chat.history import (
-    common_prefix,
-    incomplete_bytes,
-    inside_thinking,
-    split_thinking,
-    token_roles,
-    why_broken,
-)
+from nanokv.chat.history import token_roles, why_broken
 from nanokv.costs import parameters
 from nanokv.decoding.generation import Generation, LoopGuard, SamplingParams, TextStream, context_limit
 from nanokv.errors import ContextError, SessionError, UnsupportedError
+from nanokv.text.ids import common_prefix
+from nanokv.text.thinking import incomplete_bytes, inside_thinking, split_thinking
 
 DEFAULT_NEW_TOKENS = 1024
 

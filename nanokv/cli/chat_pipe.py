@@ -6,11 +6,11 @@ nothing is saved. Lines are answered as they come, so another program can hold a
 
 import sys
 
-from nanokv.chat.history import ThinkSplitter, split_thinking
-from nanokv.cli.chat import make_session
+from nanokv.cli.chat_start import make_session
 from nanokv.cli.loading import load_model
 from nanokv.cli.terminal import Interrupt, Sanitizer, Style, warning, write_err, write_out
 from nanokv.cli.text import read_prompt_bytes, refuse_special, stdin, to_json
+from nanokv.text.thinking import ThinkSplitter, split_thinking
 
 
 def run(args) -> int:

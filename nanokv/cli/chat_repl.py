@@ -9,7 +9,7 @@ import shutil
 import traceback
 
 from nanokv.cli import chat_commands, transcript
-from nanokv.cli.chat import make_session
+from nanokv.cli.chat_start import make_session
 from nanokv.cli.chat_view import Progress, View
 from nanokv.cli.files import confirm
 from nanokv.cli.loading import load_model

@@ -9,9 +9,9 @@ import sys
 import time
 from contextlib import nullcontext
 
-from nanokv.chat.history import ThinkSplitter
 from nanokv.cli import REPORT, describe, speculation
 from nanokv.cli.terminal import Sanitizer, Style, bytes_text, is_tty, sanitize_line, seconds_text, write_err, write_out
+from nanokv.text.thinking import ThinkSplitter
 
 LONGEST_PROBLEM = 400  # characters of an error line
 

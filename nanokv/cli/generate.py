@@ -118,7 +118,7 @@ class TextOutput:
 
 def _think_splitter(prompt_end: str):
     """Reads `<think>…</think>` out of a stream; the template itself may have opened it at the prompt's end."""
-    from nanokv.chat.history import ThinkSplitter
+    from nanokv.text.thinking import ThinkSplitter
 
     return ThinkSplitter(prompt_end.rstrip().endswith("<think>"))
 

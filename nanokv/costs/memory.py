@@ -7,8 +7,8 @@ its --check allocates every cache and compares. Not here: activations (a chunk o
 import re
 from dataclasses import dataclass, field
 
-from nanokv import costs
 from nanokv.config import Config
+from nanokv.costs import formulas as costs
 from nanokv.errors import NanoKVError
 
 SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}

@@ -71,7 +71,7 @@ def write() -> None:
 
 @torch.inference_mode()
 def one_by_one(model, ids) -> dict:
-    """As nanokv.study.debug.record, but of ids (1,T) that are fed one at a time through a cache: the same values, computed
+    """As study.debug.record, but of ids (1,T) that are fed one at a time through a cache: the same values, computed
     by multiplications of another shape."""
     cache = make_cache("dict", model.config)
     with watch(model) as passes:

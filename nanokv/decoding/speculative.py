@@ -16,13 +16,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanokv.cache import make_cache
-from nanokv.chat.history import common_prefix
 from nanokv.decoding.generation import LONGEST_PREFILL, Generation, SamplingParams, Step, context_limit
 from nanokv.decoding.sample import check_sampling, logprob, probabilities
 from nanokv.errors import CapacityError, GenerationError
 from nanokv.inference import decode, prefill_chunks, verify
 from nanokv.loading import skeleton
 from nanokv.model import Qwen3
+from nanokv.text.ids import common_prefix
 
 
 class Draft:

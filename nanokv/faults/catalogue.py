@@ -304,7 +304,8 @@ def right_padding():
         turned = [row.roll(-pad) for row, pad in zip(ids, pads, strict=True)]
         return prefill_chunks(model, torch.stack(turned), cache, **options)
 
-    return [(nanokv.decoding.batching, "PaddedCache", no_padding), (nanokv.decoding.batching, "prefill_chunks", prefill)]
+    batching = nanokv.decoding.batching
+    return [(batching, "PaddedCache", no_padding), (batching, "prefill_chunks", prefill)]
 
 
 @fault(

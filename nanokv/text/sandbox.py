@@ -2,8 +2,8 @@
 
 jinja2's immutable sandbox forbids attribute walks and writes; it does not bound time or memory ('a' * 10**10, loops in
 loops, doubled strings). Here a template may use the filters, tests, methods and operators that chat templates use, and
-nothing else. Each is charged before it runs by what it reads and builds (nanokv.text.template_costs): `WORK` units (about
-one character each) plus 40 for each character of input, and `SECONDS` of CPU. A single call in C takes no more than
+nothing else. Each is charged before it runs by what it reads and builds (template_costs.py): `WORK` units (about one
+character each) plus 40 for each character of input, and `SECONDS` of CPU. A single call in C takes no more than
 `STEPS` comparisons, a quarter of a second, and Ctrl-C is heard after it.
 No thread, no signal, no second process. Rendering is otherwise what transformers does (chat_template_utils.py).
 """

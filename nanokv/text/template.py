@@ -1,5 +1,5 @@
 """A checkpoint's own chat template: messages in, prompt text out, byte for byte what transformers' apply_chat_template
-gives (5.23: utils/chat_template_utils.py). The template is untrusted code, so it runs in nanokv.text.sandbox: no attribute
+gives (5.23: utils/chat_template_utils.py). The template is untrusted code, so it runs in sandbox.py: no attribute
 walks, no writes, bounded work and time; anything that goes wrong in it is a TemplateError.
 """
 

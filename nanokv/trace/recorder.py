@@ -1,7 +1,7 @@
 """A greedy run with every step's tensors: what went into the cache, who looked where, which logits came out.
 
-The run is `nanokv.decoding.generation.Generation` on the dict cache, unchanged. Forward hooks and a torch function mode look on
-from outside, as nanokv.study.debug does: nothing in the model knows of them, and its numbers are those of any other run.
+The run is `decoding.generation.Generation` on the dict cache, unchanged. Forward hooks and a torch function mode look
+on from outside, as study.debug does: nothing in the model knows of them, and its numbers are those of any other run.
 Keys and values are those that the attention kernel was given: what the cache holds, and, in a run that was broken on
 purpose, whatever it hands out instead. Weights are not what a fused kernel returns, so they are computed from the very
 queries, keys and mask that it was called with; `error` says how far they are from the output that it gave.

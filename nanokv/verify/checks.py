@@ -1,6 +1,6 @@
 """Two pieces of evidence → a list of checks, each with its difference, its tolerance and a sentence.
 
-Differences are max |Δ|; a tolerance of tensors is the dtype's figure times the size of the values (nanokv.study.debug.Step).
+Differences are max |Δ|; a tolerance of tensors is the dtype's figure times the size of the values (study.debug.Step).
 Greedy tokens must be equal, but where two logits are closer than the tolerance either of them may win.
 """
 

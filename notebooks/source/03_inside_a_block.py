@@ -45,7 +45,7 @@ c = model.config
 
 talk = corpus.conversation(random.Random(1), 8, held_out=True)  # with words that the bundled model never saw
 text = torch.tensor([tokenizer.encode(tokenizer.render(talk, add_generation_prompt=False))])[:, :160]  # (1,T)
-seen = nanokv.study.debug.record(model, text)  # what every operation of a forward gave
+seen = nanokv.debug.record(model, text)  # what every operation of a forward gave
 truth = nanokv.score(model, text)  # (1,T,V)
 print(f"\na conversation of {text.shape[1]} tokens, which begins: {tokenizer.decode(text[0, :24].tolist())!r}")
 
@@ -70,7 +70,7 @@ course.predict("03.a", guess, unit="numbers")
 # Every operation of the first block in the order in which it runs, with what it gives for one token.
 
 # %%
-for name in nanokv.study.debug.OPERATIONS:
+for name in nanokv.debug.OPERATIONS:
     print(f"{name:<26}{tuple(seen[0, name].shape[2:])}")
 
 wide = model.layers[0].self_attn.q_proj.out_features

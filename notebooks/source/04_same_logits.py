@@ -108,7 +108,7 @@ except RuntimeError as error:
 # %% [markdown]
 # ## Experiment 2: the same numbers?
 #
-# `nanokv.study.debug.record` runs a model once and keeps what every operation gives, 18 in a layer, from either program; `compare`
+# `nanokv.debug.record` runs a model once and keeps what every operation gives, 18 in a layer, from either program; `compare`
 # sets two records side by side. Where transformers is installed we run it here. Where it is not, its numbers for the
 # last token of this prompt come with nanokv.
 

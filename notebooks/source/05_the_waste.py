@@ -251,7 +251,7 @@ middle = layers // 2
 
 def scores(ids):
     """q·kᵀ / sqrt(D) of the first query head and its KV head in the middle layer, (T,T)."""
-    seen = nanokv.study.debug.record(model, ids)
+    seen = nanokv.debug.record(model, ids)
     q, k = seen[middle, "rope_q"][0, :, 0], seen[middle, "rope_k"][0, :, 0]  # (T,D)
     return q @ k.T / model.config.head_dim**0.5
 
@@ -390,14 +390,14 @@ course.check("05.4", mlp_rows)
 
 # %% [markdown]
 # **05.5** Which of `"Q"`, `"K"` and `"V"` keep their values for old tokens when a token is added to a causal model? Look
-# before you answer: `nanokv.study.debug.record(model, ids)` gives every operation of a forward, among them
+# before you answer: `nanokv.debug.record(model, ids)` gives every operation of a forward, among them
 # `(layer, "rope_q")`, `(layer, "rope_k")` and `(layer, "cached_v")`. Answer with a set, such as `{"Q"}`.
 
 # %% tags=["exercise"]
 unchanged = ...
 
 # %% tags=["solution"]
-before, after = nanokv.study.debug.record(model, text[:, :12]), nanokv.study.debug.record(model, text)
+before, after = nanokv.debug.record(model, text[:, :12]), nanokv.debug.record(model, text)
 names = {"Q": "rope_q", "K": "rope_k", "V": "cached_v"}
 unchanged = {
     letter

@@ -151,7 +151,7 @@ course.figure("06.size", size)
 # %% [markdown]
 # The largest difference is about <!--fig 06.gap x5-->1e-5<!--/fig-->, on logits that go up to
 # <!--fig 06.size-->23<!--/fig-->. That is rounding: matrices of another shape are multiplied in another order. It is not zero, and a test that demands zero fails for no reason; one that only
-# compares texts passes for no reason. `nanokv.study.equality` holds a whole suite of such comparisons; exercise 06.3 uses it.
+# compares texts passes for no reason. `nanokv.equality` holds a whole suite of such comparisons; exercise 06.3 uses it.
 
 # %% [markdown]
 # ## Experiment 4: lie about the position
@@ -340,7 +340,7 @@ course.check("06.2", start_and_count)
 # %% [markdown]
 # **06.3** Write the cache of one layer. `append` gets the keys and values of the new tokens, `(B,Hk,T,D)` each, and
 # returns those of all tokens so far, `(B,Hk,S,D)`, oldest first. `length` is the number of tokens seen. The check runs it
-# through `nanokv.study.equality`: step by step, in [chunks](glossary.md#chunk), in batches, two requests at once.
+# through `nanokv.equality`: step by step, in [chunks](glossary.md#chunk), in batches, two requests at once.
 
 
 # %% tags=["exercise"]

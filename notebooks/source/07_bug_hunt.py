@@ -284,7 +284,7 @@ print(grades["logits_are_right"])
 # %% [markdown]
 # ## Experiment 5: bring your own cache
 #
-# For a cache of your own there is a whole suite of situations, `nanokv.study.equality`. It compares with the model without a
+# For a cache of your own there is a whole suite of situations, `nanokv.equality`. It compares with the model without a
 # cache, and follows what differs down to the layer and the token. Here is a cache that somebody wrote for speed: one block
 # of memory, written in place, nothing is copied when a token comes. Its author tried a short prompt and was content.
 

@@ -376,11 +376,11 @@ course.show(fig, alt="Maps of the memory, slots upwards and steps to the right, 
 # That did not happen here, and to one who has reserved everything it never does: it is the price of promising more than
 # there is.
 #
-# Right answers first, as always. `nanokv.study.equality` feeds a cache token by token, in [chunks](glossary.md#chunk), in
+# Right answers first, as always. `nanokv.equality` feeds a cache token by token, in [chunks](glossary.md#chunk), in
 # batches, forked, cut and loaded from a file, and compares with the model without a cache:
 
 # %%
-report = nanokv.study.equality.check("paged")
+report = nanokv.equality.check("paged")
 print(report)
 course.figure("10.cases", sum(case.status == "passed" for case in report.cases))
 

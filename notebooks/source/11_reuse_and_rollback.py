@@ -32,7 +32,7 @@ import nanokv
 from nanokv import course
 from nanokv.cache.dict_cache import DictCache
 from nanokv.inference import verify
-from nanokv.chat.history import common_prefix
+from nanokv.text.ids import common_prefix
 from nanokv.decoding.speculative import EarlyExit, PromptLookup
 
 model, tokenizer = course.start("11")

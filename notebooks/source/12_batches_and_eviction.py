@@ -359,14 +359,14 @@ course.figure("12.q8", worst["quantized, 8 bits"])
 
 fig, axis = course.subplots(width=7.5, height=3.3)
 axis.barh(list(worst), list(worst.values()), color=[course.COLORS[0 if name in exact_kinds else 1] for name in worst])
-axis.axvline(nanokv.study.equality.TOLERANCE, color="gray", linestyle=":")
+axis.axvline(nanokv.equality.TOLERANCE, color="gray", linestyle=":")
 axis.set(xscale="log", xlabel="largest change of a token's log-likelihood, nats (log)", title="exact, rounded, forgetful")
 axis.invert_yaxis()
 axis.grid(axis="y", visible=False)
 course.show(fig, alt="Bars on a log scale. All caches that keep exact values stay below "
             f"{1.1 * max(worst[name] for name in exact_kinds):.1e}; " + ", ".join(
             f"{name}: {worst[name]:.0e}" for name in worst if name not in exact_kinds)
-            + f". The dotted line at {nanokv.study.equality.TOLERANCE:.0e} is the tolerance of the equality suite.")
+            + f". The dotted line at {nanokv.equality.TOLERANCE:.0e} is the tolerance of the equality suite.")
 
 # %% [markdown]
 # There is a wide gap. What is rounding in the order of sums ends at <!--fig 12.exact x10-->1e-5<!--/fig-->; the mildest
@@ -477,7 +477,7 @@ course.check("12.4", round_trip)
 # ## Capstone
 #
 # **12.5** Pick one of three, and hand it in as a pair of its name and your code. Whatever it is, it has to pass
-# `nanokv.study.equality`, and a few checks of its own kind.
+# `nanokv.equality`, and a few checks of its own kind.
 #
 # - `("static", MyLayer)`: a class for one layer, called as `MyLayer(capacity)`, with `append`, `length` and `truncate`.
 #   It takes its memory once: the keys of the first layer must not move while tokens come. Beyond the capacity it raises

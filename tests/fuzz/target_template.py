@@ -1,7 +1,7 @@
 """Fuzz target: a chat template as text, and templates that are put together from everything which it may call.
 
-Every second input is grammar: random expressions over the names of nanokv.text.template_costs, in which a text of letters
-would take for ever to find.
+Every second input is grammar: random expressions over the names of template_costs.py, which random letters would take
+for ever to find.
 """
 
 import random

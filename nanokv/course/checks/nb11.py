@@ -1,9 +1,9 @@
 """Notebook 11, reuse and rollback: masks of chunks, shared prefixes, guesses that are taken back."""
 
 from nanokv.attention import causal_mask
-from nanokv.chat.history import common_prefix
 from nanokv.course.checking import Mistake, Question, function, value
 from nanokv.course.work import prefilled_after_prefix
+from nanokv.text.ids import common_prefix
 
 # --- 11.1: the mask of a chunk ------------------------------------------------------------------------------------
 

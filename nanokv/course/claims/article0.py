@@ -1,7 +1,7 @@
 """Claims of article 0, on DynamicCache and Qwen3-0.6B."""
 
 from nanokv import costs
-from nanokv.course.claims import Claim
+from nanokv.course.claims.claim import Claim
 from nanokv.course.claims.shapes import QWEN
 from nanokv.course.work import copied_by_cat
 

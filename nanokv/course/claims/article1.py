@@ -2,7 +2,7 @@
 
 from nanokv import costs
 from nanokv.costs.memory import Estimate
-from nanokv.course.claims import Claim
+from nanokv.course.claims.claim import Claim
 from nanokv.course.claims.shapes import KIB, LLAMA_2_70B, LLAMA_2_70B_MHA, QWEN, shape
 
 TABLE = {  # claim 1.20: (layers, KV heads, head size) → printed KiB a token

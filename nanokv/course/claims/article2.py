@@ -1,7 +1,7 @@
 """Claims of article 2, a cache added to a small vision-language model."""
 
 from nanokv import costs
-from nanokv.course.claims import Claim
+from nanokv.course.claims.claim import Claim
 from nanokv.course.claims.shapes import SMOLLM2_135M, SMOLLM2_135M_MHA
 
 CLAIMS = (

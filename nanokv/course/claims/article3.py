@@ -1,7 +1,7 @@
 """Claims of article 3, an introduction with figures and questions."""
 
 from nanokv import costs
-from nanokv.course.claims import Claim
+from nanokv.course.claims.claim import Claim
 from nanokv.course.claims.shapes import EXAMPLE_OF_ARTICLE_3, QWEN
 from nanokv.course.work import rows_without_cache, scores_without_cache
 

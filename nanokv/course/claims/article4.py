@@ -1,6 +1,6 @@
 """Claims of article 4, a short course note."""
 
-from nanokv.course.claims import Claim
+from nanokv.course.claims.claim import Claim
 from nanokv.course.work import rows_with_cache, rows_without_cache
 
 CLAIMS = (

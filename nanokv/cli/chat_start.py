@@ -1,0 +1,26 @@
+"""A Session from the flags of `nanokv chat`, for the prompt and for the pipe."""
+
+from nanokv.chat.session import Session
+from nanokv.cli import beams, speculation
+from nanokv.cli.arguments import new_seed, resolve_sampling
+from nanokv.cli.text import refuse_special
+
+
+def make_session(args, loaded, saved=None):
+    """A Session as the flags say; `saved` is the header of a resumed one. Order: flag > saved > checkpoint."""
+    params = resolve_sampling(args, loaded.model.generation_config).options()
+    params |= {"max_new_tokens": args.max_new_tokens, "stop": args.stop}
+    for name, value in ((saved or {}).get("settings") or {}).items():
+        if name in params and getattr(args, name, None) in (None, []):
+            params[name] = value
+    params["seed"] = new_seed() if params["seed"] is None else params["seed"]
+    system = args.system if args.system is not None else (saved or {}).get("system")
+    if system:
+        refuse_special(system, loaded.tokenizer, args.allow_special)
+    thinking = {"enable_thinking": False} if args.thinking == "off" else {}
+    kind = beams.generation_type(args, loaded) if args.beams else speculation.generation_type(args.speculate, loaded)
+    return Session(
+        loaded.model, loaded.tokenizer, cache=loaded.make_cache(), params=params, system=system, context=loaded.context,
+        template_kwargs=thinking, overflow=args.overflow, loop_guard="off" if args.no_loop_guard else "on",
+        make_generation=kind,
+    )
