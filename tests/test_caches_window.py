@@ -15,7 +15,7 @@ from nanokv.cache.static import GrowingCache
 from nanokv.config import Config
 from nanokv.errors import CacheError, CapacityError, UnsupportedError
 from nanokv.inference import decode, prefill, score
-from nanokv.model import apply_rope, rope_angles
+from nanokv.rope import apply_rope, rope_angles
 from oracle import SHAPES, TOLERANCE, gap, pair, random_ids
 
 

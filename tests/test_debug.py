@@ -14,7 +14,7 @@ from nanokv.attention import prefill_attention
 from nanokv.cache import make_cache
 from nanokv.errors import CapacityError
 from nanokv.inference import decode, prefill, verify
-from nanokv.model import apply_rope
+from nanokv.rope import apply_rope
 from nanokv.study import debug
 from oracle import SHAPES, pair, pair_from_disk, random_ids, tiny_reference
 

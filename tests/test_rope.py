@@ -13,7 +13,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding, apply
 
 from nanokv.config import Config
 from nanokv.inference import score
-from nanokv.model import apply_rope, rope_angles, rope_frequencies
+from nanokv.rope import apply_rope, rope_angles, rope_frequencies
 from oracle import copy_of, gap, pair_from_disk, random_ids, reference_logits, tiny_config, tiny_reference
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32768}

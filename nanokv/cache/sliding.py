@@ -11,7 +11,7 @@ import torch
 from nanokv.cache.base import LayerCache
 from nanokv.cache.checks import check_append
 from nanokv.errors import UnsupportedError
-from nanokv.model import apply_rope, rope_frequencies
+from nanokv.rope import apply_rope, rope_frequencies
 
 
 class SlidingCache(LayerCache):

@@ -24,7 +24,7 @@ from torch import nn
 from nanokv.attention import Causal, Decode, Masked
 from nanokv.cache import KVCache, make_cache
 from nanokv.errors import CapacityError, ConfigError
-from nanokv.model import rope_angles
+from nanokv.rope import rope_angles
 
 NARROWEST, WIDEST = 16, 2048  # tokens of a prefill: powers of two between these, unless asked otherwise
 

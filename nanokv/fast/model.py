@@ -18,7 +18,7 @@ from nanokv.errors import ConfigError
 from nanokv.fast import native
 from nanokv.fast.weights import FEW_ROWS, FORMATS, Addressed, Dense, Int8
 from nanokv.loading import skeleton
-from nanokv.model import apply_rope
+from nanokv.rope import apply_rope
 
 
 class Block(Addressed):

@@ -21,7 +21,8 @@ from nanokv.cache.sliding import SlidingCache
 from nanokv.cache.static import StaticCache
 from nanokv.faults.substitute import PerObject, between, has_cache, in_all, positions
 from nanokv.inference import prefill_chunks
-from nanokv.model import Attention, Qwen3, apply_rope
+from nanokv.model import Attention, Qwen3
+from nanokv.rope import apply_rope
 
 TABLE = 32  # rows of the RoPE table that is too short
 

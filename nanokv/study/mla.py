@@ -18,7 +18,7 @@ from torch import nn
 from nanokv.attention import causal_mask
 from nanokv.config import Config
 from nanokv.errors import CacheError, ConfigError
-from nanokv.model import apply_rope
+from nanokv.rope import apply_rope
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ import torch
 from nanokv import __version__
 from nanokv.cache.saving import fingerprint
 from nanokv.costs import kv_bytes_per_token, parameters
-from nanokv.model import rope_frequencies
+from nanokv.rope import rope_frequencies
 from nanokv.trace.recorder import Costs, Run, angle_positions
 
 SCRIPTS = ("data.js", "pictures.js", "panels.js", "page.js")

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from nanokv.cache import make_cache
 from nanokv.decoding.generation import Generation, SamplingParams
 from nanokv.inference import score
-from nanokv.model import rope_angles
+from nanokv.rope import rope_angles
 
 
 @dataclass

@@ -16,7 +16,7 @@ from nanokv.decoding.generation import generate
 from nanokv.errors import TemplateError
 from nanokv.inference import decode, prefill, score
 from nanokv.loading import load
-from nanokv.model import rope_angles
+from nanokv.rope import rope_angles
 from nanokv.study.debug import record
 
 PROMPT = "The cache holds one key and one value for every token, layer and KV head: 12 + 34 = 46. Grüße, 世界! 🙂🧑‍🚀\n"

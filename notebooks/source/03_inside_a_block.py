@@ -36,7 +36,7 @@ import nanokv
 from nanokv import course
 from nanokv.attention import causal_attention
 from nanokv.cache import NoCache
-from nanokv.model import apply_rope, rope_angles, rope_frequencies
+from nanokv.rope import apply_rope, rope_angles, rope_frequencies
 from nanokv.study.quality import log_likelihood
 from nanokv.training import corpus
 

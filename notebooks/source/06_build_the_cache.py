@@ -27,7 +27,7 @@ import nanokv
 from nanokv import course
 from nanokv.attention import causal_attention, causal_mask
 from nanokv.cache.dict_cache import DictCache
-from nanokv.model import apply_rope, rope_angles
+from nanokv.rope import apply_rope, rope_angles
 
 model, tokenizer = course.start("06")
 c = model.config

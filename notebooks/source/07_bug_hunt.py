@@ -32,7 +32,7 @@ from nanokv.study import debug
 from nanokv.study import equality
 from nanokv.course.checks.nb07 import SUSPECTS, WANTED, trace
 from nanokv.faults.diagnosis import random_prompts
-from nanokv.model import apply_rope, rope_angles
+from nanokv.rope import apply_rope, rope_angles
 
 model, tokenizer = course.start("07")
 c = model.config

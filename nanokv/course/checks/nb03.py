@@ -44,7 +44,7 @@ def _rotation_inputs(rng):
 
 
 def _rotate(x, cos, sin):
-    from nanokv.model import apply_rope
+    from nanokv.rope import apply_rope
 
     return apply_rope(x, (cos, sin))
 

@@ -14,7 +14,7 @@ SECONDS = 20  # that a run of it may take; the model is small
 def _rotated(config, key, position):
     import torch
 
-    from nanokv.model import apply_rope, rope_angles
+    from nanokv.rope import apply_rope, rope_angles
 
     return apply_rope(key, rope_angles(config, torch.tensor([position]), key.dtype))
 

@@ -1,0 +1,57 @@
+"""Rotary position embedding (Su et al. 2021, arXiv 2104.09864): a position is an angle by which q and k are turned.
+
+Pairs are rotate_half's: dimension i turns together with i + D/2. YaRN (Peng et al. 2023, arXiv 2309.00071) serves
+contexts longer than the model was trained on. Reference: transformers' modeling_rope_utils.py.
+"""
+
+import math
+
+import torch
+
+from nanokv.config import Config
+
+
+def rope_frequencies(config: Config, device=None):
+    """(D/2,) rotation speeds in radians per position, and the factor that YaRN puts on cos and sin.
+
+    Dimension pair i turns by theta^(-2i/D) per position. YaRN slows the pairs that turn less than beta_slow times
+    within the original context by `factor`, and keeps those that turn more than beta_fast times.
+    """
+    D, theta, yarn = config.head_dim, config.rope_theta, config.yarn
+    exponents = torch.arange(0, D, 2, device=device, dtype=torch.float32) / D  # (D/2,)
+    wavelength = theta**exponents
+    if yarn is None:
+        return 1.0 / wavelength, 1.0
+
+    def pair_that_turns(times):  # which pair makes so many turns within the original context
+        context = yarn.original_max_position_embeddings
+        return D * math.log(context / (times * 2 * math.pi)) / (2 * math.log(theta))
+
+    low = max(math.floor(pair_that_turns(yarn.beta_fast)), 0)
+    high = min(math.ceil(pair_that_turns(yarn.beta_slow)), D - 1)
+    pairs = torch.arange(D // 2, device=device, dtype=torch.float32)
+    ramp = (pairs - low) / ((high - low) or 0.001)
+    keep = 1 - ramp.clamp(0, 1)  # 1 = keep the speed, 0 = divide it by the factor
+    slowed, kept = 1 / (yarn.factor * wavelength), 1 / wavelength
+    scale = yarn.attention_factor or (0.1 * math.log(yarn.factor) + 1.0 if yarn.factor > 1 else 1.0)
+    return slowed * (1 - keep) + kept * keep, scale
+
+
+def rope_angles(config: Config, positions, dtype):
+    """cos and sin for integer positions (T,) or (B,T). Computed for every forward: no table to outgrow or to clamp.
+
+    Angles in fp32 (bf16 cannot tell position 257 from 256), then cast to the model's dtype, as the reference does.
+    """
+    speed, scale = rope_frequencies(config, positions.device)
+    angle = positions[..., None].float() * speed  # (T,D/2) or (B,T,D/2)
+    angle = torch.cat((angle, angle), dim=-1)  # (…,T,D): dims i and i + D/2 form a pair and share an angle
+    angle = angle if angle.dim() == 2 else angle[:, None]  # (B,1,T,D): the same for every head
+    return (angle.cos() * scale).to(dtype), (angle.sin() * scale).to(dtype)
+
+
+def apply_rope(x, rope):
+    """Rotate each pair (x_i, x_{i+D/2}) of x (B,H,T,D) by its position's angle."""
+    cos, sin = rope
+    x1, x2 = x.chunk(2, dim=-1)  # (B,H,T,D/2) ×2
+    rotated = torch.cat((-x2, x1), dim=-1)  # (B,H,T,D)
+    return x * cos + rotated * sin
