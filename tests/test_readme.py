@@ -208,3 +208,27 @@ def test_commands_of_the_docs_parse():
                     except Exception as error:
                         bad[command] = repr(error)
     assert bad == {} and seen > 4
+
+
+def quotes(page: str) -> list[tuple[str, str]]:
+    """(file, quoted line) of a page on which `path` stands alone above its code blocks."""
+    found, file, code = [], "", False
+    for line in page.splitlines():
+        if line.startswith("```"):
+            code = not code and line in ("```python", "```cpp")
+        elif code:
+            found.append((file, line))
+        elif re.fullmatch(r"`\S+/\S+`", line):
+            file = line.strip("`")
+    return found
+
+
+def test_the_life_of_a_token_quotes_lines_that_exist():
+    """docs/life-of-a-token.md: each quoted line stands in its file, word for word, and the files in the table exist."""
+    page = (ROOT / "docs/life-of-a-token.md").read_text(encoding="utf-8")
+    found = quotes(page)
+    assert len({file for file, _ in found}) >= 12, "from the command line to the kernel"
+    lines = {file: (ROOT / file).read_text(encoding="utf-8").splitlines() for file, _ in found}
+    assert [(file, line) for file, line in found if line not in lines[file]] == []
+    assert [file for file in re.findall(r"`(nanokv/[\w/]+\.py)` \|", page) if not (ROOT / file).is_file()] == []
+    assert quotes("`a/b.py`\n```python\nx = 1\n```\n```console\ny\n```\n") == [("a/b.py", "x = 1")]
