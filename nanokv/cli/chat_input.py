@@ -184,7 +184,7 @@ class Input:
     def _interrupt(self, event):
         """Text: clear it. Empty: say how to leave; the second press within 2 s leaves."""
         try:
-            interrupt_at_prompt(None, None)              # the tail of the press that stopped an answer raises nothing
+            interrupt_at_prompt(None, None)              # returns if this Ctrl-C is the one that stopped the answer
             return
         except KeyboardInterrupt:
             pass

@@ -96,7 +96,7 @@ def library():
 
 def kernels():
     """The loaded kernels or None."""
-    torch.get_num_threads()  # a thread that has just begun takes torch's number over when it asks for it, not before
+    torch.get_num_threads()  # sets OpenMP's thread count in a new thread: torch does that at the first question only
     return library()[0]
 
 

@@ -1,8 +1,7 @@
 """inject(name): one fault for the length of a `with` block.
 
-What is injected stands on one stack for the whole process, because the code that it replaces is shared by all. Every
-fault is made around the code that it finds, so taking one out from under others takes those out too, and puts them in
-again.
+Injected faults form one stack per process, because all users share the code that a fault replaces. Each fault wraps
+the code that it finds. To remove one, the faults above it are removed too, and then injected again.
 """
 
 import difflib

@@ -128,9 +128,9 @@ static inline float dot_bf16(const bf16* w, const bf16* x, int64_t K) {
     return _mm512_reduce_add_ps((sum[0] + sum[1]) + (sum[2] + sum[3]));
 }
 
-// For several rows of activations the arithmetic counts as much as the bytes: 64 FLOPs an instruction, a load for two.
-// y[4·c + r] = w_r · x_c for four rows of weights and four of activations. The processor computes what is in its cache
-// or waits for memory, never both, unless told early: at every step LINES lines of rows far ahead are asked for.
+// For several rows of activations the arithmetic counts as much as the bytes: 64 FLOPs per instruction, one load for two
+// instructions. y[4·c + r] = w_r · x_c for four rows of weights and four of activations. The processor would wait for
+// memory and compute in turns. Therefore each step prefetches LINES cache lines of rows that come later.
 const int TILE = 4, AHEAD = 8 * TILE;  // rows
 template <int LINES>
 static inline void tile_bf16(const bf16* w, int64_t rows, const bf16* x, int64_t K, const bf16* ahead, int64_t apart,
