@@ -5,6 +5,7 @@ list of complaints; the last tests feed every rule a bad example, so that a rule
 """
 
 import ast
+import functools
 import re
 import sys
 from pathlib import Path
@@ -50,6 +51,12 @@ ONLY = {
 }
 
 
+@functools.cache
+def tree(source: str) -> ast.Module:
+    """Each file is parsed once, for all rules."""
+    return ast.parse(source)
+
+
 def module_name(path: Path) -> str:
     parts = list(path.relative_to(ROOT).with_suffix("").parts)
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
@@ -67,7 +74,7 @@ def unit(module: str) -> str:
 def imports(source: str, module: str = "") -> set[tuple[str, str]]:
     """Every import, also those inside functions, as (module, name); `import a.b` gives ("a.b", "")."""
     found = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree(source)):
         if isinstance(node, ast.Import):
             found |= {(alias.name, "") for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -123,7 +130,7 @@ def circles(sources: dict[str, str]) -> list[str]:
 def mentions(source: str, name: str) -> list[int]:
     """Lines that use a name as an identifier, attribute or import (comments and docstrings are free)."""
     lines = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree(source)):
         words = {
             ast.Name: lambda n: [n.id],
             ast.Attribute: lambda n: [n.attr],
@@ -136,16 +143,21 @@ def mentions(source: str, name: str) -> list[int]:
 
 
 def long_functions(source: str, limit: int = LONGEST_FUNCTION) -> list[str]:
-    functions = (n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
+    functions = (n for n in ast.walk(tree(source)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
     sizes = ((f.name, f.end_lineno - f.lineno + 1, f.lineno) for f in functions)
     return [f"line {line}: {name} has {size} lines, limit {limit}" for name, size, line in sizes if size > limit]
+
+
+def missing_docstring(source: str) -> list[str]:
+    said = len(ast.get_docstring(tree(source)) or "")
+    return [] if said >= 40 else [f"its docstring of {said} characters does not say what the file is"]
 
 
 def cache_kind_questions(source: str) -> list[str]:
     """isinstance(x, SomethingCache): the fork that the contract exists to prevent."""
     return [
         f"line {node.lineno}: {ast.unparse(node)}"
-        for node in ast.walk(ast.parse(source))
+        for node in ast.walk(tree(source))
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "isinstance" and len(node.args) == 2
         and re.search(r"Cache\b", ast.unparse(node.args[1]))
     ]  # fmt: skip
@@ -155,7 +167,7 @@ def unsafe_loading(source: str) -> list[str]:
     """Anything that can run code from a weight file."""
     words = ("pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve")
     lines = [f"line {line}: {word}" for word in words for line in mentions(source, word)]
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree(source)):
         call = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
         if call in ("torch.load", "torch.save", "eval", "exec") or call.endswith(("numpy.load", "np.load")):
             lines.append(f"line {node.lineno}: {call}")
@@ -166,18 +178,18 @@ def concrete_caches() -> set[str]:
     """Names that would tie a file to one cache variant: all classes of nanokv/cache but the contract itself."""
     names = {"CACHES", "make_cache"}
     for path in (ROOT / "nanokv" / "cache").glob("*.py"):
-        names |= {n.name for n in ast.parse(path.read_text()).body if isinstance(n, ast.ClassDef)}
+        names |= {n.name for n in tree(path.read_text()).body if isinstance(n, ast.ClassDef)}
     return names - {"NoCache"}
 
 
-def each(paths):
-    return pytest.mark.parametrize("path", paths, ids=[str(p.relative_to(ROOT)) for p in paths])
+def complaints(rule, paths) -> list[str]:
+    """All that a rule from source text to complaints finds in these files, each with its file."""
+    return [f"{path.relative_to(ROOT)}: {line}" for path in paths for line in rule(path.read_text())]
 
 
-@each(SOURCES)
-def test_imports_point_downward(path):
+def test_imports_point_downward():
     """cli → generation → inference → attention; model → config; caches → causal_mask; weights_loader → nothing."""
-    assert upward_imports(module_name(path), path.read_text()) == []
+    assert [bad for path in SOURCES for bad in upward_imports(module_name(path), path.read_text())] == []
 
 
 def test_no_circle_between_files():
@@ -212,26 +224,21 @@ def test_model_and_paths_know_no_cache_variant(name):
     assert cache_kind_questions(source) == []
 
 
-@each(SOURCES)
-def test_nobody_asks_what_kind_of_cache_it_is(path):
-    assert cache_kind_questions(path.read_text()) == []
+def test_nobody_asks_what_kind_of_cache_it_is():
+    assert complaints(cache_kind_questions, SOURCES) == []
 
 
-@each(SOURCES)
-def test_no_pickle(path):
+def test_no_pickle():
     """Weights are safetensors; optimiser states too. A pickle runs the code of whoever wrote it."""
-    assert unsafe_loading(path.read_text()) == []
+    assert complaints(unsafe_loading, SOURCES) == []
 
 
-@each(SOURCES + TESTS)
-def test_every_file_says_what_it_is(path):
-    docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
-    assert len(docstring) >= 40, "no module docstring that says what the file is"
+def test_every_file_says_what_it_is():
+    assert complaints(missing_docstring, SOURCES + TESTS) == []
 
 
-@each(SOURCES)
-def test_a_function_fits_on_a_screen(path):
-    assert long_functions(path.read_text()) == []
+def test_a_function_fits_on_a_screen():
+    assert complaints(long_functions, SOURCES) == []
 
 
 def test_lines_fit_in_120_columns():
@@ -279,4 +286,6 @@ def test_the_other_rules_can_fail():
     assert unsafe_loading("import torch\nw = torch.load('w.bin')") == ["line 2: torch.load"]
     assert unsafe_loading("from pickle import loads") == ["line 1: pickle"]
     assert long_functions("def f():\n" + "    x = 1\n" * 50) == ["line 1: f has 51 lines, limit 50"]
+    assert missing_docstring('"""A file."""') == ["its docstring of 7 characters does not say what the file is"]
+    assert missing_docstring("import json") and not missing_docstring(f'"""{"x" * 40}"""')
     assert {"KVCache", "DictCache", "make_cache"} <= concrete_caches()
