@@ -1,16 +1,23 @@
 """Fixtures that every test file may use: published Qwen3 files (never part of the repository) and a tiny checkpoint."""
 
 import os
+import shutil
 import signal
 from pathlib import Path
 
 import pytest
+
+from sampling import pytest_collection_modifyitems  # noqa: F401  (a hook)
 
 # A background job or nohup ignores these, and children would inherit the deafness that tests then take for a fault.
 for number, handler in ((signal.SIGINT, signal.default_int_handler), (getattr(signal, "SIGHUP", None), signal.SIG_DFL)):
     if number is not None and signal.getsignal(number) == signal.SIG_IGN:
         signal.signal(number, handler)
 
+BROWSER_FLAGS = (
+    "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
+    "--disable-background-networking", "--disable-component-update", "--force-device-scale-factor=1",
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +51,6 @@ def tiny_folder(tmp_path_factory) -> Path:
 def endless_folder(tiny_folder, tmp_path_factory) -> Path:
     """The same weights with no eos id and 100,000 positions: it never stops by itself, for tests that interrupt it."""
     import json
-    import shutil
 
     folder = tmp_path_factory.mktemp("checkpoints") / "endless"
     shutil.copytree(tiny_folder, folder)
@@ -52,3 +58,23 @@ def endless_folder(tiny_folder, tmp_path_factory) -> Path:
     config = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": 100_000}
     (folder / "config.json").write_text(json.dumps(config) + "\n")
     return folder
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory):
+    """A real Chromium without a window, for the pages that nanokv writes."""
+    browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    control = shutil.which("chromedriver")
+    if not browser or not control:
+        pytest.skip("needs chromium and chromedriver: apt-get install chromium chromium-driver")
+    from selenium import webdriver
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = browser
+    for flag in (*BROWSER_FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('browser')}"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    os.environ["SE_OFFLINE"] = "true"
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(control))
+    yield driver
+    driver.quit()

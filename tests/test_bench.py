@@ -25,7 +25,7 @@ from nanokv.fast import native, optimize
 from nanokv.fast.weights import FEW_ROWS
 from nanokv.inference import decode, prefill
 from oracle import pair
-from test_fast import needs_kernels, small
+from small_model import needs_kernels, small
 
 
 class Scripted(Runner):

@@ -30,32 +30,10 @@ from nanokv.cache.paged_batch import PagedBatch
 from nanokv.errors import ConfigError
 from nanokv.fast import native, optimize, private, torch_ops, weights
 from nanokv.inference import decode, prefill, prefill_chunks, score, verify
-from nanokv.loading import build
-from nanokv.model import Qwen3
 from nanokv.study.quality import log_likelihood
 from nanokv.training.corpus import conversation
 from nanokv.training.data import render
-
-KERNELS = native.library()[0]
-needs_kernels = pytest.mark.skipif(KERNELS is None, reason=f"no native kernels here: {native.library()[1]}")
-
-
-def small(dtype=torch.float32, **changes):
-    """(model, 40 ids): 3 layers, G = 2, a head width that is no multiple of C / H; norms that are not 1."""
-    sizes = {
-        "vocab_size": 97, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512, "tie_word_embeddings": True,
-    }  # fmt: skip
-    config = nanokv.Config(**sizes | changes)
-    generator = torch.Generator().manual_seed(5)
-    with torch.device("meta"):
-        shapes = {name: p.shape for name, p in Qwen3(config).named_parameters()}
-    state = {
-        name: (torch.randn(shape, generator=generator) * 0.3 + ("norm" in name)).to(dtype)
-        for name, shape in shapes.items()
-    }
-    ids = torch.randint(config.vocab_size, (1, 40), generator=generator)
-    return build(config, state), ids
+from small_model import KERNELS, needs_kernels, small
 
 
 def run(model, ids, cache, steps=24):

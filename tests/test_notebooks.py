@@ -8,29 +8,23 @@ import csv
 import json
 import re
 import sys
-from functools import cache
 from pathlib import Path
 
 import pytest
 
 from nanokv.course import book, checking, containing, grading, prose, running, twins
+from solved_notebooks import WALL, solved
 
 NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
 SOURCES = sorted((NOTEBOOKS / "source").glob("*.py"))
 NUMBERS = [path.stem[:2] for path in SOURCES]
 SECONDS, MEMORY = 180, 4 * 2**30
-WALL = 900  # seconds; only a notebook that hangs takes as long
 
 pytestmark = pytest.mark.slow
 
 
 def each_source(test):
     return pytest.mark.parametrize("path", SOURCES, ids=NUMBERS)(test)
-
-
-@cache
-def solved(path: Path) -> running.Run:
-    return running.run(twins.read(path).solution(), WALL)
 
 
 def ids(number: str, kind: str) -> list[str]:

@@ -21,8 +21,7 @@ from nanokv.course.book import slug
 from nanokv.course.claims import CLAIMS
 from nanokv.errors import CourseError
 from nanokv.faults import FAULTS
-from test_notebooks import solved
-from test_trace_browser import driver  # noqa: F401  (a fixture)
+from solved_notebooks import solved
 
 NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
 TEACH = NOTEBOOKS / "teach"
@@ -571,7 +570,7 @@ def test_a_notebook_that_fills_the_memory_is_stopped(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_deck_is_used_with_the_keyboard(driver, tmp_path):  # noqa: F811
+def test_a_deck_is_used_with_the_keyboard(driver, tmp_path):
     from selenium.webdriver.common.keys import Keys
 
     source = twins.read(SOURCES["05"])

@@ -5,8 +5,6 @@ not. Selenium is told where they are, so that it downloads nothing.
 """
 
 import json
-import os
-import shutil
 import statistics
 
 import pytest
@@ -18,28 +16,7 @@ from nanokv import faults, trace
 pytestmark = pytest.mark.slow
 
 PROMPT = "My name is Zorbla. What is my name?"
-FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
-         "--disable-background-networking", "--disable-component-update", "--force-device-scale-factor=1")  # fmt: skip
 TABS = ["Cache", "Attention", "Positions", "Logits", "Cost"]
-
-
-@pytest.fixture(scope="module")
-def driver(tmp_path_factory):
-    browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    control = shutil.which("chromedriver")
-    if not browser or not control:
-        pytest.skip("needs chromium and chromedriver: apt-get install chromium chromium-driver")
-    from selenium import webdriver
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = browser
-    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('browser')}"):
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    os.environ["SE_OFFLINE"] = "true"
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(control))
-    yield driver
-    driver.quit()
 
 
 @pytest.fixture(scope="module")

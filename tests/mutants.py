@@ -1,0 +1,267 @@
+"""Mutants: one small fault at a time is planted in a copy of the package, and the tests of that file must notice.
+
+By hand, `make mutants`: 400 seeded mutants of the core take hours; ARGS="--count 40" takes the first 40 of the same
+list. A mutant that survives is equivalent (no answer can differ) or shows a missing assertion. The parent imports torch
+and transformers once and forks for each mutant; the working tree is only read.
+"""
+
+import argparse
+import ast
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+COPIED = ("nanokv", "weights_loader", "tests", "pyproject.toml")
+CONTRACT = "cache_contract matrix caches_refusals"
+# A file, or the longest folder that holds it → the test files that are about it, quick and close ones first.
+TESTS = {
+    "nanokv/attention.py": "matrix model_parity fast generation latent caches_window batching",
+    "nanokv/inference.py": "cache_contract generation matrix caches_window caches_rows batching",
+    "nanokv/cache/": CONTRACT,
+    "nanokv/cache/base.py": f"{CONTRACT} caches_rows interrupts_caches generation caches_window session",
+    "nanokv/cache/batch.py": f"{CONTRACT} caches_rows batching interrupts_caches",
+    "nanokv/cache/codes.py": f"caches_quantized {CONTRACT}",
+    "nanokv/cache/offloaded.py": f"caches_place {CONTRACT}",
+    "nanokv/cache/options.py": f"{CONTRACT} caches_window caches_quantized cli",
+    "nanokv/cache/packed.py": f"engine_packed {CONTRACT}",
+    "nanokv/cache/padded.py": f"batching {CONTRACT}",
+    "nanokv/cache/paged.py": f"caches_paged {CONTRACT} interrupts_caches engine",
+    "nanokv/cache/paged_batch.py": f"engine {CONTRACT} caches_paged interrupts_caches",
+    "nanokv/cache/pool.py": f"caches_paged {CONTRACT} engine interrupts_caches",
+    "nanokv/cache/prefix.py": f"caches_paged {CONTRACT} engine interrupts_caches",
+    "nanokv/cache/quantized.py": f"caches_quantized {CONTRACT} caches_place",
+    "nanokv/cache/registry.py": f"{CONTRACT} cli caches_quantized memory",
+    "nanokv/cache/saving.py": f"{CONTRACT} session",
+    "nanokv/cache/sliding.py": f"caches_window {CONTRACT} interrupts_caches",
+    "nanokv/cache/static.py": f"{CONTRACT} compiled fast caches_place",
+    "nanokv/cache/stores.py": f"caches_place caches_quantized {CONTRACT}",
+    "nanokv/cache/view.py": f"trace session {CONTRACT} debug",
+    "nanokv/decoding/batching.py": "batching batch_command beam",
+    "nanokv/decoding/beam.py": "beam",
+    "nanokv/decoding/generation.py": "generation session speculative cli batching",
+    "nanokv/decoding/sample.py": "sample generation beam speculative",
+    "nanokv/decoding/speculative.py": "speculative generation",
+    "nanokv/engine/": "engine engine_packed batch_command interrupts",
+    "nanokv/fast/": "fast matrix",
+    "nanokv/fast/compiled.py": "compiled matrix",
+    "nanokv/fast/native.py": "fast",
+}
+
+# --- which mutants there are ----------------------------------------------------------------------------------------
+
+COMPARED = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
+}  # fmt: skip
+COMPUTED = {
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.FloorDiv: ast.Mult, ast.Div: ast.Mult,
+    ast.Mod: ast.Mult, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd, ast.LShift: ast.RShift, ast.RShift: ast.LShift,
+}  # fmt: skip
+REMOVED = ast.Assign | ast.AugAssign | ast.Raise | ast.Expr
+
+
+def is_text(node: ast.AST) -> bool:
+    return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
+
+
+def replacements(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
+    """(operator, the node that takes this one's place)."""
+    if isinstance(node, ast.Compare) and type(node.ops[0]) in COMPARED:
+        swapped = [COMPARED[type(node.ops[0])](), *node.ops[1:]]
+        yield "comparison", ast.Compare(node.left, swapped, node.comparators)
+    if isinstance(node, ast.BinOp) and type(node.op) in COMPUTED and not (is_text(node.left) or is_text(node.right)):
+        yield "arithmetic", ast.BinOp(node.left, COMPUTED[type(node.op)](), node.right)
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        yield "constant", ast.Constant(node.value + 1)
+        yield "constant", ast.Constant(node.value - 1)
+    if isinstance(node, ast.Constant) and type(node.value) is bool:
+        yield "constant", ast.Constant(not node.value)
+    if isinstance(node, ast.BoolOp):
+        yield "and/or", ast.BoolOp(ast.Or() if isinstance(node.op, ast.And) else ast.And(), node.values)
+    if isinstance(node, ast.If | ast.While):
+        kind = type(node)
+        yield "negation", kind(ast.UnaryOp(ast.Not(), node.test), node.body, node.orelse)
+    if isinstance(node, ast.IfExp):
+        yield "negation", ast.IfExp(ast.UnaryOp(ast.Not(), node.test), node.body, node.orelse)
+    if isinstance(node, ast.Return) and node.value is not None and ast.unparse(node.value) != "None":
+        yield "return None", ast.Return(ast.Constant(None))
+    if isinstance(node, REMOVED) and not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
+        yield "removed", ast.Pass()
+    if isinstance(node, ast.Call) and len(node.args) >= 2 and not isinstance(node.args[0], ast.Starred):
+        first, second, *rest = node.args
+        yield "swapped", ast.Call(node.func, [second, first, *rest], node.keywords)
+
+
+def sites(node: ast.AST) -> Iterator[tuple[ast.AST, str, ast.AST]]:
+    """Every place that can be mutated, top down; not annotations, decorators, texts, or the wording of errors."""
+    yield from ((node, operator, new) for operator, new in replacements(node))
+    if isinstance(node, ast.Raise | ast.JoinedStr) or (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node)):
+        return
+    for name, value in ast.iter_fields(node):
+        if name in ("annotation", "returns", "decorator_list", "type_params"):
+            continue
+        for child in value if isinstance(value, list) else [value]:
+            if isinstance(child, ast.AST):
+                yield from sites(child)
+
+
+class Put(ast.NodeTransformer):
+    """One node in the place of another."""
+
+    def __init__(self, old: ast.AST, new: ast.AST):
+        self.old, self.new = old, new
+
+    def visit(self, node: ast.AST) -> ast.AST:
+        return ast.copy_location(self.new, node) if node is self.old else self.generic_visit(node)
+
+
+def mutate(source: str, number: int) -> tuple[str, str, str]:
+    """(the source with its mutant of this number, "line: operator", "before → after")."""
+    tree = ast.parse(source)
+    old, operator, new = list(sites(tree))[number]
+    place = f"{old.lineno}: {operator}"
+    what = " → ".join(ast.unparse(ast.fix_missing_locations(x)).split("\n")[0] for x in (old, new))
+    return ast.unparse(ast.fix_missing_locations(Put(old, new).visit(tree))) + "\n", place, what
+
+
+def tests_of(path: str) -> list[str]:
+    key = max((key for key in TESTS if path == key or (key.endswith("/") and path.startswith(key))), key=len)
+    return [f"tests/test_{name}.py" for name in TESTS[key].split()]
+
+
+def all_mutants(seed: int) -> list[tuple[str, int]]:
+    """(file, number) in an order drawn by the seed; each file by its own number of sites."""
+    prefixes = {key if key.endswith("/") else str(Path(key).parent) + "/" for key in TESTS} - {"nanokv/"}
+    files = [key for key in TESTS if not key.endswith("/")]
+    files += [str(p.relative_to(ROOT)) for prefix in prefixes for p in (ROOT / prefix).glob("*.py")]
+    found = [(path, n) for path in sorted(set(files)) for n in range(len(list(sites(ast.parse(read(path))))))]
+    random.Random(seed).shuffle(found)
+    return found
+
+
+def read(path: str) -> str:
+    return (ROOT / path).read_text("utf-8")
+
+
+# --- running one ----------------------------------------------------------------------------------------------------
+
+
+def warm_up() -> None:
+    """What takes seconds to import and is never mutated; forked processes share it."""
+    import hypothesis.stateful
+    import pytest
+    import torch
+    import transformers.models.qwen3.modeling_qwen3
+
+    assert all((hypothesis, pytest, torch, transformers)) and "nanokv" not in sys.modules
+    torch.set_num_threads(1)
+
+
+def pytest_in_child(copy: Path, argv: list[str], limit: float) -> str:
+    """"passed", "failed", "timeout" of pytest in a forked process, in the copy."""
+    sys.stdout.flush()
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        os.chdir(copy)
+        log = os.open(copy / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        for stream in (1, 2):
+            os.dup2(log, stream)
+        sys.path[:0] = [str(copy), str(copy / "tests")]
+        import pytest
+
+        code = 99
+        try:
+            import nanokv
+
+            assert Path(nanokv.__file__).is_relative_to(copy), nanokv.__file__
+            code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", *argv]))
+        finally:
+            os._exit(code)
+    end = time.monotonic() + limit
+    while time.monotonic() < end:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            kill_group(child)
+            return "passed" if os.waitstatus_to_exitcode(status) == 0 else "failed"
+        time.sleep(0.05)
+    kill_group(child)
+    os.waitpid(child, 0)
+    return "timeout"
+
+
+def kill_group(leader: int) -> None:
+    """What a test left running too."""
+    try:
+        os.killpg(leader, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+
+
+def reason(copy: Path) -> str:
+    """The first failed test of the last run, as pytest's summary names it."""
+    lines = (copy / "log.txt").read_text("utf-8", "replace").splitlines()
+    named = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+    return (named or lines[-1:] or [""])[0][:160]
+
+
+def one(copy: Path, path: str, number: int, marks: str, stamp: int, limit: float) -> dict:
+    """Plant it, run, take it out. The file's time differs for every mutant, so no stale bytecode is used."""
+    source, place, what = mutate(read(path), number)
+    (copy / path).write_text(source, "utf-8")
+    os.utime(copy / path, (stamp, stamp))
+    began = time.monotonic()
+    outcome = pytest_in_child(copy, [*marks_of(marks), *tests_of(path)], limit)
+    seconds = round(time.monotonic() - began, 1)
+    shutil.copy2(ROOT / path, copy / path)
+    by = reason(copy) if outcome == "failed" else ""
+    return {"file": path, "number": number, "place": place, "what": what, "outcome": outcome, "s": seconds, "by": by}
+
+
+def marks_of(marks: str) -> list[str]:
+    return ["-m", marks] if marks else []
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=400, help="how many of the list, from its beginning (400)")
+    parser.add_argument("--skip", type=int, default=0, help="pass over so many first, to go on with a list")
+    parser.add_argument("--seed", type=int, default=1, help="another list (1)")
+    parser.add_argument("--only", default="", help="mutants of files whose path holds this")
+    parser.add_argument("--marks", default="not slow", help="pytest's -m; an empty text runs the slow tests too")
+    parser.add_argument("--limit", type=float, default=300, help="seconds for one mutant; a hang counts as noticed")
+    parser.add_argument("--out", type=Path, help="a file for the results, a JSON line for each mutant")
+    args = parser.parse_args()
+    chosen = [m for m in all_mutants(args.seed) if args.only in m[0]][args.skip :][: args.count]
+    survived = []
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        copy = Path(folder)
+        for name in COPIED:
+            duplicate = shutil.copytree if (ROOT / name).is_dir() else shutil.copy2
+            duplicate(ROOT / name, copy / name)
+        warm_up()
+        for n, (path, number) in enumerate(chosen):
+            result = one(copy, path, number, args.marks, 1_000_000_000 + n, args.limit)
+            print(f"{n + args.skip:4} {result['outcome']:8}{result['s']:6} s  {path}:{result['place']}: "
+                  f"{result['what'][:90]}  {result['by']}", flush=True)  # fmt: skip
+            survived += [result] if result["outcome"] == "passed" else []
+            if args.out:
+                with args.out.open("a") as out:
+                    out.write(json.dumps(result) + "\n")
+    print(f"{len(chosen) - len(survived)} of {len(chosen)} mutants were noticed; these survived:")
+    for result in survived:
+        print(f"  {result['file']}:{result['place']}: {result['what']}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+"""Which combinations of a parametrized test `make test` runs: few, drawn by a fixed seed, with every value in them.
+
+A file with `pytestmark = pytest.mark.sampled` (or one test with the mark) says that its parameters are lists whose
+product is tried: cache × path × model. `make test` runs a sample in which each value of each parameter occurs; what the
+sample leaves out is marked slow, so `make check` runs exactly the rest. `pytest tests/test_x.py` alone runs all.
+"""
+
+import random
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
+
+import pytest
+
+SPLIT = pytest.StashKey()  # test → (sample, rest), for the tests of this file
+
+
+def sample(cases: Sequence[Mapping[str, Hashable]], seed: str) -> list[int]:
+    """Positions of the chosen cases: a greedy cover of all (parameter, value), ties drawn by the seed."""
+    order = list(range(len(cases)))
+    random.Random(seed).shuffle(order)
+    missing, chosen = {pair for case in cases for pair in case.items()}, []
+    while missing:
+        best = max(order, key=lambda i: len(missing & cases[i].items()))
+        missing -= cases[best].items()
+        chosen.append(best)
+    return sorted(chosen)
+
+
+def by_test(items) -> dict[str, list]:
+    """The combinations of each sampled test, without those that are slow by themselves."""
+    tests = defaultdict(list)
+    for item in items:
+        if hasattr(item, "callspec") and item.get_closest_marker("sampled") and not item.get_closest_marker("slow"):
+            tests[item.nodeid.partition("[")[0]].append(item)
+    return tests
+
+
+def values_of(item) -> dict[str, int]:
+    """Combinations of one list share its objects, whether these can be compared or not."""
+    return {name: id(value) for name, value in item.callspec.params.items()}
+
+
+def split(items) -> dict[str, tuple[list, list]]:
+    """test → (the sample, the rest)."""
+    found = {}
+    for test, cases in by_test(items).items():
+        chosen = set(sample([values_of(case) for case in cases], test))
+        found[test] = ([case for i, case in enumerate(cases) if i in chosen],
+                       [case for i, case in enumerate(cases) if i not in chosen])  # fmt: skip
+    return found
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_collection_modifyitems(config, items):
+    config.stash[SPLIT] = found = split(items)
+    for _, rest in found.values():
+        for item in rest:
+            item.add_marker(pytest.mark.slow)

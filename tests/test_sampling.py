@@ -1,0 +1,70 @@
+"""The sample of `make test` leaves out combinations, never a value: each cache, path and model is in it."""
+
+import itertools
+
+import pytest
+
+import sampling
+
+pytest_plugins = ["pytester"]
+
+
+def product(**axes):
+    return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+
+
+def test_every_value_of_every_parameter_is_in_a_sample():
+    cases = product(cache=range(23), path=range(10), model=range(6), kernels=range(2))
+    chosen = [cases[i] for i in sampling.sample(cases, "seed")]
+    assert len(chosen) == 23, "as many as the longest list, of 2760"
+    for axis, values in {"cache": 23, "path": 10, "model": 6, "kernels": 2}.items():
+        assert {case[axis] for case in chosen} == set(range(values))
+
+
+def test_a_value_that_occurs_once_is_in_the_sample():
+    cases = [*product(a=range(5), b=range(5)), {"a": 9, "b": 0}]
+    assert len(cases) - 1 in sampling.sample(cases, "seed")
+
+
+def test_the_seed_decides_and_one_list_is_taken_whole():
+    cases = product(a=range(8), b=range(8))
+    assert sampling.sample(cases, "x") == sampling.sample(cases, "x") != sampling.sample(cases, "y")
+    assert sampling.sample(product(a=range(7)), "x") == list(range(7))
+    assert sampling.sample([], "x") == []
+
+
+def test_what_is_run_and_what_is_left_out_are_all_there_is(request):
+    """Over the tests that this run collected: nothing lost, nothing twice, no value missing from `make test`."""
+    collected = request.config.stash[sampling.SPLIT]
+    if not collected:
+        pytest.skip("no sampled test was collected")
+    for test, (chosen, rest) in collected.items():
+        assert not {item.nodeid for item in chosen} & {item.nodeid for item in rest}
+        assert all(item.get_closest_marker("slow") for item in rest)
+        assert not any(item.get_closest_marker("slow") for item in chosen)
+        left_out = {pair for item in rest for pair in sampling.values_of(item).items()}
+        assert left_out <= {pair for item in chosen for pair in sampling.values_of(item).items()}, test
+
+
+def test_the_rest_is_slow_and_the_sample_is_not(pytester):
+    """A file of 4 × 3 combinations and one that is slow by itself, as pytest sees it with and without -m."""
+    pytester.makepyfile("""
+        import pytest
+
+        @pytest.mark.sampled
+        @pytest.mark.parametrize("a", range(4))
+        @pytest.mark.parametrize("b", [1, 2, 3])
+        def test_two_lists(a, b): pass
+
+        @pytest.mark.parametrize("a", range(5))
+        def test_that_is_not_sampled(a): pass
+
+        @pytest.mark.sampled
+        @pytest.mark.parametrize("a", [1, pytest.param(2, marks=pytest.mark.slow)])
+        def test_with_a_slow_one(a): pass
+    """)
+    counts = {}
+    for marks in ("", "slow", "not slow"):
+        done = pytester.inline_run("-p", "sampling", "-m", marks, "-p", "no:cacheprovider", "-W", "ignore")
+        counts[marks] = sum(done.countoutcomes())
+    assert counts == {"": 12 + 5 + 2, "slow": 8 + 1, "not slow": 4 + 5 + 1}
