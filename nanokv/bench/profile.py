@@ -91,7 +91,7 @@ def measure(name: str, run, cache, floors: dict) -> Phase:
     spent = min((parts_of(run, cache) for _ in range(3)), key=lambda parts: sum(parts.values()))
     parts = [Part(part, spent[part], *floors.get(part, (0.0, ""))) for part in spent if part in floors or spent[part]]
     rest = max(0.0, total - sum(spent.values()))
-    return Phase(name, total, [*parts, Part("the rest", rest, 0.0, "Python, dispatch, what was not told apart")])
+    return Phase(name, total, [*parts, Part("the rest", rest, 0.0, "Python, dispatch, unattributed")])
 
 
 def parts_of(run, cache) -> dict[str, float]:

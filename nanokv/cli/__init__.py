@@ -11,8 +11,16 @@ import sys
 import warnings
 from itertools import pairwise
 
-from nanokv.cli import terminal
-from nanokv.cli.arguments import EXIT_CODES, Parser, add_common_arguments, environment, nearest
+from nanokv.cli import layout, terminal
+from nanokv.cli.arguments import (
+    Parser,
+    add_common_arguments,
+    environment,
+    examples_text,
+    exit_codes_text,
+    help_width,
+    nearest,
+)
 from nanokv.cli.text import check_argument
 from nanokv.errors import NanoKVError
 
@@ -30,6 +38,13 @@ COMMANDS = {  # name → (module, what it does)
     "env": ("nanokv.cli.env", "show the settings that apply and where they come from"),
 }
 EXAMPLES = ("nanokv chat", 'nanokv generate "What is a KV cache?" --chat', "nanokv chat -m Qwen/Qwen3-0.6B")
+_PULL = "a model is downloaded when it is first used: nanokv chat -m Qwen/Qwen3-0.6B"
+_LIST = "nanokv models lists what is here and what can be loaded"
+ELSEWHERE = {  # commands of other programs → what does it here
+    "run": "nanokv chat -m MODEL talks with it; nanokv generate PROMPT answers once", "pull": _PULL, "download": _PULL,
+    "list": _LIST, "ls": _LIST, "show": "nanokv memory MODEL, or nanokv models", "complete": "nanokv generate PROMPT",
+    "serve": "nanokv has no server: nanokv chat --jsonl answers through a pipe, nanokv batch a whole file",
+}
 REPORT = "this is a bug in nanokv, please report it"
 
 
@@ -73,22 +88,21 @@ def dispatch(words: list[str]) -> int:
 def make_parser(name: str, module) -> Parser:
     """The command's parser: its own flags, the general ones, examples first and exit codes last."""
     about = getattr(module, "DESCRIPTION", COMMANDS[name][1])
-    parser = Parser(prog=f"nanokv {name}", description=about, epilog=EXIT_CODES)
+    parser = Parser(prog=f"nanokv {name}", description=about)
     parser.examples = getattr(module, "EXAMPLES", ())
     module.add_arguments(parser)
     group = add_common_arguments(parser)
     group.add_argument("--version", action="version", version=version().strip(), help="print the version")
+    parser.accept_aliases()
     return parser
 
 
 def overview() -> str:
     """`nanokv --help`."""
-    commands = "\n".join(f"  {name:<10}{about}" for name, (_, about) in COMMANDS.items())
-    examples = "\n".join(f"  {line}" for line in EXAMPLES)
-    return (
-        f"examples:\n{examples}\n\ncommands:\n{commands}\n\n"
-        f"nanokv COMMAND --help lists a command's flags. nanokv --version prints the version.\n\n{EXIT_CODES}\n"
-    )
+    width = help_width()
+    commands = "\n".join(layout.definitions([(name, about) for name, (_, about) in COMMANDS.items()], width))
+    end = "nanokv COMMAND --help lists a command's flags. nanokv --version prints the version."
+    return f"{examples_text(EXAMPLES)}commands:\n{commands}\n\n{layout.paragraph(end, width)}\n\n{exit_codes_text()}\n"
 
 
 def version() -> str:
@@ -104,7 +118,7 @@ def unknown_command(name: str) -> NanoKVError:
         return NanoKVError(f"{name} before a command", f"flags follow the command: nanokv chat {name}")
     close = nearest(name, COMMANDS)
     hint = f"did you mean nanokv {close}?" if close else f"commands: {', '.join(COMMANDS)}"
-    return NanoKVError(f"no command {name!r}", hint)
+    return NanoKVError(f"no command {name!r}", ELSEWHERE.get(name) or hint)
 
 
 # --- ways out -----------------------------------------------------------------------------------------------------

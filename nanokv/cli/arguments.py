@@ -7,18 +7,28 @@ stays None: only then can the checkpoint's generation_config apply. Order: flag 
 import argparse
 import os
 import re
-import shutil
 import sys
 from dataclasses import asdict, dataclass
 
+from nanokv.cli import layout
 from nanokv.cli.terminal import write_out
 from nanokv.errors import NanoKVError
 
-EXIT_CODES = """exit codes:
-  0 done · 1 our bug · 2 flag, model, file, network, memory · 130 Ctrl-C · 141 reader closed the pipe · 143 SIGTERM"""
+EXIT_CODES = (
+    "0 done", "1 our bug", "2 flag, model, file, network, memory", "130 Ctrl-C", "141 reader closed the pipe",
+    "143 SIGTERM",
+)  # fmt: skip
 DEFAULT_NEW_TOKENS = 1024
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+ALIASES = {  # flags of llama.cpp, mlx-lm and the OpenAI interface → ours
+    "--temp": "--temperature", "--ctx-size": "--context", "--n-predict": "--max-new-tokens",
+    "--max-tokens": "--max-new-tokens",
+}  # fmt: skip
+SYNONYMS = {  # not accepted, but clear: what is typed, without dashes → the flag to suggest
+    "n-ctx": "context", "num-ctx": "context", "max-model-len": "context", "num-predict": "max-new-tokens",
+    "max-length": "max-new-tokens", "max-completion-tokens": "max-new-tokens", "verbose": "debug", "silent": "quiet",
+}  # fmt: skip
 
 
 # --- the parser ---------------------------------------------------------------------------------------------------
@@ -35,8 +45,7 @@ class Parser(argparse.ArgumentParser):
         self.examples: tuple[str, ...] = ()
 
     def format_help(self) -> str:
-        lines = "".join(f"  {line}\n" for line in self.examples)
-        return (f"examples:\n{lines}\n" if lines else "") + super().format_help()
+        return f"{examples_text(self.examples)}{super().format_help()}\n{exit_codes_text()}\n"
 
     def _print_message(self, message: str, file=None):
         write_out(message)  # argparse's own swallows a full disk
@@ -51,8 +60,16 @@ class Parser(argparse.ArgumentParser):
         """Every long flag of this command."""
         return [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
 
+    def accept_aliases(self) -> None:
+        """Names that other programs have for our flags mean the same here; help and errors show our own."""
+        for alias, flag in ALIASES.items():
+            if flag in self._option_string_actions:
+                self._option_string_actions.setdefault(alias, self._option_string_actions[flag])
+
     def parse(self, argv: list[str]) -> argparse.Namespace:
         """parse_args, but a flag that nobody knows gets the nearest one instead of the usage lines."""
+        shape = " ".join([self.prog, "[flags]", *(_shape(a) for a in self._actions if not a.option_strings)])
+        self.usage = layout.paragraph(shape, help_width() - len("usage: "), rest=" " * len("usage: "))
         args, extra = (self.parse_known_intermixed_args if self.intermixed else self.parse_known_args)(argv)
         if not extra:
             return args
@@ -61,15 +78,55 @@ class Parser(argparse.ArgumentParser):
             hint = 'put the text in quotes: "What is a KV cache?"' if "prompt" in args else f"{self.prog} --help"
             raise NanoKVError(f"unexpected argument {extra[0]!r}", hint)
         name = flag.split("=", 1)[0]
-        close = nearest(name, self.flags()) or nearest("--" + name.lstrip("-"), self.flags())
+        close = nearest_flag(name, self.flags())
         raise NanoKVError(f"no flag {name}", f"did you mean {close}?" if close else f"{self.prog} --help")
 
 
 class Formatter(argparse.RawDescriptionHelpFormatter):
-    """Flags in one column; the description is printed as written, because it holds the examples."""
+    """Flags in one column, their texts beside them or, in a narrow terminal, below; words stay whole."""
 
     def __init__(self, prog: str):
-        super().__init__(prog, max_help_position=30, width=min(shutil.get_terminal_size((100, 24)).columns, 120))
+        width = help_width()
+        super().__init__(prog, max_help_position=30 if width >= 70 else 8, width=width)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return layout.paragraph(" ".join(text.split()), width).split("\n")
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        """A line is a paragraph; one that begins with blanks is a row of a table, its text in a column."""
+        lines = []
+        for line in text.splitlines():
+            row = re.fullmatch(r"( +\S+ +)(.*)", line)
+            first, rest = row.groups() if row else ("", line)
+            lines.append(layout.paragraph(rest, width, indent + first, indent + " " * len(first)))
+        return "\n".join(lines)
+
+
+def help_width() -> int:
+    """Columns of the help: the terminal's, at most 100, because longer lines are hard to read."""
+    return min(100, layout.columns(sys.stdout))
+
+
+def examples_text(lines) -> str:
+    """The beginning of every help."""
+    return "".join(["examples:\n", *(layout.shell(line, help_width()) + "\n" for line in lines), "\n"]) if lines else ""
+
+
+def exit_codes_text() -> str:
+    """The end of every help."""
+    return "exit codes:\n" + layout.joined(EXIT_CODES, help_width(), "  ")
+
+
+def _shape(action) -> str:
+    name = action.metavar or action.dest
+    return {"?": f"[{name}]", "*": f"[{name} ...]", "+": f"{name} ..."}.get(action.nargs, name)
+
+
+def nearest_flag(word: str, flags) -> str | None:
+    """The flag that was probably meant. Dashes are not compared: they would make any two short flags alike."""
+    names = {flag.lstrip("-"): flag for flag in flags}
+    name = word.lstrip("-").replace("_", "-").lower()
+    return names.get(SYNONYMS.get(name)) or names.get(nearest(name, names))
 
 
 def nearest(word: str, names) -> str | None:
@@ -180,7 +237,7 @@ def add_model_arguments(parser) -> None:
         choices=DTYPES,
         default="auto",
         metavar="TYPE",
-        type=lambda name: ALIASES.get(name, name),
+        type=lambda name: DTYPE_NAMES.get(name, name),
         help="float32, bfloat16 or float16 (default: the checkpoint's own)",
     )
     group.add_argument(
@@ -220,7 +277,7 @@ def add_speed_arguments(parser) -> None:
 
 def add_sampling_arguments(parser) -> None:
     """How the next token is chosen and when the answer ends; None = not given."""
-    group = parser.add_argument_group("sampling (default: the checkpoint's generation_config)")
+    group = parser.add_argument_group("sampling", "Default: the checkpoint's generation_config.")
     short = {"temperature": ["-t"], "max_new_tokens": ["-n"]}
     for name, (kind, text) in SETTINGS.items():
         flags = [*short.get(name, []), "--" + name.replace("_", "-")]

@@ -6,10 +6,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from nanokv.cli import terminal
+from nanokv.cli import layout, terminal
 from nanokv.cli.arguments import add_model_arguments, cache_name, integer
 from nanokv.cli.files import add_force, ask_to_replace
-from nanokv.cli.loading import load_model
+from nanokv.cli.loading import code_text, load_model
 from nanokv.cli.random_model import RANDOM, load_random
 from nanokv.cli.text import to_json
 from nanokv.errors import NanoKVError
@@ -129,7 +129,11 @@ def serve(args, loaded, weights, against, longest: int) -> int:
         facts = {"model": loaded.name, "dtype": loaded.dtype_name, "threads": loaded.threads, "requests": args.requests}
         terminal.write_out(to_json(facts | {"rows": rows}) + "\n")
     else:
-        print_served(f"{loaded.name} {loaded.dtype_name} · {threads_text(loaded)} · {args.requests} requests", rows)
+        head = [f"{loaded.name} {loaded.dtype_name}", threads_text(loaded), f"{args.requests} requests"]
+        show(head, ("", "prompt tokens", "new tokens", "seconds", "new tok/s"), [
+            (f["label"], f"{f['prompt_tokens']:,}", f"{f['generated']:,}", f"{f['seconds']:.2f}", f"{f['tok_s']:,.1f}")
+            for f in rows
+        ])  # fmt: skip
     stop.finish()
     return 130 if stop.requested else 0
 
@@ -159,22 +163,17 @@ def quality(args, loaded, weights) -> int:
     if args.json:
         terminal.write_out(to_json({"model": loaded.name, "tokens": ids.shape[1], "rows": rows}) + "\n")
         return 0
-    terminal.write_out(f"{loaded.name} {loaded.dtype_name} · {ids.shape[1]:,} tokens of held-out conversation\n")
-    terminal.write_out(f"{'weights':<10}{'MB a step':>12}{'mean |Δ log p|':>18}{'mean Δ log p':>16}\n")
-    for row in rows:
-        terminal.write_out(
-            f"{row['weights']:<10}{row['bytes'] / 1e6:>12.2f}{row['mean_change']:>18.5f}{row['bias']:>16.5f}\n"
-        )
+    head = [f"{loaded.name} {loaded.dtype_name}", f"{ids.shape[1]:,} tokens of held-out conversation"]
+    show(head, ("weights", "MB/step", "mean |Δ log p|", "mean Δ log p"), [
+        (row["weights"], f"{row['bytes'] / 1e6:.2f}", f"{row['mean_change']:.5f}", f"{row['bias']:.5f}") for row in rows
+    ])  # fmt: skip
     return 0
 
 
-def print_served(head: str, rows) -> None:
-    """One line each."""
-    terminal.write_out(head + "\n")
-    terminal.write_out(f"{'':<30}{'prompt tokens':>15}{'new tokens':>12}{'seconds':>10}{'new tok/s':>12}\n")
-    for f in rows:
-        counts = f"{f['label']:<30}{f['prompt_tokens']:>15,}{f['generated']:>12,}"
-        terminal.write_out(f"{counts}{f['seconds']:>10.2f}{f['tok_s']:>12,.1f}\n")
+def show(head, names, rows) -> None:
+    """Facts of the run, then the table, as wide as the terminal allows."""
+    width = layout.columns(sys.stdout)
+    terminal.write_out("\n".join([layout.joined(head, width), *layout.table(names, rows, width)]) + "\n")
 
 
 def made(loaded, weights) -> dict:
@@ -260,7 +259,7 @@ def report(args, loaded, rotation, peak: float, others: float | None) -> None:
         }  # fmt: skip
         terminal.write_out(to_json(facts | {"rows": [row.figures() for row in rows]}) + "\n")
     else:
-        print_table(head, rows, others, native.library()[1])
+        print_table(head, rows, others, code_text())
     if args.plot and rows:
         from nanokv.bench.plot import plot
 
@@ -290,15 +289,15 @@ def print_table(head: str, rows, others: float | None, code: str) -> None:
     if (others or 0) > NOISY:
         noise.append(f"others keep {others:.1f} cores busy")
     peak = peak_bytes()
-    head += f" · peak memory {peak / 1e9:.1f} GB" if peak else ""
-    terminal.write_out(head + (f" · noisy: {', '.join(noise)}" if noise else "") + f"\n{code}\n")
-    wide = max((len(row.runner.label) for row in rows), default=6)
-    columns = ("context", "prefill tok/s", "decode tok/s", "ms/step", "±", "MB/step", "GB/s", "% of limit")
-    terminal.write_out(" " * wide + "{:>8}{:>15}{:>14}{:>10}{:>6}{:>11}{:>8}{:>12}\n".format(*columns))
+    parts = [*head.split(" · "), *([f"peak memory {peak / 1e9:.1f} GB"] if peak else []),
+             *([f"noisy: {', '.join(noise)}"] if noise else [])]  # fmt: skip
+    names = ("", "context", "prefill tok/s", "decode tok/s", "ms/step", "±", "MB/step", "GB/s", "% of limit")
+    lines = []
     for row in rows:
         f, spread = row.figures(), "–" if row.spread is None else f"{row.spread / 2:.0%}"
-        terminal.write_out(
-            f"{row.runner.label:<{wide}}{row.context:>8,}{f['prefill_tok_s']:>15,.0f}{f['decode_tok_s']:>14,.1f}"
-            f"{row.decode_s * 1e3:>10.2f}{spread:>6}{row.bytes / 1e6:>11,.1f}"
-            f"{f['gigabytes_per_second']:>8.2f}{row.share:>12.1%}\n"
-        )
+        lines.append((
+            row.runner.label, f"{row.context:,}", f"{f['prefill_tok_s']:,.0f}", f"{f['decode_tok_s']:,.1f}",
+            f"{row.decode_s * 1e3:.2f}", spread, f"{row.bytes / 1e6:,.1f}", f"{f['gigabytes_per_second']:.2f}",
+            f"{row.share:.1%}",
+        ))  # fmt: skip
+    show([*parts, code], names, lines)

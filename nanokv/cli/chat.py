@@ -4,7 +4,9 @@ A person at both ends gets the prompt (chat_repl.py); anything else is a script 
 (chat_pipe.py). This file is imported before arguments are parsed: no torch, no prompt_toolkit.
 """
 
-from nanokv.cli import beams, speculation
+import sys
+
+from nanokv.cli import beams, layout, speculation
 from nanokv.cli.arguments import (
     add_model_arguments,
     add_sampling_arguments,
@@ -19,10 +21,10 @@ EXAMPLES = (
     "printf 'Hi\\nWho are you?\\n' | nanokv chat",
 )
 DESCRIPTION = (
-    "Talk with a model; its KV cache lives across turns and is shown after every answer. Piped stdin: one line is one\n"
-    "turn, one line is one answer; there a line /help is a message too. A whole document as one prompt is the job of\n"
+    "Talk with a model; its KV cache lives across turns and is shown after every answer. Piped stdin: one line is one "
+    "turn, one line is one answer; there a line /help is a message too. A whole document as one prompt is the job of "
     "`nanokv generate`.\n"
-    "What is typed while an answer comes is kept and carried out line by line after it; Ctrl-C stops the answer and\n"
+    "What is typed while an answer comes is kept and carried out line by line after it; Ctrl-C stops the answer and "
     "leaves what was typed in the input line, unsent."
 )
 
@@ -71,5 +73,6 @@ def list_sessions() -> int:
     for name, modified, turns, model, words in listing(state_folder() / "sessions"):
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(modified))
         name, model, words = map(sanitize_line, (name, model, words[:50]))
-        write_out(f"{name}  {when}  {turns:>3} turns  {model}  {words}\n")
+        line = f"{name}  {when}  {turns:>3} turns  {model}  {words}"
+        write_out(layout.paragraph(line, layout.columns(sys.stdout, None), rest="    ") + "\n")
     return 0

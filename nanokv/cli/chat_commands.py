@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from nanokv.cli import chat_files, inspector
+from nanokv.cli import chat_files, inspector, layout
 from nanokv.cli.arguments import SETTINGS, nearest, parse_setting
 from nanokv.cli.beams import refuse_draw
 from nanokv.cli.files import ask_to_replace, user_path
@@ -25,6 +25,9 @@ CHOICES = {
 }
 OF_SESSION = ("overflow", "loop_guard")  # the others belong to the view
 LONGEST_FILE = 16_000_000  # bytes that /read takes
+KEYS = (
+    "Enter send", "Alt-Enter, Ctrl-J newline", '""" block', "Ctrl-R search", "Ctrl-X Ctrl-E editor", "Ctrl-D leave",
+)  # fmt: skip
 WHOLE_TEXT = ("/system", "/edit")  # what follows them may have several lines
 
 
@@ -33,12 +36,19 @@ class Goodbye(Exception):
 
 
 def parse(text):
-    """(name, rest) of a command, or None when the text is a message: a path, `//text`, several lines, or no slash."""
+    """(name, rest) of a command, or None when the text is a message: a path, `//text`, several lines, or no slash.
+
+    Upper and lower case are the same. `/ cache` is no message but a slip: `run` says so.
+    """
     if text.strip() in ("exit", "quit"):
         return "/exit", ""
     first, _, rest = text.strip().partition(" ")
+    if first == "/" and "\n" not in rest:
+        name = f"/{rest.split()[0].lower()}" if rest.strip() else ""
+        return (f"/ {name[1:]}".rstrip(), "") if not name or name in COMMANDS else None
     if not first.startswith("/") or first == "/" or "/" in first[1:] or "\n" in first:
         return None
+    first = first.lower()
     if "\n" in rest and first not in WHOLE_TEXT:
         return None
     return first, rest.strip()
@@ -47,7 +57,7 @@ def parse(text):
 def command_line(text):
     """(number, name) of the first line of a message that reads as a command, or None."""
     for number, line in enumerate(text.split("\n"), 1):
-        name = line.strip().partition(" ")[0]
+        name = line.strip().partition(" ")[0].lower()
         if name in COMMANDS:
             return number, name
     return None
@@ -56,12 +66,22 @@ def command_line(text):
 def run(chat, name, rest):
     """Carry out one command; an unknown one gets the nearest name and is never sent to the model."""
     if name not in COMMANDS:
-        close = nearest(name, COMMANDS)
-        raise NanoKVError(f"no command {name}", f"did you mean {close}?" if close else "/help lists them")
+        raise NanoKVError(f"no command {name}", suggestion(name))
     function = COMMANDS[name][0]
     if rest and function in ALONE:
         raise NanoKVError(f"{name} takes no argument, not {sanitize_line(rest[:20])!r}", f"{name}, alone")
     return function(chat, rest)
+
+
+def suggestion(name) -> str:
+    """What an unknown command was probably meant to be. The slash is not compared: it makes any two names alike."""
+    word = name.strip("/ ").replace("-", "_")
+    if word in ELSEWHERE:
+        return ELSEWHERE[word]
+    if word in (*SETTINGS, *CHOICES):
+        return f"did you mean /set {word}?"
+    close = nearest(word, [known[1:] for known in COMMANDS])
+    return f"did you mean /{close}?" if close else "/help lists them"
 
 
 def show_help(chat, rest):
@@ -69,9 +89,8 @@ def show_help(chat, rest):
     for name, (function, text) in COMMANDS.items():
         seen.setdefault(function, [text]).append(name)
     rows = [(" ".join(names[:1]) + "".join(f" (={n})" for n in names[1:]), text) for text, *names in seen.values()]
-    width = max(len(left) for left, _ in rows)
-    keys = "Enter send · Alt-Enter, Ctrl-J newline · \"\"\" block · Ctrl-R search · Ctrl-X Ctrl-E editor · Ctrl-D leave"
-    chat.view.say("\n".join([f"{left:<{width}}  {text}" for left, text in rows] + [keys]))
+    width = chat.width()
+    chat.view.say("\n".join([*layout.definitions(rows, width, ""), layout.joined(KEYS, width)]))
 
 
 def clear(chat, rest):
@@ -185,7 +204,7 @@ def resume(chat, rest):
 
 def drop(chat, rest):
     if not rest.isdecimal() or len(rest) > 9:
-        raise SessionError(f"/drop needs a number of turns, not {sanitize_line(rest[:20])!r}", "/drop 3")
+        raise SessionError(f"/drop needs a number of turns, not {sanitize_line(rest[:20])!r}", "/drop 1")
     before = chat.session.cache.length
     chat.session.drop(int(rest))
     chat.view.say(
@@ -250,7 +269,7 @@ def leave(chat, rest):
 
 
 COMMANDS = {
-    "/help": (show_help, "this list"),
+    "/help": (show_help, "this list"), "/?": (show_help, ""),
     "/clear": (clear, "forget the conversation, empty the cache"), "/reset": (clear, ""),
     "/system": (system, "TEXT: set the system prompt (\"\" removes it); alone: show it"),
     "/think": (think, "ask the model to think"), "/nothink": (no_think, "ask it not to"),
@@ -268,5 +287,10 @@ COMMANDS = {
     "/edit": (edit, "write the message in $EDITOR"),
     "/copy": (copy, "last answer to the clipboard"),
     "/exit": (leave, "leave (also exit, quit, Ctrl-D)"), "/bye": (leave, ""), "/quit": (leave, ""),
+}  # fmt: skip
+_MODEL = "a chat keeps its model: /exit, then nanokv chat -m NAME (nanokv models lists names)"
+ELSEWHERE = {  # commands of other programs → what does it here
+    "model": _MODEL, "models": _MODEL, "new": "did you mean /clear?", "redo": "did you mean /retry?",
+    "history": "/tokens shows the last prompt, /save FILE writes the conversation",
 }  # fmt: skip
 ALONE = (show_help, clear, think, no_think, show_cache, show_tokens, undo, retry, resume, copy, leave)

@@ -5,10 +5,9 @@ and on the disk. Errors of one turn are told and the chat goes on, the message w
 """
 
 import contextlib
-import shutil
 import traceback
 
-from nanokv.cli import chat_commands, transcript
+from nanokv.cli import chat_commands, layout, transcript
 from nanokv.cli.chat_start import make_session
 from nanokv.cli.chat_view import Progress, View
 from nanokv.cli.files import confirm
@@ -35,7 +34,7 @@ def run(args) -> int:
         def announce(plan):
             nonlocal keyboard
             if not args.quiet:
-                write_err(view.err.dim(f"{plan.banner()} · /help") + "\n")
+                view.say(layout.joined([*plan.banner(), "/help"], view.width()))
             from nanokv.cli.chat_keyboard import open_keyboard  # 0.2 s, after the banner
 
             keyboard = stack.enter_context(open_keyboard())
@@ -172,7 +171,7 @@ class Chat:
         write_err(text + "\n")
 
     def width(self) -> int:
-        return shutil.get_terminal_size().columns
+        return self.view.width() or 80
 
     # --- on the disk ----------------------------------------------------------------------------------------------
 

@@ -9,19 +9,22 @@ import sys
 import time
 from contextlib import nullcontext
 
-from nanokv.cli import REPORT, describe, speculation
+from nanokv.cli import REPORT, describe, layout, speculation
 from nanokv.cli.terminal import Sanitizer, Style, bytes_text, is_tty, sanitize_line, seconds_text, write_err, write_out
 from nanokv.text.thinking import ThinkSplitter
 
 LONGEST_PROBLEM = 400  # characters of an error line
 
-def status(turn, context) -> str:
-    """`  14 new + 0 reused → 8 out · first token 21 ms · 310 tok/s · cache 21/2,048 · 96.8 kB`"""
+def status(turn, context, width=None) -> str:
+    """`  14 new + 0 reused → 8 out · first token 21 ms · 310 tok/s · cache 21/2,048 · 96.8 kB`
+
+    In a terminal that is too narrow the cache stands on a line of its own.
+    """
     parts = [f"{turn.new:,} new + {turn.reused:,} reused → {turn.out:,} out"]
     parts += [f"first token {seconds_text(turn.ttft)}"] if turn.out else []
     parts += [f"{turn.tok_s:,.0f} tok/s"] if turn.tok_s else []
     parts += speculation.status(turn.speculation)
-    return "  " + " · ".join([*parts, f"cache {turn.cached:,}/{context:,}", bytes_text(turn.kv_bytes)])
+    return layout.joined([*parts, f"cache {turn.cached:,}/{context:,} · {bytes_text(turn.kv_bytes)}"], width, "  ")
 
 
 def ending(turn, session) -> str:
@@ -49,8 +52,14 @@ class View:
         self.markdown = "on" if args.markdown else "off"
 
     def say(self, text):
-        """One or more dim lines on stderr: status, hints, replies of commands."""
-        write_err("".join(self.err.dim(line) + "\n" for line in text.split("\n")))
+        """One or more dim lines on stderr: status, hints, replies of commands. A terminal gets no broken words."""
+        width = self.width()
+        lines = [part for line in text.split("\n") for part in _lines(line, width)]
+        write_err("".join(self.err.dim(line) + "\n" for line in lines))
+
+    def width(self):
+        """Columns of the terminal that stderr is; None for a pipe or a file, where a line stays whole."""
+        return layout.columns(sys.stderr, None)
 
     def problem(self, error):
         """An error that the chat survives: one line, and one for the hint. Our own bugs are named by their type."""
@@ -82,7 +91,13 @@ class View:
         if note := ending(turn, session):
             self.say(f"  {note}")
         if self.stats == "on" and not self.quiet:
-            self.say(status(turn, session.context))
+            self.say(status(turn, session.context, self.width()))
+
+
+def _lines(line, width):
+    text = line.lstrip(" ")
+    indent = line[: len(line) - len(text)]
+    return layout.paragraph(text, width, indent, indent + "  ").split("\n")
 
 
 class Writer:

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from nanokv import __version__
-from nanokv.cli import terminal
+from nanokv.cli import layout, terminal
 from nanokv.cli.arguments import add_model_arguments, environment
 from nanokv.cli.loading import available_memory, check_address_space, display_name, thread_count
 
@@ -54,11 +54,13 @@ def run(args) -> int:
         terminal.write_out(to_json(sections) + "\n")
         return 0
     style = terminal.Style(sys.stdout, args.color)
+    width = layout.columns(sys.stdout)
+    column = max(len(name) for rows in sections.values() for name in rows) + 4
     for title, rows in sections.items():
-        terminal.write_out(style.bold(title) + "\n")
-        for name, (value, origin) in rows.items():
-            line = f"  {name:<29} {terminal.sanitize_line(value)}"
-            terminal.write_out(line + (style.dim(f"   ({terminal.sanitize_line(origin)})") if origin else "") + "\n")
+        texts = {n: terminal.sanitize_line(v) + (f"   ({terminal.sanitize_line(o)})" if o else "")
+                 for n, (v, o) in rows.items()}  # fmt: skip
+        lines = layout.definitions(texts.items(), width, column=column)
+        terminal.write_out("\n".join([style.bold(title), *lines]) + "\n")
     return 0
 
 

@@ -7,6 +7,7 @@ formula's value; the two are printed side by side so that a difference shows. /t
 
 from collections import Counter
 
+from nanokv.cli import layout
 from nanokv.cli.terminal import bytes_text, sanitize_line
 
 COLOURS = {"s": "magenta", "u": "cyan", "a": "green"}
@@ -29,12 +30,14 @@ def draw(session, style, width=80) -> str:
     letters, per = cells(roles[:length], max(width - label - 12, 10))
     painted = "".join(getattr(style, COLOURS[letter])(letter) for letter in letters)
     counts = Counter(letter for letter, _ in roles[:length])
-    lines = [f"{length:,} of {session.context:,} tokens · 1 cell = {per:,} token{'s' * (per > 1)} · "
-             + " · ".join(f"{letter} {name} {counts[letter]:,}" for letter, name in
-                          (("s", "system"), ("u", "user"), ("a", "assistant")) if counts[letter])]
+    parts = [f"{length:,} of {session.context:,} tokens", f"1 cell = {per:,} token{'s' * (per > 1)}"]
+    parts += [f"{letter} {name} {counts[letter]:,}" for letter, name in
+              (("s", "system"), ("u", "user"), ("a", "assistant")) if counts[letter]]  # fmt: skip
+    lines = [layout.joined(parts, width)]
     for i, layer in enumerate(cache):
         lines.append(f"layer {i:>2} ".ljust(label) + painted + "  " + bytes_text(layer.nbytes))
-    return "\n".join(lines + [formula(config, cache, length)] + ([session.why] if session.why else []))
+    lines += [layout.paragraph(text, width) for text in (formula(config, cache, length), session.why) if text]
+    return "\n".join(lines)
 
 
 def formula(config, cache, length) -> str:

@@ -42,11 +42,11 @@ class Plan:
     cache_name: str
     cache_options: dict
 
-    def banner(self) -> str:
-        """nanokv 0.1.0 · tiny (3.1 M, fp32, 2 threads) · cache dict · context 2,048"""
+    def banner(self) -> list[str]:
+        """The parts of: nanokv 0.1.0 · tiny 3.1 M fp32 · 2 threads · cache dict · context 2,048"""
         where = f"{self.threads} thread{'s' * (self.threads > 1)}" if self.device == "cpu" else self.device
-        inside = f"{count_text(parameters(self.config))}, {SHORT[self.dtype_name]}, {where}"
-        return f"nanokv {__version__} · {self.name} ({inside}) · cache {self.cache_name} · context {self.context:,}"
+        model = f"{self.name} {count_text(parameters(self.config))} {SHORT[self.dtype_name]}"
+        return [f"nanokv {__version__}", model, where, f"cache {self.cache_name}", f"context {self.context:,}"]
 
 
 @dataclass
@@ -112,11 +112,18 @@ def faster(model, args):
     quantize = getattr(args, "quantize", None)
     if not quantize and not getattr(args, "fast", False):
         return model
-    from nanokv.fast import native, optimize
+    from nanokv.fast import optimize
 
     model = optimize(model, quantize)
-    notice(f"fast: {model.weights} weights, {native.library()[1]}", args)
+    notice(f"fast: {model.weights} weights, {code_text()}", args)
     return model
+
+
+def code_text() -> str:
+    """Which code decodes; of the 80 hexadecimal digits in the name of the kernels' file the first eight tell enough."""
+    from nanokv.fast import native
+
+    return re.sub(r"(kernels-[0-9a-f]{8})[0-9a-f]+-[0-9a-f]+", r"\1…", native.library()[1])
 
 
 def plan_model(args) -> Plan:

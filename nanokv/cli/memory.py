@@ -10,10 +10,10 @@ from pathlib import Path
 
 from nanokv import costs
 from nanokv.cache.options import KINDS, check_options
-from nanokv.cli import terminal
+from nanokv.cli import layout, terminal
 from nanokv.cli.arguments import add_model_arguments, integer
 from nanokv.cli.files import add_force, ask_to_replace
-from nanokv.cli.loading import available_memory, choose_dtype, display_name
+from nanokv.cli.loading import available_memory, choose_dtype, count_text, display_name
 from nanokv.cli.text import to_json
 from nanokv.config import Config
 from nanokv.costs.memory import FAMILY, SHORT, Estimate, binary, decimal, parse_size
@@ -100,18 +100,29 @@ def text(estimate: Estimate, memory, checked, style) -> str:
     """The rows with their formulas, what fits, the check, and the table of the family."""
     crossover = estimate.crossover
     note = "never reaches the weights" if crossover is None else f"equals the weights at {crossover:,} tokens"
-    rows, lines = estimate.rows(), []
-    width = max(45, *(len(formula) for _, formula, _ in rows))
-    for i, (name, formula, count) in enumerate(rows):
-        end = f"      {note}" if i == len(rows) - 1 else ""
-        lines.append(f"{name:<12} {formula:<{width}} {decimal(count):<9}{binary(count):>11}{end}")
+    width = layout.columns(sys.stdout)
     both = f"{estimate.weights:,} + {estimate.total - estimate.weights:,} B"
-    lines.append(f"{'together':<12} {both:<{width}} {decimal(estimate.total):<9}{binary(estimate.total):>11}")
+    rows = [*estimate.rows(), ("together", both, estimate.total)]
+    *each, together = formula_lines(rows, width)
+    lines = [*each, layout.paragraph(note, width, " " * 13), together]
     if memory is not None:
-        lines += ["", fits_text(estimate, memory)]
+        lines += ["", layout.paragraph(fits_text(estimate, memory), width)]
     if checked is not None:
-        lines += ["", check_text(checked)]
-    return "\n".join([*lines, "", *table(estimate, memory, style)]) + "\n"
+        lines += ["", layout.paragraph(check_text(checked), width)]
+    return "\n".join([*lines, "", *table(estimate, memory, style, width)]) + "\n"
+
+
+def formula_lines(rows, width: int) -> list[str]:
+    """(what, formula, bytes) as text: one line each, or two where a formula is too long for the terminal."""
+    long = max(len(formula) for _, formula, _ in rows)
+    lines = []
+    for name, formula, count in rows:
+        both = f"{decimal(count):<9}{binary(count):>11}"
+        if 13 + long + 1 + len(both) <= width:
+            lines.append(f"{name:<12} {formula:<{long}} {both}")
+        else:
+            lines.append(f"{name:<12} {both}\n" + layout.paragraph(formula, width, "  "))
+    return lines
 
 
 def fits_text(estimate: Estimate, memory: int) -> str:
@@ -141,23 +152,23 @@ def family(estimate: Estimate) -> list[Estimate]:
     return rows if estimate.config in FAMILY.values() else [estimate, *rows]
 
 
-def table(estimate: Estimate, memory, style) -> list[str]:
-    """One line a model; the one that was asked for is marked."""
+def table(estimate: Estimate, memory, style, width: int) -> list[str]:
+    """One line per model; the one that was requested is marked."""
     about = f"{SHORT[estimate.dtype]}, {estimate.cache} cache, {estimate.batch:,} × {estimate.context:,} tokens"
-    head = ("", "parameters", "weights", "KV / token", "a sequence", "all", "= weights at", "batch fits")
-    form = "{:<17}{:>15}{:>11}{:>12}{:>12}{:>11}{:>15}{:>12}"
-    lines = [style.dim(about), style.bold(form.format(*head).removesuffix("" if memory else f"{head[-1]:>12}"))]
+    head = ("", "params", "weights", "KV / token", "a sequence", "all", "= weights at", "batch fits")
+    rows = []
     for row in family(estimate):
         mark = "▸ " if row.config == estimate.config else "  "
         one, whole = row.cached(row.context, 1), row.cached(row.context, row.batch)
         cells = (
-            mark + row.name.removeprefix("Qwen/")[:14], f"{costs.parameters(row.config):,}", decimal(row.weights),
+            mark + row.name.removeprefix("Qwen/")[:14], count_text(costs.parameters(row.config)), decimal(row.weights),
             decimal(row.per_token), binary(one), binary(whole),
             "never" if row.crossover is None else f"{row.crossover:,}",
             f"{row.max_batch(memory):,}" if memory else "",
         )  # fmt: skip
-        lines.append(form.format(*cells).rstrip())
-    return lines
+        rows.append(cells if memory else cells[:-1])
+    lines = layout.table(head if memory else head[:-1], rows, width)
+    return [style.dim(layout.paragraph(about, width)), *lines]
 
 
 # --- JSON ---------------------------------------------------------------------------------------------------------

@@ -1,8 +1,9 @@
 """`nanokv profile`: where the time of one prefill and one decode step goes, each part beside its floor."""
 
+import sys
 from dataclasses import asdict
 
-from nanokv.cli import terminal
+from nanokv.cli import layout, terminal
 from nanokv.cli.arguments import add_model_arguments, integer
 from nanokv.cli.loading import load_model
 from nanokv.cli.random_model import RANDOM, load_random
@@ -42,8 +43,9 @@ def run(args) -> int:
         return 0
     terminal.write_out(f"{loaded.name} {loaded.dtype_name} {args.weights} · cache {loaded.cache_name}\n")
     for phase in found:
-        terminal.write_out(f"\n{phase.name:<34}{'ms':>10}{'floor ms':>10}\n")
-        for part in phase.parts:
-            terminal.write_out(f"  {part.name:<32}{part.seconds * 1e3:>10.3f}{part.floor * 1e3:>10.3f}   {part.work}\n")
-        terminal.write_out(f"  {'together':<32}{phase.seconds * 1e3:>10.3f}{phase.floor * 1e3:>10.3f}\n")
+        rows = [(f"  {part.name}", part.seconds, part.floor, part.work) for part in phase.parts]
+        rows += [("  together", phase.seconds, phase.floor, "")]
+        cells = [(name, f"{1e3 * taken:.3f}", f"{1e3 * floor:.3f}", work) for name, taken, floor, work in rows]
+        lines = layout.table(("", "ms", "floor ms", "work"), cells, layout.columns(sys.stdout), left=(0, 3))
+        terminal.write_out("\n".join(["", phase.name, *lines]) + "\n")
     return 0

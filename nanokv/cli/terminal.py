@@ -15,6 +15,7 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
+from nanokv.cli import layout
 from nanokv.errors import NanoKVError
 from weights_loader.strict import bounded
 
@@ -123,9 +124,12 @@ def write_err(text: str) -> None:
 
 
 def notice(text: str, args) -> None:
-    """One dim line on stderr, unless --quiet."""
+    """One dim line on stderr, unless --quiet; a terminal that is too narrow gets it on several, broken at ` · `."""
     if not args.quiet:
-        write_err(Style(sys.stderr, args.color).dim(message_line(text)) + "\n")
+        style, width = Style(sys.stderr, args.color), layout.columns(sys.stderr, None)
+        indent = text[: len(text) - len(text.lstrip(" "))]
+        lines = layout.joined(message_line(text.lstrip(" ")).split(" · "), width, indent).split("\n")
+        write_err("".join(style.dim(line) + "\n" for line in lines))
 
 
 def warning(text: str) -> None:

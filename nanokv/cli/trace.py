@@ -17,7 +17,7 @@ from nanokv.config import Config
 from nanokv.errors import ContextError, NanoKVError
 
 EXAMPLES = (
-    'nanokv trace --chat "My name is Zorbla. What is my name?" --open',
+    'nanokv trace --chat "What is a KV cache?" --open',
     'nanokv trace --prompt "What is a KV cache?" --chat -n 40 -o trace.html --layers 0,5',
     'nanokv trace --chat "Reverse: moon, kettle, blorf" --fault start_pos_restarts',
 )

@@ -17,8 +17,10 @@ EXAMPLES = (
     "nanokv verify Qwen/Qwen3-0.6B --json",
     "nanokv verify ./my-checkpoint --against Qwen/Qwen3-0.6B",
 )
-DESCRIPTION = """Compare a checkpoint with transformers (if installed), operation by operation; or with another
-checkpoint (--against). Names the first layer and operation that differ. Here exit code 1 means: it differs."""
+DESCRIPTION = (
+    "Compare a checkpoint with transformers (if installed), operation by operation; or with another checkpoint "
+    "(--against). Names the first layer and operation that differ. Here exit code 1 means: it differs."
+)
 CONTEXT = 512  # all prompts and answers are shorter: only so much cache is asked of the memory check
 
 
@@ -30,7 +32,10 @@ def add_arguments(parser) -> None:
     parser.add_argument("--alone", action="store_true", help="do not use transformers, even if it is installed")
     parser.add_argument("--json", action="store_true", help="one JSON object with every operation of every layer")
     parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a hub MODEL")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="default: float32, where equal means 1e-5")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="float32", metavar="TYPE",
+        help="auto, float32, bfloat16 or float16 (default: float32, where equal means 1e-5)",
+    )  # fmt: skip
     parser.add_argument("--threads", metavar="N", type=integer(1, 4096), help="CPU threads (default: all cores)")
     parser.add_argument("--offline", action="store_true", help="never ask the network")
 

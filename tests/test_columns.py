@@ -1,0 +1,211 @@
+"""What is printed fits terminals of 80, 60 and 40 columns: lines break between words or at a separator, nowhere else.
+
+The layout itself, every help page, the tables, and the chat on a real screen whose width changes.
+"""
+
+import re
+import types
+
+import pytest
+
+from chat_terminal import Terminal, chat_argv
+from nanokv.cli import COMMANDS, bench, layout, main
+from nanokv.cli.chat_view import status
+
+WIDTHS = (80, 60, 40)
+
+
+@pytest.fixture
+def printed(monkeypatch, capsys):
+    """printed(width, *argv) → stdout of the command in a terminal of that width."""
+
+    def run(width, *argv):
+        monkeypatch.setenv("COLUMNS", str(width))
+        assert main([str(word) for word in argv]) == 0
+        return capsys.readouterr().out
+
+    return run
+
+
+def too_wide(text, width):
+    """Lines wider than the terminal, but for a single word (a path) that no break could mend."""
+    return [line for line in text.splitlines() if layout.cells(line) > width and len(line.split()) > 1]
+
+
+def words(text):
+    """What is read, without the marks of a break."""
+    return [word for word in text.split() if word not in ("·", "\\")]
+
+
+# --- the layout -----------------------------------------------------------------------------------------------------
+
+
+def test_words_stay_whole():
+    text = "--max-new-tokens is a/very/long/path/that/has/no/blank/anywhere/in/it, and state-of-the-art stays"
+    for width in (20, 40, 60):
+        shown = layout.paragraph(text, width, "  ", "    ")
+        assert shown.split() == text.split() and too_wide(shown, width) == []
+        assert shown.startswith("  --max") and all(line.startswith("    ") for line in shown.splitlines()[1:])
+    assert layout.paragraph(text, None) == text
+
+
+def test_cells_count_what_a_terminal_shows():
+    assert layout.cells("日本") == 4 and layout.cells("e\u0301") == 1 and layout.cells("a · b") == 5
+    assert layout.paragraph("日本 日本 日本 日本 日本", 20).splitlines() == ["日本 日本 日本 日本", "日本"]
+
+
+def test_lines_break_at_the_separator_and_drop_it():
+    parts = ["14 new + 105 reused → 8 out", "first token 21 ms", "1,310 tok/s"]
+    assert layout.joined(parts, None, "  ") == "  " + " · ".join(parts)
+    assert layout.joined(parts, 40, "  ").splitlines() == [
+        "  14 new + 105 reused → 8 out", "  first token 21 ms · 1,310 tok/s",
+    ]  # fmt: skip
+    long = layout.joined(["one part of many words", "b"], 20, "  ")
+    assert long.splitlines() == ["  one part of many", "  words", "  b"]
+
+
+def test_a_command_line_can_be_copied_from_a_narrow_terminal(tmp_path):
+    """A backslash ends each line but the last, no quoted text is broken: the shell sees the same words."""
+    import subprocess
+
+    line = """printf '%s|' nanokv generate "What is a KV cache?" --chat -n 40 -o trace.html --layers 0,5 'a  b'"""
+    for width in (20, 40, 60):
+        shown = layout.shell(line, width)
+        assert len(shown.splitlines()) > 1
+        same = [subprocess.run(["sh", "-c", text], capture_output=True, check=True).stdout for text in (line, shown)]
+        assert same[0] == same[1]
+
+
+def test_a_table_becomes_records_where_it_does_not_fit():
+    head, rows = ("", "prefill tok/s", "GB/s"), [("tiny dict", "3,100", "9.5"), ("tiny paged", "900", "")]
+    assert layout.table(head, rows, 80) == [
+        "            prefill tok/s  GB/s", "tiny dict           3,100   9.5", "tiny paged            900",
+    ]  # fmt: skip
+    assert layout.table(head, rows, 30)[0].split() == ["prefill"]
+    assert layout.table(head, rows, 20) == [
+        "tiny dict", "    prefill tok/s\n    3,100\n    GB/s 9.5", "tiny paged", "    prefill tok/s\n    900",
+    ]  # fmt: skip
+
+
+def test_the_width_of_a_pipe(monkeypatch, tmp_path):
+    """A file has 80 columns for tables and no limit for a status line, which programs read line by line."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    with (tmp_path / "file").open("w") as file:
+        assert layout.columns(file) == 80 and layout.columns(file, None) is None
+    assert layout.columns(None) == 80
+    monkeypatch.setenv("COLUMNS", "3")
+    assert layout.columns(None) == layout.NARROWEST
+
+
+# --- help and tables ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["", *COMMANDS])
+def test_help_fits(printed, name):
+    argv = [*filter(None, [name]), "--help"]
+    whole = printed(100, *argv)
+    for width in WIDTHS:
+        shown = printed(width, *argv)
+        assert too_wide(shown, width) == [] and max(map(len, shown.splitlines())) > width / 2
+        assert words(shown) == words(whole)
+
+
+MEMORY = (
+    ["tiny"], ["Qwen/Qwen3-0.6B", "--context", "32768", "--batch", "4"],
+    ["tiny", "--cache", "quantized:k_bits=8:v_bits=4", "--fits", "24GiB"],
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("argv", MEMORY, ids=" ".join)
+def test_memory_fits_and_says_the_same(printed, argv):
+    whole = printed(200, "memory", *argv)
+    numbers = re.compile(r"[\d,.]+ (?:[KMG]i?B|B)\b")
+    for width in WIDTHS:
+        shown = printed(width, "memory", *argv)
+        assert too_wide(shown, width) == []
+        assert sorted(numbers.findall(shown)) == sorted(numbers.findall(whole))
+    table = next(line for line in printed(80, "memory", *argv).splitlines() if line.startswith("▸"))
+    assert len(re.findall(r"[KMG]i?B", table)) == 3, "at 80 columns it is a table"
+
+
+def test_env_fits(printed, monkeypatch):
+    monkeypatch.setattr("nanokv.cli.env.available_memory", lambda device: 22_600_000_000)
+    whole = printed(200, "env")
+    for width in WIDTHS:
+        shown = printed(width, "env")
+        assert too_wide(shown, width) == []
+        assert words(shown.replace(f"{width}\n", "200\n")) == words(whole)  # the value of COLUMNS
+
+
+def bench_row(context):
+    figures = {"prefill_tok_s": 7951.2, "decode_tok_s": 316.7, "gigabytes_per_second": 3.96}
+    runner = types.SimpleNamespace(label="nanokv fast dict")
+    numbers = {"context": context, "spread": 0.3, "decode_s": 0.00316, "bytes": 12_500_000, "share": 0.22}
+    return types.SimpleNamespace(runner=runner, figures=lambda: figures, **numbers)
+
+
+def test_bench_fits(monkeypatch, capsys):
+    head = "tiny float32 · 2 threads · read bandwidth 18.0 GB/s · products 96 GFLOP/s (measured now)"
+    for width in WIDTHS:
+        monkeypatch.setenv("COLUMNS", str(width))
+        bench.print_table(head, [bench_row(128), bench_row(1024)], 1.1, "native kernels (c++, /cache/kernels-d030….so)")
+        shown = capsys.readouterr().out
+        assert too_wide(shown, width) == []
+        assert shown.count("nanokv fast dict") == 2 and shown.count("7,951") == 2 and shown.count("22.0%") == 2
+        assert ("nanokv fast dict      128" in shown) is (width == 80), "a table where it fits"
+
+
+# --- the chat -------------------------------------------------------------------------------------------------------
+
+
+def test_the_status_line_breaks_before_the_cache():
+    turn = types.SimpleNamespace(new=14, reused=105, out=8, ttft=0.021, tok_s=1310.4, cached=121, kv_bytes=557_568,
+                                 speculation=None)  # fmt: skip
+    assert status(turn, 2048, 80).splitlines() == [
+        "  14 new + 105 reused → 8 out · first token 21 ms · 1,310 tok/s", "  cache 121/2,048 · 558 kB",
+    ]  # fmt: skip
+    assert "\n" not in status(turn, 2048) and len(status(turn, 2048, 100).splitlines()) == 1
+
+
+def test_the_banner_of_the_bundled_model_is_one_line_of_80_columns(monkeypatch):
+    from nanokv.cli import chat, make_parser
+    from nanokv.cli.loading import plan_model
+
+    args = make_parser("chat", chat).parse(["--threads", "16"])
+    banner = layout.joined([*plan_model(args).banner(), "/help"], 80)
+    assert banner == "nanokv 0.1.0 · tiny 3.1 M fp32 · 16 threads · cache dict · context 2,048 · /help"
+
+
+def resize(chat, width, lines=60):
+    chat.child.setwinsize(lines, width)
+    chat.screen.resize(lines, width)
+    chat.clear()
+
+
+def test_no_word_is_broken_on_the_screen(tiny_folder, tmp_path):
+    """Banner, status line, /help and /cache at 40, 60 and 80 columns: each word of them stands whole on the screen."""
+    from nanokv.cli.chat_commands import COMMANDS as SLASH
+    from nanokv.cli.chat_commands import KEYS
+
+    env = {"XDG_STATE_HOME": str(tmp_path), "NANOKV_NO_HISTORY": "1"}
+    chat = Terminal(chat_argv(tiny_folder, "-n", "4", "--threads", "1"), env, 40, 60)
+    try:
+        chat.see(r"^> *$")
+        begin = " ".join(words(chat.text.split(">")[0]))
+        assert begin.endswith("tiny-random 0.2 M fp32 1 thread cache dict context 512 /help")
+        for width in (40, 60, 80):
+            resize(chat, width)
+            chat.ask("My name is Zorbla.", "first token")
+            last = re.sub(r"(?s).*?(\d+ new)", r"\1", chat.text.split("context ▕")[0])
+            assert re.search(r"\d+ new \+ \d+ reused → 4 out first token [\d.]+ m?s .*cache \d+/512 [\d.]+ k?B",
+                             " ".join(words(last)))  # fmt: skip
+            chat.ask("/help", "Ctrl-D leave")
+            shown = " ".join(words(chat.text))
+            texts = [text for _, text in SLASH.values() if text]
+            assert [text for text in (*texts, *KEYS) if " ".join(text.split()) not in shown] == []
+            chat.ask("/cache", r"measured|tokens =")
+            shown = " ".join(words(chat.text))
+            assert "of 512 tokens 1 cell =" in shown and "KV heads × 32 × 4 B ×" in shown
+            assert re.search(r"= [\d,]+ B measured [\d,]+ B", shown) and re.search(r"layer 2 [ua]+ [\d.]+ kB", shown)
+    finally:
+        chat.stop()
