@@ -47,6 +47,10 @@ class TokenizerError(NanoKVError):
     """Text or ids that the tokenizer cannot handle."""
 
 
+class TokenIdsError(GenerationError, TokenizerError, IndexError):
+    """Something else stands where token ids belong, or an id that the vocabulary does not have."""
+
+
 class TemplateError(NanoKVError):
     """The chat template is broken, hostile, or refuses these messages."""
 

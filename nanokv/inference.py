@@ -12,6 +12,8 @@ import torch
 
 from nanokv.attention import Causal, Decode, Masked, is_causal
 from nanokv.cache.base import NoCache
+from nanokv.errors import CacheError
+from nanokv.text.ids import id_rows
 
 
 @torch.inference_mode()
@@ -51,6 +53,7 @@ def prefill_chunks(model, tokens, cache, start_pos: int = 0, chunk: int = 512):
 def decode(model, token, cache, start_pos: int):
     """Append one token to the cache, return the logits that follow it. token (B,1) → (B,V)."""
     token = token_ids(model, token)
+    check_cache(cache)
     if token.shape[1] != 1:
         raise ValueError(f"decode takes one token a row, got {token.shape[1]}: prefill takes any number")
     mask = cache.mask(1)  # None, unless rows differ in length
@@ -71,6 +74,7 @@ def verify(model, tokens, cache, start_pos: int):
 def _append(model, tokens, cache, start_pos):
     """Any T new tokens over what is cached → hidden states (B,T,C)."""
     tokens = token_ids(model, tokens)
+    check_cache(cache)
     return model(tokens, cache, start_pos, attention_over(cache, tokens.shape[1], tokens.device))
 
 
@@ -82,15 +86,23 @@ def attention_over(cache, T, device):
     return Causal(keys=mask.shape[1]) if is_causal(mask) else Masked(mask.to(device))
 
 
-def token_ids(model, tokens):
-    """Ids as a (B,T) int64 tensor on the model's device; anything else is refused before work starts."""
-    tokens = torch.as_tensor(tokens, device=model.embed_tokens.weight.device)
-    if tokens.dim() != 2 or tokens.numel() == 0 or tokens.dtype not in (torch.int64, torch.int32):
-        got = f"{tuple(tokens.shape)} {tokens.dtype}"
-        raise ValueError(f"token ids must be a (B,T) integer tensor with B and T ≥ 1, got {got}")
-    if tokens.device.type == "cpu":  # elsewhere a look at the values would wait for the device at every token
-        low, high = tokens.aminmax()
-        if low < 0 or high >= model.config.vocab_size:
-            wrong = int(low) if low < 0 else int(high)
-            raise IndexError(f"token id {wrong} is outside the vocabulary 0 … {model.config.vocab_size - 1}")
-    return tokens.long()
+def check_cache(cache):
+    """CacheError for a name, or None, where a cache belongs."""
+    if not hasattr(cache, "mask"):
+        name = cache if isinstance(cache, str) else "dict"
+        raise CacheError(f"cache is {cache!r}: a KVCache was expected", f'make_cache("{name}", model.config)')
+
+
+def token_ids(model, ids):
+    """Ids, a list, an array or a tensor (B,T), as int64 on the model's device; TokenIdsError before any work.
+
+    What is right already costs two comparisons; on a device its values are not looked at, that would wait for it.
+    """
+    device, vocabulary = model.embed_tokens.weight.device, model.config.vocab_size
+    if isinstance(ids, torch.Tensor) and ids.dim() == 2 and ids.numel() and ids.dtype in (torch.int64, torch.int32):
+        if ids.device.type != "cpu":
+            return ids.to(device, torch.int64)
+        low, high = ids.aminmax()
+        if low >= 0 and high < vocabulary:
+            return ids.to(device, torch.int64)
+    return torch.tensor(id_rows(ids, vocabulary), device=device)  # (B,T); or it says what is wrong

@@ -18,6 +18,7 @@ def load(source="tiny", dtype=torch.float32, device="cpu", revision=None, check_
     check_finite also reads every weight, 0.1 to 0.2 s per GB on two cores, and refuses NaN and infinity: softmax can
     turn those into logits that are finite and wrong.
     """
+    weights_loader.check_target(dtype, device)
     folder = weights_loader.resolve(source, revision=revision)
     Config.from_folder(folder)  # refuse what is not implemented before a byte of weights is read
     generation_config = GenerationConfig.from_folder(folder)

@@ -42,7 +42,10 @@ ONLY = {
     "nanokv.model": {"nanokv.config", "nanokv.rope"},
     "nanokv.attention": {"nanokv.errors"},
     "nanokv.errors": {"weights_loader"},
-    "nanokv.inference": {"nanokv.attention", ("nanokv.cache.base", "NoCache"), ("nanokv.cache", "NoCache")},
+    "nanokv.inference": {
+        "nanokv.attention", "nanokv.errors", "nanokv.text.ids",
+        ("nanokv.cache.base", "NoCache"), ("nanokv.cache", "NoCache"),
+    },
     "nanokv.cache": {
         ("nanokv.attention", "causal_mask"), "nanokv.errors", "nanokv.cache", "nanokv.cache.options", "weights_loader",
         ("nanokv.rope", "apply_rope"), ("nanokv.rope", "rope_frequencies"),  # sinks move: their keys are turned on

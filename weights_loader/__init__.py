@@ -9,13 +9,20 @@ of dense Qwen3 and nothing of nanokv; it does not build a model. torch is import
 import os
 import warnings
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from . import names
 from .strict import CheckpointError, CheckpointWarning, quote, read_object
 
-__all__ = ["BUNDLED", "CheckpointError", "CheckpointWarning", "check_hashes", "config_file", "load", "resolve"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "BUNDLED", "CheckpointError", "CheckpointWarning", "check_hashes", "check_target", "config_file", "load", "resolve",
+]  # fmt: skip
 
 BUNDLED = {"tiny": Path(__file__).parent / "checkpoints" / "tiny"}
+SPELLED = {"fp16": "float16", "half": "float16", "float16": "float16", "bf16": "bfloat16", "bfloat16": "bfloat16"}
 LAYOUT = (
     "a model folder holds config.json, tokenizer.json, tokenizer_config.json and model.safetensors "
     "(or model.safetensors.index.json with its shards)"
@@ -28,13 +35,10 @@ def load(source, dtype=None, device="cpu", revision=None):
     dtype None keeps the stored types; on the CPU such tensors are views of the mapped file. lm_head.weight is there
     only if it differs from the embedding, and config["tie_word_embeddings"] says the same. Raises CheckpointError.
     """
-    import torch
-
     from . import shards
 
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise CheckpointError(f"dtype {dtype} is not a floating-point torch.dtype or None")
-    folder, device = resolve(source, revision), torch.device(device)
+    device = check_target(dtype, device)
+    folder = resolve(source, revision)
     config = read_object(folder / "config.json")
     try:
         entries = check(folder, config, shards.read_entries(folder))
@@ -46,6 +50,24 @@ def load(source, dtype=None, device="cpu", revision=None):
         place, reason = getattr(error, "filename", None) or folder, getattr(error, "strerror", None) or error
         raise CheckpointError(f"{place} cannot be read: {reason}") from error
     return config, state
+
+
+def check_target(dtype=None, device="cpu") -> "torch.device":
+    """The device, if weights can lie on it and have this dtype; CheckpointError before anything is downloaded."""
+    import torch
+
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        meant = SPELLED.get(str(dtype).removeprefix("torch."), "float32")
+        raise CheckpointError(f"dtype {dtype!r} is not a floating-point torch.dtype or None", f"dtype=torch.{meant}")
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise CheckpointError(f"device is {device!r}, which torch does not know", 'device="cpu" or "cuda"') from error
+    present = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
+    if (found.index or 0) >= (count := present.get(found.type, 1 << 8)):
+        why = f"torch {torch.__version__} sees {count} of its kind here"
+        raise CheckpointError(f"device is {device!r}, but {why}", 'device="cpu"')
+    return found
 
 
 def resolve(source, revision=None) -> Path:

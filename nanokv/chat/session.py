@@ -53,6 +53,9 @@ class Session:
 
     def __init__(self, model, tokenizer, cache=None, params=None, system=None, context=None, template_kwargs=None,
                  overflow="stop", loop_guard="off", make_generation=Generation):
+        for name, value, known in (("overflow", overflow, ("stop", "drop")), ("loop_guard", loop_guard, ("on", "off"))):
+            if value not in known:
+                raise SessionError(f"{name} is {value!r}: it must be {' or '.join(map(repr, known))}")
         self.make_generation = make_generation
         self.model, self.tokenizer = model, tokenizer
         self.cache = make_cache("dict", model.config) if cache is None else cache

@@ -141,5 +141,5 @@ def _rows(model, prompts, caches, params, max_new_tokens, eos_token_ids, chunk) 
         try:
             rows.append(Row(Generation(model, prompt, own, values, max_new_tokens, eos_token_ids, chunk=chunk)))
         except GenerationError as error:
-            raise GenerationError(f"prompt {b}: {error}", error.hint) from error
+            raise type(error)(f"prompt {b}: {error}", error.hint) from error
     return rows

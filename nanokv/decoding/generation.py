@@ -19,8 +19,9 @@ import torch
 
 from nanokv.cache import make_cache
 from nanokv.decoding.sample import check_sampling, logprob, sample
-from nanokv.errors import ContextError, GenerationError, UnsupportedError
-from nanokv.inference import decode, prefill
+from nanokv.errors import ContextError, GenerationError, TokenIdsError, UnsupportedError
+from nanokv.inference import check_cache, decode, prefill
+from nanokv.text.ids import id_list
 from nanokv.text.tokenizer import StreamDecoder
 
 LONGEST_PREFILL = 2048  # tokens in one forward; longer prompts go in parts, or the T×S mask alone takes gigabytes
@@ -81,9 +82,10 @@ def generate(model, ids, cache=None, max_new_tokens=64, temperature=0.0, top_k=0
              repetition_penalty=1.0, seed=None, eos_token_ids=None) -> Iterator[int]:  # fmt: skip
     """Yield up to max_new_tokens ids that continue `ids`, which are the tokens that are not yet in the cache.
 
-    ids: list of ints, (T,) or (1,T). An eos token ends it and is yielded, as in transformers' output. eos_token_ids:
-    None = the checkpoint's, [] = never stop. The arguments are checked at the call, before any work: ContextError if
-    the prompt does not fit, GenerationError for anything else. The penalty sees ids and what is generated.
+    ids: a list, an array or a tensor, (T,) or (1,T). An eos token ends it and is yielded, as in transformers' output.
+    eos_token_ids: None = the checkpoint's, [] = never stop. The arguments are checked at the call, before any work:
+    ContextError if the prompt does not fit, GenerationError for anything else. The penalty sees ids and what is
+    generated.
     """
     params = SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty, seed)
     if cache is None:
@@ -114,6 +116,7 @@ class Generation:
     def __init__(self, model, ids, cache, params=SamplingParams(), max_new_tokens=64, eos_token_ids=None,
                  history=None, should_stop=never, chunk=256):  # fmt: skip
         check_sampling(max_new_tokens=max_new_tokens)
+        check_cache(cache)
         self.model, self.cache, self.params, self.should_stop = model, cache, params, should_stop
         self.ids = prompt_ids(ids, model.config.vocab_size)
         self.max_new_tokens, self.chunk = max_new_tokens, chunk
@@ -343,20 +346,11 @@ def _overlap(text, stop):
 
 
 def prompt_ids(ids, vocab_size) -> list[int]:
-    """A prompt as a list of ints, every one of them checked."""
-    if isinstance(ids, torch.Tensor):
-        if ids.dim() not in (1, 2) or (ids.dim() == 2 and ids.shape[0] != 1) or ids.is_floating_point():
-            raise GenerationError(f"ids must be a list of ints, (T,) or (1,T), got {tuple(ids.shape)} {ids.dtype}")
-        ids = ids.flatten().tolist()
-    ids = list(ids)
-    if not ids:
-        raise GenerationError("the prompt is empty: the model needs at least one token to continue")
-    for position, id in enumerate(ids):
-        if type(id) is not int:
-            raise GenerationError(f"position {position} of the prompt holds a {type(id).__name__}, not an int")
-        if not 0 <= id < vocab_size:
-            raise GenerationError(f"id {id!r} at position {position} is outside the vocabulary 0 … {vocab_size - 1}")
-    return ids
+    """A prompt as a list of ints, every one of them checked, at least one."""
+    found = id_list(ids, vocab_size)
+    if not found:
+        raise TokenIdsError("the prompt is empty: the model needs at least one token to continue")
+    return found
 
 
 def eos_ids(ids) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from pathlib import Path
 import tokenizers
 
 from nanokv.errors import TemplateError, TokenizerError, foreign
+from nanokv.text.ids import id_list
 from nanokv.text.template import ChatTemplate
 from nanokv.text.tokenizer_file import read_backend
 from weights_loader.strict import read_bytes, read_object
@@ -87,38 +88,34 @@ class Tokenizer:
         found = dict.fromkeys(id for id in self.encode(text) if id in self._added_ids)
         return [self.backend.id_to_token(id) for id in found]
 
-    def decode(self, ids) -> str:
-        """Text of ids, control tokens included; bytes that are no character become U+FFFD."""
-        return b"".join(self._bytes_of(ids)).decode("utf-8", "replace")
+    def decode(self, ids, skip_special_tokens: bool = False) -> str:
+        """Text of ids (a list, an array or a tensor); bytes that are no character become U+FFFD.
+
+        Control tokens are part of it unless skip_special_tokens; then it is what a reader should see.
+        """
+        found = id_list(ids, self.rows)
+        if skip_special_tokens:
+            found = [id for id in found if id not in self.control_ids]
+        return b"".join(map(self._bytes_of, found)).decode("utf-8", "replace")
 
     def text_of(self, ids) -> str:
-        """Text of ids for a reader: control tokens left out (transformers' skip_special_tokens=True)."""
-        shown = [id for id in ids if id not in self.control_ids]
-        return self.decode(shown)
+        """`decode` without control tokens."""
+        return self.decode(ids, skip_special_tokens=True)
 
     def pieces(self, ids) -> list[str]:
         r"""One string a token, for tables; bytes that are no whole character are written \xe2."""
-        return [piece.decode("utf-8", "backslashreplace") for piece in self._bytes_of(ids)]
+        return [self._bytes_of(id).decode("utf-8", "backslashreplace") for id in id_list(ids, self.rows)]
 
     def token_bytes(self, id: int) -> bytes:
         """The bytes that one token stands for; b"" for a padding row of the embedding."""
-        return self._bytes_of([id])[0]
+        return self._bytes_of(*id_list([id], self.rows))
 
-    def _bytes_of(self, ids):
-        pieces = []
-        for position, id in enumerate(ids):
-            if hasattr(id, "item"):
-                id = id.item()
-            if type(id) is not int:
-                raise TokenizerError(f"id {id!r} at position {position} is a {type(id).__name__}, not an int")
-            if not 0 <= id < self.rows:
-                raise TokenizerError(f"id {id} at position {position} is outside the vocabulary 0 … {self.rows - 1}")
-            token = self.backend.id_to_token(id) or ""
-            try:
-                pieces.append(bytes([_BYTE_OF[character] for character in token]))
-            except KeyError:  # an added token with characters of its own: stands for itself
-                pieces.append(token.encode())
-        return pieces
+    def _bytes_of(self, id: int) -> bytes:
+        token = self.backend.id_to_token(id) or ""
+        try:
+            return bytes([_BYTE_OF[character] for character in token])
+        except KeyError:  # an added token with characters of its own: stands for itself
+            return token.encode()
 
     def render(self, messages, tools=None, add_generation_prompt=True, **template_kwargs) -> str:
         """Messages → prompt text by the checkpoint's own template, e.g. enable_thinking=False; TemplateError."""
