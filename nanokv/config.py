@@ -228,6 +228,15 @@ class GenerationConfig:
             repetition_penalty=penalty,
         )
 
+    def to_dict(self) -> dict:
+        """The generation_config.json of these values: `from_dict(to_dict())` gives equal ones."""
+        fields = {name: value for name, value in asdict(self).items() if name != "eos_token_ids"}
+        sampled = self.temperature > 0
+        if not sampled:  # then only the penalty counts
+            fields = {"repetition_penalty": self.repetition_penalty}
+        eos = {"eos_token_id": list(self.eos_token_ids)} if self.eos_token_ids else {}
+        return {"do_sample": sampled} | eos | fields
+
 
 def _warn_unused(fields: dict, neutral: dict):
     """One warning that names every field which transformers would heed."""

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanokv.config import Config, GenerationConfig
+from nanokv.checkpoint import PretrainedModel  # an nn.Module that can be saved, and says where it is
+from nanokv.config import Config
 from nanokv.rope import apply_rope, rope_angles
 
 
@@ -97,10 +98,8 @@ class Block(nn.Module):
         return x + self.mlp(y)
 
 
-class Qwen3(nn.Module):
+class Qwen3(PretrainedModel):
     """Tokens in, hidden states out; `lm_head` is applied by the caller, to the rows that it needs."""
-
-    generation_config = GenerationConfig()  # replaced by the checkpoint's own when one is loaded
 
     def __init__(self, config: Config):
         super().__init__()

@@ -3,17 +3,22 @@
 Each refused argument is looked at for its type, for what it names, and for the call that would have been right.
 """
 
+import json
 import re
+import shutil
 from functools import partial
 
 import numpy
 import pytest
 import torch
+import transformers
 
 import nanokv
 import weights_loader
 from nanokv.errors import CacheError, GenerationError, NanoKVError, SessionError, TokenIdsError, TokenizerError
 from nanokv.inference import token_ids
+from tiny_checkpoint import write_tiny_checkpoint
+from weights_loader import writing
 
 LIST = [5, 6, 7]
 ONE = {  # one sequence
@@ -174,3 +179,125 @@ def test_options_of_a_session_that_do_not_exist(loaded):
         with pytest.raises(SessionError, match=f"{next(iter(option))} is .*: it must be '"):
             nanokv.Session(*loaded, **option)
     assert issubclass(SessionError, NanoKVError)
+
+
+# --- a model knows where it is, and can be saved ----------------------------------------------------------------------
+
+
+SHAPES = {"tied": {}, "untied": {"tie_word_embeddings": False}, "biased bf16": {"attention_bias": True,
+          "dtype": torch.bfloat16}}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Checkpoints that transformers wrote: shape → folder."""
+    root = tmp_path_factory.mktemp("written")
+    return {name: write_tiny_checkpoint(root / name.replace(" ", "-"), **fields) for name, fields in SHAPES.items()}
+
+
+def test_a_model_says_where_it_is(loaded):
+    model, _ = loaded
+    assert (model.device, model.dtype) == (torch.device("cpu"), torch.float32)
+    assert model.nbytes == sum(weight.nbytes for weight in model.parameters())
+    moved = nanokv.load("tiny", dtype=torch.bfloat16)[0]
+    assert (moved.dtype, moved.nbytes) == (torch.bfloat16, model.nbytes // 2)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_saved_model_is_what_transformers_and_nanokv_open(folders, tmp_path, shape):
+    model, tokenizer = nanokv.load(folders[shape], dtype=None)
+    model.save(tmp_path / "new", tokenizer)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "new")
+    before = transformers.AutoModelForCausalLM.from_pretrained(folders[shape])
+    assert theirs.dtype == model.dtype == before.dtype
+    for name, weight in before.state_dict().items():
+        assert torch.equal(theirs.state_dict()[name], weight)
+    ids = torch.tensor([tokenizer.encode("My name is Zorbla.")])
+    with torch.inference_mode():
+        assert torch.equal(theirs(ids).logits, before(ids).logits)
+        assert (theirs(ids).logits - nanokv.score(model, ids)).abs().max() <= (1e-5 if shape != "biased bf16" else 0.2)
+    again, their_tokenizer = nanokv.load(tmp_path / "new", dtype=None)
+    assert torch.equal(nanokv.score(again, ids), nanokv.score(model, ids))
+    assert again.config == model.config and again.generation_config == model.generation_config
+    assert set(theirs.generation_config.eos_token_id) == set(model.generation_config.eos_token_ids)
+    chat = [{"role": "user", "content": "hi"}]
+    assert their_tokenizer.render(chat) == tokenizer.render(chat)
+    hugging_face = transformers.AutoTokenizer.from_pretrained(tmp_path / "new")
+    assert hugging_face("My name is Zorbla.")["input_ids"] == ids[0].tolist()
+    rendered = hugging_face.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    assert rendered == tokenizer.render(chat) and hugging_face.eos_token == tokenizer.eos_token
+
+
+def test_the_bundled_model_saved_twice_has_the_same_files(loaded, tmp_path):
+    model, tokenizer = nanokv.load("tiny", dtype=None)
+    model.save(tmp_path / "a", tokenizer)
+    nanokv.load(tmp_path / "a", dtype=None)[0].save(tmp_path / "b", nanokv.Tokenizer.from_folder(tmp_path / "a"))
+    files = {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir()}
+    assert files == {path.name: path.read_bytes() for path in (tmp_path / "b").iterdir()}
+    assert sorted(files) == ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
+                             "tokenizer_config.json"]  # fmt: skip
+    bundled = weights_loader.BUNDLED["tiny"]
+    assert json.loads(files["tokenizer_config.json"]) == json.loads((bundled / "tokenizer_config.json").read_text())
+
+
+@pytest.mark.parametrize("there", ["config.json", "model.safetensors", "model.safetensors.index.json"])
+def test_nothing_is_overwritten_unasked(loaded, tmp_path, there):
+    model, tokenizer = loaded
+    (tmp_path / there).write_text("mine")
+    (tmp_path / "notes.txt").write_text("mine too")
+    with pytest.raises(weights_loader.CheckpointError, match=f"{there} exists already") as caught:
+        model.save(tmp_path)
+    assert "force=True" in caught.value.hint and (tmp_path / there).read_text() == "mine"
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([there, "notes.txt"])
+    model.save(tmp_path, tokenizer, force=True)
+    assert torch.equal(nanokv.score(nanokv.load(tmp_path)[0], [LIST]), nanokv.score(model, [LIST]))
+    assert (tmp_path / "notes.txt").read_text() == "mine too"
+    with pytest.raises(weights_loader.CheckpointError, match=r"tokenizer\.json exists already"):
+        for name in writing.CHECKPOINT:
+            (tmp_path / name).unlink(missing_ok=True)
+        model.save(tmp_path, tokenizer)
+
+
+def test_a_model_may_be_saved_over_the_file_that_it_is_mapped_from(folders, tmp_path):
+    """The weights are views of the old file; what was left of the other model (its template, its eos) is gone."""
+    folder = shutil.copytree(folders["tied"], tmp_path / "own")
+    (folder / "chat_template.jinja").write_text("of another model")
+    model, tokenizer = nanokv.load(folder, dtype=None)
+    tokenizer.chat_template = None
+    expected = nanokv.score(model, [LIST]).clone()
+    model.save(folder, tokenizer, force=True)
+    again, theirs = nanokv.load(folder, dtype=None)
+    assert torch.equal(nanokv.score(model, [LIST]), expected) and torch.equal(nanokv.score(again, [LIST]), expected)
+    assert not (folder / "chat_template.jinja").exists() and theirs.encode("hi") == tokenizer.encode("hi")
+
+
+def test_a_save_that_fails_leaves_what_was_there(loaded, tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    model, tokenizer = loaded
+    model.save(tmp_path, tokenizer)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    with pytest.raises(weights_loader.CheckpointError, match=r"was not saved: .*No space left"):
+        model.save(tmp_path, tokenizer, force=True)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_an_optimized_model_is_not_saved(tmp_path):
+    fast = nanokv.optimize(nanokv.load("tiny", dtype=torch.bfloat16)[0])
+    with pytest.raises(weights_loader.CheckpointError, match=r"config\.json asks for") as caught:
+        fast.save(tmp_path / "fast")
+    assert "optimized" in caught.value.hint and list((tmp_path / "fast").iterdir()) == []
+
+
+@pytest.mark.parametrize("values", [
+    {}, {"eos_token_ids": (3, 4)}, {"repetition_penalty": 1.5},
+    {"temperature": 0.6, "top_k": 0, "top_p": 0.95, "min_p": 0.1, "eos_token_ids": (1,)},
+])  # fmt: skip
+def test_generation_config_survives_its_file(values):
+    config = nanokv.GenerationConfig(**values)
+    assert nanokv.GenerationConfig.from_dict(config.to_dict()) == config
+    theirs = transformers.GenerationConfig(**config.to_dict())
+    assert theirs.do_sample == (config.temperature > 0)
+    assert (theirs.repetition_penalty or 1) == config.repetition_penalty

@@ -13,7 +13,7 @@ import tokenizers
 from nanokv.errors import TemplateError, TokenizerError, foreign
 from nanokv.text.ids import id_list
 from nanokv.text.template import ChatTemplate
-from nanokv.text.tokenizer_file import read_backend
+from nanokv.text.tokenizer_file import read_backend, write_tokenizer
 from weights_loader.strict import read_bytes, read_object
 
 
@@ -30,7 +30,8 @@ _BYTE_OF = _byte_alphabet()
 class Tokenizer:
     """Ids are 0 … vocab_size-1; `special_tokens` are the added tokens, which text can contain literally."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, names=None, chat_template: str | None = None, rows: int = 0):
+    def __init__(self, backend: tokenizers.Tokenizer, names=None, chat_template: str | None = None, rows: int = 0,
+                 config: dict | None = None):  # fmt: skip
         backend.no_truncation()
         backend.no_padding()
         self.backend = backend
@@ -41,6 +42,7 @@ class Tokenizer:
         self.rows = max(rows, self.vocab_size)  # the embedding may be padded: Qwen3-0.6B has 151,936 rows, 151,669 ids
         self.names = dict(names or {})  # {"eos_token": "<|im_end|>", …}, what the template sees
         self.chat_template = chat_template
+        self.config = dict(config or {})  # tokenizer_config.json, for write_files
         self._compiled = None
         self._added_ids = frozenset(added)
 
@@ -51,7 +53,8 @@ class Tokenizer:
         backend = read_backend(folder / "tokenizer.json")
         config = _json_object(folder / "tokenizer_config.json")
         rows = _json_object(folder / "config.json").get("vocab_size", 0)
-        return cls(backend, _token_names(config), _chat_template(folder, config), rows if type(rows) is int else 0)
+        rows = rows if type(rows) is int else 0
+        return cls(backend, _token_names(config), _chat_template(folder, config), rows, config)
 
     @property
     def eos_token(self):
@@ -125,6 +128,12 @@ class Tokenizer:
         if self._compiled is None:
             self._compiled = ChatTemplate(self.chat_template, self.names)
         return self._compiled.render(messages, tools, add_generation_prompt, **template_kwargs)
+
+
+    def write_files(self, folder):
+        """tokenizer.json, tokenizer_config.json and the chat template into a folder, as `from_folder` reads them."""
+        fields = {"tokenizer_class": "PreTrainedTokenizerFast"} | self.config | self.names
+        write_tokenizer(Path(folder), self.backend, fields, self.chat_template)
 
 
 class StreamDecoder:

@@ -6,6 +6,7 @@ tokenizers use (GPT-2, Llama 3 and 4, Qwen2 to 3.5, SmolLM2, Mistral) are accept
 Not here: what the ids mean (nanokv.text.tokenizer).
 """
 
+import json
 from pathlib import Path
 
 import tokenizers
@@ -47,6 +48,15 @@ def read_backend(path: Path) -> tokenizers.Tokenizer:
     check_fields(path, parse_object(data, str(path), TokenizerError))
     with foreign(f"{path} cannot be read", TokenizerError):
         return tokenizers.Tokenizer.from_buffer(data)
+
+
+def write_tokenizer(folder: Path, backend: tokenizers.Tokenizer, config: dict, chat_template: str | None = None):
+    """The three files that make a tokenizer in Hugging Face's form; a template that is not in `config` gets its own."""
+    (folder / "tokenizer.json").write_text(backend.to_str(pretty=True), encoding="utf-8")
+    if chat_template is not None and config.get("chat_template") != chat_template:
+        config = {name: value for name, value in config.items() if name != "chat_template"}
+        (folder / "chat_template.jinja").write_text(chat_template, encoding="utf-8", newline="")
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def check_fields(path: Path, fields: dict):

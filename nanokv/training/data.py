@@ -4,13 +4,13 @@ A row is one conversation, cut at the row's end: no packing, so nothing leaks fr
 no document mask is needed. Rows of several lengths are mixed, so first turns and long contexts are both common.
 """
 
-import json
 import random
 from pathlib import Path
 
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
+from nanokv.text.tokenizer_file import write_tokenizer
 from nanokv.training.corpus import FIRST, Stage, conversation
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -57,8 +57,6 @@ def train_tokenizer(seed: int, vocab_size: int, conversations: int = 6000) -> To
 
 def save_tokenizer(tokenizer: Tokenizer, folder):
     """tokenizer.json and tokenizer_config.json, as transformers writes them."""
-    folder = Path(folder)
-    tokenizer.save(str(folder / "tokenizer.json"))
     config = {
         "tokenizer_class": "Qwen2Tokenizer",
         "model_max_length": 2048,
@@ -85,7 +83,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder):
             for token in SPECIAL_TOKENS
         },
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_tokenizer(Path(folder), tokenizer, config)
 
 
 class Rows:

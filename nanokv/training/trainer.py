@@ -24,6 +24,7 @@ from nanokv.model import Qwen3
 from nanokv.training.corpus import SECOND, THIRD
 from nanokv.training.data import Rows, save_tokenizer, train_tokenizer
 from nanokv.training.run_folder import checkpoints, damaged, drop_old, new_checkpoint, read_state, saving
+from weights_loader import writing
 
 VOCAB_SIZE = 2048
 TINY = Config(  # head_dim · heads = 288 ≠ hidden 192 on purpose: code that derives one from the other fails loudly
@@ -191,21 +192,15 @@ class Trainer:
     def export(self, folder):
         """The finished model as an ordinary Hugging Face folder, weights in bf16."""
         folder = Path(folder)
-        with saving(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            self._write_model(folder)
+        with saving(folder), writing.new_files(folder, writing.CHECKPOINT + writing.TOKENIZER, force=True) as new:
+            self._write_model(new)
 
     def _write_model(self, folder: Path):
-        tensors = {  # the tied head is stored once
-            f"model.{name}": p.detach().to("cpu", torch.bfloat16).contiguous()
-            for name, p in self.model.named_parameters()
-        }
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        tensors = {name: p.detach().to("cpu", torch.bfloat16) for name, p in self.model.named_parameters()}
         end, pad = (self.tokenizer.token_to_id(token) for token in ("<|im_end|>", "<|endoftext|>"))
         config = self.config.to_dict() | {"eos_token_id": end, "pad_token_id": pad}
         generation = {"do_sample": False, "eos_token_id": [end, pad], "pad_token_id": pad}
-        for name, fields in (("config.json", config), ("generation_config.json", generation)):
-            (folder / name).write_text(json.dumps(fields, indent=2) + "\n")
+        writing.write_checkpoint(folder, config, tensors, generation)
         save_tokenizer(self.tokenizer, folder)
 
 

@@ -1,0 +1,65 @@
+"""What a model can do besides computing: say where it is and how large, and be written to a folder.
+
+The base class of `model.Qwen3`. Reading is nanokv/loading.py; how the files are written is weights_loader/writing.py.
+"""
+
+import os
+from itertools import chain
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+
+from nanokv.config import Config, GenerationConfig
+from weights_loader import CheckpointError, writing
+
+if TYPE_CHECKING:
+    from nanokv.text.tokenizer import Tokenizer
+
+
+class PretrainedModel(nn.Module):
+    """An nn.Module with a config, an embedding and a head."""
+
+    config: Config
+    embed_tokens: nn.Embedding
+    lm_head: nn.Linear
+    generation_config = GenerationConfig()  # replaced by the checkpoint's own when one is loaded
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.embed_tokens.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the embedding; a model that is loaded has it everywhere."""
+        return self.embed_tokens.weight.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all weights; a tied head is counted once."""
+        return sum(tensor.nbytes for tensor in chain(self.parameters(), self.buffers()))
+
+    def save(self, folder: str | os.PathLike, tokenizer: "Tokenizer | None" = None, force: bool = False) -> None:
+        """An ordinary Hugging Face folder, which nanokv.load and transformers open; with a tokenizer, its files too.
+
+        The weights keep their dtype. CheckpointError names a file that is there already, unless `force` replaces it,
+        and refuses an optimized model, whose tensors are others.
+        """
+        config = self.config.to_dict() | {"torch_dtype": str(self.dtype).removeprefix("torch.")}
+        files = writing.CHECKPOINT + (writing.TOKENIZER if tokenizer else ())
+        try:
+            with writing.new_files(folder, files, force) as new:
+                writing.write_checkpoint(new, config, self.state_dict(), self.generation_config.to_dict())
+                if tokenizer:
+                    tokenizer.write_files(new)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{folder} was not saved: {error}") from error
+
+    def __repr__(self) -> str:
+        """One line; `torch.nn.Module.__repr__(model)` draws the tree of modules."""
+        c = self.config
+        heads = f"{c.num_attention_heads}/{c.num_key_value_heads}×{c.head_dim}"
+        where = f"{self.nbytes:,} B {str(self.dtype).removeprefix('torch.')} on {self.device}"
+        return f"<{type(self).__name__}: {c.num_hidden_layers} layers, C {c.hidden_size}, heads {heads}; {where}>"

@@ -1,0 +1,78 @@
+"""The way back: config and tensors → an ordinary Hugging Face folder that transformers and `load` open.
+
+    with new_files(folder, CHECKPOINT) as new:
+        write_checkpoint(new, config, state_dict, generation_config)
+
+The files are written beside their places and moved when all are on the disk, so a write that fails loses nothing, and a
+model may be saved over the folder that its weights are mapped from.
+"""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from . import names
+from .strict import CheckpointError, quote
+
+if TYPE_CHECKING:
+    import torch
+
+CHECKPOINT = ("config.json", "generation_config.json", names.SINGLE, names.INDEX)
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+
+@contextmanager
+def new_files(folder: str | os.PathLike, files: Iterable[str], force: bool = False) -> Iterator[Path]:
+    """Yields an empty folder; what is written there replaces `files` of `folder`, the ones that it lacks too.
+
+    CheckpointError, before anything is written, if one of them is there already, unless `force`.
+    """
+    folder = Path(os.path.expanduser(folder))
+    taken = [name for name in files if os.path.lexists(folder / name)]
+    if taken and not force:
+        raise CheckpointError(f"{folder / taken[0]} exists already; nothing was written",
+                              "another folder, or force=True to replace it")  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=".new-", dir=folder))
+    try:
+        yield temporary
+        for path in temporary.iterdir():
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+        for name in {*files, *os.listdir(temporary)}:
+            if (temporary / name).exists():
+                os.replace(temporary / name, folder / name)
+            else:
+                (folder / name).unlink(missing_ok=True)  # of the model that was here
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def write_checkpoint(folder: Path, config: dict, state_dict: dict[str, "torch.Tensor"],
+                     generation_config: dict | None = None) -> None:  # fmt: skip
+    """model.safetensors with Hugging Face's names, config.json and, if there is one, generation_config.json.
+
+    A tied head is stored once. CheckpointError for tensors that are not exactly those of the config, or not floats.
+    """
+    from safetensors.torch import save_file
+
+    tied = names.flag(config, "tie_word_embeddings")
+    tensors = {names.to_hugging_face(name): tensor for name, tensor in state_dict.items()}
+    shapes = {name: shape for name, shape in names.expected(config).items() if not (tied and name == names.HEAD)}
+    if tied:
+        tensors.pop(names.HEAD, None)
+    for name in sorted(shapes.keys() | tensors.keys()):
+        have = tuple(tensors[name].shape) if name in tensors else None
+        if have != shapes.get(name):
+            raise CheckpointError(f"tensor {quote(name)} has shape {have}, config.json asks for {shapes.get(name)}",
+                                  "save the model that nanokv.load returns, not an optimized one")  # fmt: skip
+    tensors = {name: tensors[name].detach().to("cpu").contiguous() for name in shapes}
+    texts = {"config.json": config} | ({"generation_config.json": generation_config} if generation_config else {})
+    for name, fields in texts.items():
+        (folder / name).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+    save_file(tensors, folder / names.SINGLE, metadata={"format": "pt"})
