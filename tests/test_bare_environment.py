@@ -17,6 +17,7 @@ COMMANDS = {  # each as short as it can be; FOLDER is a random model, OUT an emp
     "help": "--help",
     "env": "env",
     "memory": "memory",
+    "models": "models",
     "chat --list": "chat --list",
     "course claims": "course claims",
     "generate": "generate -p Once -m FOLDER -n 2 -t 0",

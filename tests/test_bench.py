@@ -226,7 +226,7 @@ def test_bench_table_never_shows_speed_without_bandwidth():
     text = result.stdout.decode()
     rows = [line for line in text.splitlines() if line.startswith("nanokv")]
     assert "· 1 thread ·" in text and len(rows) == 2 and all(line.split()[7] == "–" for line in rows)
-    assert "read bandwidth" in text and "% of limit" in text and "GB/s" in text
+    assert "read bandwidth" in text and "% of" in text and "GB/s" in text
     assert "nanokv plain dict" in text and "nanokv fast dict" in text
 
 

@@ -748,3 +748,88 @@ def test_ctrl_c_inside_an_import_is_ctrl_c_all_the_same(monkeypatch, capsys):
     monkeypatch.setattr("nanokv.cli.dispatch", import_torch)
     assert main(["generate", "hi"]) == 130
     assert "bug" not in capsys.readouterr().err
+
+
+# --- what people type who know other programs -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("--foo", None), ("--colour", "--color"), ("--tempature", "--temperature"), ("--top_k", "--top-k"),
+        ("--max-new-token", "--max-new-tokens"), ("--quantise", "--quantize"), ("--ctx", "--context"),
+        ("--n-ctx", "--context"), ("--num-predict", "--max-new-tokens"), ("--max-length", "--max-new-tokens"),
+        ("--xyzzy", None), ("--threads-count", "--threads"), ("--Seed", "--seed"),
+    ],
+)  # fmt: skip
+def test_the_suggested_flag_is_the_one_that_was_meant(cli, typed, meant):
+    """Dashes are not compared: with them --foo was as near to --color as a slip of the finger."""
+    code, _, err = cli("generate", "x", typed, "1")
+    message, hint = errors_in(err)
+    assert (code, message) == (2, f"no flag {typed}")
+    assert hint == (f"did you mean {meant}?" if meant else "nanokv generate --help")
+
+
+def test_flags_of_other_programs_are_accepted_and_checked_like_ours():
+    args = make_parser("generate", generate).parse(["x", "--temp", "0.5", "--ctx-size=64", "--n-predict", "3"])
+    assert (args.temperature, args.context, args.max_new_tokens) == (0.5, 64, 3)
+    assert make_parser("generate", generate).parse(["x", "--max-tokens", "4"]).max_new_tokens == 4
+    with pytest.raises(NanoKVError, match=r"--temperature: 99 is not a number from 0 to 10"):
+        make_parser("generate", generate).parse(["x", "--temp", "99"])
+    with pytest.raises(NanoKVError, match=r"no flag --n-predict"):  # not where it would mean nothing
+        make_parser("bench", __import__("nanokv.cli.bench", fromlist=["bench"])).parse(["--n-predict", "4"])
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [("run", "nanokv chat -m MODEL"), ("serve", "nanokv has no server"), ("list", "nanokv models"),
+     ("ls", "nanokv models"), ("pull", "nanokv chat -m Qwen/Qwen3-0.6B"), ("chatt", "did you mean nanokv chat?")],
+)  # fmt: skip
+def test_commands_of_other_programs_lead_to_ours(cli, name, told):
+    code, _, err = cli(name, "qwen3")
+    message, hint = errors_in(err)
+    assert (code, message) == (2, f"no command {name!r}") and told in hint
+    named = re.findall(r"nanokv ([a-z]+)", hint)
+    assert [word for word in named if word not in COMMANDS and word != "has"] == []
+
+
+@pytest.mark.parametrize(
+    ("typed", "parsed", "hint"),
+    [
+        ("/?", ("/?", ""), None), ("/HELP", ("/help", ""), None), ("/Set TOP_K 5", ("/set", "TOP_K 5"), None),
+        ("/ cache", ("/ cache", ""), "did you mean /cache?"), ("/", ("/", ""), "/help lists them"),
+        ("/model qwen", ("/model", "qwen"), "nanokv chat -m NAME"), ("/chace", ("/chace", ""), "did you mean /cache?"),
+        ("/temperature 1", ("/temperature", "1"), "did you mean /set temperature?"),
+        ("/foo", ("/foo", ""), "/help lists them"), ("/ is a slash", None, None), ("//cache", None, None),
+    ],
+)  # fmt: skip
+def test_slash_commands_as_people_type_them(typed, parsed, hint):
+    assert chat_commands.parse(typed) == parsed
+    if hint:
+        with pytest.raises(NanoKVError, match="no command") as error:
+            chat_commands.run(None, *parsed)
+        assert hint in error.value.hint
+    elif parsed:
+        assert parsed[0] in chat_commands.COMMANDS
+
+
+def test_a_command_among_other_lines_is_found_in_any_case():
+    assert chat_commands.command_line("hello\n/CACHE") == (2, "/cache")
+
+
+@pytest.mark.parametrize(("name", "example"), [("/read", "/read notes.txt"), ("/save", "/save"), ("/load", "/load")])
+def test_a_bare_file_command_asks_for_the_name(name, example):
+    with pytest.raises(NanoKVError, match=f"{name} needs a file name") as error:
+        chat_commands.run(None, name, "")
+    assert example in error.value.hint
+
+
+def test_a_full_context_offers_no_more_turns_than_there_are(tiny_folder):
+    session = nanokv.Session(*nanokv.load(str(tiny_folder)), params={"max_new_tokens": 2}, context=120)
+    hints = []
+    for count in (1, 2):
+        session.ask("name " * 10)
+        with pytest.raises(NanoKVError, match="needs") as error:
+            session.ask("name " * 90)
+        hints.append((count, re.findall(r"/drop (\d+)", error.value.hint)))
+    assert hints == [(1, ["1"]), (2, ["2"])]

@@ -108,6 +108,22 @@ def test_text_steers_no_terminal(run, name):
         assert "\\x9b31m␡\\u202eabc\\u2066␛]0;title␇" in out
 
 
+def test_a_list_of_models_steers_no_terminal(evil_folder, tmp_path, monkeypatch, capsys):
+    """What a config in the cache says is printed as a reason, and the folder's own name is a stranger's too."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "\x1b[2Jhub"))
+    root = tmp_path / "\x1b[2Jhub" / "models--org--evil"
+    folder = root / "snapshots" / ("a" * 40)
+    shutil.copytree(evil_folder, folder)
+    (root / "refs").mkdir()
+    (root / "blobs").mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": EVIL}))
+    assert main(["models"]) == 0
+    out = capsys.readouterr().out
+    assert "org/evil" in out and steering(out) == set()
+    assert main(["models", "--json"]) == 0
+    assert not (STEERS | SPLITS) & set(capsys.readouterr().out)
+
+
 def test_warnings_and_errors_of_files_steer_no_terminal(run, evil_folder, tmp_path, capsys):
     code, _, err = run("generate", "Hi", "-n", "1", "--top-k", EVIL)
     assert code == 2 and steering(err) == set()

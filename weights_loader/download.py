@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from .names import INDEX, SINGLE, read_weight_map
+from .names import INDEX, SINGLE, missing_weights, read_weight_map
 from .strict import LIMITS, CheckpointError, quote
 
 SMALL = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")  # optional
@@ -99,12 +99,7 @@ def _cached(repo: str, revision: str) -> tuple[Path | None, list[str]]:
     if not isinstance(config, str):
         return None, ["config.json", "the weights"]
     folder = Path(config).parent
-    if (folder / SINGLE).is_file():
-        return folder, []
-    if not (folder / INDEX).is_file():
-        return folder, [SINGLE]
-    shards = sorted(set(read_weight_map(folder / INDEX).values()))
-    return folder, [shard for shard in shards if not (folder / shard).is_file()]
+    return folder, missing_weights(folder)
 
 
 def _fetch(repo: str, revision: str) -> Path:

@@ -99,6 +99,16 @@ def _size(config: dict, field: str, limit: int) -> int:
     return value
 
 
+def missing_weights(folder: Path) -> list[str]:
+    """Names of the weight files that a folder lacks: the single one, or shards that its index names."""
+    if (folder / SINGLE).is_file():
+        return []
+    if not (folder / INDEX).is_file():
+        return [SINGLE]
+    shards = sorted(set(read_weight_map(folder / INDEX).values()))
+    return [shard for shard in shards if not (folder / shard).is_file()]
+
+
 def read_weight_map(path: Path) -> dict[str, str]:
     """tensor name → shard, each a bare file name: nothing that the index says can leave its folder."""
     index = read_object(path)

@@ -28,6 +28,7 @@ COMMANDS = {  # name → (module, what it does)
     "chat": ("nanokv.cli.chat", "talk with a model and see its cache"),
     "generate": ("nanokv.cli.generate", "continue a prompt, a file or stdin"),
     "batch": ("nanokv.cli.batch", "answer many prompts of a JSONL file together"),
+    "models": ("nanokv.cli.models", "list the models that are here, with what to type for each"),
     "memory": ("nanokv.cli.memory", "weights and cache of a model in bytes, from its config alone"),
     "bench": ("nanokv.cli.bench", "prefill and decode speed here, beside the memory bandwidth"),
     "profile": ("nanokv.cli.profile", "where a prefill and a decode step spend their time"),

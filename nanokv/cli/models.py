@@ -1,0 +1,129 @@
+"""`nanokv models`: what can be loaded here, each with the words to type for it.
+
+The bundled model, the models in the Hugging Face cache with their size on disk, and the published shapes with random
+weights that bench and profile accept. Reads configs and headers; no torch, no request.
+"""
+
+import sys
+from dataclasses import asdict, dataclass
+
+from nanokv.cli import layout, terminal
+from nanokv.cli.arguments import environment
+from nanokv.cli.loading import SHORT, count_text
+from nanokv.cli.random_model import RANDOM
+from nanokv.cli.text import to_json
+from nanokv.config import Config
+from nanokv.costs import ITEMSIZE, parameters, weight_bytes
+from nanokv.errors import NanoKVError
+from weights_loader import CheckpointError, inventory
+
+EXAMPLES = ("nanokv models", "nanokv models --json", "HF_HOME=/data/hf nanokv models")
+DESCRIPTION = (
+    "List the models that can be loaded here without a download, with the argument to type for each. A folder in "
+    "Hugging Face format is loaded by its path: nanokv chat -m ./folder."
+)
+DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+ANY, SHAPES = ("chat", "generate", "batch", "memory", "bench", "profile", "trace", "verify"), ("bench", "profile")
+
+
+@dataclass
+class Model:
+    """One line; `problem` says why it cannot be loaded."""
+
+    name: str
+    argument: str  # what to type after a command
+    where: str  # bundled, cache, random
+    parameters: int | None
+    dtype: str | None
+    disk_bytes: int | None
+    memory_bytes: int | None  # of the weights in that dtype
+    commands: tuple[str, ...]
+    folder: str | None = None
+    problem: str | None = None
+
+
+def add_arguments(parser) -> None:
+    """--json."""
+    parser.add_argument("--json", action="store_true", help='one JSON object on stdout: {"cache": …, "models": […]}')
+
+
+def run(args) -> int:
+    """Look, print."""
+    place, cached = inventory.cached()
+    models = [on_disk(one, "bundled") for one in inventory.bundled()]
+    models += [on_disk(one, "cache") for one in cached]
+    models += [random_shape(name) for name in RANDOM]
+    if args.json:
+        terminal.write_out(to_json({"cache": str(place), "models": [asdict(model) for model in models]}) + "\n")
+    else:
+        terminal.write_out(text(models, place, terminal.Style(sys.stdout, args.color)))
+    return 0
+
+
+def on_disk(found: inventory.Found, where: str) -> Model:
+    """What its config and headers say; a model of another architecture is listed with the reason."""
+    count = dtype = problem = None
+    if found.missing:
+        problem = f"incomplete: {', '.join(found.missing[:3])}{', …' * (len(found.missing) > 3)}"
+    try:
+        if set(found.missing) <= {"tokenizer.json"}:
+            values = inventory.stored(found.folder)
+            count, stored = values.total(), max(values, key=values.get, default="none")
+            dtype = DTYPES.get(stored, stored)
+        config = Config.from_folder(found.folder)
+        count, dtype = parameters(config), dtype or config.torch_dtype
+    except (NanoKVError, CheckpointError, OSError) as error:
+        problem = problem or str(error)
+    memory = count * ITEMSIZE[dtype] if count and dtype in ITEMSIZE else None
+    return Model(found.name, f"-m {found.name}", where, count, dtype, found.nbytes, memory, () if problem else ANY,
+                 str(found.folder), problem)  # fmt: skip
+
+
+def random_shape(name: str) -> Model:
+    """A published shape; its weights are drawn when it is used."""
+    config = RANDOM[name]
+    memory = weight_bytes(config, ITEMSIZE[config.torch_dtype])
+    return Model(name, f"-m {name}", "random", parameters(config), config.torch_dtype, None, memory, SHAPES)
+
+
+# --- text ---------------------------------------------------------------------------------------------------------
+
+
+def text(models, place, style) -> str:
+    """Three tables: what to type, parameters, dtype, bytes."""
+    width = layout.columns(sys.stdout)
+    titles = {
+        "bundled": "bundled, for every command",
+        "cache": f"Hugging Face cache, {terminal.sanitize_line(place)}",
+        "random": "random weights in published shapes, for nanokv bench and profile",
+    }
+    lines = []
+    for where, title in titles.items():
+        here = [model for model in models if model.where == where]
+        rows = [row(model) for model in here if not model.problem]
+        lines.append(style.bold(layout.paragraph(title, width)))
+        head = ("", "parameters", "dtype", "in memory" if where == "random" else "on disk")
+        lines += layout.table(head, rows, width) if rows else [EMPTY]
+        if broken := [(broken_name(model), terminal.message_line(model.problem)) for model in here if model.problem]:
+            lines += ["  cannot be loaded:", *layout.definitions(broken, width, "    ")]
+        lines.append("")
+    used = terminal.sanitize_line(environment("NANOKV_MODEL") or "tiny")
+    lines.append(layout.paragraph(f"Without -m it is {used}. For example: nanokv chat -m tiny", width))
+    return "\n".join(lines) + "\n"
+
+
+EMPTY = "  no models; this one fetches 1.5 GB:\n  nanokv chat -m Qwen/Qwen3-0.6B"
+
+
+def row(model: Model) -> tuple[str, ...]:
+    """One line of a table."""
+    size = model.memory_bytes if model.where == "random" else model.disk_bytes
+    return (
+        "  " + terminal.sanitize_line(model.argument), count_text(model.parameters),
+        SHORT.get(model.dtype, terminal.sanitize_line(model.dtype)), terminal.bytes_text(size),
+    )  # fmt: skip
+
+
+def broken_name(model: Model) -> str:
+    """Name and size: a download that was never finished takes space too."""
+    return f"{terminal.sanitize_line(model.name)}, {terminal.bytes_text(model.disk_bytes)}"

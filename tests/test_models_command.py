@@ -1,0 +1,130 @@
+"""`nanokv models`: what can be loaded is listed with words that work, and nothing is fetched or imported for it."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from cli_helpers import environment, run_cli
+from hub_server import HubServer
+from nanokv.cli.random_model import RANDOM
+from tiny_checkpoint import write_tiny_checkpoint
+
+COMMIT = "a" * 40
+
+
+@pytest.fixture
+def cache(tmp_path, tiny_folder):
+    """A Hugging Face cache: a whole model, one whose weights never came, one of another architecture, a data set."""
+    place = tmp_path / "home" / "hub"
+
+    def add(repo, kind="models", **config):
+        root = place / f"{kind}--{repo.replace('/', '--')}"
+        folder = root / "snapshots" / COMMIT
+        (root / "refs").mkdir(parents=True)
+        (root / "refs" / "main").write_text(COMMIT)
+        (root / "blobs").mkdir()
+        shutil.copytree(tiny_folder, folder)
+        fields = json.loads((folder / "config.json").read_text()) | config
+        (folder / "config.json").write_text(json.dumps(fields))
+        return folder
+
+    add("org/whole")
+    (add("org/half") / "model.safetensors").unlink()
+    add("org/llama", model_type="llama")
+    add("org/data", kind="datasets")
+    (add("org/bare") / "config.json").unlink()
+    return place
+
+
+def models(cache, *argv):
+    done = run_cli("models", *argv, env={"HF_HOME": str(cache.parent)})
+    assert (done.returncode, done.stderr) == (0, b"")
+    return done.stdout.decode()
+
+
+def test_what_is_there_is_listed_with_sizes_and_with_what_is_wrong(cache, tiny_folder):
+    found = json.loads(models(cache, "--json"))
+    by_name = {model["name"]: model for model in found["models"]}
+    assert found["cache"] == str(cache) and next(iter(by_name)) == "tiny"
+    assert set(by_name) == {"tiny", "org/whole", "org/half", "org/llama", *RANDOM}
+    whole = by_name["org/whole"]
+    on_disk = sum(path.stat().st_size for path in (cache / "models--org--whole" / "snapshots").rglob("*.*"))
+    assert (whole["argument"], whole["where"], whole["dtype"]) == ("-m org/whole", "cache", "float32")
+    assert whole["disk_bytes"] == on_disk and whole["memory_bytes"] == 4 * whole["parameters"]
+    assert whole["parameters"] == parameters_by_torch(tiny_folder) and whole["problem"] is None
+    assert by_name["org/half"]["problem"] == "incomplete: model.safetensors" and not by_name["org/half"]["commands"]
+    assert "llama" in by_name["org/llama"]["problem"] and by_name["org/llama"]["parameters"] == whole["parameters"]
+    assert by_name["tiny"]["dtype"] == "bfloat16" and by_name["tiny"]["parameters"] == 3_050_496
+
+
+def parameters_by_torch(folder):
+    import nanokv
+
+    model, _ = nanokv.load(str(folder))
+    return sum(p.numel() for p in model.parameters())
+
+
+def test_the_table_says_what_to_type(cache):
+    out = models(cache)
+    lines = {line.split()[1]: line for line in out.splitlines() if line.startswith("  -m ")}
+    assert "fp32" in lines["org/whole"] and not {"org/half", "org/llama"} & set(lines)
+    assert re.search(r"cannot be loaded:\n +org/half, [\d.]+ kB +incomplete: model.safetensors\n +org/llama", out)
+    assert "596 M" in lines["qwen3-0.6b-random"] and "1.19 GB" in lines["qwen3-0.6b-random"]
+    assert all(len(line) <= 80 for line in out.splitlines() if str(cache) not in line and "llama" not in line)
+
+
+def test_an_empty_cache_says_how_to_fill_it(tmp_path):
+    out = models(tmp_path / "nothing" / "hub")
+    assert "no models" in out and "nanokv chat -m Qwen/Qwen3-0.6B" in out and "-m tiny" in out
+    assert not (tmp_path / "nothing").exists(), "looking creates nothing"
+
+
+def test_each_argument_is_accepted_by_the_commands_that_it_names(cache):
+    """In one process: the plan of a model needs its files only, a random shape is looked up by its name."""
+    code = """if True:
+        import importlib, json, sys
+        from nanokv.cli import COMMANDS, make_parser
+        from nanokv.cli.loading import plan_model
+        from nanokv.cli.random_model import RANDOM
+        for model in json.load(sys.stdin)["models"]:
+            for command in model["commands"]:
+                module = importlib.import_module(COMMANDS[command][0])
+                args = make_parser(command, module).parse(
+                    model["argument"].split() + {"generate": ["x"], "batch": ["-"]}.get(command, []))
+                assert args.model == model["name"], (command, model)
+                if model["where"] == "random":
+                    assert args.model in module.RANDOM
+                elif command != "verify":
+                    plan_model(args)
+        print("done")
+    """
+    env, listed = environment({"HF_HOME": str(cache.parent), "HF_HUB_OFFLINE": "1"}), models(cache, "--json").encode()
+    done = subprocess.run([sys.executable, "-c", code], input=listed, capture_output=True, env=env, check=False)
+    assert done.stdout == b"done\n", done.stderr.decode()
+
+
+def test_it_imports_no_torch_and_asks_nobody(cache):
+    code = "import sys; from nanokv.cli import main; main(['models']); print(*sys.modules, file=sys.stderr)"
+    with HubServer(cache) as server:
+        env = environment({"HF_HOME": str(cache.parent), "HF_ENDPOINT": server.url, "NO_PROXY": "*"})
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=env, check=True)
+        assert server.gets() == []
+    assert not {"torch", "transformers", "tokenizers"} & set(done.stderr.decode().split())
+
+
+def test_shards_and_damaged_headers(tmp_path):
+    """Headers are only read: shards add up, and one that says too much is a problem of that model, not of the list."""
+    from nanokv.cli.models import on_disk
+    from weights_loader.inventory import Found, stored
+
+    folder = write_tiny_checkpoint(tmp_path / "model")
+    assert set(stored(folder)) == {"F32"}
+    (folder / "model.safetensors").write_bytes((1 << 40).to_bytes(8, "little") + b"{}")
+    broken = on_disk(Found("x", folder, 1), "cache")
+    assert "its header says" in broken.problem and broken.commands == ()
+    (folder / "model.safetensors").write_bytes((27).to_bytes(8, "little") + b'{"a":{"dtype":"F32","x":1}}')
+    assert "without dtype or shape" in on_disk(Found("x", folder, 1), "cache").problem

@@ -1,0 +1,71 @@
+"""What is on this disk: the bundled models and those in the Hugging Face cache, measured without torch or a request.
+
+A repository counts as a model when its snapshot has a config.json; what its folder lacks is named, not fetched.
+"""
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import BUNDLED
+from .names import INDEX, SINGLE, missing_weights, read_weight_map
+from .strict import LIMITS, CheckpointError, parse_object
+
+
+@dataclass(frozen=True)
+class Found:
+    """One model on the disk."""
+
+    name: str  # what `load` takes
+    folder: Path
+    nbytes: int  # on the disk, all revisions together
+    missing: tuple[str, ...] = ()  # files without which it cannot be loaded
+
+
+def bundled() -> list[Found]:
+    """The models that come with the package."""
+    return [
+        Found(name, folder, sum(path.stat().st_size for path in folder.iterdir() if path.is_file()))
+        for name, folder in BUNDLED.items() if folder.is_dir()
+    ]  # fmt: skip
+
+
+def cached() -> tuple[Path, list[Found]]:
+    """(folder of the cache, the models in it by name); a broken repository in it is left out, as the hub's client does.
+
+    Of several revisions the one that `main` names counts, else the newest.
+    """
+    from huggingface_hub import CacheNotFound, constants, scan_cache_dir
+
+    place = Path(constants.HF_HUB_CACHE)
+    try:
+        repos = scan_cache_dir(place).repos
+    except (CacheNotFound, ValueError):  # ValueError: a file stands in its place
+        return place, []
+    found = []
+    for repo in repos:
+        revisions = sorted(repo.revisions, key=lambda r: ("main" in r.refs, r.last_modified), reverse=True)
+        if repo.repo_type == "model" and revisions and (revisions[0].snapshot_path / "config.json").is_file():
+            folder = revisions[0].snapshot_path
+            gaps = [] if (folder / "tokenizer.json").is_file() else ["tokenizer.json"]
+            found.append(Found(repo.repo_id, folder, repo.size_on_disk, (*missing_weights(folder), *gaps)))
+    return place, sorted(found, key=lambda one: one.name.lower())
+
+
+def stored(folder: Path) -> Counter:
+    """Values by safetensors dtype, {"BF16": 596049920}, from the headers of the weight files alone."""
+    values = Counter()
+    names = [SINGLE] if (folder / SINGLE).is_file() else sorted(set(read_weight_map(folder / INDEX).values()))
+    for path in (folder / name for name in names):
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > LIMITS["safetensors header"]:
+                raise CheckpointError(f"{path}: its header says that it has {length:,} bytes")
+            header = parse_object(file.read(length), f"header of {path}")
+        for tensor in (fields for name, fields in header.items() if name != "__metadata__"):
+            try:
+                values[str(tensor["dtype"])] += math.prod(map(int, tensor["shape"]))
+            except (TypeError, KeyError, ValueError) as error:
+                raise CheckpointError(f"{path}: a tensor without dtype or shape") from error
+    return values
