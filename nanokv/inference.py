@@ -1,12 +1,14 @@
 """The ways to run the model, side by side.
 
-    score    all T positions, no cache     every token again          the baseline and the parity reference
-    prefill  T new tokens into the cache   bound by arithmetic        cost ≈ 2·T·(weights) FLOPs, weights read once
-    decode   one new token                 bound by memory bandwidth  cost ≈ weights + cache, read once, in bytes
-    verify   T guessed tokens, all logits  both: a prefill in form    cost ≈ one decode as long as T is small
+    score         all T positions, no cache     every token again          the baseline and the parity reference
+    prefill       T new tokens into the cache   bound by arithmetic        cost ≈ 2·T·(weights) FLOPs, weights read once
+    decode        one new token                 bound by memory bandwidth  cost ≈ weights + cache, read once, in bytes
+    verify_draft  T guessed tokens, all logits  both: a prefill in form    cost ≈ one decode as long as T is small
 
 `start_pos` is always stated by the caller and checked against the cache by the model.
 """
+
+import warnings
 
 import torch
 
@@ -62,7 +64,7 @@ def decode(model, token, cache, start_pos: int):
 
 
 @torch.inference_mode()
-def verify(model, tokens, cache, start_pos: int):
+def verify_draft(model, tokens, cache, start_pos: int):
     """Append T guessed tokens, return the logits that follow each of them. tokens (B,T) → (B,T,V).
 
     Weights and cache are read once for all T, so a memory-bound machine checks T guesses for about the price of one
@@ -106,3 +108,10 @@ def token_ids(model, ids):
         if low >= 0 and high < vocabulary:
             return ids.to(device, torch.int64)
     return torch.tensor(id_rows(ids, vocabulary), device=device)  # (B,T); or it says what is wrong
+
+
+def __getattr__(name: str):
+    if name == "verify":  # the name in the first release
+        warnings.warn("nanokv.inference.verify is now verify_draft", DeprecationWarning, stacklevel=2)
+        return verify_draft
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

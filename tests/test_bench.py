@@ -24,7 +24,7 @@ from nanokv.cli import random_model
 from nanokv.fast import native, optimize
 from nanokv.fast.weights import FEW_ROWS
 from nanokv.inference import decode, prefill
-from oracle import pair
+from oracle import pair, put
 from small_model import needs_kernels, small
 
 
@@ -369,9 +369,9 @@ def test_a_cache_update_costs_the_same_at_every_length(name):
         cache = make_cache(name, config, capacity=512)
         layer, token = cache[0], torch.randn(1, 2, 1, 32)
         layer.append(*torch.randn(2, 1, 2, tokens, 32))
-        layer.place(token, token)
+        put(layer, token, token)
         with Written() as written:
-            layer.place(token, token)
+            put(layer, token, token)
         found.append((written.calls, sorted(written.shapes)))
     assert found[0] == found[1]
 

@@ -1,4 +1,4 @@
-"""Keys and values where they lie: `place` and `room` of paged caches, and many requests over one pool as one batch.
+"""Keys and values where they lie: `reserve` of caches in place, and many requests over one pool as one batch.
 
 The attention here reads pages one token at a time, as a kernel would; the reference is the dense `append`.
 """
@@ -8,13 +8,14 @@ import math
 import pytest
 import torch
 
-from nanokv.attention import decode_attention, prefill_attention
+from nanokv.attention import decode_attention
 from nanokv.cache import BatchCache, make_cache
-from nanokv.cache.paged_batch import PagedBatch
+from nanokv.cache.batch import BatchLayer
+from nanokv.cache.paged_batch import PagedBatch, PagedBatchLayer
 from nanokv.cache.pool import ElasticPool, PagePool
 from nanokv.errors import CacheError, CapacityError
 from nanokv.inference import decode, prefill
-from oracle import SHAPES, TOLERANCE, gap, pair, random_ids, whole_again
+from oracle import SHAPES, TOLERANCE, gap, pair, put, random_ids, whole_again
 
 PAGE = 4
 
@@ -64,18 +65,17 @@ def equal(a, b):
     return all(x.keys() == y.keys() and all(torch.equal(x[k], y[k]) for k in x) for x, y in zip(a, b, strict=True))
 
 
-@pytest.mark.parametrize("T", [1, 3])
-def test_place_is_append_without_the_copy(model, pool, T):
+def test_reserve_is_append_without_the_copy(model, pool):
     """Over page boundaries and in shared pages: same content, same lengths, and the table says where."""
     one = make_cache("paged", model.config, batch_size=2, pool=pool)
     prefill(model, random_ids(0, 2, 6), one)
     two = one.fork()
     for step in range(5):
         for i, (a, b) in enumerate(zip(one, two, strict=True)):
-            k, v = randn(step * 9 + i, 2, 2, T, 32), randn(step * 9 + i + 5, 2, 2, T, 32)
+            k, v = randn(step * 9 + i, 2, 2, 1, 32), randn(step * 9 + i + 5, 2, 2, 1, 32)
             keys, values = a.append(k, v)
-            pages = b.place(k, v)
-            assert pages.lengths.tolist() == [6 + T * (step + 1)] * 2
+            pages = put(b, k, v)
+            assert pages.lengths.tolist() == [6 + step + 1] * 2
             assert pages.table.dtype == torch.int32
             assert pages.keys.data_ptr() == pool.keys[i].data_ptr()  # where they lie, not a copy
             q = randn(99, 2, 4, 1, 32)
@@ -88,30 +88,23 @@ def test_the_tables_are_made_once_a_page_and_not_once_a_layer(model, pool):
     cache = make_cache("paged", model.config, pool=pool)
     prefill(model, random_ids(0, 1, 5), cache)
     k = randn(1, 1, 2, 1, 32)
-    first = [layer.place(k, k) for layer in cache]
+    first = [put(layer, k, k) for layer in cache]
     assert len({id(pages.table) for pages in first}) == len({id(pages.lengths) for pages in first}) == 1
-    again = [layer.place(k, k) for layer in cache]
+    again = [put(layer, k, k) for layer in cache]
     assert all(a is b for a, b in zip(first, again, strict=True))  # so what a kernel made of them can be kept
     for _ in range(2):
-        last = [layer.place(k, k) for layer in cache]
+        last = [put(layer, k, k) for layer in cache]
     assert last[0].table.shape == (1, 3) and last[0] is not first[0]  # 9 tokens: a third page
 
 
-def test_room_leaves_the_writing_to_the_caller(model, pool):
+def test_reserve_equals_the_rows_own_appends(model, pool):
     """What a kernel does: it writes key and value to the last place of each row itself."""
     rows = fill(model, pool, (7, 3))
     other = [row.fork() for row in rows]
-    for batch, write in ((PagedBatch(rows, model.config), True), (PagedBatch(other, model.config), False)):
+    for batch, write in ((PagedBatch(rows, model.config), put), (BatchCache(other, model.config), BatchLayer.append)):
         for step in range(6):
             for i, layer in enumerate(batch):
-                k, v = randn(step * 9 + i, 2, 2, 1, 32), randn(step * 9 + i + 5, 2, 2, 1, 32)
-                if not write:
-                    layer.place(k, v)
-                    continue
-                pages = layer.room(k)
-                for b, length in enumerate(pages.lengths.tolist()):
-                    page, slot = pages.table[b, (length - 1) // PAGE], (length - 1) % PAGE
-                    pages.keys[page, :, slot], pages.values[page, :, slot] = k[b, :, 0], v[b, :, 0]
+                write(layer, randn(step * 9 + i, 2, 2, 1, 32), randn(step * 9 + i + 5, 2, 2, 1, 32))
     assert [row.length for row in rows] == [13, 9]
     assert equal(state_of(rows), state_of(other))
 
@@ -126,7 +119,7 @@ def test_a_paged_batch_equals_the_dense_batch(model, pool, lengths):
         for i, (a, b) in enumerate(zip(dense, paged, strict=True)):
             k, v, q = randn(step * 9 + i, B, 2, 1, 32), randn(step * 9 + i + 5, B, 2, 1, 32), randn(7, B, 4, 1, 32)
             keys, values = a.append(k, v)
-            assert gap(read_pages(q, b.place(k, v)), decode_attention(q, keys, values, mask)) <= TOLERANCE
+            assert gap(read_pages(q, put(b, k, v)), decode_attention(q, keys, values, mask)) <= TOLERANCE
         assert torch.equal(torch.as_tensor(paged.length), torch.as_tensor(dense.length))
     assert equal(state_of(rows), state_of(dense.rows))
     assert paged.nbytes >= dense[0].nbytes
@@ -146,14 +139,14 @@ def test_the_plain_model_runs_over_a_paged_batch(model, pool, lengths, T):
     assert equal(state_of(rows), state_of(dense.rows))
 
 
-@pytest.mark.parametrize("path", ["place", "append"])
+@pytest.mark.parametrize("path", [put, PagedBatchLayer.append], ids=["reserve", "append"])
 def test_a_paged_batch_takes_pages_for_all_rows_or_for_none(model, path):
     pool = PagePool(model.config, 5, PAGE)
     rows = fill(model, pool, (8, 4, 4))  # 4 of 5 pages, all full: three more are needed
     batch, before = PagedBatch(rows, model.config), (list(pool.references), [list(row.tables[0]) for row in rows])
     k = randn(0, 3, 2, 1, 32)
     with pytest.raises(CapacityError, match="3 pages of 4 tokens wanted, 1 of 5 free"):
-        getattr(batch[0], path)(k, k)
+        path(batch[0], k, k)
     assert (list(pool.references), batch.tables) == before
     assert [row.length for row in rows] == [8, 4, 4]
 
@@ -164,7 +157,7 @@ def test_a_failed_step_is_undone_by_truncating_each_row(model, pool, monkeypatch
     clean = BatchCache([row.fork() for row in rows], model.config)
     batch, k, books = PagedBatch(rows, model.config), randn(0, 3, 2, 1, 32), None
     for layer in list(batch)[:2]:
-        layer.place(k, k)
+        put(layer, k, k)
     with pytest.raises(CacheError, match="failed half-way"):
         _ = batch.length
     for row, n in zip(rows, (7, 4, 12), strict=True):
@@ -180,7 +173,7 @@ def test_rows_of_a_paged_batch_that_share_pages_copy_before_they_write(model, po
     """Both rows stand in the middle of one page: one of them must get a copy, and only one."""
     row = fill(model, pool, (6,))[0]
     batch, k = PagedBatch([row, row.fork()], model.config), randn(0, 2, 2, 1, 32)
-    pages = [layer.place(k, k) for layer in batch]
+    pages = [put(layer, k, k) for layer in batch]
     assert len(pool.free) == 24 - 3
     assert pages[0].table[0, 0] == pages[0].table[1, 0]
     for layer in batch:
@@ -224,9 +217,9 @@ def test_a_pool_that_grows_under_a_view_moves_the_view(model):
     cache, other = (make_cache("paged", model.config, pool=pool) for _ in range(2))
     k = randn(0, 1, 2, 1, 32)
     for layer in cache:
-        layer.place(k, k)
+        put(layer, k, k)
     prefill(model, random_ids(1, 1, 40), other)
-    pages = [layer.place(2 * k, 2 * k) for layer in cache]
+    pages = [put(layer, 2 * k, 2 * k) for layer in cache]
     assert pages[0].keys.data_ptr() == pool.keys[0].data_ptr()
     assert torch.equal(cache[2].state()["key"], torch.cat((k, 2 * k), 2))
 
@@ -237,7 +230,7 @@ def test_a_view_made_in_inference_mode_serves_outside(model, pool):
     decode(model, ids, batch, batch.length)
     k = randn(0, 2, 2, 1, 32)
     for layer in batch:
-        layer.place(k, k)
+        put(layer, k, k)
     assert batch.length.tolist() == [5, 7]
 
 
@@ -246,7 +239,3 @@ def test_in_place_kinds_say_so(model, pool):
         assert make_cache(name, model.config)[0].in_place, name
     for name in ("dict", "sliding", "quantized", "offloaded", "batch"):
         assert not make_cache(name, model.config)[0].in_place, name
-    q, cache = randn(1, 1, 4, 2, 32), make_cache("dict", model.config)
-    k = randn(2, 1, 2, 2, 32)
-    pages = cache[0].place(k, k)
-    assert gap(read_pages(q[:, :, 1:], pages), prefill_attention(q[:, :, 1:], k, k)) <= TOLERANCE

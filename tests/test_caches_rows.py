@@ -80,7 +80,7 @@ def test_a_batch_can_do_what_its_weakest_row_can(model):
     rows = [filled(model, "static", 3, capacity=n) for n in (20, 12, 30)] + [filled(model, "dict", 3)]
     assert BatchCache(rows, model.config).capacity == 12
     rows = [filled(model, "sliding", 3, window=n) for n in (20, 12, 30)] + [filled(model, "dict", 3)]
-    assert BatchCache(rows, model.config).rollback == 12 - 1 - 3
+    assert BatchCache(rows, model.config).max_rollback == 12 - 1 - 3
     assert BatchCache([filled(model, "dict", 3)], model.config).capacity is None
 
 

@@ -96,9 +96,9 @@ def test_memory_stays_constant_however_long_the_text(model):
 def test_going_back_past_the_window_is_refused_and_changes_nothing(model):
     cache = make_cache("sliding", model.config, window=6)
     prefill(model, random_ids(5, 1, 5), cache)
-    assert cache.rollback == 0
+    assert cache.max_rollback == 0
     cache.truncate(3)  # nothing has been forgotten yet
-    assert cache.rollback == 2
+    assert cache.max_rollback == 2
     prefill(model, random_ids(6, 1, 9), cache, start_pos=3)
     before = {name: x.clone() for name, x in cache[0].state().items()}
     with pytest.raises(UnsupportedError, match="cannot go back to 11: 7 of its 12 tokens are gone"):

@@ -18,7 +18,7 @@ from nanokv.cache import make_cache
 from nanokv.errors import CapacityError, ConfigError
 from nanokv.fast import compiled
 from nanokv.fast.compiled import Compiled, Recorded
-from nanokv.inference import decode, prefill, score, verify
+from nanokv.inference import decode, prefill, score, verify_draft
 from oracle import SHAPES, gap, pair, random_ids
 
 CAPACITY = 100
@@ -106,7 +106,7 @@ def test_truncate_fork_and_verify(traced):
     prefill(fast, ids[:, :30], cache)
     cache.truncate(12)
     copy = cache.fork()
-    assert gap(verify(fast, ids[:, 12:17], cache, 12), score(model, ids[:, :17])[:, 12:]) <= 1e-5
+    assert gap(verify_draft(fast, ids[:, 12:17], cache, 12), score(model, ids[:, :17])[:, 12:]) <= 1e-5
     assert beside(model, fast, copy, ids, (1, 20, 1), start=12) <= 1e-5
     assert len(fast.compiles) == len(set(fast.compiles))
 
@@ -116,7 +116,7 @@ def test_a_prompt_wider_than_the_widest_goes_in_parts():
     fast = Compiled(model, CAPACITY, buckets=(8,), backend="eager")
     assert beside(model, fast, fast.make_cache(), ids, (37, 1, 9)) <= 1e-5
     assert sorted(fast.compiles) == [1, 8]
-    assert gap(verify(fast, ids[:, :20], fast.make_cache(), 0), score(model, ids[:, :20])) <= 1e-5
+    assert gap(verify_draft(fast, ids[:, :20], fast.make_cache(), 0), score(model, ids[:, :20])) <= 1e-5
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from nanokv.attention import prefill_attention
 from nanokv.cache import make_cache
 from nanokv.errors import CapacityError
-from nanokv.inference import decode, prefill, verify
+from nanokv.inference import decode, prefill, verify_draft
 from nanokv.rope import apply_rope
 from nanokv.study import debug
 from oracle import SHAPES, pair, pair_from_disk, random_ids, tiny_reference
@@ -234,7 +234,7 @@ def passes_of(model, cut, wrong=lambda layer: None):
     for layer in cache:
         wrong(layer)
     with debug.watch(model) as passes:
-        verify(model, IDS[:, :cut], cache, start_pos=0)
+        verify_draft(model, IDS[:, :cut], cache, start_pos=0)
         for i in range(cut, IDS.shape[1]):
             decode(model, IDS[:, i : i + 1], cache, start_pos=i)
     return passes

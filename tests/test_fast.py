@@ -25,11 +25,13 @@ import nanokv
 from nanokv.attention import causal_attention, causal_mask
 from nanokv.bench.profile import parts_of
 from nanokv.cache import BatchCache, make_cache
-from nanokv.cache.base import NoCache, Pages
+from nanokv.cache.base import NoCache
+from nanokv.cache.capabilities import Pages
 from nanokv.cache.paged_batch import PagedBatch
 from nanokv.errors import ConfigError
 from nanokv.fast import native, optimize, private, torch_ops, weights
-from nanokv.inference import decode, prefill, prefill_chunks, score, verify
+from nanokv.fast.model import Block
+from nanokv.inference import decode, prefill, prefill_chunks, score, verify_draft
 from nanokv.study.quality import log_likelihood
 from nanokv.training.corpus import conversation
 from nanokv.training.data import render
@@ -95,7 +97,7 @@ def test_chunks_verify_and_truncate(code):
     cache = make_cache("static", model.config, capacity=100)
     assert gap(prefill_chunks(fast, ids, cache, chunk=7), prefill(model, ids, make_cache("dict", model.config))) <= 1e-5
     cache.truncate(20)
-    assert gap(verify(fast, ids[:, 20:25], cache, 20), score(model, ids)[:, 20:25]) <= 1e-5
+    assert gap(verify_draft(fast, ids[:, 20:25], cache, 20), score(model, ids)[:, 20:25]) <= 1e-5
     cache.truncate(22)
     assert gap(decode(fast, ids[:, 22:23], cache, 22), score(model, ids)[:, 22]) <= 1e-5
 
@@ -409,11 +411,14 @@ def operators_of_a_step(layers: int, n: int) -> dict:
 
 
 @needs_kernels
-def test_times_of_the_kernels_are_told_apart():
-    model, ids = small()
+def test_times_of_the_kernels_are_told_apart(monkeypatch):
+    """Of the path that runs without a clock too: one that watches `append` is not taken for another `append`."""
+    (model, ids), steps, right = small(), [], Block.step
+    monkeypatch.setattr(Block, "step", lambda self, *args: (steps.append(1), right(self, *args))[1])
     fast, cache = optimize(model), make_cache("static", model.config, capacity=100)
     prefill(fast, ids, cache)
     found = parts_of(lambda: decode(fast, ids[:, :1], cache, cache.length), cache)
+    assert len(steps) == len(cache)
     assert found["weights"] > 0 and found["attention"] > 0 and found["cache update"] > 0
 
 

@@ -223,7 +223,7 @@ def test_a_fault_of_masks_reaches_every_kind_of_cache(name, kind, model):
     def chunks():
         cache = nanokv.make_cache(kind, model.config)
         nanokv.prefill(model, IDS[:, :7], cache, start_pos=0)
-        return nanokv.inference.verify(model, IDS[:, 7:], cache, start_pos=7)
+        return nanokv.inference.verify_draft(model, IDS[:, 7:], cache, start_pos=7)
 
     right = chunks()
     with faults.inject(name):

@@ -24,7 +24,7 @@ from nanokv.engine.packed import prefill_packed
 from nanokv.errors import CacheError, UnsupportedError
 from nanokv.fast import native, optimize
 from nanokv.fast.compiled import Compiled
-from nanokv.inference import decode, prefill, prefill_chunks, verify
+from nanokv.inference import decode, prefill, prefill_chunks, verify_draft
 from nanokv.loading import build
 from nanokv.model import Qwen3
 from oracle import SHAPES, pair, random_ids
@@ -153,10 +153,10 @@ def chunks(model, new):
     ids, cache = ids_of(1), new(1)
     out = [prefill_chunks(model, ids[:, :PROMPT], cache, chunk=4)]
     out.append(decode(model, ids[:, PROMPT : PROMPT + 1], cache, cache.length))
-    if cache.rollback is None or cache.rollback >= 3:
-        out.append(verify(model, ids[:, PROMPT + 4 : PROMPT + 7], cache, cache.length)[0])
+    if cache.max_rollback is None or cache.max_rollback >= 3:
+        out.append(verify_draft(model, ids[:, PROMPT + 4 : PROMPT + 7], cache, cache.length)[0])
         cache.truncate(PROMPT + 1)
-    out.append(verify(model, ids[:, PROMPT + 1 : PROMPT + 4], cache, cache.length)[0])
+    out.append(verify_draft(model, ids[:, PROMPT + 1 : PROMPT + 4], cache, cache.length)[0])
     return torch.cat(out)
 
 
@@ -189,7 +189,7 @@ def ragged(model, new):
     batch = together(rows, model.config)
     for t in range(2):
         out.append(decode(model, following[:, t : t + 1], batch, batch.length))
-    out.append(verify(model, following[:, 2:], batch, batch.length).flatten(0, 1))
+    out.append(verify_draft(model, following[:, 2:], batch, batch.length).flatten(0, 1))
     return torch.cat(out)
 
 
@@ -220,7 +220,7 @@ def own_mask(model, new):
     out = [prefill(model, ids[:, :36], cache)]
     for t in range(36, 39):
         out.append(decode(model, ids[:, t : t + 1], cache, cache.length))
-    return torch.cat([*out, verify(model, ids[:, 39:], cache, cache.length)[0]])
+    return torch.cat([*out, verify_draft(model, ids[:, 39:], cache, cache.length)[0]])
 
 
 def own_attend(model, new):
@@ -420,7 +420,7 @@ def test_causal_attention_is_causal_over_a_cache_without_a_mask(model, attend):
         prefill(candidate(model, 1), ids[:, :7], cache)
     with torch.inference_mode():
         got = candidate(model, 1).lm_head(candidate(model, 1)(ids[:, 7:12], mine, 7, attend))
-    assert distance(got, verify(candidate(model, 1), ids[:, 7:12], theirs, 7)) <= 1e-6
+    assert distance(got, verify_draft(candidate(model, 1), ids[:, 7:12], theirs, 7)) <= 1e-6
 
 
 # --- what a kernel must not take on trust ---------------------------------------------------------------------------

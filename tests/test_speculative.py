@@ -22,7 +22,7 @@ from nanokv.decoding.generation import Generation, SamplingParams, TextStream, g
 from nanokv.decoding.sample import probabilities
 from nanokv.decoding.speculative import Draft, DraftModel, EarlyExit, PromptLookup, Speculation, first_layers, speculate
 from nanokv.errors import CapacityError, ContextError, GenerationError
-from nanokv.inference import prefill, score, verify
+from nanokv.inference import prefill, score, verify_draft
 from nanokv.loading import load
 from oracle import TOLERANCE, gap, pair, random_ids, reference_logits
 
@@ -101,11 +101,11 @@ def test_lookup_equals_transformers():
 def test_verify_gives_the_logits_of_every_position(model, name):
     ids, cache = random_ids(1, 1, 15), make_cache(name, model.config, capacity=CAPACITY)
     expected = score(model, ids)
-    assert gap(verify(model, ids[:, :6], cache, 0), expected[:, :6]) <= TOLERANCE
-    assert gap(verify(model, ids[:, 6:7], cache, 6), expected[:, 6:7]) <= TOLERANCE
-    assert gap(verify(model, ids[:, 7:], cache, 7), expected[:, 7:]) <= TOLERANCE and cache.length == 15
+    assert gap(verify_draft(model, ids[:, :6], cache, 0), expected[:, :6]) <= TOLERANCE
+    assert gap(verify_draft(model, ids[:, 6:7], cache, 6), expected[:, 6:7]) <= TOLERANCE
+    assert gap(verify_draft(model, ids[:, 7:], cache, 7), expected[:, 7:]) <= TOLERANCE and cache.length == 15
     with pytest.raises(ValueError, match="start_pos"):
-        verify(model, ids, cache, 3)
+        verify_draft(model, ids, cache, 3)
 
 
 @pytest.mark.parametrize("layers", [1, 2])
@@ -164,18 +164,18 @@ def test_greedy_is_plain_decoding_on_every_cache(model, name, options):
 def test_a_quantized_cache_is_guessed_for_only_until_its_next_block(model):
     """A longer guess would quantize its own rejected tokens, or let the first of them see what should be codes."""
     cache = make_cache("quantized", model.config, group=8, residual=4)
-    assert cache.rollback == 12
+    assert cache.max_rollback == 12
     prefill(model, [prompt(1, 9)], cache)
-    assert cache.rollback == 3
+    assert cache.max_rollback == 3
     prefill(model, [prompt(1, 9)], cache, 9)
-    assert cache.rollback == 12 - 18 + 8 and len(cache[0].blocks) == 0  # the next append finds a block to quantize
+    assert cache.max_rollback == 12 - 18 + 8 and len(cache[0].blocks) == 0  # the next append finds a block to quantize
     window = make_cache("sliding", model.config, window=8, sinks=2)
     prefill(model, [prompt(1, 6)], window)
-    assert window.rollback == 3
-    verify(model, [prompt(2, 3)], window, 6)
+    assert window.max_rollback == 3
+    verify_draft(model, [prompt(2, 3)], window, 6)
     window.truncate(6)
-    verify(model, [prompt(2, 4)], window, 6)
-    assert window.rollback == 0 and make_cache("dict", model.config).rollback is None
+    verify_draft(model, [prompt(2, 4)], window, 6)
+    assert window.max_rollback == 0 and make_cache("dict", model.config).max_rollback is None
 
 
 @pytest.mark.parametrize("penalty", [0.7, 1.3])
@@ -387,7 +387,7 @@ def test_wrong_values_raise_at_the_call(model, make, words):
 def test_the_counts_are_those_of_the_forwards(model, monkeypatch):
     ids, forwards = prompt(16, 6), []
     expected = list(generate(model, ids, max_new_tokens=31))
-    for name in ("verify", "decode"):
+    for name in ("verify_draft", "decode"):
         real = getattr(module, name)
         monkeypatch.setattr(module, name, lambda m, x, c, start_pos, real=real: (
             forwards.append(x.shape[1]), real(m, x, c, start_pos))[1])  # fmt: skip

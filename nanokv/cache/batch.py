@@ -20,10 +20,10 @@ class BatchLayer(LayerCache):
     """Layer i of every row."""
 
     def __init__(self, parts):
-        self.parts, self.expects = parts, parts[0].expects  # LayerCaches of batch size 1
+        self.parts, self.expected = parts, parts[0].expected  # LayerCaches of batch size 1
 
     @property
-    def rows(self) -> int:
+    def batch_size(self) -> int:
         return len(self.parts)
 
     @property
@@ -32,7 +32,7 @@ class BatchLayer(LayerCache):
         return one_or_each([row.length for row in self.parts])
 
     def append(self, k, v):
-        check_append(k, v, expects=self.expects)
+        check_append(k, v, expected=self.expected)
         if k.shape[0] != len(self.parts):
             raise CacheError(f"cannot append keys {tuple(k.shape)} to {len(self.parts)} rows")
         with all_or_none(self.parts):
@@ -42,8 +42,8 @@ class BatchLayer(LayerCache):
             return _pad_left(keys, longest), _pad_left(values, longest)  # (B,Hk,S,D) ×2
 
     @property
-    def rollback(self) -> int | None:
-        return min((row.rollback for row in self.parts if row.rollback is not None), default=None)
+    def max_rollback(self) -> int | None:
+        return min((row.max_rollback for row in self.parts if row.max_rollback is not None), default=None)
 
     def width(self, T: int) -> int:
         return max(row.width(T) for row in self.parts)
@@ -75,7 +75,7 @@ class BatchCache(KVCache):
     def __init__(self, rows, config):
         self.rows = list(rows)
         check_rows(self.rows, config)
-        self.name, self.asked = "batch", self.rows[0].asked
+        self.name, self.requested_capacity = "batch", self.rows[0].requested_capacity
         self.options = {"of": self.rows[0].name} | self.rows[0].options
         super().__init__(self.layers(self.rows), config)
 
@@ -124,8 +124,8 @@ class BatchCache(KVCache):
         self.rows, self[:] = rows, self.layers(rows)  # in one line: before it all rows are the old ones, then the new
 
     def save(self, path, tokens=(), model_fingerprint: str = ""):
-        first = self.rows[0]
-        if any((row.name, row.options, row.asked) != (first.name, first.options, first.asked) for row in self.rows):
+        made, *others = [(row.name, row.options, row.requested_capacity) for row in self.rows]
+        if any(other != made for other in others):
             raise UnsupportedError("rows of mixed kinds cannot be saved in one file", hint="save each of cache.rows")
         super().save(path, tokens, model_fingerprint)
 
@@ -142,13 +142,13 @@ def check_rows(rows, config):
 
 @contextmanager
 def all_or_none(parts):
-    """What fails inside, for want of room in one row or by Ctrl-C, has written nothing in any row."""
-    marks = [part.mark() for part in parts]
+    """If an append inside fails (one row is full, Ctrl-C), every row is rolled back to what it held before."""
+    snapshots = [part.snapshot() for part in parts]
     try:
         yield
     except BaseException:
-        for part, mark in zip(parts, marks, strict=True):
-            part.back(mark)
+        for part, snapshot in zip(parts, snapshots, strict=True):
+            part.rollback(snapshot)
         raise
 
 

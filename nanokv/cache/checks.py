@@ -15,7 +15,7 @@ def check_index(index, rows=None):
     return index.long().cpu()  # a CPU index selects rows on any device
 
 
-def check_append(k, v, held=None, expects=(None, None, None, None)):
+def check_append(k, v, held=None, expected=(None, None, None, None)):
     """Keys (B,Hk,T,D) must match what is held, (B,Hk,S,D), and what is expected; values must match the keys.
 
     `cat` would promote another dtype without a word, and a slab would broadcast another batch.
@@ -28,6 +28,6 @@ def check_append(k, v, held=None, expects=(None, None, None, None)):
         have, came = (f"{tuple(x.shape)} {x.dtype}" for x in (held, k))
         devices = "" if held.device == k.device else f": the keys are on {k.device}, the cache on {held.device}"
         raise CacheError(f"cannot append keys {came} to a cache of {have} (B,Hk,S,D){devices}")
-    for name, want, got in zip(("KV heads", "head_dim", "dtype", "device"), expects, new[1:], strict=True):
+    for name, want, got in zip(("KV heads", "head_dim", "dtype", "device"), expected, new[1:], strict=True):
         if want is not None and want != got and not (name == "device" and want == torch.device(got.type)):
             raise CacheError(f"cannot append keys of {name} {got} to a cache that was made for {name} {want}")

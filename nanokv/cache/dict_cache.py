@@ -18,11 +18,11 @@ class DictCache(LayerCache, dict):
         return self["key"].shape[2] if self else 0
 
     @property
-    def rows(self) -> int | None:
+    def batch_size(self) -> int | None:
         return self["key"].shape[0] if self else None
 
     def append(self, k, v):
-        check_append(k, v, self.get("key"), self.expects)
+        check_append(k, v, self.get("key"), self.expected)
         if self:
             k = torch.cat((self["key"], k), dim=2)  # (B,Hk,S,D): copies the whole past
             v = torch.cat((self["value"], v), dim=2)  # (B,Hk,S,D)

@@ -24,12 +24,12 @@ class OffloadedLayer(LayerCache):
         self.length, self.like, self.coming = 0, None, None  # like (1,2,B,Hk,D): one row, for its shape and device
 
     @property
-    def rows(self) -> int | None:
+    def batch_size(self) -> int | None:
         return self.like.shape[2] if self.length else None
 
     def append(self, k, v):
         held = self.like[:, 0].permute(1, 2, 0, 3).expand(-1, -1, self.length, -1) if self.length else None
-        check_append(k, v, held, self.expects)
+        check_append(k, v, held, self.expected)
         new = torch.stack((k, v)).permute(3, 0, 1, 2, 4)  # (T,2,B,Hk,D)
         past = self.near()
         self.like = new[:1].clone()  # a view would keep the whole chunk near
@@ -87,13 +87,13 @@ class OffloadedCache(KVCache):
 
     def reorder(self, index):
         index = check_index(index, self.batch_size)
-        self[:], self.asked_rows = self.copies(self, index), len(index)  # in one line: no layer is ahead of another
+        self[:], self.requested_rows = self.copies(self, index), len(index)  # in one line: no layer is ahead of another
 
     def copies(self, parent, index) -> list[OffloadedLayer]:
         """These rows of every layer, in stores of their own."""
         layers = []
         for i, layer in enumerate(self):
             layers.append(OffloadedLayer(parent, i, self.make_store()))
-            layers[i].expects = layer.expects
+            layers[i].expected = layer.expected
             layers[i].restore({name: rows[index] for name, rows in layer.state().items()})
         return layers

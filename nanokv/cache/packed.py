@@ -16,11 +16,11 @@ class PackedLayer(LayerCache):
     """Layer i of every sequence; `sizes[b]` of the next N tokens are sequence b's."""
 
     def __init__(self, parts, sizes):
-        self.parts, self.sizes, self.expects = parts, sizes, parts[0].expects
+        self.parts, self.sizes, self.expected = parts, sizes, parts[0].expected
 
     def append(self, k, v):
         """(N,Hk,1,D) ×2 → two lists with (1,Hk,S_b,D) for each sequence; all are written, or none."""
-        check_append(k, v, expects=self.expects)
+        check_append(k, v, expected=self.expected)
         if k.shape[0] != sum(self.sizes):
             raise CacheError(f"cannot append keys {tuple(k.shape)} to sequences of {self.sizes} tokens")
         keys, values = ([rows.transpose(0, 2) for rows in x.split(self.sizes)] for x in (k, v))  # (1,Hk,T_b,D) each

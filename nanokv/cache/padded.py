@@ -69,9 +69,6 @@ class PaddedCache(KVCache):
     def fork(self) -> "PaddedCache":
         return PaddedCache(self.inner.fork(), self.pads)
 
-    def rows_held(self) -> int:
-        return len(self.pads)
-
     def reorder(self, index):
         index = check_index(index, len(self.pads))
         self.inner.reorder(index)

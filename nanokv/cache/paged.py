@@ -3,15 +3,16 @@
 A sequence owns a table of page numbers, shared by all layers; page p of layer i is `pool.keys[i][p]`. Nothing is
 reserved: a page is taken when the first token of it comes, and goes back when its last owner lets go of it. Forked
 sequences share pages; whoever writes into a shared page copies it first. `append` gives dense keys, gathered from the
-pages: one copy of S rows a layer a step, the price of any attention function. `place` and `room` copy nothing: they
-say where the pages lie.
+pages: one copy of S rows per layer and step, the price of any attention function. `reserve` copies nothing: it says
+where the pages lie.
 """
 
 import weakref
 
 import torch
 
-from nanokv.cache.base import KVCache, LayerCache, Pages
+from nanokv.cache.base import KVCache, LayerCache
+from nanokv.cache.capabilities import Pages
 from nanokv.cache.checks import check_append, check_index
 from nanokv.cache.pool import PagePool
 from nanokv.cache.view import View, next_view
@@ -101,10 +102,7 @@ class PagedLayer(LayerCache):
         table = self.write(k, v).table
         return self.gather(self.parent.pool.keys, table), self.gather(self.parent.pool.values, table)
 
-    def place(self, k, v) -> Pages:
-        return self.write(k, v).pages[self.layer]
-
-    def room(self, like) -> Pages:
+    def reserve(self, like) -> Pages:
         view = self.step(1, like)
         self.length += 1
         return view.pages[self.layer]
@@ -121,7 +119,7 @@ class PagedLayer(LayerCache):
         return next_view(self.parent, self.layer, [self.length] * len(self.parent.tables), T, like)
 
     @property
-    def rows(self) -> int:
+    def batch_size(self) -> int:
         return len(self.parent.tables)
 
     def gather(self, pages, table):
@@ -134,8 +132,8 @@ class PagedLayer(LayerCache):
         self.check_truncate(n)
         self.length = min(n, self.length)
 
-    def back(self, mark):
-        self.truncate(mark)
+    def rollback(self, snapshot):
+        self.truncate(snapshot)
         self.parent.trim()
 
     def state(self) -> dict:

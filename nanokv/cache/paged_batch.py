@@ -1,6 +1,6 @@
 """Rows of different lengths over one page pool: a decode step of many requests without a copy of what they hold.
 
-`room` and `place` take one page table for all rows, so an attention that reads pages gets the whole batch at once.
+`reserve` gives one page table for all rows, so an attention that reads pages gets the whole batch at once.
 `append` is the batch cache's: dense, padded on the left, for the plain model.
 """
 
@@ -8,8 +8,8 @@ import weakref
 
 import torch
 
-from nanokv.cache.base import Pages
 from nanokv.cache.batch import BatchCache, BatchLayer
+from nanokv.cache.capabilities import Pages
 from nanokv.cache.checks import check_append
 from nanokv.cache.view import next_view
 from nanokv.errors import CacheError
@@ -25,25 +25,15 @@ class PagedBatchLayer(BatchLayer):
         self.parent, self.layer = weakref.proxy(parent), layer
 
     def append(self, k, v):
-        check_append(k, v, expects=self.expects)
+        check_append(k, v, expected=self.expected)
         next_view(self.parent, self.layer, [row.length for row in self.parts], k.shape[2], k)  # pages for all, or none
         return super().append(k, v)
 
-    def place(self, k, v) -> Pages:
-        check_append(k, v, expects=self.expects)
-        view = self.step(k.shape[2], k)
-        view.write(self.layer, k, v)  # one write for all rows
-        return view.pages[self.layer]
-
-    def room(self, like) -> Pages:
-        return self.step(1, like).pages[self.layer]
-
-    def step(self, T: int, like):
-        """Pages for T more tokens of every row, which count as seen from now on."""
-        view = next_view(self.parent, self.layer, [row.length for row in self.parts], T, like)
+    def reserve(self, like) -> Pages:
+        view = next_view(self.parent, self.layer, [row.length for row in self.parts], 1, like)
         for row in self.parts:
-            row.length += T
-        return view
+            row.length += 1
+        return view.pages[self.layer]
 
 
 class PagedBatch(BatchCache):

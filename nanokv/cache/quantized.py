@@ -27,18 +27,18 @@ class QuantizedCache(LayerCache):
         codes   (keys, values), each (B,Hk,q,D·bits/8) uint8
         scales  keys: (B,Hk,blocks,D) ×2 (scale, low); values: (B,Hk,q,1) ×2
         blocks  tokens in each block of keys: `group`, or fewer in one that was truncated"""
-        self.back(((), (), (), []))
+        self.rollback(((), (), (), []))
 
     @property
     def length(self) -> int:
         return sum(self.blocks) + self.newest
 
     @property
-    def rows(self) -> int | None:
+    def batch_size(self) -> int | None:
         return self.exact[0].shape[0] if self.exact else None
 
     def append(self, k, v):
-        check_append(k, v, self.exact[0] if self.exact else None, self.expects)
+        check_append(k, v, self.exact[0] if self.exact else None, self.expected)
         self.check_range(k, v)
         if self.due:
             self.flush(self.due)
@@ -70,7 +70,7 @@ class QuantizedCache(LayerCache):
         return max(0, (self.newest - self.residual) // self.group)
 
     @property
-    def rollback(self) -> int:
+    def max_rollback(self) -> int:
         """Until plain decoding would have quantized a block, which the guess would still have seen exactly."""
         return self.residual + self.group - (self.newest - self.due * self.group)
 
@@ -84,7 +84,7 @@ class QuantizedCache(LayerCache):
         codes = _cat(self.codes, (pack(k.flatten(2, 3), self.bits[0]), pack(v, self.bits[1])))
         scales = _cat(self.scales, (k_scale.squeeze(3), k_low.squeeze(3), v_scale, v_low))
         exact = tuple(x[:, :, n:].clone() for x in self.exact)
-        self.back((exact, codes, scales, self.blocks + [self.group] * blocks))
+        self.rollback((exact, codes, scales, self.blocks + [self.group] * blocks))
 
     def dense(self):
         """(B,Hk,S,D) ×2 in the dtype of what was appended."""
@@ -110,24 +110,24 @@ class QuantizedCache(LayerCache):
             sizes = len(blocks), len(blocks), n, n
             scales = tuple(x[:, :, :size].clone() for x, size in zip(self.scales, sizes, strict=True))
             exact, codes = (tuple(x[:, :, :end].clone() for x in g) for g, end in ((self.exact, 0), (self.codes, n)))
-            self.back((exact, codes, scales, blocks))
+            self.rollback((exact, codes, scales, blocks))
         elif n < self.length:
             self.exact = tuple(x[:, :, : n - quantized].clone() for x in self.exact)
 
-    def mark(self):
+    def snapshot(self):
         return self.exact, self.codes, self.scales, self.blocks  # nothing of it is ever written in place
 
-    def back(self, mark):
-        self.exact, self.codes, self.scales, self.blocks = mark  # in one line: they never contradict each other
+    def rollback(self, snapshot):
+        self.exact, self.codes, self.scales, self.blocks = snapshot  # in one line: they never contradict each other
 
     def fork(self):
         copy = type(self)(*self.bits, self.group, self.residual, self.rotate)
-        copy.back(self.mark())
+        copy.rollback(self.snapshot())
         return copy
 
     def reorder(self, index):
-        *groups, blocks = self.mark()
-        self.back((*(tuple(x[index] for x in group) for group in groups), blocks))
+        *groups, blocks = self.snapshot()
+        self.rollback((*(tuple(x[index] for x in group) for group in groups), blocks))
 
     def state(self) -> dict:
         groups = {"exact": self.exact, "codes": self.codes, "scales": self.scales}
@@ -137,7 +137,7 @@ class QuantizedCache(LayerCache):
     def restore(self, state: dict):
         names = ("exact", "codes", "scales")
         groups = (tuple(state[key] for key in sorted(state) if key.startswith(name)) for name in names)
-        self.back((*groups, state["blocks"].tolist() if state else []))
+        self.rollback((*groups, state["blocks"].tolist() if state else []))
 
     @property
     def nbytes(self) -> int:

@@ -116,11 +116,11 @@ def make_cache(name, config, batch_size: int = 1, capacity=None, dtype=None, dev
         check("capacity", capacity, 1)
     cache = CACHES[name](config, batch_size, capacity, **options)
     cache.name, cache.options = name, options | cache.options
-    cache.asked, cache.asked_rows = capacity, batch_size
-    expects = config.num_key_value_heads, config.head_dim, dtype, device and torch.device(device)
+    cache.requested_capacity, cache.requested_rows = capacity, batch_size
+    expected = config.num_key_value_heads, config.head_dim, dtype, device and torch.device(device)
     for part in (*getattr(cache, "rows", ()), cache):
         for layer in part:
-            layer.expects = expects
+            layer.expected = expected
     return cache
 
 

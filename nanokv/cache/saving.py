@@ -42,7 +42,7 @@ def save(cache, path, tokens=(), model_fingerprint: str = ""):
         "options": json.dumps(options, sort_keys=True),
         "salted": json.dumps(bool(cache.options.get("salt"))),
         "rows": str(cache.batch_size),
-        "capacity": json.dumps(cache.asked),
+        "capacity": json.dumps(cache.requested_capacity),
         "length": json.dumps(length),
         "config": json.dumps(cache.config.to_dict(), sort_keys=True),
         "tokens": json.dumps(_ids(tokens, length, cache.batch_size)),
@@ -96,8 +96,8 @@ def _rebuild(path, meta: dict, tensors: dict, config, make_cache, model_fingerpr
     length, restored = facts["length"], torch.as_tensor(cache.length).tolist()
     if restored != length:
         raise CacheError(f"{path} says {length} tokens, but a {name} cache reads {restored} from it")
-    if cache.rows_held() not in (None, rows):
-        raise CacheError(f"{path} says {rows} rows, and holds {cache.rows_held()}")
+    if cache.batch_size != rows:
+        raise CacheError(f"{path} says {rows} rows, and holds {cache.batch_size}")
     cache.tokens = _ids(facts["tokens"], length, rows)
     return cache
 

@@ -18,16 +18,16 @@ class SlidingCache(LayerCache):
     """`keys`, `values` (B,Hk,n,D): the sinks, then at most window − 1 past tokens; `length` counts all seen."""
 
     def __init__(self, config, window: int, sinks: int):
-        self.expects = config.num_key_value_heads, config.head_dim, None, None
+        self.expected = config.num_key_value_heads, config.head_dim, None, None
         self.config, self.window, self.sinks, self.length = config, window, sinks, 0
         self.keys = self.values = None
 
     @property
-    def rows(self) -> int | None:
+    def batch_size(self) -> int | None:
         return None if self.keys is None else self.keys.shape[0]
 
     def append(self, k, v):
-        check_append(k, v, self.keys, self.expects)
+        check_append(k, v, self.keys, self.expected)
         if self.keys is not None:
             keys, values = torch.cat((self.keys, k), 2), torch.cat((self.values, v), 2)  # (B,Hk,n+T,D)
         else:
@@ -35,7 +35,7 @@ class SlidingCache(LayerCache):
         evicted, length, end = self.evicted(k.shape[2]), self.length + k.shape[2], keys.shape[2]
         s, keep = min(self.sinks, length), min(self.window - 1, max(0, end - self.sinks))
         held = (torch.cat((x[:, :, :s], x[:, :, end - keep :]), 2) for x in (keys, values))  # (B,Hk,n',D) ×2
-        self.back((length, *held))
+        self.rollback((length, *held))
         if not self.sinks or int(evicted[-1]) == 0:
             return keys, values
         moved = self.moved_sinks(keys[:, :, : self.sinks], evicted)  # (B,Hk,T·sinks,D)
@@ -76,7 +76,7 @@ class SlidingCache(LayerCache):
         return torch.cat((own, visible[:, self.sinks :]), 1)
 
     @property
-    def rollback(self) -> int:
+    def max_rollback(self) -> int:
         """As long as nothing leaves the window."""
         return max(0, self.sinks + self.window - 1 - self.length)
 
@@ -89,27 +89,27 @@ class SlidingCache(LayerCache):
                 hint="truncate(0) and prefill again",
             )
 
-    def mark(self):
+    def snapshot(self):
         return self.length, self.keys, self.values  # never written in place, so what falls out is still here
 
-    def back(self, mark):
-        self.length, self.keys, self.values = mark  # in one line: they never contradict each other
+    def rollback(self, snapshot):
+        self.length, self.keys, self.values = snapshot  # in one line: they never contradict each other
 
     def truncate(self, n: int):
         self.check_truncate(n)
         if n == 0:
-            self.back((0, None, None))
+            self.rollback((0, None, None))
         elif n < self.length:
-            self.back((n, self.keys[:, :, :n].clone(), self.values[:, :, :n].clone()))
+            self.rollback((n, self.keys[:, :, :n].clone(), self.values[:, :, :n].clone()))
 
     def fork(self):
         copy = type(self)(self.config, self.window, self.sinks)
-        copy.back(self.mark())
+        copy.rollback(self.snapshot())
         return copy
 
     def reorder(self, index):
         if self.keys is not None:
-            self.back((self.length, self.keys[index], self.values[index]))
+            self.rollback((self.length, self.keys[index], self.values[index]))
 
     def state(self) -> dict:
         if self.keys is None:
@@ -117,7 +117,7 @@ class SlidingCache(LayerCache):
         return {"key": self.keys, "value": self.values, "length": torch.tensor(self.length)}
 
     def restore(self, state: dict):
-        self.back((int(state.get("length", 0)), state.get("key"), state.get("value")))
+        self.rollback((int(state.get("length", 0)), state.get("key"), state.get("value")))
 
     @property
     def nbytes(self) -> int:

@@ -6,7 +6,8 @@ StaticCache, which cannot roll back; this one can, because a length is all there
 
 import torch
 
-from nanokv.cache.base import LayerCache, Pages
+from nanokv.cache.base import LayerCache
+from nanokv.cache.capabilities import Pages
 from nanokv.cache.checks import check_append
 from nanokv.errors import CapacityError
 
@@ -18,26 +19,26 @@ class StaticCache(LayerCache):
 
     def __init__(self, capacity: int | None):
         self.capacity, self.length, self.keys, self.values = capacity, 0, None, None
-        self.pages = None  # for `room`
+        self.pages = None  # for `reserve`
         self.blank = None  # the keys whose unused slots `slab` has cleared
 
     @property
-    def rows(self) -> int | None:
+    def batch_size(self) -> int | None:
         return None if self.keys is None else self.keys.shape[0]
 
     def append(self, k, v):
-        check_append(k, v, self.keys, self.expects)
+        check_append(k, v, self.keys, self.expected)
         start, end = self.length, self.length + k.shape[2]
         self.make_room(end, like=k)
         self.keys[:, :, start:end], self.values[:, :, start:end] = k, v  # T slots written, whatever S is
         self.length = end
         return self.keys[:, :, :end], self.values[:, :, :end]  # (B,Hk,S,D) ×2: views, nothing is copied
 
-    def room(self, like) -> Pages:
+    def reserve(self, like) -> Pages:
         held, new = self.pages and self.pages.keys, (len(like), like.dtype)
         same = held is not None and held is self.keys and (len(held), held.dtype) == new  # as in the step before
         if not same or self.length == held.shape[2]:
-            check_append(like, like, self.keys, self.expects)
+            check_append(like, like, self.keys, self.expected)
             self.make_room(self.length + 1, like)
             self.pages = Pages(self.keys, self.values, [0] * like.shape[0])
         self.length += 1
@@ -50,7 +51,7 @@ class StaticCache(LayerCache):
         What is masked must be finite all the same: a weight of 0 times NaN is NaN. Hence cleared, once.
         """
         if self.blank is None or self.blank is not self.keys:
-            check_append(like, like, self.keys, self.expects)
+            check_append(like, like, self.keys, self.expected)
             self.make_room(max(self.length, 1), like)
             self.keys[:, :, self.length :], self.values[:, :, self.length :] = 0, 0
             self.blank = self.keys

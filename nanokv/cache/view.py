@@ -5,7 +5,7 @@ Made by the first layer and found by the others: a table a step and not a table 
 
 import torch
 
-from nanokv.cache.base import Pages
+from nanokv.cache.capabilities import Pages
 from nanokv.cache.checks import check_append
 from nanokv.cache.pool import PagePool
 from nanokv.errors import CacheError
@@ -56,7 +56,7 @@ def next_view(owner, layer: int, starts: list[int], T: int, like) -> View:
     pool.storage(like)
     if layer and view is not None and view.next == (starts, T) and view.keys is pool.keys:
         return view
-    check_append(like, like, expects=owner[layer].expects)
+    check_append(like, like, expected=owner[layer].expected)
     pool.reserve(owner.tables, starts, T)
     if view is None or view.keys is not pool.keys or view.tables != owner.tables:
         view = owner.view = View(pool, owner.tables)

@@ -19,7 +19,7 @@ from nanokv.decoding.generation import Generation, SamplingParams, Step, never
 from nanokv.decoding.sample import logprob
 from nanokv.decoding.sample import repetition_penalty as penalise
 from nanokv.errors import GenerationError
-from nanokv.inference import decode, verify
+from nanokv.inference import decode, verify_draft
 
 NEVER = -1e9  # the score of a beam that does not exist; finite, because -inf × 0 is NaN
 EARLY = (False, True, "never")
@@ -127,7 +127,7 @@ class BeamGeneration(Generation):
         scores = logprob(logits, tokens[:1]).tolist()
         for start in range(0, len(ids) - 1, REPLAY):
             part = tokens[start : min(start + REPLAY, len(ids) - 1)]  # (t,)
-            logits = self._forward(verify, part[None], back_to=prompt)[0]  # (t,V)
+            logits = self._forward(verify_draft, part[None], back_to=prompt)[0]  # (t,V)
             scores += logprob(logits, tokens[start + 1 : start + 1 + len(part)]).tolist()
         return scores
 

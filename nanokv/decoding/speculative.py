@@ -5,7 +5,7 @@ first that is not is replaced by a draw from max(p − q, 0), and if all are, on
 is distributed exactly as p (Leviathan et al. 2022, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318), and at
 temperature 0, where p is all on the argmax, it is the same text. T rows at once are equal to T decodes but for the last
 bits, so tokens can differ where two logits tie within rounding: not seen in fp32, now and then in bf16. Guesses are
-kept short enough (cache.rollback) to leave no trace in caches that quantize or forget.
+kept short enough (cache.max_rollback) to leave no trace in caches that quantize or forget.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from nanokv.cache import make_cache
 from nanokv.decoding.generation import LONGEST_PREFILL, Generation, SamplingParams, Step, context_limit
 from nanokv.decoding.sample import check_sampling, logprob, probabilities
 from nanokv.errors import CapacityError, GenerationError
-from nanokv.inference import decode, prefill_chunks, verify
+from nanokv.inference import decode, prefill_chunks, verify_draft
 from nanokv.loading import skeleton
 from nanokv.model import Qwen3
 from nanokv.text.ids import common_prefix
@@ -194,7 +194,7 @@ class Speculation(Generation):
 
     def _guess(self, start):
         room = min(self.max_new_tokens - len(self.tokens), self.context - start)
-        room = room if self.cache.rollback is None else min(room, self.cache.rollback)
+        room = room if self.cache.max_rollback is None else min(room, self.cache.max_rollback)
         if room < 2:  # the newest token takes one place
             return [], None
         with self._listening():
@@ -206,7 +206,7 @@ class Speculation(Generation):
         """(guesses, logits (n+1,V)) after the newest token and each guess."""
         tokens = torch.tensor([[self.tokens[-1], *guesses]], device=self.generator.device)  # (1,n+1)
         try:
-            logits = self._forward(verify if guesses else decode, tokens, back_to=self.cache.length)
+            logits = self._forward(verify_draft if guesses else decode, tokens, back_to=self.cache.length)
         except CapacityError:
             if not guesses:
                 raise

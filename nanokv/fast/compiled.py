@@ -122,7 +122,7 @@ class Compiled(nn.Module):
         compiled = "static", self.batch_size, self.capacity, self.config.num_hidden_layers, self.config
         if sizes != compiled or cache.batch_size != B or type(start_pos) is not int or start_pos != cache.length:
             return False
-        if start_pos + T > self.capacity or not all(layer.in_place and layer.as_written for layer in cache):
+        if start_pos + T > self.capacity or not all(layer.in_place and not layer.patched for layer in cache):
             return False
         return is_plain(attend, T, start_pos + T)
 

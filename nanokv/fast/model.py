@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanokv.attention import Causal, Decode, Packed, row_blocks
+from nanokv.cache.capabilities import Pages
 from nanokv.errors import ConfigError
 from nanokv.fast import native
 from nanokv.fast.weights import FEW_ROWS, FORMATS, Addressed, Dense, Int8
@@ -56,19 +57,21 @@ class Block(Addressed):
         return self.torch_path(x, rope, cache, attend)
 
     def step(self, kernels, x, rope, cache):
-        """One token a row; x is written over. A cache that stores in place gets no key and no value: only room."""
+        """One token per row; x is written over. A cache that stores in place reserves the slot, and the kernel writes
+        key and value there."""
         layer, B, (cos, sin), (H, Hk, D) = ctypes.byref(self.struct), x.shape[0], rope, self.heads
         angles = cos.data_ptr(), sin.data_ptr(), D if cos.numel() > D else 0
         if cache.in_place:
-            pages = cache.room(self.like if B == 1 else self.like.expand(B, -1, -1, -1))
+            pages = cache.reserve(self.like if B == 1 else self.like.expand(B, -1, -1, -1))
             kernels.step(layer, x.data_ptr(), B, *angles, native.pages_struct(pages))
             return x
         q = x.new_empty(B, H, D)
         k, v = x.new_empty(2, B, Hk, 1, D, dtype=self.dtype)
         kernels.before_cache(layer, x.data_ptr(), B, *angles, q.data_ptr(), k.data_ptr(), v.data_ptr())
-        pages = cache.place(k, v)
-        if pages.table is None and not alike(k, pages.keys, pages.values):  # an `append` of the caller's own
-            return self.rest(x, Decode()(q[:, :, None].to(self.dtype), pages.keys, pages.values))
+        keys, values = cache.append(k, v)  # (B,Hk,S,D) ×2
+        if not alike(k, keys, values):  # an `append` of the caller's own
+            return self.rest(x, Decode()(q[:, :, None].to(self.dtype), keys, values))
+        pages = Pages(keys, values, [keys.shape[2]] * B)
         kernels.after_cache(layer, x.data_ptr(), B, q.data_ptr(), native.pages_struct(pages))
         return x
 
@@ -145,7 +148,7 @@ def sees_its_row(attend, cache) -> bool:
 
     A mask is honoured where the kernel reads the keys where they lie, as many for each row as the mask shows.
     """
-    if type(attend) is not Decode or not getattr(cache, "as_written", False):
+    if type(attend) is not Decode or getattr(cache, "patched", True):
         return False
     if attend.mask is None:
         return True

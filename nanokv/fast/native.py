@@ -14,6 +14,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+import weakref
 from pathlib import Path
 
 import torch
@@ -31,6 +32,7 @@ FLAGS = ("-O3", "-march=native", *MATH, "-std=c++17", "-shared", "-fPIC")
 FORMATS = {torch.float32: 0, torch.bfloat16: 1, "int8": 2, "int4": 3}
 TIMEOUT = 120  # seconds that the compiler may take
 POINTER, LONG, INT, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
+STRUCTS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # a cache's Pages → the same as the kernels take it
 
 
 class Weight(ctypes.Structure):
@@ -198,8 +200,9 @@ def pointer(tensor):
 
 
 def pages_struct(pages):
-    """cache.base.Pages as the kernels take it, by reference; made once as long as the cache hands out the same one."""
-    if pages.struct is None:
+    """The cache's Pages as the kernels take it, by reference; made once for as long as the cache gives the same one."""
+    made = STRUCTS.get(pages)
+    if made is None:
         keys, values = pages.keys, pages.values  # (P,Hk,page,D)
         if keys.stride() != values.stride() or keys.stride()[2:] != (keys.shape[3], 1):
             keys, values = keys.contiguous(), values.contiguous()
@@ -208,5 +211,5 @@ def pages_struct(pages):
             keys.data_ptr(), values.data_ptr(), keys.stride(0), keys.stride(1), keys.shape[2], table, width,
             pages.lengths.data_ptr(), FORMATS[keys.dtype],
         )  # fmt: skip
-        pages.struct = ctypes.byref(struct), keys, values  # these live as long as their addresses
-    return pages.struct[0]
+        made = STRUCTS[pages] = ctypes.byref(struct), keys, values  # these live as long as their addresses
+    return made[0]

@@ -16,6 +16,7 @@ import nanokv.cache.base
 import nanokv.decoding.batching
 from nanokv.attention import prefill_attention
 from nanokv.cache import BatchCache, KVCache
+from nanokv.cache.capabilities import CacheCapabilities
 from nanokv.cache.padded import PaddedCache
 from nanokv.cache.sliding import SlidingCache
 from nanokv.cache.static import StaticCache
@@ -219,7 +220,7 @@ def rounded_to_bf16():
 )  # fmt: skip
 def static_overflow():
     """The static cache counts tokens that it does not keep."""
-    right, capacity = StaticCache.append, KVCache.capacity
+    right, capacity = StaticCache.append, CacheCapabilities.capacity
 
     def append(self, k, v):
         T, room = k.shape[2], None if self.capacity is None else max(0, self.capacity - self.length)
@@ -231,7 +232,7 @@ def static_overflow():
         return self.keys, self.values  # (B,Hk,N,D): N slots, whatever S should be
 
     unlimited = property(lambda cache: None if capacity.fget(cache) else capacity.fget(cache))  # 0 = NoCache, as it was
-    return [(StaticCache, "append", append), (KVCache, "capacity", unlimited)]
+    return [(StaticCache, "append", append), (CacheCapabilities, "capacity", unlimited)]
 
 
 # --- masks ----------------------------------------------------------------------------------------------------------

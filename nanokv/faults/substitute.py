@@ -110,8 +110,8 @@ def positions(wrong) -> list:
 
 
 def in_all(base, name: str, make) -> list:
-    """Swaps for a method or property in `base` and in every subclass that has its own; make(right) → stand-in."""
-    family, swaps = [base], []
+    """Swaps for a method or property of `base`, and in every subclass that has its own; make(right) → stand-in."""
+    family, swaps = [next(cls for cls in base.__mro__ if name in vars(cls))], []
     for cls in family:  # grows while it is walked
         family += cls.__subclasses__()
         if name in vars(cls):

@@ -21,7 +21,7 @@ from nanokv.config import Config
 from nanokv.decoding.batching import generate_padded
 from nanokv.decoding.generation import generate
 from nanokv.errors import CacheError, CapacityError, NanoKVError, UnsupportedError
-from nanokv.inference import decode, prefill, score, verify
+from nanokv.inference import decode, prefill, score, verify_draft
 from nanokv.model import Qwen3
 from nanokv.study.debug import compare, earliest, watch
 
@@ -117,7 +117,7 @@ def maker(make):
 
     def of_layers(config, batch_size, capacity):
         cache = KVCache((layer() for _ in range(config.num_hidden_layers)), config)
-        cache.asked_rows = batch_size
+        cache.requested_rows = batch_size
         return cache
 
     return of_layers
@@ -164,11 +164,11 @@ class Lab:
     def feed(self, cache, ids, *parts, start: int = 0):
         """ids (B,T) from position `start` on, in parts of so many tokens; every logit is compared with the truth."""
         for part in parts:
-            self.step(decode if part == 1 else verify, cache, ids, start, start + part)
+            self.step(decode if part == 1 else verify_draft, cache, ids, start, start + part)
             start += part
 
     def step(self, path, cache, ids, start: int, end: int):
-        """One call of decode, verify or prefill for ids[:, start:end]; Different if logits or the length are wrong."""
+        """One call of one path for ids[:, start:end]; Different if logits or the length are wrong."""
         with watch(self.model) as passes:
             logits = path(self.model, ids[:, start:end], cache, start_pos=start)
         logits = logits[:, None] if logits.dim() == 2 else logits  # (B,t,V): the last t positions

@@ -13,7 +13,7 @@ import torch
 from nanokv.attention import Causal
 from nanokv.cache.base import NoCache
 from nanokv.cache.codes import dequantize, hadamard, quantize
-from nanokv.inference import score, verify
+from nanokv.inference import score, verify_draft
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def measure_cache(model, ids, cache, chunk: int = 8):
     """(B,T−1) nats: the same difference for a real cache, fed `chunk` tokens at a time."""
     parts, start = [], 0
     for part in ids.split(chunk, dim=1):
-        parts.append(verify(model, part, cache, start))  # (B,t,V)
+        parts.append(verify_draft(model, part, cache, start))  # (B,t,V)
         start += part.shape[1]
     return log_likelihood(torch.cat(parts, 1), ids) - log_likelihood(score(model, ids), ids)
 

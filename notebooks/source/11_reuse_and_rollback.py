@@ -31,7 +31,7 @@ import torch
 import nanokv
 from nanokv import course
 from nanokv.cache.dict_cache import DictCache
-from nanokv.inference import verify
+from nanokv.inference import verify_draft
 from nanokv.text.ids import common_prefix
 from nanokv.decoding.speculative import EarlyExit, PromptLookup
 
@@ -306,7 +306,7 @@ course.show(fig, alt=f"Bars for four turns of three chats. In the fourth turn {w
 # ## Experiment 4: guess, check, take back
 #
 # A forward over five tokens costs a large model about as much as over one: the weights are read once either way
-# (notebook 09). So let something cheap guess, and let the model *check*: `verify` gives the logits after each of the
+# (notebook 09). So let something cheap guess, and let the model *check*: `verify_draft` gives the logits after each of the
 # tokens. Guesses are kept up to the first with which the model does not agree; there its own choice is taken. Here a
 # round is done by hand. The guesser is the model itself without its last layer.
 
@@ -319,7 +319,7 @@ def rounds(ids, draft, n, crop):
     while len(tokens) < n:
         start = cache.length
         guesses, _ = draft.propose(ids + tokens, 4, certain, None)
-        best = verify(model, [[tokens[-1], *guesses]], cache, start_pos=start)[0].argmax(-1).tolist()  # one a token fed
+        best = verify_draft(model, [[tokens[-1], *guesses]], cache, start_pos=start)[0].argmax(-1).tolist()  # one a token fed
         kept = common_prefix(guesses, best)
         log.append((start, cache.length - start, len(guesses), kept))
         cache.truncate(crop(start, kept))

@@ -153,7 +153,7 @@ def _judge_static(layer):
 
     def make(config, batch_size, capacity):
         cache = KVCache((layer(capacity) for _ in range(config.num_hidden_layers)), config)
-        cache.asked_rows = batch_size
+        cache.requested_rows = batch_size
         return cache
 
     k, one = torch.randn(1, 2, 1, 6), layer(4)
