@@ -156,6 +156,15 @@ class Config:
             torch_dtype=_dtype(fields),
         )
 
+    def __repr__(self) -> str:
+        """The sizes in the letters of model.py; the rest where it differs from the default."""
+        sizes = f"V {self.vocab_size} C {self.hidden_size} I {self.intermediate_size} L {self.num_hidden_layers}"
+        heads = f"H {self.num_attention_heads} Hk {self.num_key_value_heads} D {self.head_dim}"
+        rope = f"context {self.max_position_embeddings}, rope_theta={self.rope_theta:g}"
+        yarn = f", yarn ×{self.yarn.factor:g}" if self.yarn else ""
+        flags = ", bias" * self.attention_bias + ", tied" * self.tie_word_embeddings
+        return f"Config({sizes} {heads}, {rope}{yarn}{flags})"
+
     @property
     def query_groups(self) -> int:
         """G: how many query heads read each KV head."""

@@ -172,7 +172,7 @@ def test_rows_are_in_the_file(model, tmp_path):
 
 @pytest.mark.parametrize("kind", ["dict", "sliding", "paged", "batch"])
 def test_the_model_refuses_a_cache_of_another_config(model, other_config, kind):
-    with pytest.raises(ValueError, match=r"made for another model, with .*rope_theta=50\.0"):
+    with pytest.raises(ValueError, match=r"made for another model, with .*rope_theta=50\b"):
         prefill(model, random_ids(1, 1, 4), make_cache(kind, other_config))
     same = dataclasses.replace(model.config)  # equal, not identical
     prefill(model, random_ids(1, 1, 4), make_cache(kind, same))

@@ -15,6 +15,7 @@ import transformers
 
 import nanokv
 import weights_loader
+from nanokv.costs.memory import FAMILY
 from nanokv.errors import CacheError, GenerationError, NanoKVError, SessionError, TokenIdsError, TokenizerError
 from nanokv.inference import token_ids
 from tiny_checkpoint import write_tiny_checkpoint
@@ -301,3 +302,62 @@ def test_generation_config_survives_its_file(values):
     theirs = transformers.GenerationConfig(**config.to_dict())
     assert theirs.do_sample == (config.temperature > 0)
     assert (theirs.repetition_penalty or 1) == config.repetition_penalty
+
+
+# --- text in, text out ------------------------------------------------------------------------------------------------
+
+
+def test_a_session_from_a_name_answers_in_text():
+    """What the README shows."""
+    session = nanokv.Session.from_pretrained("tiny")
+    assert "Zorbla" in session.ask("My name is Zorbla.")
+    pieces = list(session.stream("What is my name?"))
+    assert len(pieces) > 1 and "Zorbla" in "".join(pieces)
+    assert not any(token in "".join(pieces) for token in session.tokenizer.special_tokens)
+    assert session.ask("Hello!") == session.messages[-1]["content"]
+
+
+def test_from_pretrained_takes_what_load_and_session_take(monkeypatch):
+    options = {"system": "Be brief.", "params": {"max_new_tokens": 3}, "context": 99}
+    session = nanokv.Session.from_pretrained("tiny", dtype=torch.bfloat16, **options)
+    assert (session.model.dtype, session.system, session.params, session.context) == (
+        torch.bfloat16, "Be brief.", {"max_new_tokens": 3}, 99)  # fmt: skip
+    seen = {}
+    monkeypatch.setattr("nanokv.chat.session.load", lambda *args, **options: seen.update(options) or nanokv.load())
+    nanokv.Session.from_pretrained("some/model", dtype=None, device="cpu", revision="v1")
+    assert seen == {"dtype": None, "device": "cpu", "revision": "v1"}
+    with pytest.raises(weights_loader.CheckpointError, match="revision"):
+        nanokv.load("tiny", revision="v1")
+
+
+# --- what is printed --------------------------------------------------------------------------------------------------
+
+
+def test_what_is_printed_tells_sizes_in_one_line(loaded):
+    model, tokenizer = loaded
+    cache = nanokv.make_cache("dict", model.config)
+    nanokv.prefill(model, [LIST], cache)
+    ragged = nanokv.make_cache("batch", model.config, batch_size=2)
+    nanokv.generate_ragged(model, [LIST, LIST * 2], ragged, max_new_tokens=2, eos_token_ids=[])
+    engine = nanokv.Engine(model, pages=64)
+    request = engine.submit(LIST, max_new_tokens=9, eos_token_ids=[])
+    engine.step()
+    engine.submit(LIST)
+    session = nanokv.Session(model, tokenizer)
+    session.ask("My name is Zorbla.")
+    large = FAMILY["Qwen/Qwen3-32B"]
+    told = {
+        model: ["Qwen3", "6 layers", f"{model.nbytes:,} B", "float32", "cpu"],
+        tokenizer: ["2,048 ids", "3 control tokens", "a chat template", "<|im_end|>"],
+        model.config: ["V 2048 C 192 I 512 L 6 H 6 Hk 2 D 48", "context 2048", "rope_theta=1e+06", "tied"],
+        large: ["V 151936 C 5120 I 25600 L 64 H 64 Hk 8 D 128", "context 40960"],
+        engine: ["1 running", "1 waiting", "of 64 pages of 16 tokens", f"{engine.pool.nbytes:,} B"],
+        session: ["1 turns", f"{session.cache.length:,} of 2,048 tokens", f"{session.cache.nbytes:,} B", "'dict'"],
+    }  # fmt: skip
+    assert [repr(config) for config in FAMILY.values() if len(repr(config)) > 100] == []
+    for thing, words in [*told.items(), (cache, ["6 layers × 3 tokens", f"{cache.nbytes:,} B"]),
+                         (ragged, ["4 to 7 tokens", f"{ragged.nbytes:,} B"])]:  # fmt: skip
+        line = repr(thing)
+        assert [word for word in words if word not in line] == []
+        assert len(line) <= 100 and "\n" not in line, line
+    assert request.finish_reason is None and engine.pool.nbytes > 0

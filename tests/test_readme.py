@@ -121,7 +121,7 @@ def test_the_readme_is_short():
     """What is longer belongs into docs/."""
     text = readme()
     assert len(text.splitlines()) <= 200
-    assert sum(any(letter.isalnum() for letter in word) for word in text.split()) <= 900
+    assert sum(any(letter.isalnum() for letter in word) for word in text.split()) <= 920
 
 
 def test_the_map_of_the_code_is_whole():

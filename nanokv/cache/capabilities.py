@@ -136,6 +136,8 @@ class CacheCapabilities(FirstNames):
 
     def __repr__(self):
         tokens = self[0].length if self else 0
+        if not isinstance(tokens, int):  # rows of their own lengths
+            tokens = f"{int(min(tokens))} to {int(max(tokens))}"
         return f"<{type(self).__name__} {self.name!r}: {len(self)} layers × {tokens} tokens, {self.nbytes:,} B>"
 
     @property

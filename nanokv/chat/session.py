@@ -1,6 +1,6 @@
 """A conversation whose KV cache lives across turns: the chat, the training evaluation and notebooks all use this.
 
-    session = nanokv.Session(model, tokenizer)
+    session = nanokv.Session.from_pretrained("tiny")     # or Session(model, tokenizer)
     session.ask("My name is Zorbla.")              # blocking, greedy unless `params` says otherwise
     for piece in session.stream("What is my name?"): print(piece, end="")
     session.last                                   # new and reused tokens, time to first token, bytes, ...
@@ -11,11 +11,14 @@ Every turn renders the whole conversation, keeps the longest common prefix of th
 
 from dataclasses import dataclass, field
 
+import torch
+
 from nanokv.cache import make_cache
 from nanokv.chat.history import token_roles, why_broken
 from nanokv.costs import parameters
 from nanokv.decoding.generation import Generation, LoopGuard, SamplingParams, TextStream, context_limit
 from nanokv.errors import ContextError, SessionError, UnsupportedError
+from nanokv.loading import load
 from nanokv.text.ids import common_prefix
 from nanokv.text.thinking import incomplete_bytes, inside_thinking, split_thinking
 
@@ -67,6 +70,15 @@ class Session:
         self.last, self.why, self.answers, self.thinking_opened = None, "", 0, False
         self._labelled, self._reply_ids, self._edited, self._room = [], None, False, 0
         self.cache.truncate(0)
+
+    @classmethod
+    def from_pretrained(cls, source="tiny", *, dtype=torch.float32, device="cpu", revision=None, **options):
+        """A conversation with the model that nanokv.load finds; `options` are what Session takes besides."""
+        return cls(*load(source, dtype=dtype, device=device, revision=revision), **options)
+
+    def __repr__(self) -> str:
+        tokens = f"{len(self.cached_ids):,} of {self.context:,} tokens"
+        return f"<Session: {len(self.messages) // 2} turns, {tokens}, {self.cache.nbytes:,} B in {self.cache.name!r}>"
 
     # --- asking ---------------------------------------------------------------------------------------------------
 
@@ -122,8 +134,6 @@ class Session:
 
     def _make_generation(self, ids, n, should_stop):
         """Checked before any work; the rest of the prompt is prefilled when its first token is asked for."""
-        import torch
-
         sampling = {k: v for k, v in self.params.items() if k not in ("max_new_tokens", "stop") and v is not None}
         if sampling.get("seed") is not None:
             sampling["seed"] = (sampling["seed"] + self.answers) % 2**64  # every answer draws anew, repeatably

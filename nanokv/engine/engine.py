@@ -42,6 +42,11 @@ class Engine:
         self.scheduler = Scheduler(model.config, self.pool, step_tokens, max_running, self.metrics)
         self._submitted, self._drawn = 0, {}  # (number, i) → (request, Step) that no step has handed out yet
 
+    def __repr__(self) -> str:
+        pool, requests = self.pool, f"{len(self.scheduler.running)} running, {len(self.scheduler.waiting)} waiting"
+        pages = f"{pool.available():,} of {len(pool.references):,} pages of {pool.page_size} tokens free"
+        return f"<Engine: {requests}, {pages}, {pool.nbytes:,} B>"
+
     # --- in and out -----------------------------------------------------------------------------------------------
 
     def submit(self, ids, max_new_tokens=64, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0,

@@ -56,6 +56,11 @@ class Tokenizer:
         rows = rows if type(rows) is int else 0
         return cls(backend, _token_names(config), _chat_template(folder, config), rows, config)
 
+    def __repr__(self) -> str:
+        template = "a chat template" if self.chat_template else "no chat template"
+        eos = repr(self.eos_token)[:30]
+        return f"<Tokenizer: {self.vocab_size:,} ids, {len(self.control_ids)} control tokens, {template}, eos {eos}>"
+
     @property
     def eos_token(self):
         return self.names.get("eos_token")
