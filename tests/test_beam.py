@@ -330,7 +330,7 @@ def test_the_command_prints_the_best_beam_of_transformers(tiny_folder):
     ids = tokenizer(PROMPT, return_tensors="pt", add_special_tokens=False)["input_ids"]
     expected = reference_beams(reference, ids, 3, 8, [2, 0], length_penalty=0.5)
     flags = ("-m", tiny_folder, "-n", "8", "--beams", "3", "--length-penalty", "0.5")
-    done = run_cli("generate", PROMPT, *flags, "--json")
+    done = run_cli("generate", "--raw", PROMPT, *flags, "--json")
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     assert [beam["ids"] for beam in answer["beams"]] == [ids for ids, _ in expected]
@@ -342,7 +342,7 @@ def test_the_command_prints_the_best_beam_of_transformers(tiny_folder):
     from nanokv.cli.terminal import sanitize
 
     text = sanitize(answer["text"])
-    done = run_cli("generate", PROMPT, *flags, "-q")
+    done = run_cli("generate", "--raw", PROMPT, *flags, "-q")
     assert (done.stdout.decode(), done.stderr) == (text + "\n" * (not text.endswith("\n")), b"")
 
 
@@ -400,7 +400,7 @@ def test_the_reason_to_end_is_that_of_plain_generate(capsys, monkeypatch, endles
     for beams in ([], ["--beams", "2"]):
         no_stdin(monkeypatch)
         where = ["-m", str(endless_folder), "--context", "24"]
-        assert main(["generate", PROMPT, *where, *flags, *beams, "--json", "-q"]) == 0
+        assert main(["generate", "--raw", PROMPT, *where, *flags, *beams, "--json", "-q"]) == 0
         reasons.append(json.loads(capsys.readouterr().out)["finish_reason"])
     assert reasons == ["length" if "9" in flags else "context"] * 2
 

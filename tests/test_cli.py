@@ -235,12 +235,16 @@ def test_a_terminal_without_prompt_is_an_error_with_an_example(cli, argv):
     """It must not sit there waiting for input that nobody knows about."""
     code, out, err = cli("generate", *argv, tty=True)
     message, hint = errors_in(err)
-    assert (code, out, message) == (2, "", "no prompt") and 'nanokv generate "What is a KV cache?" --chat' in hint
+    assert (code, out, message) == (2, "", "no prompt") and 'nanokv generate "What is a KV cache?", or' in hint
 
 
 @pytest.mark.parametrize(
-    ("argv", "stdin"), [([""], b""), (["-"], b""), (["-"], b"\xef\xbb\xbf"), (["--chat", " "], b"\n"), ([], b"")]
-)
+    ("argv", "stdin"),
+    [
+        ([""], b""), (["-"], b""), (["-"], b"\xef\xbb\xbf"), (["--chat", " "], b"\n"), ([], b""), ([" "], b"\n"),
+        (["--raw", ""], b""),
+    ],
+)  # fmt: skip
 def test_empty_prompts_are_refused(cli, argv, stdin):
     code, _, err = cli("generate", *argv, stdin=stdin)
     assert code == 2 and errors_in(err)[0] == "the prompt is empty"
@@ -302,7 +306,7 @@ def test_typed_control_tokens_are_refused_unless_allowed(cli, tiny_folder):
         message, hint = errors_in(err)
         assert (code, out, message) == (2, "", "message contains <|im_end|>, a control token")
         assert "--allow-special" in hint
-    assert ids_of(cli, "--allow-special", text, *m)["prompt_tokens"] == 3
+    assert ids_of(cli, "--raw", "--allow-special", text, *m)["prompt_tokens"] == 3
 
 
 # --- answers ------------------------------------------------------------------------------------------------------
@@ -327,7 +331,7 @@ def oracle(tiny_folder):
 
 def test_text_mode_prints_the_answer_of_transformers_and_nothing_else(tiny_folder, oracle):
     """The real process: stdout is the answer plus one newline, byte for byte; the status is on stderr."""
-    done = run_cli("generate", PROMPT, "-m", tiny_folder, "-n", "24", stdin=None)
+    done = run_cli("generate", "--raw", PROMPT, "-m", tiny_folder, "-n", "24", stdin=None)
     ids, tokenizer = oracle(PROMPT, 24)
     text = tokenizer.decode(ids, skip_special_tokens=True)
     from nanokv.cli.terminal import sanitize
@@ -340,7 +344,7 @@ def test_text_mode_prints_the_answer_of_transformers_and_nothing_else(tiny_folde
 
 
 def test_json_object(cli, tiny_folder, oracle):
-    got = ids_of(cli, PROMPT, "-m", tiny_folder, "--seed", "7")
+    got = ids_of(cli, "--raw", PROMPT, "-m", tiny_folder, "--seed", "7")
     keys = "model prompt_tokens cached_tokens ids text logprobs finish_reason timings cache seed"
     assert list(got) == keys.split()
     assert list(got["timings"]) == ["load_s", "ttft_s", "prefill_tok_s", "decode_tok_s"]
@@ -367,8 +371,35 @@ def test_chat_applies_the_template_with_system_and_thinking(cli, tiny_folder, or
     assert got["ids"] == oracle(rendered, 6)[0]
     got = ids_of(cli, "--chat", "hi", "-s", "Be brief.", "--thinking", "off", "-m", tiny_folder)
     assert got["ids"] == oracle(rendered + "<think>\n\n</think>\n\n", 6)[0]
-    code, _, err = cli("generate", "hi", "-s", "Be brief.", "-m", tiny_folder)
-    assert code == 2 and "--chat" in errors_in(err)[1]
+    code, _, err = cli("generate", "--raw", "hi", "-s", "Be brief.", "-m", tiny_folder)
+    assert code == 2 and "--raw" in errors_in(err)[1]
+
+
+def test_a_model_with_a_template_gets_the_prompt_as_a_message(cli, edited, oracle, tmp_path):
+    """However the prompt comes: typed, -p, piped, from a file. --raw continues the text; --chat says the default."""
+    folder, file = edited("config.json"), tmp_path / "hi.txt"
+    file.write_text("hi\n")
+    message = oracle("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n", 6)[0]
+    ways = (["hi"], ["-p", "hi"], ["-"], ["--file", file], ["hi", "--chat"])
+    got = [ids_of(cli, *argv, "-m", folder, stdin=b"hi\n" if argv == ["-"] else b"")["ids"] for argv in ways]
+    assert got == [message] * len(ways)
+    assert [ids_of(cli, *argv, "--raw", "-m", folder, stdin=b"hi\n" if argv == ["-"] else b"")["ids"]
+            for argv in ways[:4]] == [oracle("hi", 6)[0]] * 4  # fmt: skip
+    for flags, said in (([], "chat template"), (["--raw"], "raw text")):
+        for beams in ([], ["--beams", "2"]):
+            assert cli("generate", "hi", "-n", "2", "-m", folder, *flags, *beams)[2].rstrip().endswith(f" · {said}")
+    code, _, err = cli("generate", "hi", "--raw", "--chat", "-m", folder)
+    assert code == 2 and "not allowed with" in err
+
+
+def test_a_model_without_a_template_continues_the_text(cli, edited, oracle):
+    folder = edited("tokenizer_config.json", chat_template=None)
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    assert ids_of(cli, "hi", "-m", folder)["ids"] == oracle("hi", 6)[0]
+    assert cli("generate", "hi", "-n", "2", "-m", folder)[2].rstrip().endswith(" · raw text")
+    for flags, hint in ((["-s", "Be brief."], "has none, or leave --system out"), (["--chat"], "")):
+        code, out, err = cli("generate", "hi", "-m", folder, *flags)
+        assert (code, out) == (2, "") and "chat template" in errors_in(err)[0] and hint in errors_in(err)[1]
 
 
 def test_stop_string_ends_the_answer_before_it(cli, tiny_folder):
@@ -380,13 +411,13 @@ def test_stop_string_ends_the_answer_before_it(cli, tiny_folder):
 
 def test_eos_ends_the_answer(cli, edited, oracle):
     third = oracle(PROMPT, 3)[0][2]
-    got = ids_of(cli, PROMPT, "-m", edited("generation_config.json", eos_token_id=[0, third]))
+    got = ids_of(cli, "--raw", PROMPT, "-m", edited("generation_config.json", eos_token_id=[0, third]))
     assert got["finish_reason"] == "stop" and got["ids"][-1] == third and len(got["ids"]) <= 3
 
 
 def test_context_limits(cli, tiny_folder):
     """A full context ends the answer and says so; a prompt that does not fit is refused before any work."""
-    got = ids_of(cli, PROMPT, "-m", tiny_folder, "--context", "16", "-n", "300")
+    got = ids_of(cli, "--raw", PROMPT, "-m", tiny_folder, "--context", "16", "-n", "300")
     used = got["prompt_tokens"] + len(got["ids"]) - 1
     assert (got["finish_reason"], used) == ("context", 16)
     code, out, err = cli("generate", "name " * 30, "-m", tiny_folder, "--context", "16")

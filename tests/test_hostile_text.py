@@ -74,8 +74,8 @@ JSON_COMMANDS = {
 }
 TEXT_COMMANDS = {
     "chat": (["chat", "-n", "3"], b"Hi\n"),
-    "generate": (["generate", "Hi", "-n", "3"], b""),
-    "generate --chat": (["generate", "Hi", "-n", "3", "--chat"], b""),
+    "generate": (["generate", "Hi", "-n", "3", "--raw"], b""),
+    "generate as a message": (["generate", "Hi", "-n", "3"], b""),
     "beams": (["generate", "Hi", "-n", "3", "--beams", "2"], b""),
     "memory": (["memory"], b""),
     "env": (["env"], b""),
@@ -104,7 +104,7 @@ def test_text_steers_no_terminal(run, name):
     code, out, err = run(*argv, stdin=stdin)
     assert code in (0, 1) if name == "verify" else code == 0, err
     assert steering(out) == steering(err) == set()
-    if name in ("chat", "generate", "generate --chat"):
+    if name in ("chat", "generate", "generate as a message"):
         assert "\\x9b31m␡\\u202eabc\\u2066␛]0;title␇" in out
 
 

@@ -326,7 +326,7 @@ def test_stdout_is_the_path_and_nothing_else(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message", "hint"),
     [
-        (["-n", "600"], r"\d+ \+ 600 tokens would be a page of about [\d.]+ MB; a trace has at most 512", "-n 50"),
+        (["-n", "600"], r"\d+ \+ 600 tokens would be a page of about [\d.]+ MB; a trace has at most 512", "-n 49"),
         (["-o", "{tmp}/none/a.html"], "there is no folder", "mkdir -p"),
         (["-o", "{tmp}"], "is not a file", "--out"),
         (["--layers", "0,6"], "'6' is not a layer from 0 to 5", "--layers 0"),
@@ -335,7 +335,7 @@ def test_stdout_is_the_path_and_nothing_else(tmp_path):
         (["--fault", "start_pos_restart"], "no fault 'start_pos_restart'", "did you mean start_pos_restarts"),
         (["--fault", "top_left_mask"], "shows only in another situation", "one of"),
         (["--context", "8"], "the context is 8", "smaller -n"),
-        (["--prompt", ""], "the prompt is empty", "nanokv trace --chat"),
+        (["--prompt", ""], "the prompt is empty", 'nanokv trace "What'),
     ],
 )
 def test_refusals_say_why_and_leave_with_2(flags, message, hint, tmp_path, capsys, monkeypatch):

@@ -26,7 +26,7 @@ from nanokv.errors import NanoKVError
 
 COMMANDS = {  # name → (module, what it does)
     "chat": ("nanokv.cli.chat", "talk with a model and see its cache"),
-    "generate": ("nanokv.cli.generate", "continue a prompt, a file or stdin"),
+    "generate": ("nanokv.cli.generate", "answer or continue a prompt, a file or stdin"),
     "batch": ("nanokv.cli.batch", "answer many prompts of a JSONL file together"),
     "models": ("nanokv.cli.models", "list the models that are here, with what to type for each"),
     "memory": ("nanokv.cli.memory", "weights and cache of a model in bytes, from its config alone"),
@@ -38,7 +38,7 @@ COMMANDS = {  # name → (module, what it does)
     "course": ("nanokv.cli.course", "the notebooks: build, execute, render, grade; the claims of the articles"),
     "env": ("nanokv.cli.env", "show the settings that apply and where they come from"),
 }
-EXAMPLES = ("nanokv chat", 'nanokv generate "What is a KV cache?" --chat', "nanokv chat -m Qwen/Qwen3-0.6B")
+EXAMPLES = ("nanokv chat", 'nanokv generate "What is a KV cache?"', "nanokv chat -m Qwen/Qwen3-0.6B")
 _PULL = "a model is downloaded when it is first used: nanokv chat -m Qwen/Qwen3-0.6B"
 _LIST = "nanokv models lists what is here and what can be loaded"
 ELSEWHERE = {  # commands of other programs → what does it here

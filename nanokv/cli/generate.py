@@ -1,7 +1,7 @@
 """`nanokv generate`: one prompt in, its continuation on stdout and nothing else there.
 
-Without --chat the model continues the raw text; with --chat the text is one user message in the model's own template.
-Status and thinking go to stderr.
+The prompt is one user message in the model's own chat template; with --raw, or where there is no template, the model
+continues the text as it is. Status and thinking go to stderr.
 """
 
 import math
@@ -10,15 +10,20 @@ import sys
 from nanokv.cli import arguments, beams, speculation, terminal
 from nanokv.cli.arguments import DEFAULT_NEW_TOKENS
 from nanokv.cli.loading import Loaded, load_model
-from nanokv.cli.prompt import add_prompt_arguments, encode, read_prompt, room
+from nanokv.cli.prompt import add_prompt_arguments, encode, form, read_prompt, room, templated
 from nanokv.cli.text import to_json
 
 EXAMPLES = (
-    'nanokv generate "What is a KV cache?" --chat',
+    'nanokv generate "What is a KV cache?"',
     "cat notes.txt | nanokv generate -",
-    'nanokv generate --chat "Who are you?" --json',
+    'nanokv generate --raw "Once upon a time" -m Qwen/Qwen3-0.6B-Base',
+    'nanokv generate "Who are you?" --json',
 )
-DESCRIPTION = "Continue a prompt. stdout carries the answer (or one JSON object) only; status goes to stderr."
+DESCRIPTION = (
+    "Answer a prompt. Where the model has a chat template, the prompt (typed, piped or from --file) is one user "
+    "message in it; --raw, or a model without a template, continues the text as it is. The status line says which.\n"
+    "stdout carries the answer (or one JSON object) only; status goes to stderr."
+)
 
 
 def add_arguments(parser) -> None:
@@ -57,7 +62,7 @@ def run(args) -> int:
     result = Result(args, loaded, generation, stream, cache.nbytes)
     if args.json:
         terminal.write_out(to_json(result.as_dict()) + "\n")
-    terminal.notice(result.status(), args)
+    terminal.notice(f"{result.status()} · {form(args, loaded.tokenizer)}", args)
     stop.finish()
     return 130 if result.finish_reason == "interrupted" else 0
 
@@ -72,7 +77,7 @@ def run_beams(args, loaded: Loaded, ids: list[int]) -> int:
         out = TextOutput(args, loaded, ids)
         out.put(found.text)
         out.flush()
-    terminal.notice(found.status(), args)
+    terminal.notice(f"{found.status()} · {form(args, loaded.tokenizer)}", args)
     stop.finish()
     return 130 if found.interrupted else 0
 
@@ -81,13 +86,13 @@ def run_beams(args, loaded: Loaded, ids: list[int]) -> int:
 
 
 class TextOutput:
-    """Streams the answer to stdout, control characters made visible; with --chat, thinking goes to stderr, dim."""
+    """Streams the answer to stdout, control characters made visible; what a message makes it think to stderr, dim."""
 
     def __init__(self, args, loaded: Loaded, ids: list[int]):
         self.clean = terminal.Sanitizer()
         self.style = terminal.Style(sys.stderr, args.color)
         self.quiet, self.last, self.thought = args.quiet, "", ""
-        self.split = _think_splitter(loaded.tokenizer.decode(ids[-8:])) if args.chat else None
+        self.split = _think_splitter(loaded.tokenizer.decode(ids[-8:])) if templated(args, loaded.tokenizer) else None
 
     def put(self, chunk: str) -> None:
         """One piece of text."""

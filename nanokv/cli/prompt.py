@@ -1,7 +1,9 @@
 """The prompt of `nanokv generate` and `nanokv trace`: where it comes from, and how it becomes ids.
 
-It is an argument, a file, stdin, or an argument followed by stdin. One trailing newline of a file or of stdin is
-dropped, as the shell's $(…) does, so `echo hi | nanokv generate -` and `nanokv generate hi` are the same prompt.
+It is an argument, a file, stdin, or an argument followed by stdin; wherever it comes from, it is one user message in
+the model's chat template, unless there is none or --raw is given: then the model continues the text. One trailing
+newline of a file or of stdin is dropped, as the shell's $(…) does, so `echo hi | nanokv generate -` and
+`nanokv generate hi` are the same prompt.
 """
 
 import sys
@@ -27,9 +29,14 @@ def add_prompt_arguments(parser) -> None:
     group = parser.add_argument_group("prompt")
     group.add_argument("-p", "--prompt", dest="prompt_flag", metavar="TEXT", help="the same as PROMPT")
     group.add_argument("--file", metavar="FILE", type=Path, help="read the prompt from FILE (after PROMPT, if both)")
-    group.add_argument("--chat", action="store_true", help="send it as a message in the model's chat template")
+    form = group.add_mutually_exclusive_group()
+    form.add_argument(
+        "--raw", action="store_true",
+        help="continue the text as it is; otherwise it is a message in the chat template of a model that has one",
+    )  # fmt: skip
+    form.add_argument("--chat", action="store_true", help="insist on the chat template: an error where there is none")
     arguments.add_system_argument(group)
-    group.add_argument("--thinking", choices=("on", "off"), help="with --chat: enable_thinking of the template")
+    group.add_argument("--thinking", choices=("on", "off"), help="enable_thinking of the chat template")
     group.add_argument(
         "--allow-special", action="store_true", help="control tokens spelled out in the prompt are meant"
     )
@@ -69,21 +76,34 @@ def read_stdin(args) -> str:
 
 
 def encode(args, loaded: Loaded, prompt: str) -> list[int]:
-    """Prompt → ids, through the template with --chat. Typed control tokens are refused before anything is rendered."""
+    """Prompt → ids, through the template or raw. Typed control tokens are refused before anything is rendered."""
     tokenizer = loaded.tokenizer
     for text in (prompt, args.system or ""):
         refuse_special(text, tokenizer, args.allow_special)
-    if not args.chat:
+    if not templated(args, tokenizer):
+        without = "leave out --raw" if args.raw else f"{loaded.name} has none"
         for flag, given in (("--system", args.system), ("--thinking", args.thinking)):
             if given:
-                raise NanoKVError(f"{flag} is part of a chat template", f"add --chat, or leave {flag} out")
+                raise NanoKVError(f"{flag} is part of a chat template", f"{without}, or leave {flag} out")
         return tokenizer.encode(prompt)
+    if not prompt.strip():
+        raise NanoKVError("the prompt is empty", "--raw continues blanks")
     options = {"enable_thinking": args.thinking == "on"} if args.thinking else {}
     return tokenizer.encode(tokenizer.render(messages(args, prompt), add_generation_prompt=True, **options))
 
 
+def templated(args, tokenizer) -> bool:
+    """Does the prompt go through the chat template? --chat and --raw say it, else whether the model has one."""
+    return args.chat or (not args.raw and tokenizer.chat_template is not None)
+
+
+def form(args, tokenizer) -> str:
+    """The same for the status line."""
+    return "chat template" if templated(args, tokenizer) else "raw text"
+
+
 def messages(args, prompt: str) -> list[dict]:
-    """What --chat puts into the template."""
+    """What goes into the template."""
     system = [{"role": "system", "content": clean(args.system)}] if args.system else []
     return [*system, {"role": "user", "content": prompt}]
 

@@ -12,14 +12,14 @@ from nanokv.cli import arguments, terminal
 from nanokv.cli.arguments import integer
 from nanokv.cli.files import add_force, ask_to_replace
 from nanokv.cli.loading import Loaded, load_model
-from nanokv.cli.prompt import add_prompt_arguments, encode, messages, read_prompt
+from nanokv.cli.prompt import add_prompt_arguments, encode, messages, read_prompt, templated
 from nanokv.config import Config
 from nanokv.errors import ContextError, NanoKVError
 
 EXAMPLES = (
-    'nanokv trace --chat "What is a KV cache?" --open',
-    'nanokv trace --prompt "What is a KV cache?" --chat -n 40 -o trace.html --layers 0,5',
-    'nanokv trace --chat "Reverse: moon, kettle, blorf" --fault start_pos_restarts',
+    'nanokv trace "What is a KV cache?" --open',
+    'nanokv trace --prompt "What is a KV cache?" -n 40 -o trace.html --layers 0,5',
+    'nanokv trace "Reverse: moon, kettle, blorf" --fault start_pos_restarts',
 )
 DESCRIPTION = "Record a greedy run and write one self-contained HTML page. stdout carries its path only."
 MOST_TOKENS = 512  # attention weights grow with the square: at 512 the bundled model's page has about 15 MB
@@ -86,7 +86,7 @@ def make_page(args, loaded: Loaded, prompt: str, ids: list[int], layers: list[in
 
 def roles(args, loaded: Loaded, prompt: str, ids: list[int]) -> list[str]:
     """A letter for each token of the prompt: who said it, or p without a template."""
-    if not args.chat:
+    if not templated(args, loaded.tokenizer):
         return ["p"] * len(ids)
     from nanokv.chat.history import token_roles
 
