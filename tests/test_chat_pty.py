@@ -465,6 +465,7 @@ def test_ctrl_c_keeps_the_half_answer_and_the_chat_and_resume_goes_on(start, lon
     again = start(long_folder, "--resume", "-n", "8")
     again.see(r"the last line was torn, 14 bytes dropped")
     again.see(rf"resumed {path.stem} · 1 turn")
+    again.see(r"^> Tell me everything\.\n(.+\n)*.*\[interrupted · /continue or /retry\]")
     again.see(READY)
     again.ask("/continue", r"→ 8 out")
     assert again.leave("\x04") == 0

@@ -767,6 +767,39 @@ def test_env_names_values_and_origins_but_no_secrets(cli, monkeypatch):
     assert fields["settings"]["model"] == ["tiny", "flag"] and "torch" in fields["versions"]
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [(["--cache", "nosuch"], "no cache is called 'nosuch'"), (["--cache", "paged:pags=3"], "has no option pags"),
+     (["--device", "tpu"], "--device 'tpu' is not auto, cpu")],
+)  # fmt: skip
+def test_env_says_what_is_wrong_with_a_setting(cli, flags, message):
+    code, out, err = cli("env", *flags)
+    assert (code, out) == (2, "") and message in errors_in(err)[0]
+
+
+def test_env_shows_every_variable_that_is_read(cli):
+    """Looked for in the sources and the Makefile, so that a new one is noticed."""
+    from pathlib import Path
+
+    root = Path(nanokv.__file__).parents[1]
+    text = "\n".join(p.read_text() for place in ("nanokv", "weights_loader") for p in (root / place).rglob("*.py"))
+    found = set(re.findall(r"""(?:environ(?:\.get\(|\[)|environment\()\s*["']([A-Z_]+)["']""", text))
+    found |= set(re.findall(r"\$([A-Z][A-Z_]+)\b", (root / "nanokv/cli/arguments.py").read_text()))
+    shown = json.loads(cli("env", "--json")[1])
+    assert {"CXX", "NANOKV_KERNELS", "NANOKV_CACHE", "XDG_CACHE_HOME"} <= found <= set(shown["environment"])
+    taken = set(re.findall(r"^([A-Z]+) *\?=", (root / "Makefile").read_text(), re.MULTILINE))
+    assert taken and taken == set(shown["environment of make"])
+
+
+def test_env_names_the_folder_of_the_kernels(cli, monkeypatch, tmp_path):
+    from nanokv.fast import native
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "x"))
+    for name, origin in (("x", "XDG_CACHE_HOME"), ("k", "NANOKV_CACHE")):
+        monkeypatch.setenv(origin, str(tmp_path / name))
+        assert json.loads(cli("env", "--json")[1])["paths"]["kernels"] == [str(native.folder()), origin]
+
+
 def test_ctrl_c_inside_an_import_is_ctrl_c_all_the_same(monkeypatch, capsys):
     """torch turns it into a RuntimeError on its way out; that is no bug of ours to report."""
 

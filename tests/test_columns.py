@@ -209,3 +209,24 @@ def test_no_word_is_broken_on_the_screen(tiny_folder, tmp_path):
             assert re.search(r"= [\d,]+ B measured [\d,]+ B", shown) and re.search(r"layer 2 [ua]+ [\d.]+ kB", shown)
     finally:
         chat.stop()
+
+
+def test_a_resumed_chat_shows_where_it_was(capsys, monkeypatch):
+    """The system prompt on one line, the last exchange without its thinking, long texts by their beginning."""
+    from types import SimpleNamespace
+
+    from nanokv.cli.chat_view import LONGEST_RECALL, View
+
+    monkeypatch.setenv("COLUMNS", "40")
+    view = View(SimpleNamespace(color="never", quiet=False, thinking="show", stats="on", markdown=False))
+    answer = {"role": "assistant", "content": "<think>\nhm\n</think>\n\nHello\x1b[2J Zorbla.", "interrupted": True}
+    view.recall("Be brief.\nBe kind. " * 9, [{"role": "user", "content": "My name is Zorbla. " * 3}, answer])
+    shown = capsys.readouterr().err.splitlines()
+    assert shown[0].startswith("system: Be brief.␊Be kind.") and shown[0].endswith("…") and len(shown[0]) <= 40
+    assert shown[1:] == [
+        "> My name is Zorbla. My name is Zorbla.", "  My name is Zorbla.", "Hello␛[2J Zorbla.",
+        "  [interrupted · /continue or /retry]",
+    ]  # fmt: skip
+    view.recall(None, [{"role": "user", "content": "line\n" * 500}])
+    shown = capsys.readouterr().err.splitlines()
+    assert len(shown) == LONGEST_RECALL + 1 and shown[-1] == "… 489 more lines"

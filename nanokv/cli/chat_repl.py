@@ -190,6 +190,8 @@ class Chat:
         if head.get("fingerprint") != self.mark:
             text += f" · saved with model {sanitize_line(str(head.get('model')))}, other weights than these"
         self.view.say(text)
+        if not self.args.quiet:
+            self.view.recall(self.session.system, messages[-2:])
 
     def save(self):
         """Append what changed since the last save: one turn, or the whole history after an edit of it."""

@@ -10,10 +10,22 @@ import time
 from contextlib import nullcontext
 
 from nanokv.cli import REPORT, describe, layout, speculation
-from nanokv.cli.terminal import Sanitizer, Style, bytes_text, is_tty, sanitize_line, seconds_text, write_err, write_out
-from nanokv.text.thinking import ThinkSplitter
+from nanokv.cli.terminal import (
+    Sanitizer,
+    Style,
+    bytes_text,
+    is_tty,
+    sanitize,
+    sanitize_line,
+    seconds_text,
+    write_err,
+    write_out,
+)
+from nanokv.text.thinking import ThinkSplitter, split_thinking
 
 LONGEST_PROBLEM = 400  # characters of an error line
+LONGEST_RECALL = 12  # lines of a message, or of an answer, that a resumed chat shows again
+
 
 def status(turn, context, width=None) -> str:
     """`  14 new + 0 reused → 8 out · first token 21 ms · 310 tok/s · cache 21/2,048 · 96.8 kB`
@@ -57,6 +69,20 @@ class View:
         lines = [part for line in text.split("\n") for part in _lines(line, width)]
         write_err("".join(self.err.dim(line) + "\n" for line in lines))
 
+    def recall(self, system, exchange):
+        """Where a resumed chat was: the system prompt on one line, the last message and its answer."""
+        if system:
+            line = sanitize_line(f"system: {system}")
+            room = (self.width() or 80) - 2
+            self.say(line if layout.cells(line) <= room else line[: room - 1] + "…")
+        for message in exchange:
+            mark = "> " if message["role"] == "user" else ""
+            opened = "</think>" in message["content"].split("<think>")[0]
+            said = message["content"] if mark else split_thinking(message["content"], opened)[1]
+            self.say(excerpt(mark + sanitize(said), self.width()))
+            if message.get("interrupted"):
+                self.say("  [interrupted · /continue or /retry]")
+
     def width(self):
         """Columns of the terminal that stderr is; None for a pipe or a file, where a line stays whole."""
         return layout.columns(sys.stderr, None)
@@ -92,6 +118,14 @@ class View:
             self.say(f"  {note}")
         if self.stats == "on" and not self.quiet:
             self.say(status(turn, session.context, self.width()))
+
+
+def excerpt(text, width) -> str:
+    """The beginning of a text as it would be shown, and how much there is more."""
+    lines = [part for line in text.split("\n") for part in _lines(line, width)]
+    if len(lines) <= LONGEST_RECALL + 1:
+        return "\n".join(lines)
+    return "\n".join([*lines[:LONGEST_RECALL], f"… {len(lines) - LONGEST_RECALL:,} more lines"])
 
 
 def _lines(line, width):

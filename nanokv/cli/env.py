@@ -11,9 +11,10 @@ import sys
 from pathlib import Path
 
 from nanokv import __version__
+from nanokv.cache.options import check_options
 from nanokv.cli import layout, terminal
 from nanokv.cli.arguments import add_model_arguments, environment
-from nanokv.cli.loading import available_memory, check_address_space, display_name, thread_count
+from nanokv.cli.loading import available_memory, check_address_space, check_device, display_name, thread_count
 
 EXAMPLES = ("nanokv env", "nanokv env --json", "NANOKV_THREADS=1 nanokv env")
 DESCRIPTION = "Print versions, paths and settings, each with its origin."
@@ -29,10 +30,12 @@ PACKAGES = (
     "transformers",
 )
 VARIABLES = (
-    "NANOKV_MODEL", "NANOKV_THREADS", "NANOKV_NO_HISTORY", "NANOKV_DEBUG", "NO_COLOR", "FORCE_COLOR", "TERM", "COLUMNS",
-    "VISUAL", "EDITOR", "XDG_STATE_HOME", "HF_HOME", "HF_HUB_CACHE", "HF_TOKEN", "HF_ENDPOINT", "HF_HUB_OFFLINE",
-    "HF_HUB_DISABLE_PROGRESS_BARS", "OMP_NUM_THREADS",
+    "NANOKV_MODEL", "NANOKV_THREADS", "NANOKV_NO_HISTORY", "NANOKV_DEBUG", "NANOKV_KERNELS", "NANOKV_CACHE", "CXX",
+    "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "NO_COLOR", "FORCE_COLOR", "TERM", "COLUMNS", "PYTHONIOENCODING",
+    "VISUAL", "EDITOR", "XDG_STATE_HOME", "XDG_CACHE_HOME", "LOCALAPPDATA", "HF_HOME", "HF_HUB_CACHE", "HF_TOKEN",
+    "HF_ENDPOINT", "HF_HUB_OFFLINE", "HF_HUB_DISABLE_PROGRESS_BARS", "HTTPS_PROXY", "NO_PROXY", "SSL_CERT_FILE",
 )  # fmt: skip
+MAKE = ("PYTHON", "ARGS", "OUT")  # what the Makefile takes from the environment
 SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD")
 
 
@@ -44,9 +47,12 @@ def add_arguments(parser) -> None:
 
 def run(args) -> int:
     """Print the table."""
+    check_options(*args.cache)
+    check_device(args.device)
     sections = {
         "versions": versions(), "settings": settings(args), "paths": paths(),
         "environment": {name: (shown(name), "") for name in VARIABLES},
+        "environment of make": {name: (shown(name), "") for name in MAKE},
     }  # fmt: skip
     if args.json:
         from nanokv.cli.text import to_json
@@ -142,7 +148,11 @@ def paths() -> dict:
         ),
         "sessions": (
             str(Path(state) / "nanokv" / "sessions"),
-            "XDG_STATE_HOME" if environment("XDG_STATE_HOME") else "built-in",
+            next((name for name in ("XDG_STATE_HOME", "LOCALAPPDATA") if environment(name)), "built-in"),
+        ),
+        "kernels": (
+            str(Path(environment("NANOKV_CACHE") or environment("XDG_CACHE_HOME") or f"{own}/.cache") / "nanokv"),
+            next((name for name in ("NANOKV_CACHE", "XDG_CACHE_HOME") if environment(name)), "built-in"),
         ),
     }
 

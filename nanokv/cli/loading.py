@@ -130,8 +130,7 @@ def plan_model(args) -> Plan:
     """Everything that flags, environment and config.json decide."""
     if args.offline:
         os.environ["HF_HUB_OFFLINE"] = "1"  # read by huggingface_hub when it is imported
-    if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", args.device):
-        raise NanoKVError(f"--device {args.device!r} is not auto, cpu, cuda, cuda:N or mps", "--device auto")
+    check_device(args.device)
     name, options = args.cache
     check_options(name, options)
     threads = args.threads or thread_count()
@@ -144,6 +143,12 @@ def plan_model(args) -> Plan:
         choose_context(args.context, config), name, options,
     )  # fmt: skip
     return plan
+
+
+def check_device(name: str) -> None:
+    """A name that a device could have; whether it is there only torch knows."""
+    if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", name):
+        raise NanoKVError(f"--device {name!r} is not auto, cpu, cuda, cuda:N or mps", "--device auto")
 
 
 def display_name(source: str) -> str:
