@@ -3,7 +3,7 @@
 # The targets install what they need into .venv, once: a stamp file there is newer than pyproject.toml and
 # constraints.txt when nothing is left to do. Only Python >= 3.11 and make have to be on the machine.
 #   make chat ARGS="--model Qwen/Qwen3-0.6B"      more flags for the command behind a target
-#   make test ARGS="-k cache -x"
+#   make test ARGS="-k cache -x" JOBS=4           more processes, about 2 GiB each; -n 0 in ARGS: in this one, for --pdb
 #   make setup PYTHON=python3.12                  another interpreter
 
 PYTHON ?= python3
@@ -11,7 +11,9 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 ARGS   ?=
 OUT    ?= runs/tiny
+JOBS   ?= 2
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --no-input
+PYTEST  = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 TORCH   = $(shell sed -n 's/^torch==/&/p' constraints.txt)
 BUILD   = $(shell sed -n 's/^setuptools==/&/p' constraints.txt)
 
@@ -31,11 +33,11 @@ chat: $(VENV)/.chat ## talk to the bundled model; installs only what the chat ne
 
 .PHONY: test
 test: $(VENV)/.dev ## after every change: all tests but the slow ones, minutes
-	@$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	@$(PYTEST) -m "not slow" $(ARGS)
 
 .PHONY: check
 check: $(VENV)/.dev ## before you hand it on: the slow tests (true sizes, the built wheel, a training run)
-	@$(BIN)/python -m pytest -m slow $(ARGS)
+	@$(PYTEST) -m slow $(ARGS)
 
 .PHONY: fuzz
 fuzz: $(VENV)/.fuzz ## when you changed what reads files: hostile input, minutes; ARGS="--seconds 3600" for hours

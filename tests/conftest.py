@@ -1,5 +1,6 @@
 """Fixtures that every test file may use: published Qwen3 files (never part of the repository) and a tiny checkpoint."""
 
+import gc
 import os
 import shutil
 import signal
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from cli_helpers import FakeStdin
 from sampling import pytest_collection_modifyitems  # noqa: F401  (a hook)
 
 # A background job or nohup ignores these, and children would inherit the deafness that tests then take for a fault.
@@ -20,13 +22,58 @@ BROWSER_FLAGS = (
 )  # fmt: skip
 
 
+def pytest_collection_finish():
+    """torch, transformers and 7,000 items stay to the end: the garbage collector need not look at them each time."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """One of several processes takes turns with the others."""
+    if not hasattr(item.config, "workerinput"):
+        return (yield)
+    from taking_turns import turn
+
+    with turn(alone=item.get_closest_marker("serial") is not None):
+        return (yield)
+
+
 @pytest.fixture(autouse=True)
 def _environment_stays():
     """Commands that run inside the test process may set HF_HUB_OFFLINE; the next test must not see it."""
     before = dict(os.environ)
     yield
-    os.environ.clear()
-    os.environ.update(before)
+    if os.environ != before:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@pytest.fixture
+def cli(monkeypatch, capsys):
+    """cli(*argv, stdin=b"…") → (exit code, stdout, stderr) of main in this process."""
+    from nanokv.cli import main
+
+    for name in ("NANOKV_MODEL", "NANOKV_THREADS", "NANOKV_DEBUG", "FORCE_COLOR", "NO_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+    def call(*argv, stdin=b"", tty=False):
+        monkeypatch.setattr("sys.stdin", FakeStdin(stdin, tty))
+        code = main([str(a) for a in argv])
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return call
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _notebooks_are_solved_once(pytestconfig, tmp_path_factory):
+    """By all processes together."""
+    if hasattr(pytestconfig, "workerinput"):
+        from solved_notebooks import SHARED
+
+        SHARED.append(tmp_path_factory.getbasetemp().parent)
 
 
 @pytest.fixture(scope="session")

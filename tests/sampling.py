@@ -35,9 +35,15 @@ def by_test(items) -> dict[str, list]:
     return tests
 
 
-def values_of(item) -> dict[str, int]:
-    """Combinations of one list share its objects, whether these can be compared or not."""
-    return {name: id(value) for name, value in item.callspec.params.items()}
+def values_of(item) -> dict[tuple, tuple]:
+    """{parameters of one list: the values}. Combinations share their lists' objects, whether these can be compared or
+    not; names that stand in one list, as ("field", "value"), are one parameter."""
+    axes = {name: (name,) for name in item.callspec.params}
+    for mark in item.iter_markers("parametrize"):
+        names = mark.args[0] if mark.args else mark.kwargs["argnames"]
+        names = tuple(name.strip() for name in (names.split(",") if isinstance(names, str) else names))
+        axes |= dict.fromkeys(names, names)
+    return {names: tuple(id(item.callspec.params[name]) for name in names) for names in axes.values()}
 
 
 def split(items) -> dict[str, tuple[list, list]]:

@@ -17,6 +17,8 @@ from cli_helpers import environment, spawn_cli
 
 LIMIT = 0.2  # seconds
 
+pytestmark = pytest.mark.serial
+
 
 @pytest.fixture(scope="module", params=["plain", "fast"])
 def process(request):

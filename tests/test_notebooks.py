@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from nanokv.course import book, checking, containing, grading, prose, running, twins
-from solved_notebooks import WALL, solved
+from solved_notebooks import TIMED, WALL, solved
 
 NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
 SOURCES = sorted((NOTEBOOKS / "source").glob("*.py"))
@@ -24,7 +24,9 @@ pytestmark = pytest.mark.slow
 
 
 def each_source(test):
-    return pytest.mark.parametrize("path", SOURCES, ids=NUMBERS)(test)
+    """Where figures are seconds, nothing else runs."""
+    paths = [pytest.param(path, marks=pytest.mark.serial) if path.stem[:2] in TIMED else path for path in SOURCES]
+    return pytest.mark.parametrize("path", paths, ids=NUMBERS)(test)
 
 
 def ids(number: str, kind: str) -> list[str]:

@@ -1,10 +1,14 @@
 """The sample of `make test` leaves out combinations, never a value: each cache, path and model is in it."""
 
+import fcntl
 import itertools
+import threading
+import time
 
 import pytest
 
 import sampling
+from taking_turns import TURNSTILE, turn
 
 pytest_plugins = ["pytester"]
 
@@ -47,7 +51,7 @@ def test_what_is_run_and_what_is_left_out_are_all_there_is(request):
 
 
 def test_the_rest_is_slow_and_the_sample_is_not(pytester):
-    """A file of 4 × 3 combinations and one that is slow by itself, as pytest sees it with and without -m."""
+    """A file of 4 × 3 combinations and one that is slow by itself, as `-m slow` sees it."""
     pytester.makepyfile("""
         import pytest
 
@@ -63,8 +67,43 @@ def test_the_rest_is_slow_and_the_sample_is_not(pytester):
         @pytest.mark.parametrize("a", [1, pytest.param(2, marks=pytest.mark.slow)])
         def test_with_a_slow_one(a): pass
     """)
-    counts = {}
-    for marks in ("", "slow", "not slow"):
-        done = pytester.inline_run("-p", "sampling", "-m", marks, "-p", "no:cacheprovider", "-W", "ignore")
-        counts[marks] = sum(done.countoutcomes())
-    assert counts == {"": 12 + 5 + 2, "slow": 8 + 1, "not slow": 4 + 5 + 1}
+    done = pytester.inline_run("-p", "sampling", "-m", "slow", "-p", "no:anyio", "-W", "ignore")
+    left_out = done.getcalls("pytest_deselected")[0].items
+    assert (done.countoutcomes(), len(left_out)) == ([8 + 1, 0, 0], 4 + 5 + 1)
+
+
+def test_a_serial_test_is_alone_and_is_not_passed_by():
+    """flock holds between threads that opened the file each for itself, as between processes."""
+    order, leave = [], threading.Event()
+
+    def visit(name, alone):
+        with turn(alone):
+            order.append(f"{name} in")
+            leave.wait(30)
+            order.append(f"{name} out")
+
+    def start(name, alone, until):
+        thread = threading.Thread(target=visit, args=(name, alone))
+        thread.start()
+        end = time.monotonic() + 30
+        while not until() and time.monotonic() < end:
+            time.sleep(0.005)
+        return thread
+
+    threads = [start("a", False, lambda: "a in" in order), start("b", False, lambda: "b in" in order)]
+    threads.append(start("serial", True, turnstile_is_taken))
+    threads.append(start("c", False, lambda: True))
+    assert order == ["a in", "b in"], "two that need not be alone are in the room together"
+    leave.set()
+    for thread in threads:
+        thread.join(30)
+    assert order[4:] == ["serial in", "serial out", "c in", "c out"]
+
+
+def turnstile_is_taken() -> bool:
+    with open(TURNSTILE) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
