@@ -1,5 +1,6 @@
 """Running the real command in a subprocess, as a user's shell would: bytes in, bytes out, an exit code."""
 
+import io
 import os
 import subprocess
 import sys
@@ -8,6 +9,17 @@ from pathlib import Path
 import nanokv
 
 HOME = str(Path(nanokv.__file__).resolve().parents[1])  # the very package that this test process imported
+
+
+class FakeStdin(io.TextIOWrapper):
+    """Piped bytes for a command in this process, or a terminal when `tty`."""
+
+    def __init__(self, data: bytes = b"", tty: bool = False):
+        super().__init__(io.BytesIO(data), encoding="utf-8")
+        self.tty = tty
+
+    def isatty(self):
+        return self.tty
 
 
 def command(*argv) -> list:

@@ -1,6 +1,5 @@
 """`nanokv batch`: answers equal to `generate`, one bad line spoils nothing, a killed run goes on where it stopped."""
 
-import io
 import json
 import os
 import re
@@ -11,20 +10,13 @@ import subprocess
 import pytest
 
 import nanokv
-from cli_helpers import spawn_cli
+from cli_helpers import FakeStdin, spawn_cli
 from nanokv.cli import main
 from nanokv.cli.batch_lines import parse_line
 from nanokv.cli.batch_output import read_output
 from nanokv.errors import NanoKVError
 
 PROMPTS = ["Once upon a time", "My name is Zorbla.", "The cache holds one key", "system", "Nice to meet you, Zorbla."]
-
-
-class FakeStdin(io.TextIOWrapper):
-    """Piped bytes."""
-
-    def __init__(self, data: bytes):
-        super().__init__(io.BytesIO(data), encoding="utf-8")
 
 
 @pytest.fixture

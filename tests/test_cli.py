@@ -4,7 +4,6 @@ What needs no operating system runs in this process through main(argv), which sh
 and full disks run as subprocesses.
 """
 
-import io
 import json
 import os
 import pty
@@ -26,33 +25,6 @@ from nanokv.cli.text import read_prompt_bytes
 from nanokv.errors import NanoKVError
 
 PROMPT = "My name is Zorbla."
-
-
-class FakeStdin(io.TextIOWrapper):
-    """Piped bytes, or a terminal when `tty`."""
-
-    def __init__(self, data: bytes = b"", tty: bool = False):
-        super().__init__(io.BytesIO(data), encoding="utf-8")
-        self.tty = tty
-
-    def isatty(self):
-        return self.tty
-
-
-@pytest.fixture
-def cli(monkeypatch, capsys):
-    """cli(*argv, stdin=b"…") → (exit code, stdout, stderr) of main in this process."""
-    for name in ("NANOKV_MODEL", "NANOKV_THREADS", "NANOKV_DEBUG", "FORCE_COLOR", "NO_COLOR"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-
-    def call(*argv, stdin=b"", tty=False):
-        monkeypatch.setattr("sys.stdin", FakeStdin(stdin, tty))
-        code = main([str(a) for a in argv])
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return call
 
 
 @pytest.fixture

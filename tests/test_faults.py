@@ -20,6 +20,8 @@ from nanokv.errors import NanoKVError
 from nanokv.faults.substitute import PerObject
 from nanokv.study import equality
 
+pytestmark = pytest.mark.sampled
+
 EACH = pytest.mark.parametrize("name", faults.FAULTS)
 COST = ("cached_queries", "repeated_before_caching")
 IDS = torch.arange(2, 14)[None]  # (1,12)
@@ -394,6 +396,7 @@ def test_a_test_that_hangs_is_ended(forwards, model):
     assert time.monotonic() - began < 30
 
 
+@pytest.mark.serial
 @pytest.mark.parametrize("caught", [Exception, BaseException])
 def test_a_test_that_swallows_its_end_is_late_all_the_same(caught, model):
     """Exceptions do not catch it; what catches everything has taken too long."""

@@ -13,30 +13,17 @@ from hypothesis import strategies as st
 from cli_helpers import environment, run_cli
 from nanokv import costs
 from nanokv.cache.options import KINDS
-from nanokv.cli import main
 from nanokv.config import Config
 from nanokv.costs.memory import FAMILY, Estimate, binary, decimal, most_tokens, parse_size
 from nanokv.errors import CacheError, NanoKVError
+
+pytestmark = pytest.mark.sampled
 
 SMALL = {
     "model_type": "qwen3", "vocab_size": 99, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128,
     "tie_word_embeddings": True, "torch_dtype": "bfloat16",
 }  # fmt: skip
-
-
-@pytest.fixture
-def cli(monkeypatch, capsys):
-    """cli(*argv) → (exit code, stdout, stderr)."""
-    for name in ("NANOKV_MODEL", "FORCE_COLOR"):
-        monkeypatch.delenv(name, raising=False)
-
-    def call(*argv):
-        code = main([str(a) for a in argv])
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return call
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ Fast tests execute no notebook. The slow ones compare the figures of the plans w
 
 import base64
 import csv
+import functools
 import hashlib
 import html
 import json
@@ -22,6 +23,8 @@ from nanokv.course.claims import CLAIMS
 from nanokv.errors import CourseError
 from nanokv.faults import FAULTS
 from solved_notebooks import solved
+
+pytestmark = pytest.mark.sampled
 
 NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
 TEACH = NOTEBOOKS / "teach"
@@ -93,15 +96,17 @@ def test_a_plan_of_the_bug_hunt_names_real_faults():
     assert {FAULTS[name].seen_by for name in named} == {"words", "logits", "bytes", "error"}
 
 
+@functools.cache
+def recorded_figures() -> set[str]:
+    codes = (twins.read(source).code() for source in SOURCES.values())
+    return {id for code in codes for id in re.findall(r'course\.figure\(\s*f?"([\w.{}]+)"', code)}
+
+
 @each_text
 def test_every_figure_is_recorded_in_a_notebook_and_every_number_marked(path):
     text = path.read_text("utf-8")
-    recorded = {
-        id for source in SOURCES.values()
-        for id in re.findall(r'course\.figure\(\s*f?"([\w.{}]+)"', twins.read(source).code())
-    }  # fmt: skip
-    missing = {id for id, _, _ in prose.figures(text)} - recorded
-    assert {id for id in missing if f"{id[:2]}.{{name}}" not in recorded} == set()
+    missing = {id for id, _, _ in prose.figures(text)} - recorded_figures()
+    assert {id for id in missing if f"{id[:2]}.{{name}}" not in recorded_figures()} == set()
     if path.stem.endswith("_plan"):
         assert prose.unmarked(re.sub(r"\([^()]*?\)", "", text)) == []
 
@@ -541,6 +546,7 @@ def test_authors_can_show_code_and_leave_cells_out(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.serial
 @each_plan
 def test_the_figures_of_a_plan_are_what_was_measured(path):
     quoted = prose.figures(path.read_text("utf-8"))

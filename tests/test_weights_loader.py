@@ -21,6 +21,8 @@ from safetensors.torch import load_file, save_file
 import weights_loader
 from weights_loader import CheckpointError, names, shards
 
+pytestmark = pytest.mark.sampled
+
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 31, "hidden_size": 16,
@@ -648,6 +650,7 @@ print(min(ours[1:]), min(theirs[1:]))
 """
 
 
+@pytest.mark.serial
 @pytest.mark.parametrize(("head", "limit"), [(False, 2), (True, 4)])
 def test_time_against_safetensors(head, limit, tmp_path, capsys):
     """Load and touch every page, best of four rounds, against the reference reader on the same file.
