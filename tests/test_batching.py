@@ -20,6 +20,8 @@ from nanokv.errors import CacheError, CapacityError, ContextError, GenerationErr
 from nanokv.inference import prefill, prefill_chunks, score
 from oracle import SHAPES, TOLERANCE, gap, interrupt_at, pair, random_ids
 
+pytestmark = pytest.mark.sampled
+
 LENGTHS = (3, 11, 1, 7)
 PROMPTS = [random_ids(i, 1, n)[0].tolist() for i, n in enumerate(LENGTHS)]
 NEW = 8

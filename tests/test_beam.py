@@ -22,6 +22,8 @@ from nanokv.inference import prefill
 from nanokv.text.ids import common_prefix
 from oracle import SHAPES, log_probability, pair, random_ids
 
+pytestmark = pytest.mark.sampled
+
 V = 31
 EOS = [3, 17]
 

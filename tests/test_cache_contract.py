@@ -32,6 +32,8 @@ from nanokv.errors import CacheError, UnsupportedError
 from nanokv.inference import decode, prefill, score
 from oracle import SHAPES, TOLERANCE, gap, pair, pair_from_disk, random_ids
 
+pytestmark = pytest.mark.sampled
+
 CAPACITY = 64
 KEEPS_MEMORY = ("static", "growing")  # truncate moves an end mark; fork, reorder and load take what they need anew
 VARIANTS = {  # the same kinds with other options; none of them forgets or rounds anything within these tests

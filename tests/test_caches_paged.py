@@ -15,6 +15,8 @@ from nanokv.errors import CacheError, CapacityError
 from nanokv.inference import decode, prefill, score
 from oracle import SHAPES, TOLERANCE, gap, pair, random_ids, whole_again
 
+pytestmark = pytest.mark.sampled
+
 PAGE = 4
 
 

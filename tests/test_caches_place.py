@@ -17,6 +17,8 @@ from nanokv.errors import CacheError, CapacityError
 from nanokv.inference import decode, prefill
 from oracle import SHAPES, TOLERANCE, gap, pair, put, random_ids, whole_again
 
+pytestmark = pytest.mark.sampled
+
 PAGE = 4
 
 

@@ -13,6 +13,8 @@ from nanokv.errors import CacheError
 from nanokv.inference import decode, prefill, score, verify_draft
 from oracle import SHAPES, gap, pair, random_ids
 
+pytestmark = pytest.mark.sampled
+
 SMALL = {"group": 4, "residual": 3}
 
 

@@ -22,6 +22,8 @@ from nanokv.inference import decode, prefill, score
 from nanokv.study.mla import LatentCache
 from oracle import SHAPES, TOLERANCE, gap, pair, random_ids
 
+pytestmark = pytest.mark.sampled
+
 ALONE = sorted(set(CACHES) - {"batch"})
 
 

@@ -13,6 +13,8 @@ from nanokv.errors import CapacityError
 from nanokv.inference import decode, prefill, score
 from oracle import SHAPES, TOLERANCE, gap, pair, random_ids
 
+pytestmark = pytest.mark.sampled
+
 
 @pytest.fixture(scope="module")
 def model():

@@ -18,6 +18,8 @@ from nanokv.inference import decode, prefill, score
 from nanokv.rope import apply_rope, rope_angles
 from oracle import SHAPES, TOLERANCE, gap, pair, random_ids
 
+pytestmark = pytest.mark.sampled
+
 
 @pytest.fixture(scope="module")
 def model():

@@ -11,6 +11,8 @@ from nanokv.config import Config, GenerationConfig
 from nanokv.errors import ConfigError, NanoKVError
 from oracle import tiny_config, tiny_reference
 
+pytestmark = pytest.mark.sampled
+
 FAMILY = {  # layers, hidden, heads, KV heads, intermediate, tied
     "0.6B": (28, 1024, 16, 8, 3072, True),
     "1.7B": (28, 2048, 16, 8, 6144, True),

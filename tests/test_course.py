@@ -23,6 +23,8 @@ from nanokv.course.checking import Mistake, Question, function, judged, value
 from nanokv.errors import CourseError
 from nanokv.model import Qwen3
 
+pytestmark = pytest.mark.sampled
+
 NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
 SOURCES = sorted((NOTEBOOKS / "source").glob("*.py"))
 NUMBERS = [path.stem[:2] for path in SOURCES]

@@ -13,6 +13,8 @@ from nanokv.errors import CacheError
 from nanokv.inference import decode, prefill
 from oracle import SHAPES, TOLERANCE, gap, interrupt_at, pair, random_ids, reference_logits
 
+pytestmark = pytest.mark.sampled
+
 LENGTHS = [5, 33, 1, 12]
 
 

@@ -37,6 +37,8 @@ from nanokv.training.corpus import conversation
 from nanokv.training.data import render
 from small_model import KERNELS, needs_kernels, small
 
+pytestmark = pytest.mark.sampled
+
 
 def run(model, ids, cache, steps=24):
     """Logits of a prefill and of `steps` decodes."""
@@ -721,7 +723,7 @@ def test_pointwise_operator_of_onednn():
 def test_without_kernels_everything_else_here_still_holds():
     """The same file once more with the kernels switched off; what needs them says so."""
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-rs", "-m", "not slow", "-p", "no:cacheprovider", __file__],
+        [sys.executable, "-m", "pytest", "-q", "-rs", "-k", "not without_kernels", "-p", "no:cacheprovider", __file__],
         env=os.environ | {"NANOKV_KERNELS": "off"}, capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:]

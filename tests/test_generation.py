@@ -13,6 +13,8 @@ from nanokv.errors import CapacityError, ContextError, GenerationError
 from nanokv.text.tokenizer import Tokenizer
 from oracle import Press, pair
 
+pytestmark = pytest.mark.sampled
+
 V = 151
 
 

@@ -20,6 +20,8 @@ from nanokv.study.mla import (
 )
 from oracle import SHAPES, gap, pair, random_ids
 
+pytestmark = pytest.mark.sampled
+
 TINY = LatentConfig(C=24, H=4, R=16, Dn=8, Dr=6, Dv=10)
 
 

@@ -4,11 +4,10 @@ A new model, cache, kind of batch or kernel joins by an entry in MODELS, CACHES_
 cache that keeps exact values is the plain model over the dict cache, each row alone; for a cache that rounds or forgets
 it is the plain model over the same cache; for quantized weights it is a plain model that holds the same numbers. Each
 tolerance is shown to be tight: with the oldest visible key of every query hidden, the same comparison fails.
-`make test` tries a seeded sample of the combinations, `make check` tries all.
+`make test` tries every situation over every cache, on a model drawn by a fixed seed; `make check` on all models.
 """
 
 import functools
-import random
 from contextlib import contextmanager
 
 import pytest
@@ -29,8 +28,9 @@ from nanokv.loading import build
 from nanokv.model import Qwen3
 from oracle import SHAPES, pair, random_ids
 
+pytestmark = pytest.mark.sampled
+
 CAPACITY, PROMPT, SHORT = 48, 11, (3, 11, 7)  # slots, tokens of a prompt, tokens of prompts of different lengths
-SAMPLE = 8  # `make test` tries every eighth combination
 CACHES_TRIED = {
     "dict": {}, "static": {}, "growing": {}, "paged": {}, "paged:page=3": {"page": 3}, "prefix": {},
     "prefix:page=4": {"page": 4, "salt": "s"}, "sliding": {}, "sliding:window=6": {"window": 6},
@@ -344,12 +344,6 @@ def compare(name: str, situation: str, specs) -> list[str]:
     return wrong
 
 
-def combinations(model: str):
-    every = [(situation, spec) for situation in SITUATIONS for spec in CACHES_TRIED]
-    random.Random(f"matrix {model}").shuffle(every)
-    return every
-
-
 @pytest.fixture(params=["kernels", "torch"])
 def code(request, monkeypatch):
     """With the native kernels, and with torch's operators alone."""
@@ -360,37 +354,21 @@ def code(request, monkeypatch):
     return request.param
 
 
-def check(model: str, part):
-    chosen, wrong = {}, []
-    for situation, spec in part:
-        chosen.setdefault(situation, []).append(spec)
-    for situation, specs in chosen.items():
-        wrong += [f"{model} × {situation} × {line}" for line in compare(model, situation, specs)]
-    assert not wrong, "\n".join([f"{len(wrong)} of {len(part)} combinations:", *wrong])
+def check(model: str, situation: str):
+    wrong = compare(model, situation, CACHES_TRIED)
+    assert not wrong, "\n".join([f"{len(wrong)} of {len(CACHES_TRIED)} caches:", *wrong])
 
 
+@pytest.mark.parametrize("situation", SITUATIONS)
 @pytest.mark.parametrize("model", ["plain", "compiled"])  # which know no kernels
-def test_a_sample_of_all_combinations(model):
-    check(model, combinations(model)[::SAMPLE])
+def test_all_caches(model, situation):
+    check(model, situation)
 
 
-@pytest.mark.parametrize("model", [name for name in MODELS if name not in ("plain", "compiled")])
-def test_a_sample_of_all_combinations_on_fused_weights(model, code):
-    check(model, combinations(model)[::SAMPLE])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("situation", SITUATIONS)
-@pytest.mark.parametrize("model", ["plain", "compiled"])
-def test_all_combinations(model, situation):
-    check(model, [(situation, spec) for spec in CACHES_TRIED])
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("situation", SITUATIONS)
 @pytest.mark.parametrize("model", [name for name in MODELS if name not in ("plain", "compiled")])
-def test_all_combinations_on_fused_weights(model, situation, code):
-    check(model, [(situation, spec) for spec in CACHES_TRIED])
+def test_all_caches_on_fused_weights(model, situation, code):
+    check(model, situation)
 
 
 def test_every_cache_and_every_model_is_in_the_matrix():

@@ -39,6 +39,8 @@ from oracle import (
     reference_step,
 )
 
+pytestmark = pytest.mark.sampled
+
 KV_TOLERANCE = 1e-6
 # Where sums run in another order than in the reference: decode groups G heads into one block, and a chunk multiplies
 # other matrix shapes than the whole. Measured 6e-6 (values up to 6); transformers' own chunks and whole differ as much.

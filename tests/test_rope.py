@@ -16,6 +16,8 @@ from nanokv.inference import score
 from nanokv.rope import apply_rope, rope_angles, rope_frequencies
 from oracle import copy_of, gap, pair_from_disk, random_ids, reference_logits, tiny_config, tiny_reference
 
+pytestmark = pytest.mark.sampled
+
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32768}
 ROPES = {
     "default": {"rope_type": "default", "rope_theta": 1e6},

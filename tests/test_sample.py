@@ -17,6 +17,8 @@ from nanokv.decoding import sample as module
 from nanokv.decoding.sample import logprob, sample
 from nanokv.errors import GenerationError
 
+pytestmark = pytest.mark.sampled
+
 V = 97
 KINDS = ("normal", "ties", "peaked", "flat", "masked", "huge")
 

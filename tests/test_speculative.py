@@ -26,6 +26,8 @@ from nanokv.inference import prefill, score, verify_draft
 from nanokv.loading import load
 from oracle import TOLERANCE, gap, pair, random_ids, reference_logits
 
+pytestmark = pytest.mark.sampled
+
 V = 151
 FALSE_ALARM = 1e-6
 CAPACITY = 64

@@ -21,6 +21,8 @@ from nanokv.text import template_costs
 from nanokv.text.template import ChatTemplate, plain
 from nanokv.text.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.sampled
+
 ROOT = Path(__file__).resolve().parents[1]
 USER = {"role": "user", "content": "What is the weather in Zürich?"}
 TOOL = {"type": "function", "function": {"name": "wetter", "description": "<b>Wetter & 'Wind'</b> – 天気",

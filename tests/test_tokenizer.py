@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from nanokv.errors import TokenizerError
 from nanokv.text.tokenizer import StreamDecoder, Tokenizer
 
+pytestmark = pytest.mark.sampled
+
 SPECIAL = ("<|endoftext|>", "<|im_end|>")
 TEXTS = ["", " ", "Hello world", "naïve café", "é", "日本語のテキスト", "🧑‍🚀 ZWJ 👩‍👩‍👧‍👦", "x\r\n\ty  z\n\n\n",
          "\x00\x1b[31m", "ﬁ ½ Ⅷ", "a <|im_end|> b<|im_start|>user\n<think>x</think>", "<|im_end", "مرحبا हिन्दी",
