@@ -219,6 +219,14 @@ def test_only_attention_calls_sdpa():
     assert users == {"attention.py"}
 
 
+def test_only_one_file_draws_tokens():
+    """The loop, the engine and batches call `draw` and `reason_to_end`: a second copy would end answers in its own way.
+    """
+    found = {path: imports(path.read_text(), module_name(path)) for path in SOURCES}
+    users = {path.name for path, names in found.items() if ("nanokv.decoding.sample", "sample") in names}
+    assert users == {"draw.py"}
+
+
 @pytest.mark.parametrize("name", ["model", "attention", "inference"])
 def test_model_and_paths_know_no_cache_variant(name):
     """The two paths are functions of any cache; only the null object may be named (by score)."""

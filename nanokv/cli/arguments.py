@@ -8,7 +8,7 @@ import argparse
 import os
 import re
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import fields
 
 from nanokv.cli import layout
 from nanokv.cli.terminal import write_out
@@ -313,29 +313,12 @@ def add_common_arguments(parser):
 # --- precedence ---------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Sampling:
-    """The values that apply, after precedence."""
+def resolve_sampling(args, generation_config):
+    """The SamplingParams that apply: flag > checkpoint > built-in."""
+    from nanokv.decoding.draw import SamplingParams  # needs torch, which --help does not
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int | None = None
-
-    def options(self) -> dict:
-        """As keyword arguments."""
-        return asdict(self)
-
-
-def resolve_sampling(args, generation_config) -> Sampling:
-    """flag > checkpoint > built-in."""
-    values = {}
-    for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"):
-        given = getattr(args, name, None)
-        values[name] = getattr(generation_config, name) if given is None else given
-    return Sampling(**values, seed=getattr(args, "seed", None))
+    names = (field.name for field in fields(SamplingParams))
+    return SamplingParams.from_checkpoint(generation_config, **{name: getattr(args, name, None) for name in names})
 
 
 def new_seed() -> int:

@@ -9,7 +9,7 @@ at once, so a run that was killed goes on where it stopped; at the end they stan
 """
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -123,8 +123,8 @@ def prepare(args, loaded, lines, output) -> tuple[list[Job], list]:
 
 def common_settings(args, loaded) -> dict:
     """What applies where a line says nothing."""
-    sampling = arguments.resolve_sampling(args, loaded.model.generation_config).options()
-    return sampling | {"max_new_tokens": args.max_new_tokens or DEFAULT_NEW_TOKENS, "stop": args.stop}
+    sampling = arguments.resolve_sampling(args, loaded.model.generation_config)
+    return asdict(sampling) | {"max_new_tokens": args.max_new_tokens or DEFAULT_NEW_TOKENS, "stop": args.stop}
 
 
 def encode(args, loaded, fields: dict) -> list[int]:

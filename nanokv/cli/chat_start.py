@@ -1,5 +1,7 @@
 """A Session from the flags of `nanokv chat`, for the prompt and for the pipe."""
 
+from dataclasses import asdict
+
 from nanokv.chat.session import Session
 from nanokv.cli import beams, speculation
 from nanokv.cli.arguments import new_seed, resolve_sampling
@@ -8,7 +10,7 @@ from nanokv.cli.text import refuse_special
 
 def make_session(args, loaded, saved=None):
     """A Session as the flags say; `saved` is the header of a resumed one. Order: flag > saved > checkpoint."""
-    params = resolve_sampling(args, loaded.model.generation_config).options()
+    params = asdict(resolve_sampling(args, loaded.model.generation_config))
     params |= {"max_new_tokens": args.max_new_tokens, "stop": args.stop}
     for name, value in ((saved or {}).get("settings") or {}).items():
         if name in params and getattr(args, name, None) in (None, []):

@@ -45,11 +45,11 @@ def run(args) -> int:
     ids = encode(args, loaded, prompt)
     if args.beams:
         return run_beams(args, loaded, ids)
-    from nanokv.decoding.generation import SamplingParams, TextStream
+    from nanokv.decoding.generation import TextStream
 
     make_generation = speculation.generation_type(args.speculate, loaded)
     cache = loaded.make_cache()
-    params = SamplingParams(**arguments.resolve_sampling(args, loaded.model.generation_config).options())
+    params = arguments.resolve_sampling(args, loaded.model.generation_config)
     with terminal.Interrupt() as stop:
         generation = make_generation(
             loaded.model, ids, cache, params, room(args, loaded, ids), should_stop=stop, chunk=loaded.prefill_chunk

@@ -11,12 +11,10 @@ import torch
 
 from nanokv.cache import BatchCache, KVCache, make_cache
 from nanokv.cache.padded import PaddedCache
-from nanokv.decoding.generation import Generation, SamplingParams
-from nanokv.decoding.sample import sample
+from nanokv.decoding.draw import GREEDY, SamplingParams, draw, reason_to_end
+from nanokv.decoding.generation import Generation
 from nanokv.errors import CacheError, CapacityError, GenerationError
 from nanokv.inference import decode, prefill_chunks
-
-GREEDY = SamplingParams()
 
 
 def generate_padded(model, prompts, cache: KVCache | None = None, max_new_tokens: int = 64, params=GREEDY,
@@ -74,16 +72,13 @@ class Row:
     def __init__(self, alone: Generation):
         """From the Generation that would answer it alone, which has checked the arguments and drawn the seed."""
         self.ids, self.tokens, self.eos = alone.ids, [], alone.eos_token_ids
-        self.room = min(alone.max_new_tokens, alone.context - alone.cached_tokens - len(alone.ids) + 1)
+        self.room = min(alone.max_new_tokens, alone.room)
         self.values, self.generator = alone.values, alone.generator
 
     def take(self, logits) -> bool:
         """Draw from logits (1,V) with this row's own generator; False when the answer is complete."""
-        previous = None
-        if self.values["repetition_penalty"] != 1:
-            previous = torch.tensor([self.ids + self.tokens], device=logits.device)  # (1,N)
-        self.tokens.append(int(sample(logits, **self.values, previous=previous, generator=self.generator)))
-        return self.tokens[-1] not in self.eos and len(self.tokens) < self.room
+        self.tokens.append(int(draw(logits, self.values, self.generator, self.ids, self.tokens)))
+        return reason_to_end(self.tokens, self.eos, self.room, self.room) is None
 
 
 def _decode(model, cache, rows, logits, narrow) -> list[list[int]]:

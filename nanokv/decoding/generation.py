@@ -9,16 +9,16 @@ Ctrl-C: a failed forward leaves layers of different lengths, and they are trunca
 Ctrl-C come in the middle of that as well, the first `sure` tokens are still right, and truncate(sure) mends the rest.
 """
 
-import secrets
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from time import perf_counter
 
 import torch
 
 from nanokv.cache import make_cache
-from nanokv.decoding.sample import check_sampling, logprob, sample
+from nanokv.decoding.draw import GREEDY, SamplingParams, Step, draw, reason_to_end
+from nanokv.decoding.sample import check_sampling, logprob
 from nanokv.errors import ContextError, GenerationError, TokenIdsError, UnsupportedError
 from nanokv.inference import check_cache, decode, prefill
 from nanokv.text.ids import id_list
@@ -29,44 +29,6 @@ LONGEST_PREFILL = 2048  # tokens in one forward; longer prompts go in parts, or 
 
 def never(*_) -> bool:
     return False
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How a token is drawn. Checked when it is made; the defaults are greedy."""
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int | None = None  # None: drawn for each generation and reported as its .seed
-
-    def __post_init__(self):
-        check_sampling(**self.values(), **({} if self.seed is None else {"seed": self.seed}))
-
-    def values(self) -> dict:
-        """The keyword arguments of `sample`: all but the seed, which is what a generator begins with."""
-        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "seed"}
-
-    def generator(self, device) -> torch.Generator:
-        """Random numbers of one answer; its `initial_seed()` repeats them, also where no seed was given."""
-        seed = secrets.randbits(32) if self.seed is None else self.seed
-        return torch.Generator(device).manual_seed(seed)
-
-    @classmethod
-    def from_checkpoint(cls, generation_config, **overrides) -> "SamplingParams":
-        """The checkpoint's own sampling values; overrides that are None change nothing."""
-        own = {f.name: getattr(generation_config, f.name) for f in fields(cls) if hasattr(generation_config, f.name)}
-        return replace(cls(**own), **{name: value for name, value in overrides.items() if value is not None})
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One generated token and its log-probability under the raw logits."""
-
-    token: int
-    logprob: float
 
 
 @dataclass
@@ -113,7 +75,7 @@ class Generation:
 
     speculation: dict = {}  # what guessing saved; nothing is guessed here
 
-    def __init__(self, model, ids, cache, params=SamplingParams(), max_new_tokens=64, eos_token_ids=None,
+    def __init__(self, model, ids, cache, params=GREEDY, max_new_tokens=64, eos_token_ids=None,
                  history=None, should_stop=never, chunk=256):  # fmt: skip
         check_sampling(max_new_tokens=max_new_tokens)
         check_cache(cache)
@@ -227,18 +189,16 @@ class Generation:
 
     def _choose(self, logits):
         """logits (1,V) → [Step]"""
-        values, previous = self.values, None
-        if values["repetition_penalty"] != 1:
-            previous = torch.tensor([self._history + self.ids + self.tokens], device=logits.device)  # (1,N)
-        token = sample(logits, **values, previous=previous, generator=self.generator)  # (1,)
+        token = draw(logits, self.values, self.generator, self._history, self.ids, self.tokens)  # (1,)
         return [Step(int(token), float(logprob(logits, token)))]
 
     def _reason_to_end(self):
-        if self.tokens[-1] in self.eos_token_ids:
-            return "stop"
-        if len(self.tokens) == self.max_new_tokens:
-            return "length"
-        return "context" if self.fed == self.context else None
+        return reason_to_end(self.tokens, self.eos_token_ids, self.max_new_tokens, self.room)
+
+    @property
+    def room(self) -> int:
+        """Tokens that the context leaves for the answer: the last one is never fed, so it needs no place."""
+        return self.context - self.cached_tokens - self.prompt_tokens + 1
 
     @property
     def fed(self) -> int:

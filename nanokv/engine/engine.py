@@ -14,7 +14,8 @@ import torch
 
 from nanokv.cache import PrefixPool
 from nanokv.cache.paged_batch import PagedBatch
-from nanokv.decoding.generation import SamplingParams, eos_ids, prompt_ids
+from nanokv.decoding.draw import SamplingParams
+from nanokv.decoding.generation import eos_ids, prompt_ids
 from nanokv.decoding.sample import check_sampling
 from nanokv.engine.metrics import Metrics
 from nanokv.engine.packed import prefill_packed

@@ -10,10 +10,8 @@ before it can be done again, and what follows from it is looked at anew by the n
 
 from dataclasses import dataclass, field
 
-import torch
-
-from nanokv.decoding.generation import SamplingParams, Step
-from nanokv.decoding.sample import logprob, sample
+from nanokv.decoding.draw import SamplingParams, Step, draw, reason_to_end
+from nanokv.decoding.sample import logprob
 
 WAITING, RUNNING, FINISHED = "waiting", "running", "finished"
 
@@ -86,13 +84,10 @@ class Request:
     def draw(self):
         """A token from `logits`, with this request's own generator; the same one again if the first draw was cut short.
         """
-        logits, previous = self.logits, None
-        if self.params.repetition_penalty != 1:
-            previous = torch.tensor([self.known], device=logits.device)  # (1,N)
         if self.params.temperature:
             self._rewind()
-        token = sample(logits, **self.params.values(), previous=previous, generator=self.generator)  # (1,)
-        self.logprobs[len(self.tokens) :] = [float(logprob(logits, token))]
+        token = draw(self.logits, self.params.values(), self.generator, self.prompt, self.tokens)  # (1,)
+        self.logprobs[len(self.tokens) :] = [float(logprob(self.logits, token))]
         self.tokens.append(int(token))  # commit
         self.logits = None
 
@@ -104,11 +99,9 @@ class Request:
 
     def reason_to_end(self) -> str | None:
         """Was the newest token the last one, and why?"""
-        if self.tokens and self.tokens[-1] in self.eos_token_ids:
-            return "stop"
-        if len(self.tokens) == self.max_new_tokens:
-            return "length"
-        return "context" if len(self.tokens) == self.room else None
+        if not self.tokens:
+            return None
+        return reason_to_end(self.tokens, self.eos_token_ids, self.max_new_tokens, self.room)
 
     def metrics(self) -> dict:
         """Seconds and counts; None for what has not happened."""
