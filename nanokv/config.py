@@ -12,23 +12,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from nanokv.errors import ConfigError
-from weights_loader.strict import CheckpointWarning, read_object
+from weights_loader import names
+from weights_loader.strict import CheckpointError, CheckpointWarning, read_object
 
-SIZES = (  # field, largest value that is still plausible (a typo such as 10**12 must not reach the allocator)
-    ("vocab_size", 10_000_000),
-    ("hidden_size", 1_000_000),
-    ("intermediate_size", 4_000_000),
-    ("num_hidden_layers", 10_000),
-    ("num_attention_heads", 10_000),
-    ("num_key_value_heads", 10_000),
-    ("head_dim", 65_536),
-    ("max_position_embeddings", 100_000_000),
-)
+POSITIONS = 100_000_000  # the most positions that are plausible; names.SIZES has the other sizes
 DTYPES = ("float32", "bfloat16", "float16")
 YARN_FIELDS = {"factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"}
-READ = frozenset(name for name, _ in SIZES) | {
-    "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "layer_types", "attention_bias",
-    "tie_word_embeddings", "dtype", "torch_dtype",
+READ = names.SIZES.keys() | {
+    "max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "layer_types",
+    "attention_bias", "tie_word_embeddings", "dtype", "torch_dtype",
 }  # fmt: skip
 ONLY = {  # fields that change the maths, with the one value that this model implements
     "model_type": "qwen3",
@@ -134,20 +126,13 @@ class Config:
         if not isinstance(fields, dict):
             raise ConfigError(f"config.json holds a {type(fields).__name__}, not an object")
         _refuse_unimplemented(fields)
-        fields = {"head_dim": 128, "num_key_value_heads": 32, **fields}  # transformers' defaults for a silent file
-        if fields["num_key_value_heads"] is None:
-            fields["num_key_value_heads"] = fields.get("num_attention_heads")
-        sizes = {name: _size(fields, name, limit) for name, limit in SIZES}
-        if sizes["num_attention_heads"] % sizes["num_key_value_heads"]:
-            raise ConfigError(
-                f"num_attention_heads {sizes['num_attention_heads']} is not a multiple of "
-                f"num_key_value_heads {sizes['num_key_value_heads']}"
-            )
+        sizes = _by_loader(names.sizes, fields)
         if sizes["head_dim"] % 2:
             raise ConfigError(f"head_dim {sizes['head_dim']} is odd: RoPE rotates pairs of dimensions")
         theta, yarn = _rope(fields)
         return cls(
             **sizes,
+            max_position_embeddings=_by_loader(names.size, fields, "max_position_embeddings", POSITIONS),
             rms_norm_eps=_positive(fields, "rms_norm_eps", 1e-6, largest=1.0),
             rope_theta=theta,
             yarn=yarn,
@@ -164,11 +149,6 @@ class Config:
         yarn = f", yarn ×{self.yarn.factor:g}" if self.yarn else ""
         flags = ", bias" * self.attention_bias + ", tied" * self.tie_word_embeddings
         return f"Config({sizes} {heads}, {rope}{yarn}{flags})"
-
-    @property
-    def query_groups(self) -> int:
-        """G: how many query heads read each KV head."""
-        return self.num_attention_heads // self.num_key_value_heads
 
     def to_dict(self) -> dict:
         """The config.json of this model: `from_dict(to_dict())` gives an equal config."""
@@ -291,13 +271,12 @@ def shown(value) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _size(fields: dict, name: str, limit: int) -> int:
-    if fields.get(name) is None:
-        raise ConfigError(f"config.json lacks {name}")
-    value = fields[name]
-    if type(value) is not int or not 1 <= value <= limit:
-        raise ConfigError(f"{name} is {shown(value)}: an integer between 1 and {limit:,} was expected")
-    return value
+def _by_loader(check, *args):
+    """A size, or all: the loader's rule decides, which has to know them before it takes memory."""
+    try:
+        return check(*args)
+    except CheckpointError as error:
+        raise ConfigError(error.message, error.hint) from error
 
 
 def _positive(fields: dict, name: str, default: float, largest: float = 1e30) -> float:
@@ -366,7 +345,9 @@ def _yarn(fields: dict, rope: dict, theta: float) -> Yarn:
         raise ConfigError(f"rope_type 'yarn' needs a rope_theta above 1, not {shown(theta)}")
     return Yarn(
         factor=_positive(rope, "factor", 1.0),
-        original_max_position_embeddings=_size({name: fields["max_position_embeddings"]} | rope, name, 100_000_000),
+        original_max_position_embeddings=_by_loader(
+            names.size, {name: fields["max_position_embeddings"]} | rope, name, POSITIONS
+        ),
         beta_fast=_positive(rope, "beta_fast", 32.0),
         beta_slow=_positive(rope, "beta_slow", 1.0),
         attention_factor=_positive(rope, "attention_factor", 1.0) if "attention_factor" in rope else None,

@@ -432,7 +432,7 @@ def test_config_with_absurd_sizes(field, value, tmp_path):
         return  # null has a meaning here
     folder = write(tmp_path)
     (folder / "config.json").write_text(json.dumps(CONFIG | {field: value}))
-    refused(folder, "config.json", f"{field} is {str(value)[:40]}", "1 to")
+    refused(folder, "config.json", f"{field} is {repr(value)[:40]}", "1 to")
 
 
 def test_heads_must_divide(tmp_path):

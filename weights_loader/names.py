@@ -70,7 +70,7 @@ def sizes(config: dict) -> dict[str, int]:
         raise CheckpointError(
             f"config.json: model_type is {quote(kind)}; only dense Qwen3 (model_type \"qwen3\") is implemented"
         )
-    found = {field: _size(config, field, limit) for field, limit in SIZES.items()}
+    found = {field: size(config, field, limit) for field, limit in SIZES.items()}
     heads, kv_heads = found["num_attention_heads"], found["num_key_value_heads"]
     if heads % kv_heads:
         raise CheckpointError(
@@ -87,15 +87,17 @@ def flag(config: dict, field: str) -> bool:
     return value
 
 
-def _size(config: dict, field: str, limit: int) -> int:
+def size(config: dict, field: str, limit: int) -> int:
+    """A whole number from 1 to `limit`; a field that is absent has its default, if it has one."""
     if field not in config and field not in DEFAULTS:
         raise CheckpointError(f"config.json: {field} is missing", hint=f"it has {len(config)} fields; is it a model's?")
     value = config.get(field, DEFAULTS.get(field))
     if value is None and field == "num_key_value_heads":  # null: as many as query heads, as in transformers
-        return _size(config, "num_attention_heads", limit)
+        return size(config, "num_attention_heads", limit)
     if type(value) is not int or not 1 <= value <= limit:
-        raise CheckpointError(f"config.json: {field} is {str(value)[:40]} ({type(value).__name__}); "
-                              f"it must be a whole number from 1 to {limit:,}")  # fmt: skip
+        raise CheckpointError(
+            f"config.json: {field} is {repr(value)[:40]}; it must be a whole number from 1 to {limit:,}"
+        )
     return value
 
 
