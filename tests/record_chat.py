@@ -21,9 +21,9 @@ MESSAGES = (
     "Reverse: moon, kettle, blorf",
     "What is my name?",
     "What is my cat called?",
-    "Why do we not cache queries?",
+    "Does the cache grow?",
 )
-COLUMNS, LINES = 92, 28
+COLUMNS, LINES = 80, 32
 
 
 def record() -> list[Text]:

@@ -36,8 +36,8 @@ def draw(session, style, width=80) -> str:
     lines = [layout.joined(parts, width)]
     for i, layer in enumerate(cache):
         lines.append(f"layer {i:>2} ".ljust(label) + painted + "  " + bytes_text(layer.nbytes))
-    lines += [layout.paragraph(text, width) for text in (formula(config, cache, length), session.why) if text]
-    return "\n".join(lines)
+    lines.append(layout.joined(formula(config, cache, length).split(" · "), width))
+    return "\n".join([*lines, *([layout.paragraph(session.why, width)] if session.why else [])])
 
 
 def formula(config, cache, length) -> str:
