@@ -43,6 +43,10 @@ check: $(VENV)/.dev ## before you hand it on: the slow tests (true sizes, the bu
 fuzz: $(VENV)/.fuzz ## when you changed what reads files: hostile input, minutes; ARGS="--seconds 3600" for hours
 	@$(BIN)/python tests/fuzz/runner.py $(ARGS)
 
+.PHONY: mutants
+mutants: $(VENV)/.dev ## to see what the tests miss: plants small faults in a copy, hours; ARGS="--count 40" for minutes
+	@$(BIN)/python tests/mutants.py $(ARGS)
+
 .PHONY: lint
 lint: $(VENV)/.dev ## while you write: style, unused names, import order, seconds
 	@$(BIN)/ruff check $(ARGS)

@@ -17,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGETS = [
-    "help", "chat", "test", "check", "fuzz", "lint", "bench", "train", "notebooks", "book", "setup", "clean",
+    "help", "chat", "test", "check", "fuzz", "mutants", "lint", "bench", "train", "notebooks", "book", "setup", "clean",
     "distclean",
 ]  # fmt: skip
 FAKE = """#!/bin/sh
