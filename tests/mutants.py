@@ -7,6 +7,7 @@ and transformers once and forks for each mutant; the working tree is only read.
 
 import argparse
 import ast
+import functools
 import json
 import os
 import random
@@ -23,7 +24,7 @@ COPIED = ("nanokv", "weights_loader", "tests", "pyproject.toml")
 CONTRACT = "cache_contract matrix caches_refusals"
 # A file, or the longest folder that holds it → the test files that are about it, quick and close ones first.
 TESTS = {
-    "nanokv/attention.py": "matrix model_parity fast generation latent caches_window batching",
+    "nanokv/attention.py": "model_parity matrix fast generation latent caches_window batching",
     "nanokv/inference.py": "cache_contract generation matrix caches_window caches_rows batching",
     "nanokv/cache/": CONTRACT,
     "nanokv/cache/base.py": f"{CONTRACT} caches_rows interrupts_caches generation caches_window session",
@@ -39,7 +40,7 @@ TESTS = {
     "nanokv/cache/prefix.py": f"caches_paged {CONTRACT} engine interrupts_caches",
     "nanokv/cache/quantized.py": f"caches_quantized {CONTRACT} caches_place",
     "nanokv/cache/registry.py": f"{CONTRACT} cli caches_quantized memory",
-    "nanokv/cache/saving.py": f"{CONTRACT} session",
+    "nanokv/cache/saving.py": f"{CONTRACT} hostile_files caches_quantized caches_window session fingerprint",
     "nanokv/cache/sliding.py": f"caches_window {CONTRACT} interrupts_caches",
     "nanokv/cache/static.py": f"{CONTRACT} compiled fast caches_place",
     "nanokv/cache/stores.py": f"caches_place caches_quantized {CONTRACT}",
@@ -91,7 +92,7 @@ def replacements(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
         yield "negation", kind(ast.UnaryOp(ast.Not(), node.test), node.body, node.orelse)
     if isinstance(node, ast.IfExp):
         yield "negation", ast.IfExp(ast.UnaryOp(ast.Not(), node.test), node.body, node.orelse)
-    if isinstance(node, ast.Return) and node.value is not None and ast.unparse(node.value) != "None":
+    if isinstance(node, ast.Return) and ast.unparse(node) not in ("return", "return None"):
         yield "return None", ast.Return(ast.Constant(None))
     if isinstance(node, REMOVED) and not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
         yield "removed", ast.Pass()
@@ -102,8 +103,12 @@ def replacements(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
 
 def sites(node: ast.AST) -> Iterator[tuple[ast.AST, str, ast.AST]]:
     """Every place that can be mutated, top down; not annotations, decorators, texts, or the wording of errors."""
+    if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+        return
+    if isinstance(node, ast.Raise) and "NotImplementedError" in ast.unparse(node):
+        return
     yield from ((node, operator, new) for operator, new in replacements(node))
-    if isinstance(node, ast.Raise | ast.JoinedStr) or (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node)):
+    if isinstance(node, ast.Raise | ast.JoinedStr):  # the raise itself is tried, not its words
         return
     for name, value in ast.iter_fields(node):
         if name in ("annotation", "returns", "decorator_list", "type_params"):
@@ -137,12 +142,19 @@ def tests_of(path: str) -> list[str]:
     return [f"tests/test_{name}.py" for name in TESTS[key].split()]
 
 
+@functools.cache
+def sizes() -> dict[str, int]:
+    """How many mutants each file has."""
+    folders = [key for key in TESTS if key.endswith("/")] + ["nanokv/decoding/"]
+    files = {key for key in TESTS if not key.endswith("/")}
+    files |= {str(path.relative_to(ROOT)) for folder in folders for path in (ROOT / folder).glob("*.py")}
+    counts = {path: len(list(sites(ast.parse(read(path))))) for path in sorted(files)}
+    return {path: count for path, count in counts.items() if count}
+
+
 def all_mutants(seed: int) -> list[tuple[str, int]]:
-    """(file, number) in an order drawn by the seed; each file by its own number of sites."""
-    prefixes = {key if key.endswith("/") else str(Path(key).parent) + "/" for key in TESTS} - {"nanokv/"}
-    files = [key for key in TESTS if not key.endswith("/")]
-    files += [str(p.relative_to(ROOT)) for prefix in prefixes for p in (ROOT / prefix).glob("*.py")]
-    found = [(path, n) for path in sorted(set(files)) for n in range(len(list(sites(ast.parse(read(path))))))]
+    """(file, number) in an order drawn by the seed."""
+    found = [(path, number) for path, count in sizes().items() for number in range(count)]
     random.Random(seed).shuffle(found)
     return found
 
