@@ -132,6 +132,7 @@ if os.fork() == 0:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's PR_SET_CHILD_SUBREAPER")
+@pytest.mark.serial  # it looks for its process among all of the machine's
 @pytest.mark.parametrize("then", ["pass", "while True: pass"])
 def test_what_has_cut_itself_loose_is_ended_too(then):
     done = running.run(notebook(LOOSE, then), limit=20)
@@ -164,6 +165,7 @@ time.sleep(2)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's PR_SET_CHILD_SUBREAPER")
+@pytest.mark.serial  # it looks for its process among all of the machine's
 def test_what_leaves_its_session_and_kills_its_parent_is_ended_and_told(tmp_path, contained):
     """It forks, calls setsid and kills the process that runs the notebook. The table says what happened, and does not
     blame the last warning on stderr."""
