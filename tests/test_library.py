@@ -144,7 +144,7 @@ def test_a_name_is_no_cache(loaded, cache, right):
     model = loaded[0]
     calls = [
         lambda: nanokv.prefill(model, [LIST], cache), lambda: nanokv.decode(model, [[5]], cache, start_pos=0),
-        lambda: nanokv.inference.verify(model, [LIST], cache, start_pos=0),
+        lambda: nanokv.inference.verify_draft(model, [LIST], cache, start_pos=0),
     ]  # fmt: skip
     if cache is not None:  # there it means a new one
         calls.append(lambda: nanokv.generate(model, LIST, cache=cache))
