@@ -1,5 +1,8 @@
 """The arithmetic of costs.py against published sizes, against the modules themselves, and against a cache's bytes."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -115,15 +118,6 @@ def test_prefill_is_the_sum_of_its_decodes_but_for_the_head(config, tokens, star
     assert costs.prefill_flops(config, tokens, start) == sum(each) + head
 
 
-def test_bytes_read_by_a_decode(qwen3_files):
-    """0.6B in bf16 at 4,096 tokens: 1.19 GB of weights and 0.47 GB of cache. An untied table is not read as a whole."""
-    small, large = (Config.from_folder(qwen3_files / size) for size in ("0.6B", "8B"))
-    assert costs.decode_bytes(small, 0, 2) == 2 * 596_049_920
-    assert costs.decode_bytes(small, 4096, 2) == 2 * 596_049_920 + 469_762_048
-    assert costs.decode_bytes(small, 4096, 2, batch_size=3) == 2 * 596_049_920 + 3 * 469_762_048
-    assert costs.decode_bytes(large, 0, 2) == 2 * (costs.parameters(large) - 151936 * 4096)
-
-
 def test_item_sizes():
     for name, size in costs.ITEMSIZE.items():
         assert getattr(torch, name).itemsize == size
@@ -134,3 +128,16 @@ def test_the_null_cache_costs_nothing():
     cache = NoCache(3)
     model(random_ids(2, 1, 4), cache, 0, causal_attention)
     assert cache.nbytes == 0
+
+
+def test_free_memory_is_known_to_the_library_without_torch():
+    """It was in the command line only. Here the smallest of three limits counts, and what is unknown does not."""
+    code = (
+        "import sys, resource\nfrom nanokv.costs.free_memory import available_memory, free_address_space\n"
+        "before = available_memory('cpu')\nassert free_address_space() is None and (before is None or before > 0)\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30))\n"
+        "assert 0 < free_address_space() < 2**30 and available_memory('cpu') <= free_address_space()\n"
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

@@ -19,10 +19,11 @@ from nanokv.cli.arguments import DEFAULT_NEW_TOKENS
 from nanokv.cli.batch_lines import SAMPLING, digest, parse_line, read_lines, texts
 from nanokv.cli.batch_output import OrderedOutput, Progress, ResumableOutput, summary
 from nanokv.cli.files import add_force, ask_to_lose
-from nanokv.cli.loading import PAGE, available_memory, load_model
+from nanokv.cli.loading import PAGE, load_model
 from nanokv.cli.prompt import room
 from nanokv.cli.text import refuse_special
 from nanokv.costs import kv_bytes_per_token
+from nanokv.costs.free_memory import available_memory
 from nanokv.errors import NanoKVError
 
 EXAMPLES = (

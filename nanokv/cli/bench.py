@@ -146,20 +146,13 @@ def quality(args, loaded, weights) -> int:
 
     import torch
 
-    from nanokv.bench.runners import Ours
-    from nanokv.inference import score
-    from nanokv.study.quality import log_likelihood
+    from nanokv.bench.quality import changes
     from nanokv.training.corpus import conversation
     from nanokv.training.data import render
 
     text = "".join(render(conversation(random.Random(f"bench:{i}"), 16, held_out=True)) for i in range(4))
     ids = torch.tensor([loaded.tokenizer.encode(text)[: loaded.context]])
-    truth, rows = log_likelihood(score(loaded.model, ids), ids), []  # (1,T−1)
-    for name, model in made(loaded, weights).items():
-        change = log_likelihood(score(model, ids), ids) - truth
-        read = Ours(model, name, "dict", {}, 1, loaded.dtype).weight_bytes
-        mean, bias = float(change.abs().mean()), float(change.mean())
-        rows.append({"weights": name, "bytes": read, "mean_change": mean, "bias": bias})
+    rows = changes(loaded.model, made(loaded, weights), ids)
     if args.json:
         terminal.write_out(to_json({"model": loaded.name, "tokens": ids.shape[1], "rows": rows}) + "\n")
         return 0

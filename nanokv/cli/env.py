@@ -14,7 +14,8 @@ from nanokv import __version__
 from nanokv.cache.options import check_options
 from nanokv.cli import layout, terminal
 from nanokv.cli.arguments import add_model_arguments, environment
-from nanokv.cli.loading import available_memory, check_address_space, check_device, display_name, thread_count
+from nanokv.cli.loading import check_address_space, check_device, display_name, thread_count
+from nanokv.costs.free_memory import available_memory
 
 EXAMPLES = ("nanokv env", "nanokv env --json", "NANOKV_THREADS=1 nanokv env")
 DESCRIPTION = "Print versions, paths and settings, each with its origin."

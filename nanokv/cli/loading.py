@@ -19,6 +19,7 @@ from nanokv.cli.arguments import environment, integer
 from nanokv.cli.terminal import bytes_text, loading, notice, sanitize_line
 from nanokv.config import Config
 from nanokv.costs import ITEMSIZE, cache_bytes, kv_bytes_per_token, parameters, weight_bytes
+from nanokv.costs.free_memory import available_memory, free_address_space
 from nanokv.costs.memory import most_tokens
 from nanokv.errors import ContextError, NanoKVError
 
@@ -226,60 +227,9 @@ def _make_cache(plan: Plan, dtype):
     )  # fmt: skip
 
 
-def available_memory(device: str) -> int | None:
-    """Bytes that can still be taken: the smallest of free RAM, container limit and ulimit -v. None = unknown."""
-    if device.startswith("cuda"):
-        import torch
-
-        return torch.cuda.mem_get_info(device)[0]
-    known = [number for number in (_free_ram(), _free_cgroup(), _free_address_space()) if number is not None]
-    return max(0, min(known)) if known else None
-
-
-def _free_ram() -> int | None:
-    return _proc_kb("/proc/meminfo", "MemAvailable")
-
-
-def _proc_kb(path: str, field: str) -> int | None:
-    try:
-        found = re.search(rf"^{field}:\s+(\d+) kB", Path(path).read_text(), re.MULTILINE)
-    except OSError:
-        return None
-    return int(found[1]) * 1024 if found else None
-
-
-def _free_cgroup() -> int | None:
-    for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        try:
-            return int(Path(limit).read_text()) - int(Path(used).read_text()) + _cgroup_cache(Path(limit).parent)
-        except (OSError, ValueError):  # absent, or "max"
-            continue
-    return None
-
-
-def _cgroup_cache(folder: Path) -> int:
-    """Page cache counts as used there, but is given back on demand."""
-    text = (folder / "memory.stat").read_text()
-    found = re.search(r"^(?:total_)?inactive_file (\d+)", text, re.MULTILINE)
-    return int(found[1]) if found else 0
-
-
-def _free_address_space() -> int | None:
-    try:
-        import resource
-    except ImportError:  # Windows
-        return None
-    soft = resource.getrlimit(resource.RLIMIT_AS)[0]
-    used = _proc_kb("/proc/self/status", "VmSize")
-    return None if soft == resource.RLIM_INFINITY or used is None else soft - used
-
-
 def check_address_space() -> None:
     """Before torch is imported: below this its libraries do not fail with an error, some of them abort the process."""
-    free = _free_address_space()
+    free = free_address_space()
     if free is not None and free < TORCH_BYTES:
         need, left = bytes_text(TORCH_BYTES), bytes_text(max(0, free))
         raise NanoKVError(f"torch takes about {need} of address space, ulimit -v leaves {left}", "ulimit -v unlimited")

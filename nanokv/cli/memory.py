@@ -9,11 +9,11 @@ import sys
 from pathlib import Path
 
 from nanokv import costs
-from nanokv.cache.options import KINDS, check_options
+from nanokv.cache.options import check_options
 from nanokv.cli import layout, terminal
 from nanokv.cli.arguments import add_model_arguments, integer
 from nanokv.cli.files import add_force, ask_to_replace
-from nanokv.cli.loading import available_memory, choose_dtype, count_text, display_name
+from nanokv.cli.loading import choose_dtype, count_text, display_name
 from nanokv.cli.text import to_json
 from nanokv.config import Config
 from nanokv.costs.memory import FAMILY, SHORT, Estimate, binary, decimal, parse_size
@@ -25,7 +25,6 @@ EXAMPLES = (
     "nanokv memory tiny --check",
 )
 DESCRIPTION = "Bytes of weights and KV cache, from config.json alone. The Qwen3 family works offline."
-CHECK_BYTES = 256 << 20  # --check allocates at most about this much at a time
 
 
 def add_arguments(parser) -> None:
@@ -48,7 +47,11 @@ def run(args) -> int:
     limit = estimate.config.max_position_embeddings
     if estimate.context > limit:
         terminal.warning(f"--context {estimate.context:,} is more than the model's {limit:,} positions")
-    checked = check(estimate) if args.check else None
+    checked = None
+    if args.check:
+        from nanokv.study.allocation import check
+
+        checked = check(estimate)
     if args.json:
         terminal.write_out(to_json(report(estimate, memory, checked)) + "\n")
     else:
@@ -202,50 +205,6 @@ def numbers(row: Estimate) -> dict:
         "total_bytes": row.total,
         "crossover_tokens": row.crossover,
     }  # fmt: skip
-
-
-# --- allocating ---------------------------------------------------------------------------------------------------
-
-
-def check(estimate: Estimate) -> dict:
-    """Fill every kind of cache with as many tokens as CHECK_BYTES allow, and count the model's parameters.
-
-    Any difference raises RuntimeError, which is no user's fault: exit 1.
-    """
-
-    from nanokv.loading import skeleton
-
-    counted = sum(p.numel() * estimate.itemsize for p in skeleton(estimate.config).parameters())
-    expect("weights", counted, estimate.weights)
-    free = available_memory("cpu")
-    budget = CHECK_BYTES if free is None else min(CHECK_BYTES, free // 8)
-    batch = min(estimate.batch, max(1, budget // (estimate.per_token * 64)))
-    tokens = max(1, min(estimate.context, budget // (estimate.per_token * batch)))
-    kinds = {name: {} for name in KINDS} | {estimate.cache: estimate.options}
-    for name, options in kinds.items():
-        expect(f"{name} cache", *compare(estimate, name, options, tokens, batch))
-    return {"tokens": tokens, "batch": batch, "caches": list(kinds), "weights_bytes": counted}
-
-
-def compare(estimate: Estimate, name: str, options: dict, tokens: int, batch: int) -> tuple[int, int]:
-    """(nbytes of a filled cache, the formula)."""
-    import torch
-
-    from nanokv.cache import make_cache
-
-    c, dtype = estimate.config, getattr(torch, estimate.dtype)
-    cache = make_cache(name, c, batch_size=batch, capacity=tokens, **options)
-    rows = torch.zeros(batch, c.num_key_value_heads, tokens, c.head_dim, dtype=dtype)  # (B,Hk,T,D)
-    for layer in cache:
-        layer.append(rows, rows.clone())
-    formula = costs.cache_bytes(name, c, tokens, batch, estimate.itemsize, capacity=tokens, last=tokens, **options)
-    return cache.nbytes, formula
-
-
-def expect(what: str, measured: int, formula: int):
-    """Equal, to the byte."""
-    if measured != formula:
-        raise RuntimeError(f"{what}: {measured:,} bytes allocated, the formula says {formula:,}")
 
 
 # --- drawing ------------------------------------------------------------------------------------------------------

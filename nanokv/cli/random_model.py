@@ -6,16 +6,9 @@
 import time
 from pathlib import Path
 
-from nanokv.cli.loading import (
-    Loaded,
-    Plan,
-    available_memory,
-    check_address_space,
-    check_memory,
-    choose_context,
-    thread_count,
-)
+from nanokv.cli.loading import Loaded, Plan, check_address_space, check_memory, choose_context, thread_count
 from nanokv.cli.terminal import loading
+from nanokv.costs.free_memory import available_memory
 from nanokv.costs.memory import FAMILY
 
 RANDOM = {f"{name.removeprefix('Qwen/').lower()}-random": config for name, config in FAMILY.items()}

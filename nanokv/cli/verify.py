@@ -42,7 +42,8 @@ def add_arguments(parser) -> None:
 
 def run(args) -> int:
     """0 if everything that could be checked is within tolerance, else 1."""
-    from nanokv.cli.loading import available_memory, check_address_space, check_memory, plan_model
+    from nanokv.cli.loading import check_address_space, check_memory, plan_model
+    from nanokv.costs.free_memory import available_memory
     from nanokv.errors import NanoKVError
 
     if args.source and args.model:

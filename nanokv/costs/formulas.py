@@ -46,15 +46,6 @@ def kv_bytes(config: Config, tokens: int, batch_size: int, itemsize: int) -> int
     return kv_bytes_per_token(config, itemsize) * tokens * batch_size
 
 
-def decode_bytes(config: Config, context: int, itemsize: int, batch_size: int = 1) -> int:
-    """Bytes read for one decode step: every weight that takes part once, and every cached key and value.
-
-    Of an untied embedding table only one row a token is read, so it does not count.
-    """
-    read = parameters(config) - (0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size)
-    return read * itemsize + kv_bytes(config, context, batch_size, itemsize)
-
-
 def decode_flops(config: Config, context: int) -> int:
     """2 FLOPs for each weight of every matrix, and 4·H·D for each visible key (scores and mix) in every layer."""
     C, D, H, L = config.hidden_size, config.head_dim, config.num_attention_heads, config.num_hidden_layers

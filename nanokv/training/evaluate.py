@@ -15,7 +15,7 @@ import torch
 from nanokv.cache import KVCache, make_cache
 from nanokv.chat.session import Session
 from nanokv.inference import decode, prefill
-from nanokv.training import corpus, words
+from nanokv.training import corpus
 from nanokv.training.cache_questions import HELD_OUT_WRAPPERS, QUESTIONS, ask
 from nanokv.training.facts import FACTS
 
@@ -258,8 +258,3 @@ def examples(model, tokenizer) -> list[tuple[str, str]]:
         "What is my cat called?",
     )
     return [(turn, session.ask(turn)) for turn in turns]
-
-
-def held_out_share() -> float:
-    """Share of the first names that training never sees, for the model card."""
-    return sum(map(words.is_held_out, words.NAMES)) / len(words.NAMES)

@@ -1,0 +1,56 @@
+"""How many bytes this process can still take: free RAM, the limit of its container, and `ulimit -v`. No torch."""
+
+import re
+from pathlib import Path
+
+
+def available_memory(device: str) -> int | None:
+    """Bytes that can still be taken: the smallest of free RAM, container limit and ulimit -v. None = unknown."""
+    if device.startswith("cuda"):
+        import torch
+
+        return torch.cuda.mem_get_info(device)[0]
+    known = [number for number in (_free_ram(), _free_cgroup(), free_address_space()) if number is not None]
+    return max(0, min(known)) if known else None
+
+
+def _free_ram() -> int | None:
+    return _proc_kb("/proc/meminfo", "MemAvailable")
+
+
+def _proc_kb(path: str, field: str) -> int | None:
+    try:
+        found = re.search(rf"^{field}:\s+(\d+) kB", Path(path).read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return int(found[1]) * 1024 if found else None
+
+
+def _free_cgroup() -> int | None:
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        try:
+            return int(Path(limit).read_text()) - int(Path(used).read_text()) + _cgroup_cache(Path(limit).parent)
+        except (OSError, ValueError):  # absent, or "max"
+            continue
+    return None
+
+
+def _cgroup_cache(folder: Path) -> int:
+    """Page cache counts as used there, but is given back on demand."""
+    text = (folder / "memory.stat").read_text()
+    found = re.search(r"^(?:total_)?inactive_file (\d+)", text, re.MULTILINE)
+    return int(found[1]) if found else 0
+
+
+def free_address_space() -> int | None:
+    """Bytes that `ulimit -v` leaves this process; None = no limit, or unknown."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    soft = resource.getrlimit(resource.RLIMIT_AS)[0]
+    used = _proc_kb("/proc/self/status", "VmSize")
+    return None if soft == resource.RLIM_INFINITY or used is None else soft - used

@@ -1,0 +1,46 @@
+"""The formulas of costs, checked against memory that is really taken: `nanokv memory --check`."""
+
+import torch
+
+from nanokv import costs
+from nanokv.cache import make_cache
+from nanokv.cache.options import KINDS
+from nanokv.costs.free_memory import available_memory
+from nanokv.costs.memory import Estimate
+from nanokv.loading import skeleton
+
+CHECK_BYTES = 256 << 20  # allocated at most, about, at a time
+
+
+def check(estimate: Estimate) -> dict:
+    """Fill every kind of cache with as many tokens as CHECK_BYTES allow, and count the model's parameters.
+
+    Any difference raises RuntimeError, which is no user's fault: exit 1.
+    """
+    counted = sum(p.numel() * estimate.itemsize for p in skeleton(estimate.config).parameters())
+    expect("weights", counted, estimate.weights)
+    free = available_memory("cpu")
+    budget = CHECK_BYTES if free is None else min(CHECK_BYTES, free // 8)
+    batch = min(estimate.batch, max(1, budget // (estimate.per_token * 64)))
+    tokens = max(1, min(estimate.context, budget // (estimate.per_token * batch)))
+    kinds = {name: {} for name in KINDS} | {estimate.cache: estimate.options}
+    for name, options in kinds.items():
+        expect(f"{name} cache", *compare(estimate, name, options, tokens, batch))
+    return {"tokens": tokens, "batch": batch, "caches": list(kinds), "weights_bytes": counted}
+
+
+def compare(estimate: Estimate, name: str, options: dict, tokens: int, batch: int) -> tuple[int, int]:
+    """(nbytes of a filled cache, the formula)."""
+    c, dtype = estimate.config, getattr(torch, estimate.dtype)
+    cache = make_cache(name, c, batch_size=batch, capacity=tokens, **options)
+    rows = torch.zeros(batch, c.num_key_value_heads, tokens, c.head_dim, dtype=dtype)  # (B,Hk,T,D)
+    for layer in cache:
+        layer.append(rows, rows.clone())
+    formula = costs.cache_bytes(name, c, tokens, batch, estimate.itemsize, capacity=tokens, last=tokens, **options)
+    return cache.nbytes, formula
+
+
+def expect(what: str, measured: int, formula: int):
+    """Equal, to the byte."""
+    if measured != formula:
+        raise RuntimeError(f"{what}: {measured:,} bytes allocated, the formula says {formula:,}")
