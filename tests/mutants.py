@@ -242,6 +242,15 @@ def marks_of(marks: str) -> list[str]:
     return ["-m", marks] if marks else []
 
 
+def report(results: list[dict]) -> None:
+    """A mutant over its time hangs, or its tests were slow: one to look at, not one that was noticed."""
+    failed = [result for result in results if result["outcome"] == "failed"]
+    print(f"{len(failed)} of {len(results)} mutants were noticed; the others:")
+    for result in results:
+        if result not in failed:
+            print(f"  {result['outcome']}: {result['file']}:{result['place']}: {result['what']}")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=400, help="how many of the list, from its beginning (400)")
@@ -249,11 +258,11 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="another list (1)")
     parser.add_argument("--only", default="", help="mutants of files whose path holds this")
     parser.add_argument("--marks", default="not slow", help="pytest's -m; an empty text runs the slow tests too")
-    parser.add_argument("--limit", type=float, default=300, help="seconds for one mutant; a hang counts as noticed")
+    parser.add_argument("--limit", type=float, default=300, help="seconds for one mutant (300)")
     parser.add_argument("--out", type=Path, help="a file for the results, a JSON line for each mutant")
     args = parser.parse_args()
     chosen = [m for m in all_mutants(args.seed) if args.only in m[0]][args.skip :][: args.count]
-    survived = []
+    results = []
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         copy = Path(folder)
@@ -265,13 +274,11 @@ def main() -> int:
             result = one(copy, path, number, args.marks, 1_000_000_000 + n, args.limit)
             print(f"{n + args.skip:4} {result['outcome']:8}{result['s']:6} s  {path}:{result['place']}: "
                   f"{result['what'][:90]}  {result['by']}", flush=True)  # fmt: skip
-            survived += [result] if result["outcome"] == "passed" else []
+            results.append(result)
             if args.out:
                 with args.out.open("a") as out:
                     out.write(json.dumps(result) + "\n")
-    print(f"{len(chosen) - len(survived)} of {len(chosen)} mutants were noticed; these survived:")
-    for result in survived:
-        print(f"  {result['file']}:{result['place']}: {result['what']}")
+    report(results)
     return 0
 
 
