@@ -48,8 +48,9 @@ mutants: $(VENV)/.dev ## to see what the tests miss: plants small faults in a co
 	@$(BIN)/python tests/mutants.py $(ARGS)
 
 .PHONY: lint
-lint: $(VENV)/.dev ## while you write: style, unused names, import order, seconds
+lint: $(VENV)/.dev ## while you write: style, unused names, import order, types, seconds
 	@$(BIN)/ruff check $(ARGS)
+	@$(BIN)/mypy
 
 .PHONY: bench
 bench: $(VENV)/.chat ## how fast is it here: tokens a second, beside the memory bandwidth
@@ -73,7 +74,7 @@ setup: $(VENV)/.course ## once, before you go offline: everything that chat, tes
 
 .PHONY: clean
 clean: ## when something looks stale: removes build output and tool caches; keeps .venv and runs
-	@rm -rf build dist book *.egg-info .pytest_cache .ruff_cache .hypothesis
+	@rm -rf build dist book *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	@find . -path ./$(VENV) -prune -o -path ./.git -prune -o -type d -name __pycache__ -prune -exec rm -rf {} +
 
 .PHONY: distclean

@@ -13,6 +13,41 @@ import importlib.abc
 import importlib.machinery
 import sys
 import warnings
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # for editors and type checkers: the names of _HOME and _MODULES
+    from nanokv import attention as attention
+    from nanokv import cache as cache
+    from nanokv import config as config
+    from nanokv import costs as costs
+    from nanokv import course as course
+    from nanokv import engine as engine
+    from nanokv import errors as errors
+    from nanokv import faults as faults
+    from nanokv import inference as inference
+    from nanokv import model as model
+    from nanokv.cache import CACHES, KVCache, NoCache, make_cache
+    from nanokv.chat import session as session
+    from nanokv.chat.session import Session
+    from nanokv.config import Config, GenerationConfig
+    from nanokv.decoding import batching as batching
+    from nanokv.decoding import beam as beam
+    from nanokv.decoding import generation as generation
+    from nanokv.decoding import sample as sample
+    from nanokv.decoding import speculative as speculative
+    from nanokv.decoding.batching import generate_padded, generate_ragged
+    from nanokv.decoding.beam import beam_search
+    from nanokv.decoding.generation import generate
+    from nanokv.decoding.speculative import speculate
+    from nanokv.engine import Engine
+    from nanokv.fast import optimize
+    from nanokv.inference import decode, prefill, prefill_chunks, score
+    from nanokv.loading import load
+    from nanokv.model import Qwen3
+    from nanokv.study import debug as debug
+    from nanokv.study import equality as equality
+    from nanokv.text import tokenizer as tokenizer
+    from nanokv.text.tokenizer import Tokenizer
 
 __version__ = "0.1.0"
 
@@ -56,21 +91,27 @@ _MOVED = {  # modules of version 0.1.0 that are imported by their old paths → 
     "sandbox": "nanokv.text.sandbox", "skeleton": "nanokv.loading", "template": "nanokv.text.template",
 }  # fmt: skip
 
-__all__ = sorted([*_HOME, "__version__"])
+__all__ = [
+    "CACHES", "Config", "Engine", "GenerationConfig", "KVCache", "NoCache", "Qwen3", "Session", "Tokenizer",
+    "__version__", "beam_search", "decode", "generate", "generate_padded", "generate_ragged", "load", "make_cache",
+    "optimize", "prefill", "prefill_chunks", "score", "speculate",
+]  # fmt: skip
 
 
-def __getattr__(name: str):
-    if name in _HOME:
-        value = getattr(importlib.import_module(_HOME[name]), name)
-    elif name in _MODULES:
-        value = importlib.import_module(_MODULES[name])
-    else:
-        raise AttributeError(f"module 'nanokv' has no attribute {name!r}")
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # it would hide a name that is mistyped
+
+    def __getattr__(name: str) -> Any:
+        if name in _HOME:
+            value = getattr(importlib.import_module(_HOME[name]), name)
+        elif name in _MODULES:
+            value = importlib.import_module(_MODULES[name])
+        else:
+            raise AttributeError(f"module 'nanokv' has no attribute {name!r}")
+        globals()[name] = value
+        return value
 
 
-def __dir__():
+def __dir__() -> list[str]:
     return sorted([*__all__, *_MODULES])
 
 

@@ -15,11 +15,15 @@ other callable, a function of your own or a subclass: that is called as it is.
 """
 
 import functools
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from nanokv.errors import CacheError
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v → y
 
 
 class Causal:
@@ -31,7 +35,7 @@ class Causal:
     def __init__(self, keys: int | None = None):
         self.keys = keys
 
-    def __call__(self, q, k, v):
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q (B,H,T,D), k and v (B,Hk,S,D) → (B,H,T,D)."""
         T, S = q.shape[2], k.shape[2]
         self.check(T, S)
@@ -45,7 +49,7 @@ class Causal:
             parts.append(prefill_attention(q[:, :, a:b], k[:, :, :end], v[:, :, :end], mask))  # (B,H,b−a,D)
         return torch.cat(parts, 2)
 
-    def check(self, T: int, S: int):
+    def check(self, T: int, S: int) -> None:
         """CacheError if these S keys cannot be what the T queries expect."""
         if T > S or self.keys not in (None, S):
             expected = f"at least {T}" if self.keys is None else self.keys
@@ -55,10 +59,10 @@ class Causal:
 class Masked:
     """The mask and nothing else says what is visible: bool (T,S) or (B,1,T,S); None = every key, the future too."""
 
-    def __init__(self, mask):
+    def __init__(self, mask: Tensor | None):
         self.mask = mask
 
-    def __call__(self, q, k, v):
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q (B,H,T,D), k and v (B,Hk,S,D) → (B,H,T,D)."""
         blocks = row_blocks(q, k.shape[2])
         if self.mask is None or len(blocks) == 1:
@@ -70,15 +74,15 @@ class Masked:
 class Decode:
     """One query for each row. It sees every key, or what the mask says: bool (1,S) or (B,1,1,S)."""
 
-    def __init__(self, mask=None):
+    def __init__(self, mask: Tensor | None = None):
         self.mask = mask
 
-    def __call__(self, q, k, v):
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q (B,H,1,D), k and v (B,Hk,S,D) → (B,H,1,D)."""
         return decode_attention(q, k, v, self.mask)
 
     @functools.cached_property
-    def lengths(self):
+    def lengths(self) -> Tensor | None:
         """(B,) int64 if the mask hides padding on the left and nothing else: row b sees its last lengths[b] keys."""
         if self.mask is None or self.mask.dim() != 4 or self.mask.dtype != torch.bool:
             return None
@@ -93,7 +97,7 @@ class Decode:
 class Packed:
     """Sequences one behind the other: parts[b] is (T_b, attend) of sequence b, whose queries see its own keys only."""
 
-    def __init__(self, parts):
+    def __init__(self, parts: Iterable[tuple[int, Attend]]):
         self.parts = list(parts)
 
     def __call__(self, q, keys, values):
@@ -103,7 +107,7 @@ class Packed:
         return torch.cat([attend(rows.transpose(0, 2), k, v).transpose(0, 2) for rows, k, v, (_, attend) in each])
 
 
-def row_blocks(q, S: int) -> list[tuple[int, int]]:
+def row_blocks(q: Tensor, S: int) -> list[tuple[int, int]]:
     """(first, end) of the queries that go into one call of attention: of q (B,H,T,D) over S keys about 2³¹ products.
 
     On a CPU that is a tenth of a second, and Ctrl-C is heard between two calls. In Qwen3-0.6B 2,048 queries over 2,048
@@ -117,7 +121,7 @@ def row_blocks(q, S: int) -> list[tuple[int, int]]:
     return list(zip(starts, [*starts[1:], T], strict=True))
 
 
-def causal_mask(T: int, S: int, device=None):
+def causal_mask(T: int, S: int, device: torch.device | str | None = None) -> Tensor | None:
     """(T,S) bool, bottom-right aligned: the T queries are the last T of S positions, query t sees keys ≤ S−T+t.
 
     SDPA's own `is_causal=True` is top-left aligned: right only when S == T. Costs T·S bytes; None when T is 1,
@@ -128,19 +132,21 @@ def causal_mask(T: int, S: int, device=None):
     return torch.ones(T, S, dtype=torch.bool, device=device).tril(S - T)
 
 
-def is_causal(mask) -> bool:
+def is_causal(mask: Tensor | None) -> bool:
     """Is this the plain causal mask and nothing else? Then half of the work can be skipped."""
     if mask is None or mask.dim() != 2 or mask.shape[0] == 1:  # a single query's plain causal mask is None
         return False
-    return torch.equal(mask, causal_mask(*mask.shape, mask.device))
+    T, S = mask.shape
+    plain = causal_mask(T, S, mask.device)
+    return plain is not None and torch.equal(mask, plain)
 
 
-def causal_attention(q, k, v):
+def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """`Causal()` as a function, for code that calls attention itself. q (B,H,T,D), k and v (B,Hk,S,D) → (B,H,T,D)."""
     return Causal()(q, k, v)
 
 
-def prefill_attention(q, k, v, mask=None):
+def prefill_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
     """Any chunk of T queries over S ≥ T keys. q (B,H,T,D), k and v (B,Hk,S,D), mask (T,S) or (B,1,T,S) → (B,H,T,D).
 
     Without a mask every query sees every key, the future too.
@@ -148,7 +154,7 @@ def prefill_attention(q, k, v, mask=None):
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
 
 
-def decode_attention(q, k, v, mask=None):
+def decode_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
     """One query row. The G heads that share a KV head become G rows of one query block: K and V are read once.
 
     q (B,H,1,D), k and v (B,Hk,S,D), mask None or (1,S) or (B,1,1,S) → (B,H,1,D). Repeating K and V G times instead

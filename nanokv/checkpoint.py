@@ -4,8 +4,9 @@ The base class of `model.Qwen3`. Reading is nanokv/loading.py; how the files are
 """
 
 import os
+from collections.abc import Callable
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -16,6 +17,20 @@ from weights_loader import CheckpointError, writing
 
 if TYPE_CHECKING:
     from nanokv.text.tokenizer import Tokenizer
+
+
+class Model(Protocol):
+    """What prefill, decode and generate need: a Qwen3, plain, optimized or compiled."""
+
+    @property
+    def config(self) -> Config: ...
+    @property
+    def generation_config(self) -> GenerationConfig: ...
+    @property
+    def embed_tokens(self) -> nn.Embedding: ...
+    @property
+    def lm_head(self) -> Callable[[torch.Tensor], torch.Tensor]: ...
+    def __call__(self, tokens: Any, cache: Any, start_pos: Any, attend: Any, /) -> torch.Tensor: ...
 
 
 class PretrainedModel(nn.Module):

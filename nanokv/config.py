@@ -7,6 +7,7 @@ read, or implemented for ONE value, or known to be harmless; a field that is non
 Defaults follow transformers' Qwen3Config (theta 10,000, head_dim 128, 32 KV heads); any other absent size is an error.
 """
 
+import os
 import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -114,7 +115,7 @@ class Config:
     torch_dtype: str = "float32"
 
     @classmethod
-    def from_folder(cls, folder) -> "Config":
+    def from_folder(cls, folder: str | os.PathLike) -> "Config":
         """Read `folder/config.json`, or the file itself when `folder` is a path to a config.json."""
         path = Path(folder)
         path = path / "config.json" if path.is_dir() else path
@@ -178,9 +179,9 @@ class GenerationConfig:
     repetition_penalty: float = 1.0
 
     @classmethod
-    def from_folder(cls, folder) -> "GenerationConfig":
+    def from_folder(cls, folder: str | os.PathLike) -> "GenerationConfig":
         """Read generation_config.json; without one, the eos ids of config.json and greedy decoding."""
-        fields = {}
+        fields: dict = {}
         for name in ("config.json", "generation_config.json"):
             path = Path(folder) / name
             if path.is_file():
@@ -265,7 +266,7 @@ def _refuse_unimplemented(fields: dict):
             )
 
 
-def shown(value) -> str:
+def shown(value: object) -> str:
     """A value in a message: as Python writes it, control characters escaped, at most 80 characters."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."

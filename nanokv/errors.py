@@ -4,6 +4,7 @@ All of them are also ValueErrors, so a caller who knows nothing of nanokv can st
 The command line prints `nanokv: error: message` and `hint: hint`, and leaves with exit code 2.
 """
 
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from weights_loader.strict import bounded
@@ -67,7 +68,7 @@ LONGEST_REASON = 300  # characters of a foreign message; one was 2.9 MB long, be
 
 
 @contextmanager
-def foreign(what: str, error: type = NanoKVError):
+def foreign(what: str, error: type[NanoKVError] = NanoKVError) -> Iterator[None]:
     """Around a call into another library: whatever it raises, a panic of its Rust code included, becomes `error`."""
     try:
         yield

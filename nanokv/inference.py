@@ -11,15 +11,19 @@
 import warnings
 
 import torch
+from torch import Tensor
 
 from nanokv.attention import Causal, Decode, Masked, is_causal
-from nanokv.cache.base import NoCache
+from nanokv.cache.base import KVCache, NoCache
+from nanokv.checkpoint import Model
 from nanokv.errors import CacheError
-from nanokv.text.ids import id_rows
+from nanokv.text.ids import Rows, id_rows
+
+Position = int | Tensor  # of the next token; (B,) where rows differ in length
 
 
 @torch.inference_mode()
-def score(model, tokens):
+def score(model: Model, tokens: Rows) -> Tensor:
     """Logits of every position without a cache. tokens (B,T) → (B,T,V); V·T·4 bytes: 622 MB at T 1024, V 151,936."""
     cache = NoCache(model.config.num_hidden_layers)
     hidden = model(token_ids(model, tokens), cache, 0, Causal())  # (B,T,C)
@@ -27,7 +31,7 @@ def score(model, tokens):
 
 
 @torch.inference_mode()
-def prefill(model, tokens, cache, start_pos: int = 0):
+def prefill(model: Model, tokens: Rows, cache: KVCache, start_pos: Position = 0) -> Tensor:
     """Write T tokens into the cache, return the logits that follow the last one. tokens (B,T) → (B,V).
 
     Works from any start_pos: an empty cache, the next chunk of a long prompt, the next turn of a chat.
@@ -37,7 +41,7 @@ def prefill(model, tokens, cache, start_pos: int = 0):
 
 
 @torch.inference_mode()
-def prefill_chunks(model, tokens, cache, start_pos: int = 0, chunk: int = 512):
+def prefill_chunks(model: Model, tokens: Rows, cache: KVCache, start_pos: Position = 0, chunk: int = 512) -> Tensor:
     """`prefill` of a long prompt in parts of `chunk` tokens: the same logits, a bounded peak. tokens (B,T) → (B,V).
 
     What a forward needs besides weights and cache grows with its T (MLP: 3·T·intermediate values, mask: T·S bytes);
@@ -52,7 +56,7 @@ def prefill_chunks(model, tokens, cache, start_pos: int = 0, chunk: int = 512):
 
 
 @torch.inference_mode()
-def decode(model, token, cache, start_pos: int):
+def decode(model: Model, token: Rows, cache: KVCache, start_pos: Position) -> Tensor:
     """Append one token to the cache, return the logits that follow it. token (B,1) → (B,V)."""
     token = token_ids(model, token)
     check_cache(cache)
@@ -64,7 +68,7 @@ def decode(model, token, cache, start_pos: int):
 
 
 @torch.inference_mode()
-def verify_draft(model, tokens, cache, start_pos: int):
+def verify_draft(model: Model, tokens: Rows, cache: KVCache, start_pos: Position) -> Tensor:
     """Append T guessed tokens, return the logits that follow each of them. tokens (B,T) → (B,T,V).
 
     Weights and cache are read once for all T, so a memory-bound machine checks T guesses for about the price of one
@@ -80,7 +84,7 @@ def _append(model, tokens, cache, start_pos):
     return model(tokens, cache, start_pos, attention_over(cache, tokens.shape[1], tokens.device))
 
 
-def attention_over(cache, T, device):
+def attention_over(cache: KVCache, T: int, device: torch.device) -> Causal | Masked:
     """How the next T queries see what is cached; asked once, before the first append."""
     mask = cache.mask(T)
     if mask is None:
@@ -88,14 +92,14 @@ def attention_over(cache, T, device):
     return Causal(keys=mask.shape[1]) if is_causal(mask) else Masked(mask.to(device))
 
 
-def check_cache(cache):
+def check_cache(cache: object) -> None:
     """CacheError for a name, or None, where a cache belongs."""
     if not hasattr(cache, "mask"):
         name = cache if isinstance(cache, str) else "dict"
         raise CacheError(f"cache is {cache!r}: a KVCache was expected", f'make_cache("{name}", model.config)')
 
 
-def token_ids(model, ids):
+def token_ids(model: Model, ids: Rows) -> Tensor:
     """Ids, a list, an array or a tensor (B,T), as int64 on the model's device; TokenIdsError before any work.
 
     What is right already costs two comparisons; on a device its values are not looked at, that would wait for it.

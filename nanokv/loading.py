@@ -1,5 +1,7 @@
 """From a name, a folder or a hub id to a model and its tokenizer: where weights_loader's tensors become a model."""
 
+import os
+
 import torch
 from torch.overrides import TorchFunctionMode
 
@@ -10,7 +12,9 @@ from nanokv.text.tokenizer import Tokenizer
 from weights_loader import CheckpointError, names
 
 
-def load(source="tiny", dtype=torch.float32, device="cpu", revision=None, check_finite=False):
+def load(source: str | os.PathLike = "tiny", dtype: torch.dtype | None = torch.float32,
+         device: str | torch.device = "cpu", revision: str | None = None,
+         check_finite: bool = False) -> tuple[Qwen3, Tokenizer]:  # fmt: skip
     """("tiny" | folder | "Qwen/Qwen3-0.6B") → (model in eval mode, tokenizer).
 
     dtype None keeps what the checkpoint stores. The model is built on the meta device and the loaded tensors are
@@ -48,7 +52,7 @@ def unfinite(model: Qwen3) -> list[str]:
     return found
 
 
-def build(config: Config, state_dict: dict) -> Qwen3:
+def build(config: Config, state_dict: dict[str, torch.Tensor]) -> Qwen3:
     """A Qwen3 in eval mode that owns exactly these tensors; a missing, left-over or misshapen one raises."""
     model = skeleton(config)
     if config.tie_word_embeddings:

@@ -26,7 +26,7 @@ case "$*" in
   *version_info*) exit $OLD ;;
   *ensurepip*) exit $NO_VENV ;;
   *"import pip"*) exit 0 ;;
-  "-m venv"*) mkdir -p .venv/bin; for tool in python nanokv ruff; do cp "$0" .venv/bin/$tool; done ;;
+  "-m venv"*) mkdir -p .venv/bin; for tool in python nanokv ruff mypy; do cp "$0" .venv/bin/$tool; done ;;
   -V) echo "Python 3.9.18"; exit 0 ;;
 esac
 echo "$(basename "$0") $*" >> calls

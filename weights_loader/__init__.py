@@ -21,6 +21,7 @@ __all__ = [
     "BUNDLED", "CheckpointError", "CheckpointWarning", "check_hashes", "check_target", "config_file", "load", "resolve",
 ]  # fmt: skip
 
+Source = str | os.PathLike  # a bundled name, a folder or a hub id
 BUNDLED = {"tiny": Path(__file__).parent / "checkpoints" / "tiny"}
 SPELLED = {"fp16": "float16", "half": "float16", "float16": "float16", "bf16": "bfloat16", "bfloat16": "bfloat16"}
 LAYOUT = (
@@ -29,7 +30,8 @@ LAYOUT = (
 )
 
 
-def load(source, dtype=None, device="cpu", revision=None):
+def load(source: Source, dtype: "torch.dtype | None" = None, device: "str | torch.device" = "cpu",
+         revision: str | None = None) -> "tuple[dict, dict[str, torch.Tensor]]":  # fmt: skip
     """(name | folder | hub id) → (config dict, {"layers.0.self_attn.q_proj.weight": tensor, ...}).
 
     dtype None keeps the stored types; on the CPU such tensors are views of the mapped file. lm_head.weight is there
@@ -52,7 +54,7 @@ def load(source, dtype=None, device="cpu", revision=None):
     return config, state
 
 
-def check_target(dtype=None, device="cpu") -> "torch.device":
+def check_target(dtype: "torch.dtype | None" = None, device: "str | torch.device" = "cpu") -> "torch.device":
     """The device, if weights can lie on it and have this dtype; CheckpointError before anything is downloaded."""
     import torch
 
@@ -70,7 +72,7 @@ def check_target(dtype=None, device="cpu") -> "torch.device":
     return found
 
 
-def resolve(source, revision=None) -> Path:
+def resolve(source: Source, revision: str | None = None) -> Path:
     """The folder that holds the model: the bundled one, a local one, or the hub's cache after a download."""
     text = str(source)
     folder = BUNDLED.get(text) or Path(os.path.expanduser(text))
@@ -90,7 +92,7 @@ def resolve(source, revision=None) -> Path:
     return folder
 
 
-def config_file(source, revision=None) -> Path:
+def config_file(source: Source, revision: str | None = None) -> Path:
     """The config.json of a bundled model, a folder, itself (a path to the file), or of a hub id; no weights."""
     text = str(source)
     path = BUNDLED.get(text) or Path(os.path.expanduser(text))
@@ -101,7 +103,7 @@ def config_file(source, revision=None) -> Path:
     return download.config_file(text, revision, known=tuple(BUNDLED))
 
 
-def check_hashes(folder) -> list[str]:
+def check_hashes(folder: str | os.PathLike) -> list[str]:
     """Names of the files in a snapshot of the hub's cache whose bytes have the hash that the hub named; [] elsewhere.
 
     Reads every byte, about 1 s per GB. A damaged file is removed and raises CheckpointError.
@@ -157,7 +159,7 @@ def resolve_head(config: dict, entries: dict) -> bool:
     return False
 
 
-def check_tokenizer(path: Path, vocab_size: int):
+def check_tokenizer(path: Path, vocab_size: int) -> None:
     """No id of tokenizer.json may lie beyond the embedding: the lookup would fail in the middle of a chat."""
     if not path.is_file():
         return

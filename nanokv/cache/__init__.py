@@ -18,9 +18,10 @@ __all__ = [
     "CACHES", "BatchCache", "DictCache", "KVCache", "LayerCache", "NoCache", "PagePool", "PrefixPool", "make_cache",
 ]  # fmt: skip
 
+if not TYPE_CHECKING:  # it would hide a name that is mistyped
 
-def __getattr__(name: str):
-    if name not in __all__:
-        raise AttributeError(f"module 'nanokv.cache' has no attribute {name!r}")
-    globals()[name] = value = getattr(importlib.import_module("nanokv.cache.registry"), name)
-    return value
+    def __getattr__(name: str):
+        if name not in __all__:
+            raise AttributeError(f"module 'nanokv.cache' has no attribute {name!r}")
+        globals()[name] = value = getattr(importlib.import_module("nanokv.cache.registry"), name)
+        return value

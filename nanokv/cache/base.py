@@ -5,10 +5,18 @@ query may see. A cache of your own overrides `append`, and `truncate` and `fork`
 and files ask for besides has defaults in capabilities.py; what a cache cannot do raises UnsupportedError.
 """
 
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
+
+from torch import Tensor
+
 from nanokv.attention import causal_mask
 from nanokv.cache.capabilities import CacheCapabilities, LayerCapabilities
 from nanokv.cache.checks import check_index
+from nanokv.config import Config
 from nanokv.errors import CacheError, UnsupportedError
+
+Index: TypeAlias = Sequence[int] | Tensor  # of rows
 
 
 class LayerCache(LayerCapabilities):
@@ -17,15 +25,15 @@ class LayerCache(LayerCapabilities):
     length: int = 0
     nbytes: int = 0  # held for keys and values
 
-    def append(self, k, v):
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """(B,Hk,T,D) ×2, keys already rotated → (B,Hk,S,D) ×2, oldest first; the last T rows are the new ones."""
         raise NotImplementedError
 
-    def mask(self, T: int):
+    def mask(self, T: int) -> Tensor | None:
         """Which keys the next T queries see: None = all, else bool (T,S), bottom-right causal. Changes nothing."""
         return causal_mask(T, self.length + T)
 
-    def truncate(self, n: int):
+    def truncate(self, n: int) -> None:
         """Forget positions ≥ n (a rejected draft, an edited turn). Absolute, and harmless when repeated."""
         raise UnsupportedError(f"{type(self).__name__} cannot truncate")
 
@@ -37,7 +45,7 @@ class LayerCache(LayerCapabilities):
 class KVCache(CacheCapabilities, list):
     """One LayerCache per layer, and what concerns them all. Made by `nanokv.make_cache(name, config)`."""
 
-    def __init__(self, layers=(), config=None):
+    def __init__(self, layers: Iterable[LayerCache] = (), config: Config | None = None):
         super().__init__(layers)
         self.config = config
 
@@ -57,13 +65,13 @@ class KVCache(CacheCapabilities, list):
         """Bytes of keys and values in all layers."""
         return sum(layer.nbytes for layer in self)
 
-    def mask(self, T: int):
+    def mask(self, T: int) -> Tensor | None:
         """The mask that all layers share, asked once per forward, before any layer appends."""
         if not self:
             raise CacheError("this cache has no layers: make_cache(name, config) gives it one for each of the model's")
         return self[0].mask(T)
 
-    def truncate(self, n: int):
+    def truncate(self, n: int) -> None:
         """Forget positions ≥ n in every layer; also mends layers of unequal length after a failed forward."""
         for layer in self:  # all or none
             layer.check_truncate(n)
@@ -81,18 +89,18 @@ class NoCache(KVCache):
     def __init__(self, num_layers: int):
         super().__init__(_KeepNothing() for _ in range(num_layers))
 
-    def fork(self):
+    def fork(self) -> "NoCache":
         return self
 
-    def reorder(self, index):
+    def reorder(self, index: Index) -> None:
         check_index(index)
 
 
 class _KeepNothing(LayerCache):
     capacity = 0  # so that generating with it is refused: every decode would see one token and no past
 
-    def append(self, k, v):
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return k, v
 
-    def truncate(self, n: int):
+    def truncate(self, n: int) -> None:
         pass

@@ -11,6 +11,7 @@ Each default is either right for every cache or raises UnsupportedError.
 """
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -132,7 +133,7 @@ class CacheCapabilities(FirstNames):
     requested_capacity: int | None = None  # the capacity that make_cache was called with
     requested_rows = 1  # its batch_size
     tokens: tuple | list = ()  # of a loaded cache: the ids that were saved with it
-    maker = None  # make_cache, put here by registry.py, which knows the kinds; this file does not
+    maker: Callable  # make_cache, put here by registry.py, which knows the kinds; this file does not
 
     def __repr__(self):
         tokens = self[0].length if self else 0

@@ -4,26 +4,29 @@ command line, which checks `--cache` before torch is imported. What the options 
 
 import difflib
 import os
+from collections.abc import Callable
 
 from nanokv.errors import CacheError
 
+Rule = tuple[Callable[[object], bool], str]  # is it legal?, and what is
 
-def at_least(low: int):
+
+def at_least(low: int) -> Rule:
     return lambda value: type(value) is int and value >= low, f"a whole number ≥ {low} was expected"
 
 
-def one_of(*values):
+def one_of(*values: object) -> Rule:
     """1.0 and True are not 1."""
     listed = ", ".join(map(str, values))
     return lambda value: any(type(value) is type(x) and value == x for x in values), f"{listed} are implemented"
 
 
-TEXT = lambda value: isinstance(value, str), "a string was expected"
-FOLDER = lambda value: value is None or isinstance(value, str | os.PathLike), "the path of a folder was expected"
+TEXT: Rule = lambda value: isinstance(value, str), "a string was expected"
+FOLDER: Rule = lambda value: value is None or isinstance(value, str | os.PathLike), "the path of a folder was expected"
 OBJECT = None  # only a program can pass it
-PAGES = {"page": at_least(1), "pages": at_least(0), "pool": OBJECT}
+PAGES: dict[str, Rule | None] = {"page": at_least(1), "pages": at_least(0), "pool": OBJECT}
 BITS = (2, 4, 8)
-KINDS = {  # cache → its options → (legal?, what is legal)
+KINDS: dict[str, dict[str, Rule | None]] = {  # cache → its options → (legal?, what is legal)
     "dict": {}, "static": {}, "growing": {},
     "paged": PAGES, "prefix": PAGES | {"salt": TEXT},
     "sliding": {"window": at_least(0), "sinks": at_least(0)},
@@ -34,7 +37,7 @@ KINDS = {  # cache → its options → (legal?, what is legal)
 }  # fmt: skip
 
 
-def check_options(name, options: dict, objects: bool = False):
+def check_options(name: str, options: dict, objects: bool = False) -> None:
     """CacheError if there is no such cache, or if it has no such option or value; `objects`: a program asks."""
     if name not in KINDS:
         near = difflib.get_close_matches(str(name), KINDS, n=1)
@@ -51,5 +54,6 @@ def check_options(name, options: dict, objects: bool = False):
         listed = ", ".join(known) or "no options"
         raise CacheError(f"cache {name!r} has no option {', '.join(unknown)}: it knows {listed}")
     for key, value in options.items():
-        if known[key] is not OBJECT and not known[key][0](value):
-            raise CacheError(f"{key} is {value!r}: {known[key][1]}")
+        rule = known[key]
+        if rule is not OBJECT and not rule[0](value):
+            raise CacheError(f"{key} is {value!r}: {rule[1]}")

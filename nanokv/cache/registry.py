@@ -4,7 +4,10 @@
 capacity as a limit that it does not need. Options that a cache does not know raise with the list of the known ones.
 """
 
+import os
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -20,32 +23,35 @@ from nanokv.cache.quantized import QuantizedCache
 from nanokv.cache.sliding import SlidingCache
 from nanokv.cache.static import GrowingCache, StaticCache
 from nanokv.cache.stores import DiskStore, HostStore
+from nanokv.config import Config
 from nanokv.errors import CacheError
 
 __all__ = [
     "CACHES", "BatchCache", "DictCache", "KVCache", "LayerCache", "NoCache", "PagePool", "PrefixPool", "make_cache",
 ]  # fmt: skip
 
+Capacity = int | None  # tokens a row
 FIRST_PAGES = 4  # of a pool that grows: it doubles from here
 
 
-def make_dict(config, batch_size, capacity) -> KVCache:
+def make_dict(config: Config, batch_size: int, capacity: Capacity) -> KVCache:
     """torch.cat a step: the reference."""
     return KVCache((DictCache() for _ in range(config.num_hidden_layers)), config)
 
 
-def make_static(config, batch_size, capacity) -> KVCache:
+def make_static(config: Config, batch_size: int, capacity: Capacity) -> KVCache:
     """One slab a layer of `capacity` slots (default: the model's whole context)."""
     slots = capacity or config.max_position_embeddings
     return KVCache((StaticCache(slots) for _ in range(config.num_hidden_layers)), config)
 
 
-def make_growing(config, batch_size, capacity) -> KVCache:
+def make_growing(config: Config, batch_size: int, capacity: Capacity) -> KVCache:
     """A slab that doubles."""
     return KVCache((GrowingCache() for _ in range(config.num_hidden_layers)), config)
 
 
-def make_paged(config, batch_size, capacity, *, page: int = 0, pages: int = 0, pool=None) -> KVCache:
+def make_paged(config: Config, batch_size: int, capacity: Capacity, *, page: int = 0, pages: int = 0,
+               pool: PagePool | None = None) -> KVCache:  # fmt: skip
     """Pages of 16 tokens or `page`, from a pool: `pool` is one to share, `pages` makes one of that size; without both
     it grows as needed."""
     if pool is None:
@@ -55,7 +61,8 @@ def make_paged(config, batch_size, capacity, *, page: int = 0, pages: int = 0, p
     return PagedCache(pool, batch_size)
 
 
-def make_prefix(config, batch_size, capacity, *, page: int = 0, pages: int = 0, pool=None, salt: str = "") -> KVCache:
+def make_prefix(config: Config, batch_size: int, capacity: Capacity, *, page: int = 0, pages: int = 0,
+                pool: PagePool | None = None, salt: str = "") -> KVCache:  # fmt: skip
     """Pages that later requests with the same beginning find again; pool and pages as for the paged cache."""
     if pool is None:
         page, slots = page or 16, capacity or config.max_position_embeddings
@@ -67,7 +74,7 @@ def make_prefix(config, batch_size, capacity, *, page: int = 0, pages: int = 0, 
     return cache
 
 
-def make_sliding(config, batch_size, capacity, *, window: int = 0, sinks: int = 0) -> KVCache:
+def make_sliding(config: Config, batch_size: int, capacity: Capacity, *, window: int = 0, sinks: int = 0) -> KVCache:
     """The last `window` positions (default: capacity, then the model's context) and the first `sinks`."""
     window = window or capacity or config.max_position_embeddings
     cache = KVCache((SlidingCache(config, window, sinks) for _ in range(config.num_hidden_layers)), config)
@@ -75,8 +82,8 @@ def make_sliding(config, batch_size, capacity, *, window: int = 0, sinks: int = 
     return cache
 
 
-def make_quantized(config, batch_size, capacity, *, bits: int = 8, k_bits: int = 0, v_bits: int = 0, group: int = 32,
-                   residual: int = 32, rotate: str = "none") -> KVCache:  # fmt: skip
+def make_quantized(config: Config, batch_size: int, capacity: Capacity, *, bits: int = 8, k_bits: int = 0,
+                   v_bits: int = 0, group: int = 32, residual: int = 32, rotate: str = "none") -> KVCache:  # fmt: skip
     """`bits` for both, or k_bits and v_bits apart (K8V4: k_bits=8, v_bits=4); rotate=hadamard turns the keys first."""
     k_bits, v_bits = k_bits or bits, v_bits or bits
     for value in (k_bits, v_bits):
@@ -86,23 +93,27 @@ def make_quantized(config, batch_size, capacity, *, bits: int = 8, k_bits: int =
     return KVCache(layers, config)
 
 
-def make_offloaded(config, batch_size, capacity, *, to: str = "disk", folder=None) -> KVCache:
+def make_offloaded(config: Config, batch_size: int, capacity: Capacity, *, to: str = "disk",
+                   folder: str | os.PathLike | None = None) -> KVCache:  # fmt: skip
     """Layers in a file each (to=disk, in `folder` or the system's temporary folder) or in host memory (to=host)."""
     return OffloadedCache(config, partial(DiskStore, folder) if to == "disk" else HostStore)
 
 
-def make_batch(config, batch_size, capacity, *, of: str = "dict", **options) -> KVCache:
+def make_batch(config: Config, batch_size: int, capacity: Capacity, *, of: str = "dict",
+               **options: Any) -> KVCache:  # fmt: skip
     """Rows that may differ in length, each a cache of its own kind (`of`), with that kind's options."""
     return BatchCache([make_cache(of, config, 1, capacity, **options) for _ in range(batch_size)], config)
 
 
-CACHES = {
+CACHES: dict[str, Callable[..., KVCache]] = {
     "dict": make_dict, "static": make_static, "growing": make_growing, "paged": make_paged, "prefix": make_prefix,
     "sliding": make_sliding, "quantized": make_quantized, "offloaded": make_offloaded, "batch": make_batch,
 }  # fmt: skip
 
 
-def make_cache(name, config, batch_size: int = 1, capacity=None, dtype=None, device=None, **options) -> KVCache:
+def make_cache(name: str, config: Config, batch_size: int = 1, capacity: Capacity = None,
+               dtype: torch.dtype | None = None, device: str | torch.device | None = None,
+               **options: Any) -> KVCache:  # fmt: skip
     """An empty cache of the named kind for a model of this config; capacity in tokens a row.
 
     Memory is taken by the first append, in the dtype and on the device of what the model writes; if `dtype` or
@@ -124,7 +135,7 @@ def make_cache(name, config, batch_size: int = 1, capacity=None, dtype=None, dev
     return cache
 
 
-def check_pool(pool, kind, config, page: int, pages: int):
+def check_pool(pool: PagePool, kind: type, config: Config, page: int, pages: int) -> None:
     """A pool of this kind, for this config, of the sizes that were asked for (0 = not asked)."""
     if not isinstance(pool, kind):
         raise CacheError(f"pool is {pool!r}: a {kind.__name__} was expected")
@@ -135,7 +146,7 @@ def check_pool(pool, kind, config, page: int, pages: int):
             raise CacheError(f"{name}={asked} contradicts the pool, which has {name}={has}", hint=f"leave {name}= out")
 
 
-def check(name: str, value, low: int):
+def check(name: str, value: object, low: int) -> None:
     """A whole number of at least `low`."""
     if type(value) is not int or value < low:
         raise CacheError(f"{name} is {value!r}: a whole number ≥ {low} was expected")

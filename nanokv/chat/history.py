@@ -6,12 +6,19 @@ ids: only the longest common prefix may be kept. This file says where and why it
 role that it belongs to. Lists of ints and text; no torch.
 """
 
+from typing import TYPE_CHECKING
+
 from nanokv.text.ids import common_prefix
+
+if TYPE_CHECKING:
+    from nanokv.text.tokenizer import Tokenizer
 
 __all__ = ["common_prefix", "token_roles", "why_broken"]
 
+Role = tuple[str, int]  # letter, turn
 
-def token_roles(tokenizer, ids, messages):
+
+def token_roles(tokenizer: "Tokenizer", ids: list[int], messages: list[dict]) -> list[Role]:
     """One (letter, turn) per id: s(ystem), u(ser), a(ssistant); a turn begins with its user message, the first is 1.
 
     Message texts are found in the rendered prompt from left to right; what lies between two of them (the template's
@@ -34,7 +41,8 @@ def _pieces(tokenizer, ids):
 
 
 def _character_owners(text, messages):
-    owners, position, turn, before = [], 0, 0, ("s", 0)
+    owners: list[Role] = []
+    position, turn, before = 0, 0, ("s", 0)
     for message in messages:
         turn += message["role"] == "user"
         content = message["content"].split("</think>")[-1].strip()
@@ -50,7 +58,7 @@ def _character_owners(text, messages):
     return owners + [before] * split + [("a", turn)] * (len(text) - position - split)
 
 
-def why_broken(tokenizer, cached, new, roles, n):
+def why_broken(tokenizer: "Tokenizer", cached: list[int], new: list[int], roles: list[Role], n: int) -> str:
     """One sentence on why only n of the cached ids could be kept; "" when nothing was lost."""
     if n >= len(cached):
         return ""

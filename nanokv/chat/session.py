@@ -9,18 +9,23 @@ Every turn renders the whole conversation, keeps the longest common prefix of th
 (`cache.truncate(n)`), and prefills the rest from start_pos n. No printing, no files: those live in nanokv/cli.
 """
 
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any, Self
 
 import torch
 
-from nanokv.cache import make_cache
-from nanokv.chat.history import token_roles, why_broken
+from nanokv.cache import KVCache, make_cache
+from nanokv.chat.history import Role, token_roles, why_broken
+from nanokv.checkpoint import Model
 from nanokv.costs import parameters
-from nanokv.decoding.generation import Generation, LoopGuard, SamplingParams, TextStream, context_limit
+from nanokv.decoding.generation import Generation, LoopGuard, SamplingParams, TextStream, context_limit, never
 from nanokv.errors import ContextError, SessionError, UnsupportedError
 from nanokv.loading import load
 from nanokv.text.ids import common_prefix
 from nanokv.text.thinking import incomplete_bytes, inside_thinking, split_thinking
+from nanokv.text.tokenizer import Tokenizer
 
 DEFAULT_NEW_TOKENS = 1024
 
@@ -54,8 +59,10 @@ class Session:
     `overflow`: "stop" raises ContextError before any work; "drop" forgets the oldest whole turns, the system stays.
     """
 
-    def __init__(self, model, tokenizer, cache=None, params=None, system=None, context=None, template_kwargs=None,
-                 overflow="stop", loop_guard="off", make_generation=Generation):
+    def __init__(self, model: Model, tokenizer: Tokenizer, cache: KVCache | None = None, params: dict | None = None,
+                 system: str | None = None, context: int | None = None, template_kwargs: dict | None = None,
+                 overflow: str = "stop", loop_guard: str = "off",
+                 make_generation: Callable[..., Generation] = Generation):  # fmt: skip
         for name, value, known in (("overflow", overflow, ("stop", "drop")), ("loop_guard", loop_guard, ("on", "off"))):
             if value not in known:
                 raise SessionError(f"{name} is {value!r}: it must be {' or '.join(map(repr, known))}")
@@ -66,13 +73,19 @@ class Session:
         self.context = min(context or limit, limit)
         self.params, self.template_kwargs = dict(params or {}), dict(template_kwargs or {})
         self.system, self.overflow, self.loop_guard = system, overflow, loop_guard
-        self.messages, self.prompt_ids, self._generation = [], [], None
-        self.last, self.why, self.answers, self.thinking_opened = None, "", 0, False
-        self._labelled, self._reply_ids, self._edited, self._room = [], None, False, 0
+        self.messages: list[dict] = []
+        self.prompt_ids: list[int] = []
+        self._generation: Generation | None = None
+        self.last: Turn | None = None
+        self.why, self.answers, self.thinking_opened = "", 0, False
+        self._labelled: list[dict] = []
+        self._reply_ids: list[int] | None = None
+        self._edited, self._room = False, 0
         self.cache.truncate(0)
 
     @classmethod
-    def from_pretrained(cls, source="tiny", *, dtype=torch.float32, device="cpu", revision=None, **options):
+    def from_pretrained(cls, source: str | os.PathLike = "tiny", *, dtype: torch.dtype | None = torch.float32,
+                        device: str | torch.device = "cpu", revision: str | None = None, **options: Any) -> Self:
         """A conversation with the model that nanokv.load finds; `options` are what Session takes besides."""
         return cls(*load(source, dtype=dtype, device=device, revision=revision), **options)
 
@@ -82,22 +95,22 @@ class Session:
 
     # --- asking ---------------------------------------------------------------------------------------------------
 
-    def ask(self, text) -> str:
+    def ask(self, text: str) -> str:
         """The whole answer to one message, thinking left out."""
         reply = "".join(self.stream(text))
         return split_thinking(reply, self.thinking_opened)[1]
 
-    def stream(self, text, should_stop=lambda: False):
+    def stream(self, text: str, should_stop: Callable[[], bool] = never) -> Iterator[str]:
         """Iterator over the answer's text; whole characters only. `should_stop()` is read between tokens and chunks."""
         return self._answer([*self.messages, {"role": "user", "content": text}], [], should_stop)
 
-    def retry(self, should_stop=lambda: False):
+    def retry(self, should_stop: Callable[[], bool] = never) -> Iterator[str]:
         """Answer the last message again: same prompt, another seed."""
         if not self.messages:
             raise SessionError("nothing to retry: no message yet")
         return self._answer(self.messages[:-1], [], should_stop)
 
-    def resume(self, should_stop=lambda: False):
+    def resume(self, should_stop: Callable[[], bool] = never) -> Iterator[str]:
         """Go on with the last answer, which is not closed: not one token of it is computed again."""
         if not self.messages:
             raise SessionError("nothing to continue: no answer yet")
@@ -175,7 +188,7 @@ class Session:
             return self.prompt_ids[:self.cache.length]
         return (self.prompt_ids + self._generation.tokens)[:self._generation.sure]
 
-    def prompt(self, messages, add_generation_prompt=True):
+    def prompt(self, messages: list[dict], add_generation_prompt: bool = True) -> list[int]:
         """Ids of these messages under the model's own template, system prompt first."""
         if not messages and not self.system:
             return []
@@ -223,7 +236,7 @@ class Session:
                 n = 0
         return n
 
-    def roles(self):
+    def roles(self) -> list[Role]:
         """One (letter, turn) per cached token: s(ystem), u(ser), a(ssistant)."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         roles = token_roles(self.tokenizer, self.prompt_ids, system + self._labelled)
@@ -240,23 +253,23 @@ class Session:
         self.replace(self.messages[:-2])
         return text
 
-    def drop(self, turns):
+    def drop(self, turns: int) -> None:
         """Forget the oldest turns; what comes after them has to be prefilled again."""
         have = len(self.messages) // 2
         if not 1 <= turns <= have:
             raise SessionError(f"cannot drop {turns} of {have} turns")
         self.replace(self.messages[2 * turns:])
 
-    def clear(self):
+    def clear(self) -> None:
         """Forget all messages and empty the cache; the system prompt stays."""
         self.replace([])
 
-    def set_system(self, text):
+    def set_system(self, text: str | None) -> None:
         """Another system prompt: it stands first, so nothing of the cache survives."""
         self.system = text or None
         self.replace(self.messages)
 
-    def replace(self, messages):
+    def replace(self, messages: list[dict]) -> None:
         """Another history; the cache keeps what is common with it."""
         roles = [m["role"] for m in messages]
         if roles != ["user", "assistant"] * (len(roles) // 2):
@@ -264,7 +277,7 @@ class Session:
         self.messages, self._reply_ids, self._edited = list(messages), None, True  # in one line
         self._truncate(common_prefix(self.cached_ids, self.prompt(messages, add_generation_prompt=False)))
 
-    def adopt_cache(self, cache, ids):
+    def adopt_cache(self, cache: KVCache, ids: list[int]) -> None:
         """Take over a loaded cache that holds exactly these ids."""
         if cache.length != len(ids):
             raise SessionError(f"the saved cache holds {cache.length:,} tokens, its list of ids {len(ids):,}")
@@ -272,6 +285,6 @@ class Session:
         self._labelled, self._edited = self.messages, True
 
 
-def prefill_chunk(model) -> int:
+def prefill_chunk(model: Model) -> int:
     """Prompt tokens per forward: about 0.1 s at 50 GFLOP/s (2 FLOPs a weight and token)."""
     return int(min(max(0.1 * 50e9 / (2 * parameters(model.config)), 16), 256))

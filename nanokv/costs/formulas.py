@@ -3,6 +3,8 @@
 Nothing is measured here. `itemsize` is bytes a value: 4 for fp32, 2 for bf16 and fp16.
 """
 
+from typing import Any
+
 from nanokv.cache.options import check_options
 from nanokv.config import Config
 from nanokv.errors import CacheError, CapacityError
@@ -61,8 +63,8 @@ def prefill_flops(config: Config, tokens: int, start_pos: int = 0) -> int:
     return 2 * L * matrices * tokens + 4 * L * H * D * seen + 2 * config.vocab_size * C
 
 
-def cache_bytes(name: str, config: Config, tokens: int, batch_size=1, itemsize=2, capacity=None, last=1,
-                **options) -> int:  # fmt: skip
+def cache_bytes(name: str, config: Config, tokens: int, batch_size: int = 1, itemsize: int = 2,
+                capacity: int | None = None, last: int = 1, **options: Any) -> int:  # fmt: skip
     """Bytes that a cache of this kind holds after so many tokens a row: equal to its `nbytes`, to the byte.
 
     `last`: how many of them the last append brought (a decode: 1). Only a quantized cache keeps those exact.
@@ -78,7 +80,8 @@ def cache_bytes(name: str, config: Config, tokens: int, batch_size=1, itemsize=2
     return kv_bytes(config, cache_slots(name, config, tokens, capacity, **options), batch_size, itemsize)
 
 
-def cache_slots(name, config: Config, tokens: int, capacity=None, *, page=16, window=0, sinks=0, **_) -> int:
+def cache_slots(name: str, config: Config, tokens: int, capacity: int | None = None, *, page: int = 16, window: int = 0,
+                sinks: int = 0, **_: Any) -> int:  # fmt: skip
     """Slots of K and V a row that a cache holding so many tokens has taken."""
     whole = capacity or config.max_position_embeddings
     if name == "static" and tokens > whole:
@@ -92,15 +95,15 @@ def cache_slots(name, config: Config, tokens: int, capacity=None, *, page=16, wi
     }.get(name, lambda: tokens)()
 
 
-def quantized_bytes(config: Config, tokens: int, batch_size: int, itemsize: int, **options) -> int:
+def quantized_bytes(config: Config, tokens: int, batch_size: int, itemsize: int, **options: Any) -> int:
     """The three parts below of every layer, KV head and row."""
     parts = quantized_parts(config, tokens, itemsize, **options)
     return batch_size * config.num_hidden_layers * config.num_key_value_heads * sum(parts)
 
 
 def quantized_parts(config: Config, tokens: int, itemsize: int, *,
-                    bits=8, k_bits=0, v_bits=0, group=32, residual=32, last=1,
-                    **_) -> tuple[int, int, int]:  # fmt: skip
+                    bits: int = 8, k_bits: int = 0, v_bits: int = 0, group: int = 32, residual: int = 32,
+                    last: int = 1, **_: Any) -> tuple[int, int, int]:  # fmt: skip
     """Packed codes; two fp16 numbers a channel of each block of keys and two a token of values; the rest exact."""
     old = max(0, (tokens - last - residual) // group * group)  # what the last append found and quantized
     D, pair = config.head_dim, 2 * 2  # scale and low, 2 bytes each

@@ -5,6 +5,7 @@ its --check allocates every cache and compares. Not here: activations (a chunk o
 """
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from nanokv.config import Config
@@ -118,7 +119,7 @@ class Estimate:
         return f"{self.per_token:,} × {slots:,} slots × {self.batch:,}"
 
 
-def most_tokens(fits) -> int | None:
+def most_tokens(fits: Callable[[int], bool]) -> int | None:
     """The largest number of tokens for which `fits` holds, by bisection; 0 if none does, None if all do."""
     if fits(MOST_TOKENS):
         return None

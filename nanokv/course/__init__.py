@@ -8,6 +8,11 @@ The notebooks themselves are made by `nanokv course build`; notebooks/AUTHORING.
 """
 
 import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # for editors and type checkers
+    from nanokv.course.figures import COLORS, show, subplots
+    from nanokv.course.session import answer, case, check, chosen, claim, figure, predict, quiz, reveal, start
 
 _HOME = {
     "COLORS": "nanokv.course.figures",
@@ -24,10 +29,14 @@ _HOME = {
     "start": "nanokv.course.session",
     "subplots": "nanokv.course.figures",
 }
-__all__ = sorted(_HOME)
+__all__ = [
+    "COLORS", "answer", "case", "check", "chosen", "claim", "figure", "predict", "quiz", "reveal", "show", "start",
+    "subplots",
+]  # fmt: skip
 
+if not TYPE_CHECKING:  # it would hide a name that is mistyped
 
-def __getattr__(name: str):
-    if name not in _HOME:
-        raise AttributeError(f"module 'nanokv.course' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
+    def __getattr__(name: str):
+        if name not in _HOME:
+            raise AttributeError(f"module 'nanokv.course' has no attribute {name!r}")
+        return getattr(importlib.import_module(_HOME[name]), name)

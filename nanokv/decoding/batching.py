@@ -7,18 +7,23 @@ Both give every row the answer that it would get alone; which is cheaper depends
 that ended leave the batch, so they cost no more time. All start together: for requests that come and go see engine.
 """
 
+from collections.abc import Iterable, Sequence
+
 import torch
 
 from nanokv.cache import BatchCache, KVCache, make_cache
 from nanokv.cache.padded import PaddedCache
+from nanokv.checkpoint import Model
 from nanokv.decoding.draw import GREEDY, SamplingParams, draw, reason_to_end
-from nanokv.decoding.generation import Generation
+from nanokv.decoding.generation import EosIds, Generation
 from nanokv.errors import CacheError, CapacityError, GenerationError
 from nanokv.inference import decode, prefill_chunks
+from nanokv.text.ids import Ids
 
 
-def generate_padded(model, prompts, cache: KVCache | None = None, max_new_tokens: int = 64, params=GREEDY,
-                    eos_token_ids=None, chunk: int = 512) -> list[list[int]]:  # fmt: skip
+def generate_padded(model: Model, prompts: Iterable[Ids], cache: KVCache | None = None, max_new_tokens: int = 64,
+                    params: SamplingParams | Sequence[SamplingParams] = GREEDY,
+                    eos_token_ids: EosIds = None, chunk: int = 512) -> list[list[int]]:  # fmt: skip
     """New ids of every prompt, in order; an eos token ends a row and is part of it.
 
     prompts: lists of ids. cache: empty, any kind, made for len(prompts) rows; it is used up. params: one for all rows,
@@ -40,8 +45,9 @@ def generate_padded(model, prompts, cache: KVCache | None = None, max_new_tokens
     return _decode(model, padded, rows, logits, _drop_rows)
 
 
-def generate_ragged(model, prompts, cache: KVCache | None = None, max_new_tokens: int = 64, params=GREEDY,
-                    eos_token_ids=None, chunk: int = 512) -> list[list[int]]:  # fmt: skip
+def generate_ragged(model: Model, prompts: Iterable[Ids], cache: KVCache | None = None, max_new_tokens: int = 64,
+                    params: SamplingParams | Sequence[SamplingParams] = GREEDY,
+                    eos_token_ids: EosIds = None, chunk: int = 512) -> list[list[int]]:  # fmt: skip
     """As generate_padded, without padding. cache: make_cache("batch", config, len(prompts), of="paged" …).
 
     Rows that hold a beginning already go on from it: prompts are the tokens that are not yet in the cache. Afterwards
@@ -50,18 +56,19 @@ def generate_ragged(model, prompts, cache: KVCache | None = None, max_new_tokens
     prompts = _prompts(prompts)
     if cache is None:
         cache = make_cache("batch", model.config, len(prompts))
-    if len(getattr(cache, "rows", ())) != len(prompts):
+    caches: list[KVCache] = list(getattr(cache, "rows", ()))
+    if len(caches) != len(prompts):
         raise CacheError(f"{len(prompts)} prompts need a batch cache of as many rows", 'make_cache("batch", config, B)')
-    rows = _rows(model, prompts, cache.rows, params, max_new_tokens, eos_token_ids, chunk)
-    before = [own.length for own in cache.rows]
+    rows = _rows(model, prompts, caches, params, max_new_tokens, eos_token_ids, chunk)
+    before = [own.length for own in caches]
     try:
         logits = [
             prefill_chunks(model, [row.ids], own, start_pos=own.length, chunk=chunk)  # (1,V)
-            for row, own in zip(rows, cache.rows, strict=True)
+            for row, own in zip(rows, caches, strict=True)
         ]
         return _decode(model, cache, rows, torch.cat(logits), _some_rows)
     except BaseException:  # KeyboardInterrupt too: some rows and layers have new tokens, others do not
-        for own, length in zip(cache.rows, before, strict=True):
+        for own, length in zip(caches, before, strict=True):
             own.truncate(length)
         raise
 
@@ -71,11 +78,12 @@ class Row:
 
     def __init__(self, alone: Generation):
         """From the Generation that would answer it alone, which has checked the arguments and drawn the seed."""
-        self.ids, self.tokens, self.eos = alone.ids, [], alone.eos_token_ids
+        self.ids, self.eos = alone.ids, alone.eos_token_ids
+        self.tokens: list[int] = []
         self.room = min(alone.max_new_tokens, alone.room)
         self.values, self.generator = alone.values, alone.generator
 
-    def take(self, logits) -> bool:
+    def take(self, logits: torch.Tensor) -> bool:
         """Draw from logits (1,V) with this row's own generator; False when the answer is complete."""
         self.tokens.append(int(draw(logits, self.values, self.generator, self.ids, self.tokens)))
         return reason_to_end(self.tokens, self.eos, self.room, self.room) is None

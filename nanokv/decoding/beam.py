@@ -9,17 +9,21 @@ Sequences and scores equal transformers' `generate(num_beams=k, do_sample=False)
 is greedy decoding there, so it is here: the repetition penalty falls on the logits, and the first eos ends it.
 """
 
+from collections.abc import Callable
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from nanokv.cache import make_cache
-from nanokv.decoding.generation import Generation, SamplingParams, Step, never
+from nanokv.cache import KVCache, make_cache
+from nanokv.checkpoint import Model
+from nanokv.decoding.generation import EosIds, Generation, SamplingParams, Step, never
 from nanokv.decoding.sample import logprob
 from nanokv.decoding.sample import repetition_penalty as penalise
 from nanokv.errors import GenerationError
 from nanokv.inference import decode, verify_draft
+from nanokv.text.ids import Ids
 
 NEVER = -1e9  # the score of a beam that does not exist; finite, because -inf × 0 is NaN
 EARLY = (False, True, "never")
@@ -33,9 +37,10 @@ class Beam(NamedTuple):
     score: float
 
 
-def beam_search(model, ids, beams=4, max_new_tokens=64, length_penalty=1.0, early_stopping=False, eos_token_ids=None,
-                num_return=1, cache=None, repetition_penalty=1.0, chunk=512,
-                should_stop=never) -> list[Beam]:  # fmt: skip
+def beam_search(model: Model, ids: Ids, beams: int = 4, max_new_tokens: int = 64, length_penalty: float = 1.0,
+                early_stopping: bool | str = False, eos_token_ids: EosIds = None, num_return: int = 1,
+                cache: KVCache | None = None, repetition_penalty: float = 1.0, chunk: int = 512,
+                should_stop: Callable[[], bool] = never) -> list[Beam]:  # fmt: skip
     """The `num_return` best of `beams` continuations of ids (a list, (T,) or (1,T); not yet in the cache), best first.
 
     Scores are divided by length^length_penalty: above 0 favours long answers. early_stopping: True = end when `beams`
@@ -63,7 +68,8 @@ class BeamGeneration(Generation):
     the cache holds what was fed, so the winner is fed once more, in a few forwards, to the row of the prompt.
     """
 
-    def __init__(self, *args, beams=4, length_penalty=1.0, early_stopping=False, **options):
+    def __init__(self, *args: Any, beams: int = 4, length_penalty: float = 1.0, early_stopping: bool | str = False,
+                 **options: Any):  # fmt: skip
         super().__init__(*args, **options)
         self.seed = None
         eos = torch.tensor(sorted(set(self.eos_token_ids)), dtype=torch.int64)
@@ -135,7 +141,7 @@ class BeamGeneration(Generation):
         self._go_back(self.fed if self.tokens else self.prefilled)
 
 
-def penalised_log_probs(logits, seen, penalty: float):
+def penalised_log_probs(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
     """logits (k,V), ids so far (k,N) → log-probabilities (k,V), fp32 as the reference, because scores are sums of them.
 
     Beam search penalises log-probabilities, greedy decoding logits: the reference does so, and other tokens win.
@@ -154,7 +160,7 @@ class Search:
     `tokens` (k,n) and `running` (k,) are the beams that go on; `answers`, `scores` (k,) and `done` (k,) what ended.
     """
 
-    def __init__(self, beams: int, most: int, length_penalty: float, early_stopping, eos):
+    def __init__(self, beams: int, most: int, length_penalty: float, early_stopping: bool | str, eos: Tensor):
         self.beams, self.most, self.length_penalty, self.early_stopping = beams, most, length_penalty, early_stopping
         if beams == 1:
             self.early_stopping = True  # greedy: the first answer is the answer
@@ -162,10 +168,11 @@ class Search:
         self.tokens = torch.empty(beams, 0, dtype=torch.int64)
         self.running = torch.full((beams,), NEVER)
         self.running[0] = 0.0  # all rows are the same prompt: without this the first step would pick k equal beams
-        self.answers, self.scores = [[] for _ in range(beams)], torch.full((beams,), NEVER)
+        self.answers: list[list[int]] = [[] for _ in range(beams)]
+        self.scores = torch.full((beams,), NEVER)
         self.done = torch.zeros(beams, dtype=torch.bool)
 
-    def step(self, log_probs):
+    def step(self, log_probs: Tensor) -> Tensor:
         """One more token for every beam: log_probs (k,V) → (k,) the row that each new beam continues."""
         k, vocabulary = log_probs.shape
         keep = max(2, 1 + len(self.eos)) * k  # enough that k of them go on even if every beam could end in every eos
@@ -186,7 +193,7 @@ class Search:
         self.ended = bool(ends.all()) or not self.can_improve()
         return parent[chosen]
 
-    def collect(self, grown, best, ends):
+    def collect(self, grown: Tensor, best: Tensor, ends: Tensor) -> None:
         """Answers among the first k candidates join, the k best of all stay; the other K − k are only spare beams."""
         ends = ends & (torch.arange(len(ends)) < self.beams)
         scores = best / grown.shape[1] ** self.length_penalty + ~ends * NEVER

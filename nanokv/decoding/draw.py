@@ -7,9 +7,11 @@ any two lines, and a draw that was cut short can be repeated.
 import secrets
 from dataclasses import asdict, dataclass, fields
 from itertools import chain
+from typing import Any
 
 import torch
 
+from nanokv.config import GenerationConfig
 from nanokv.decoding.sample import check_sampling, sample
 
 
@@ -31,13 +33,13 @@ class SamplingParams:
         """The keyword arguments of `sample`: all but the seed, which is what a generator begins with."""
         return {name: value for name, value in asdict(self).items() if name != "seed"}
 
-    def generator(self, device) -> torch.Generator:
+    def generator(self, device: torch.device | str) -> torch.Generator:
         """Random numbers of one answer; its `initial_seed()` repeats them, also where no seed was given."""
         seed = secrets.randbits(32) if self.seed is None else self.seed
         return torch.Generator(device).manual_seed(seed)
 
     @classmethod
-    def from_checkpoint(cls, generation_config, **overrides) -> "SamplingParams":
+    def from_checkpoint(cls, generation_config: GenerationConfig, **overrides: Any) -> "SamplingParams":
         """The checkpoint's own sampling values; overrides that are None change nothing."""
         own = {f.name: getattr(generation_config, f.name) for f in fields(cls) if hasattr(generation_config, f.name)}
         return cls(**own | {name: value for name, value in overrides.items() if value is not None})
@@ -54,7 +56,7 @@ class Step:
     logprob: float
 
 
-def draw(logits, values: dict, generator, *texts):
+def draw(logits: torch.Tensor, values: dict, generator: torch.Generator, *texts: list[int]) -> torch.Tensor:
     """One token from logits (1,V) → (1,). `values`: SamplingParams.values(); `texts`: lists of the ids before it, which
     only the repetition penalty reads."""
     previous = None
@@ -63,7 +65,9 @@ def draw(logits, values: dict, generator, *texts):
     return sample(logits, **values, previous=previous, generator=generator)
 
 
-def reason_to_end(tokens, eos_token_ids, max_new_tokens: int, room: int) -> str | None:
+def reason_to_end(
+    tokens: list[int], eos_token_ids: tuple[int, ...], max_new_tokens: int, room: int
+) -> str | None:
     """Was the newest token the last one, and why? `room`: tokens that the context leaves for the answer."""
     if tokens[-1] in eos_token_ids:
         return "stop"

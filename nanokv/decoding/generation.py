@@ -9,25 +9,27 @@ Ctrl-C: a failed forward leaves layers of different lengths, and they are trunca
 Ctrl-C come in the middle of that as well, the first `sure` tokens are still right, and truncate(sure) mends the rest.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from time import perf_counter
 
 import torch
 
-from nanokv.cache import make_cache
+from nanokv.cache import KVCache, make_cache
+from nanokv.checkpoint import Model
 from nanokv.decoding.draw import GREEDY, SamplingParams, Step, draw, reason_to_end
 from nanokv.decoding.sample import check_sampling, logprob
 from nanokv.errors import ContextError, GenerationError, TokenIdsError, UnsupportedError
 from nanokv.inference import check_cache, decode, prefill
-from nanokv.text.ids import id_list
-from nanokv.text.tokenizer import StreamDecoder
+from nanokv.text.ids import Ids, id_list
+from nanokv.text.tokenizer import StreamDecoder, Tokenizer
 
+EosIds = int | Iterable[int] | None  # None = the checkpoint's
 LONGEST_PREFILL = 2048  # tokens in one forward; longer prompts go in parts, or the T×S mask alone takes gigabytes
 
 
-def never(*_) -> bool:
+def never(*_: object) -> bool:
     return False
 
 
@@ -40,8 +42,9 @@ class Timings:
     decode_seconds: float = 0.0
 
 
-def generate(model, ids, cache=None, max_new_tokens=64, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0,
-             repetition_penalty=1.0, seed=None, eos_token_ids=None) -> Iterator[int]:  # fmt: skip
+def generate(model: Model, ids: Ids, cache: KVCache | None = None, max_new_tokens: int = 64, temperature: float = 0.0,
+             top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, repetition_penalty: float = 1.0,
+             seed: int | None = None, eos_token_ids: EosIds = None) -> Iterator[int]:  # fmt: skip
     """Yield up to max_new_tokens ids that continue `ids`, which are the tokens that are not yet in the cache.
 
     ids: a list, an array or a tensor, (T,) or (1,T). An eos token ends it and is yielded, as in transformers' output.
@@ -56,7 +59,7 @@ def generate(model, ids, cache=None, max_new_tokens=64, temperature=0.0, top_k=0
     return (step.token for step in generation)
 
 
-def context_limit(model, cache) -> int:
+def context_limit(model: Model, cache: KVCache) -> int:
     """Tokens that model and cache can hold together."""
     capacity = getattr(cache, "capacity", None)
     longest = model.config.max_position_embeddings
@@ -73,10 +76,9 @@ class Generation:
     constructor, before any work.
     """
 
-    speculation: dict = {}  # what guessing saved; nothing is guessed here
-
-    def __init__(self, model, ids, cache, params=GREEDY, max_new_tokens=64, eos_token_ids=None,
-                 history=None, should_stop=never, chunk=256):  # fmt: skip
+    def __init__(self, model: Model, ids: Ids, cache: KVCache, params: SamplingParams = GREEDY,
+                 max_new_tokens: int = 64, eos_token_ids: EosIds = None, history: Sequence[int] | None = None,
+                 should_stop: Callable[[], bool] = never, chunk: int = 256):  # fmt: skip
         check_sampling(max_new_tokens=max_new_tokens)
         check_cache(cache)
         self.model, self.cache, self.params, self.should_stop = model, cache, params, should_stop
@@ -98,9 +100,12 @@ class Generation:
                 "shorten the prompt, or make a larger cache (capacity, pages)",
             )
         self.values, self.generator = params.values(), params.generator(model.embed_tokens.weight.device)
-        self.seed = self.generator.initial_seed()
+        self.seed: int | None = self.generator.initial_seed()
         self._history = list(history or ()) if params.repetition_penalty != 1 else []
-        self.tokens, self.logprobs, self.timings, self.finish_reason = [], [], Timings(), None
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.timings = Timings()
+        self.finish_reason: str | None = None
         self.prefilled = cache.length
         self._steps = self._run()
 
@@ -112,7 +117,12 @@ class Generation:
             return next(self._steps)
         raise StopIteration
 
-    def finish(self, reason: str):
+    @property
+    def speculation(self) -> dict:
+        """What guessing saved; nothing is guessed here."""
+        return {}
+
+    def finish(self, reason: str) -> None:
         """End it here; tokens that were produced stay."""
         self.finish_reason = reason
         self._steps.close()
@@ -218,14 +228,15 @@ class TextStream:
     every token: LoopGuard() in a chat. After the end `.text` is all that was shown.
     """
 
-    def __init__(self, generation: Generation, tokenizer, stop=(), is_loop=never):
+    def __init__(self, generation: Generation, tokenizer: Tokenizer, stop: str | Sequence[str] = (),
+                 is_loop: Callable[[int], bool] = never):  # fmt: skip
         self.generation, self.is_loop, self.text = generation, is_loop, ""
         self._stops = StopStrings(stop)
         self._decoder = StreamDecoder(tokenizer, skip=tokenizer.control_ids | set(generation.eos_token_ids))
         self._chunks = self._run()
 
     @property
-    def finish_reason(self):
+    def finish_reason(self) -> str | None:
         return self.generation.finish_reason
 
     def __iter__(self):
@@ -258,7 +269,7 @@ class TextStream:
 class StopStrings:
     """Text in pieces, up to the first stop string to be complete: however tokens split it, the cut is the same."""
 
-    def __init__(self, stop=()):
+    def __init__(self, stop: str | Sequence[str] = ()):
         stop = (stop,) if isinstance(stop, str) else tuple(stop)
         if not all(isinstance(text, str) and text for text in stop):
             raise GenerationError(f"stop strings must be non-empty texts, got {list(stop)!r}")
@@ -287,8 +298,9 @@ class StopStrings:
 class LoopGuard:
     """True once the same run of at most `period` tokens came `times` times in a row. 16 comparisons a token."""
 
-    def __init__(self, period=16, times=20):
-        self.times, self._recent = times, []
+    def __init__(self, period: int = 16, times: int = 20):
+        self.times = times
+        self._recent: list[int] = []
         self._same = [0] * (period + 1)  # _same[p]: how many tokens in a row equal the one p places before
 
     def __call__(self, token: int) -> bool:
@@ -305,7 +317,7 @@ def _overlap(text, stop):
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
 
-def prompt_ids(ids, vocab_size) -> list[int]:
+def prompt_ids(ids: Ids, vocab_size: int) -> list[int]:
     """A prompt as a list of ints, every one of them checked, at least one."""
     found = id_list(ids, vocab_size)
     if not found:
@@ -313,7 +325,7 @@ def prompt_ids(ids, vocab_size) -> list[int]:
     return found
 
 
-def eos_ids(ids) -> tuple[int, ...]:
+def eos_ids(ids: int | Iterable[int]) -> tuple[int, ...]:
     """One id, several or none, as a tuple."""
     each = (ids,) if isinstance(ids, int) or not isinstance(ids, Iterable) else tuple(ids)
     if not all(type(id) is int and id >= 0 for id in each):

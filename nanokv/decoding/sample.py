@@ -6,8 +6,10 @@ generator seeded by s it draws what transformers draws after set_seed(s). Temper
 """
 
 import math
+from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from nanokv.errors import GenerationError
 
@@ -25,7 +27,7 @@ RANGES = {  # name: (type, lowest allowed, highest allowed, in words)
 }
 
 
-def check_sampling(**values):
+def check_sampling(**values: object) -> None:
     """Raises GenerationError that names the first value out of its range, and the range."""
     for name, value in values.items():
         kind, low, high, words = RANGES[name]
@@ -34,7 +36,7 @@ def check_sampling(**values):
             raise GenerationError(f"{name} is {value!r}: it must be {words}")
 
 
-def temperature(logits, t: float):
+def temperature(logits: Tensor, t: float) -> Tensor:
     """Divide by t > 0: below 1 sharper, above 1 flatter."""
     check_sampling(temperature=t)
     if t == 0:
@@ -42,7 +44,7 @@ def temperature(logits, t: float):
     return logits / t
 
 
-def top_k(logits, k: int):
+def top_k(logits: Tensor, k: int) -> Tensor:
     """Keep the k highest; equals of the k-th stay too. 0 = keep all."""
     check_sampling(top_k=k)
     if k == 0:
@@ -51,7 +53,7 @@ def top_k(logits, k: int):
     return logits.masked_fill(logits < smallest, -torch.inf)
 
 
-def top_p(logits, p: float):
+def top_p(logits: Tensor, p: float) -> Tensor:
     """Keep the likeliest tokens whose probabilities reach p together (Holtzman et al. 2020, arXiv 1904.09751)."""
     check_sampling(top_p=p)
     ordered, index = logits.sort(descending=False)  # (B,V) ascending: the tail to drop comes first
@@ -60,7 +62,7 @@ def top_p(logits, p: float):
     return logits.masked_fill(drop.scatter(1, index, drop), -torch.inf)
 
 
-def min_p(logits, p: float):
+def min_p(logits: Tensor, p: float) -> Tensor:
     """Keep tokens at least p times as likely as the likeliest (Nguyen et al. 2024, arXiv 2407.01082)."""
     check_sampling(min_p=p)
     probability = logits.softmax(-1)
@@ -68,7 +70,7 @@ def min_p(logits, p: float):
     return logits.masked_fill(drop, -torch.inf)
 
 
-def repetition_penalty(logits, ids, penalty: float):
+def repetition_penalty(logits: Tensor, ids: Tensor, penalty: float) -> Tensor:
     """Make tokens that occur in ids (B,N) less likely, once each however often they occur (CTRL, arXiv 1909.05858)."""
     check_sampling(repetition_penalty=penalty)
     seen = logits.gather(1, ids)  # (B,N)
@@ -76,8 +78,9 @@ def repetition_penalty(logits, ids, penalty: float):
     return logits.scatter(1, ids, seen)  # a token that occurs twice is written twice with the same value
 
 
-def sample(logits, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0,
-           previous=None, generator=None):  # fmt: skip
+def sample(logits: Tensor, temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0,
+           repetition_penalty: float = 1.0, previous: Tensor | None = None,
+           generator: torch.Generator | None = None) -> Tensor:  # fmt: skip
     """One token a row: logits (B,V) of any float type → (B,) int64. `previous` (B,N) feeds the repetition penalty.
 
     Raises GenerationError for values out of range and for logits that are NaN or leave no token to choose.
@@ -88,8 +91,8 @@ def sample(logits, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_pe
     return torch.multinomial(chances, 1, generator=generator)[:, 0]  # (B,)
 
 
-def probabilities(logits, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0,
-                  previous=None):  # fmt: skip
+def probabilities(logits: Tensor, temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0,
+                  repetition_penalty: float = 1.0, previous: Tensor | None = None) -> Tensor:  # fmt: skip
     """What `sample` draws from: logits (B,V) → (B,V) fp32, rows that sum to 1; temperature 0 puts all on the argmax."""
     check_sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     check_sampling(repetition_penalty=repetition_penalty)
@@ -111,10 +114,12 @@ def probabilities(logits, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repeti
     return probability
 
 
-_steps = {step.__name__: step for step in (temperature, top_k, top_p, min_p, repetition_penalty)}
+_steps: dict[str, Callable[..., Tensor]] = {
+    step.__name__: step for step in (temperature, top_k, top_p, min_p, repetition_penalty)
+}
 
 
-def logprob(logits, token):
+def logprob(logits: Tensor, token: Tensor) -> Tensor:
     """Log-probability of token (B,) under the raw logits (B,V), fp32: before temperature and every filter. → (B,)"""
     logits = logits.float()
     return logits.gather(-1, token[:, None])[:, 0] - logits.logsumexp(-1)

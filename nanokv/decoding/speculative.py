@@ -8,21 +8,26 @@ bits, so tokens can differ where two logits tie within rounding: not seen in fp3
 kept short enough (cache.max_rollback) to leave no trace in caches that quantize or forget.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
-from nanokv.cache import make_cache
-from nanokv.decoding.generation import LONGEST_PREFILL, Generation, SamplingParams, Step, context_limit
+from nanokv.cache import KVCache, make_cache
+from nanokv.checkpoint import Model
+from nanokv.decoding.generation import LONGEST_PREFILL, EosIds, Generation, SamplingParams, Step, context_limit
 from nanokv.decoding.sample import check_sampling, logprob, probabilities
 from nanokv.errors import CapacityError, GenerationError
 from nanokv.inference import decode, prefill_chunks, verify_draft
 from nanokv.loading import skeleton
 from nanokv.model import Qwen3
-from nanokv.text.ids import common_prefix
+from nanokv.text.ids import Ids, common_prefix
+
+Distribution = Callable[[Tensor, list[int]], Tensor]  # logits (1,V), guesses so far → (1,V)
+Guess = tuple[list[int], Tensor | None]
 
 
 class Draft:
@@ -30,7 +35,8 @@ class Draft:
 
     vocab_size: int | None = None
 
-    def propose(self, ids, count, distribution, generator):
+    def propose(self, ids: list[int], count: int, distribution: Distribution,
+                generator: torch.Generator | None) -> Guess:  # fmt: skip
         """(at most `count` guesses that continue ids, q (n,V) that they were drawn from or None: they were certain).
 
         `distribution(logits (1,V), guesses so far)` applies the target's own temperature, filters and penalty.
@@ -48,7 +54,8 @@ class PromptLookup(Draft):
         check_sampling(max_ngram=max_ngram, tokens=tokens)
         self.max_ngram, self.tokens = max_ngram, tokens
 
-    def propose(self, ids, count, distribution=None, generator=None):
+    def propose(self, ids: list[int], count: int, distribution: Distribution | None = None,
+                generator: torch.Generator | None = None) -> Guess:  # fmt: skip
         for size in range(min(self.max_ngram, len(ids) - 1), 0, -1):
             words = ids[-size:]
             for end in range(size, len(ids)):  # something follows: the last words themselves are no match
@@ -60,15 +67,17 @@ class PromptLookup(Draft):
 class DraftModel(Draft):
     """Another model guesses `tokens` tokens, one decode each; its own cache is cut back to what the text shares."""
 
-    def __init__(self, model, cache=None, tokens: int = 4):
+    def __init__(self, model: Model, cache: KVCache | None = None, tokens: int = 4):
         check_sampling(tokens=tokens)
         self.model, self.tokens, self.vocab_size = model, tokens, model.config.vocab_size
         self.cache = make_cache("dict", model.config) if cache is None else cache
-        self.fed = []  # ids that are in the cache for sure, whatever failed
+        self.fed: list[int] = []  # ids that are in the cache for sure, whatever failed
 
-    def propose(self, ids, count, distribution, generator):
+    def propose(self, ids: list[int], count: int, distribution: Distribution,
+                generator: torch.Generator | None) -> Guess:  # fmt: skip
         room = context_limit(self.model, self.cache) - len(ids) + 1  # the last guess is never fed
-        guesses, chances = [], []
+        guesses: list[int] = []
+        chances: list[Tensor] = []
         for _ in range(min(count, self.tokens, room)):
             q = distribution(self._logits(ids + guesses), guesses)  # (1,V)
             chances.append(q)
@@ -89,11 +98,11 @@ class DraftModel(Draft):
 class EarlyExit(DraftModel):
     """The model's own first `layers` layers, then its norm and head: no second checkpoint, no weight stored twice."""
 
-    def __init__(self, model, layers: int, cache=None, tokens: int = 4):
+    def __init__(self, model: Qwen3, layers: int, cache: KVCache | None = None, tokens: int = 4):
         super().__init__(first_layers(model, layers), cache, tokens)
 
 
-def first_layers(model, layers: int) -> Qwen3:
+def first_layers(model: Qwen3, layers: int) -> Qwen3:
     """A model of the first `layers` layers on the very parameters of `model`: no copy."""
     check_sampling(layers=layers)
     deep = model.config.num_hidden_layers
@@ -105,7 +114,8 @@ def first_layers(model, layers: int) -> Qwen3:
     return view
 
 
-def speculative_sample(guesses, q, p, generator=None):
+def speculative_sample(guesses: list[int], q: Tensor | None, p: Tensor,
+                       generator: torch.Generator | None = None) -> tuple[int, int]:  # fmt: skip
     """(how many guesses are kept, the token after them): guesses n ids, q (n,V) or None = certain, p (n+1,V)."""
     n, guessed = len(guesses), torch.tensor(guesses, dtype=torch.int64, device=p.device)
     q = F.one_hot(guessed, p.shape[-1]).to(p) if q is None else q
@@ -118,8 +128,10 @@ def speculative_sample(guesses, q, p, generator=None):
     return kept, int(torch.multinomial(rest, 1, generator=generator))  # which also makes it sum to 1
 
 
-def speculate(model, ids, draft, cache=None, max_new_tokens=64, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0,
-              repetition_penalty=1.0, seed=None, eos_token_ids=None) -> "Tokens":  # fmt: skip
+def speculate(model: Model, ids: Ids, draft: Draft, cache: KVCache | None = None, max_new_tokens: int = 64,
+              temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0,
+              repetition_penalty: float = 1.0, seed: int | None = None,
+              eos_token_ids: EosIds = None) -> "Tokens":  # fmt: skip
     """nanokv.generate with guesses from `draft`: the same arguments and errors, the same greedy tokens.
 
     Returns an iterator of ids; its `.report` (a Speculation) counts rounds, guesses and forwards saved. In a round the
@@ -132,7 +144,7 @@ def speculate(model, ids, draft, cache=None, max_new_tokens=64, temperature=0.0,
     )
 
 
-class Tokens(Iterator):
+class Tokens(Iterator[int]):
     """The ids of a Speculation, one by one."""
 
     def __init__(self, report: "Speculation"):
@@ -141,7 +153,7 @@ class Tokens(Iterator):
     def __next__(self) -> int:
         return next(self.report).token
 
-    def close(self):
+    def close(self) -> None:
         """End it here; the cache is cut back to what was taken. Also after an exception, however often."""
         self.report.finish(self.report.finish_reason or "closed")
 
@@ -149,9 +161,10 @@ class Tokens(Iterator):
 class Speculation(Generation):
     """A Generation with a Draft. `rounds`: (proposed, accepted) of each forward after the prefill."""
 
-    def __init__(self, *args, draft: Draft, history=None, **options):
-        super().__init__(*args, history=history, **options)
-        self.draft, self.rounds = draft, []
+    def __init__(self, *args: Any, draft: Draft, history: list[int] | None = None, **options: Any):
+        super().__init__(*args, history=history, **options)  # type: ignore[misc]  # args end before history
+        self.draft = draft
+        self.rounds: list[tuple[int, int]] = []
         self._text = list(history or ()) + self.ids
         size = self.model.config.vocab_size
         if draft.vocab_size not in (None, size):
@@ -173,7 +186,7 @@ class Speculation(Generation):
         finally:  # eos or close in the middle of a round, or a failure
             self._forget_the_rest()
 
-    def finish(self, reason: str):
+    def finish(self, reason: str) -> None:
         super().finish(reason)
         self._forget_the_rest()  # once more: the first time may have been cut short
 

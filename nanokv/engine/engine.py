@@ -8,14 +8,16 @@ Ctrl-C can come at any line. Nothing is undone then: the next step begins by set
 """
 
 import gc
+from collections.abc import Callable, Iterator
 from time import perf_counter
 
 import torch
 
 from nanokv.cache import PrefixPool
 from nanokv.cache.paged_batch import PagedBatch
-from nanokv.decoding.draw import SamplingParams
-from nanokv.decoding.generation import eos_ids, prompt_ids
+from nanokv.checkpoint import Model
+from nanokv.decoding.draw import SamplingParams, Step
+from nanokv.decoding.generation import EosIds, eos_ids, prompt_ids
 from nanokv.decoding.sample import check_sampling
 from nanokv.engine.metrics import Metrics
 from nanokv.engine.packed import prefill_packed
@@ -23,6 +25,7 @@ from nanokv.engine.request import FINISHED, RUNNING, Request
 from nanokv.engine.scheduler import Scheduler
 from nanokv.errors import CapacityError, ContextError, GenerationError
 from nanokv.inference import decode
+from nanokv.text.ids import Ids
 
 
 class Engine:
@@ -31,7 +34,8 @@ class Engine:
     Iterating yields (request, Step) as tokens are drawn, until nothing is left to do. `clock` is for tests.
     """
 
-    def __init__(self, model, pages=256, page_size=16, step_tokens=256, max_running=32, clock=perf_counter):
+    def __init__(self, model: Model, pages: int = 256, page_size: int = 16, step_tokens: int = 256,
+                 max_running: int = 32, clock: Callable[[], float] = perf_counter):  # fmt: skip
         sizes = {"pages": pages, "page_size": page_size, "step_tokens": step_tokens, "max_running": max_running}
         for name, value in sizes.items():
             if type(value) is not int or value < 1:
@@ -41,7 +45,8 @@ class Engine:
         self.pool = PrefixPool(model.config, pages, page_size)
         self.metrics = Metrics()
         self.scheduler = Scheduler(model.config, self.pool, step_tokens, max_running, self.metrics)
-        self._submitted, self._drawn = 0, {}  # (number, i) → (request, Step) that no step has handed out yet
+        self._submitted = 0
+        self._drawn: dict[tuple[int, int], tuple[Request, Step]] = {}  # what no step has handed out
 
     def __repr__(self) -> str:
         pool, requests = self.pool, f"{len(self.scheduler.running)} running, {len(self.scheduler.waiting)} waiting"
@@ -50,8 +55,10 @@ class Engine:
 
     # --- in and out -----------------------------------------------------------------------------------------------
 
-    def submit(self, ids, max_new_tokens=64, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0,
-               seed=None, eos_token_ids=None, salt="", on_token=None) -> Request:  # fmt: skip
+    def submit(self, ids: Ids, max_new_tokens: int = 64, temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0,
+               min_p: float = 0.0, repetition_penalty: float = 1.0, seed: int | None = None,
+               eos_token_ids: EosIds = None, salt: str = "",
+               on_token: Callable[[Request, Step], object] | None = None) -> Request:  # fmt: skip
         """Queue a request; the arguments mean what they mean in nanokv.generate.
 
         Refused at once: ContextError if the prompt is longer than the context, CapacityError if prompt and answer
@@ -92,7 +99,7 @@ class Engine:
             )
         return room
 
-    def cancel(self, request: Request, reason: str = "cancelled"):
+    def cancel(self, request: Request, reason: str = "cancelled") -> None:
         """End a request now, whatever it is doing; its tokens stay, its pages are free. Nothing if it is finished."""
         if request.state != FINISHED:
             request.finish_reason = reason  # commit
@@ -103,7 +110,7 @@ class Engine:
         """Nothing waits and nothing runs."""
         return not (self.scheduler.waiting or self.scheduler.running)
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[tuple[Request, Step]]:
         self._settle()
         while True:
             for key in list(self._drawn):
@@ -112,12 +119,12 @@ class Engine:
                 return
             self._step()
 
-    def run(self):
+    def run(self) -> None:
         """Until all requests are finished; for those who use callbacks or look at the requests afterwards."""
         while not self.idle:
             self.step()
 
-    def stream(self, request: Request):
+    def stream(self, request: Request) -> Iterator[Step]:
         """The Steps of one request, while all others go on as well."""
         sent = 0
         while True:
@@ -130,11 +137,11 @@ class Engine:
 
     # --- one step -------------------------------------------------------------------------------------------------
 
-    def step(self) -> list:
+    def step(self) -> list[tuple[Request, Step]]:
         """Plan, run the forwards, draw the tokens: [(request, Step)]. After an exception it can simply be called again:
         the forward that failed is repeated, and tokens that were drawn are handed out then."""
         self._step()
-        return (list(self._drawn.values()), self._drawn.clear())[0]  # in one line, for the same reason
+        return (list(self._drawn.values()), self._drawn.clear())[0]  # type: ignore[func-returns-value]  # one line, too
 
     def _step(self):
         self._settle()
@@ -168,7 +175,8 @@ class Engine:
     def _prefill(self, chunks) -> list:
         """The next chunk of each request in one forward; the last chunk gives the logits. Returns the chunks that have
         to wait, because their beginning is computed here, for another request, and can be reused then."""
-        now, later = [], []
+        now: list[tuple[Request, int]] = []
+        later: list[tuple[Request, int]] = []
         for request, tokens in chunks:
             self.scheduler.reuse(request)  # who came with it may have computed its beginning since it was admitted
             tokens = min(tokens, request.pending)

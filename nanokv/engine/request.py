@@ -9,6 +9,9 @@ before it can be done again, and what follows from it is looked at anew by the n
 """
 
 from dataclasses import dataclass, field
+from typing import Any
+
+import torch
 
 from nanokv.decoding.draw import SamplingParams, Step, draw, reason_to_end
 from nanokv.decoding.sample import logprob
@@ -27,13 +30,13 @@ class Request:
     room: int
     eos_token_ids: tuple[int, ...]
     salt: str = ""
-    on_token: object = None  # on_token(request, step), for every token
-    device: object = "cpu"
+    on_token: Any = None  # on_token(request, step), for every token
+    device: torch.device | str = "cpu"
     arrived: float = 0.0
     state: str = WAITING
-    cache: object = None  # a PrefixCache while it runs
+    cache: Any = None  # a PrefixCache while it runs
     fed: int = 0  # known tokens that every layer of the cache holds for sure
-    logits: object = None  # (1,V) after all known tokens, once all are fed
+    logits: Any = None  # (1,V) after all known tokens, once all are fed
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     handed: int = 0  # tokens that were put down for the caller of Engine.step
@@ -48,8 +51,8 @@ class Request:
     def __post_init__(self):
         self.generator = self.params.generator(self.device)
         self.seed = self.generator.initial_seed()
-        self.untold = {}  # i → Step that on_token is still to be called with
-        self.random = None  # (tokens drawn so far, the generator's state then)
+        self.untold: dict[int, Step] = {}  # i → Step that on_token is still to be called with
+        self.random: tuple[int, torch.Tensor] | None = None  # (tokens drawn so far, the generator's state then)
 
     @property
     def known(self) -> list[int]:
@@ -66,14 +69,14 @@ class Request:
         held = len(self.cache.tables[0]) if self.cache is not None else 0
         return max(0, -(-(len(self.prompt) + len(self.tokens)) // page_size) - held)
 
-    def settle(self):
+    def settle(self) -> None:
         """Forget what a forward that was cut short left in some of the layers."""
         lengths = {layer.length for layer in self.cache}
         self.fed = min(self.fed, *lengths)  # fewer only where a search for known pages was cut short
         if lengths != {self.fed}:
             self.cache.truncate(self.fed)
 
-    def feed(self, logits):
+    def feed(self, logits: torch.Tensor) -> None:
         """A forward is complete: `logits` (1,V) follow the last token that the cache holds now."""
         self.fed, self.logits = self.cache.length, logits  # commit
 
@@ -81,7 +84,7 @@ class Request:
         """Token i of the answer."""
         return Step(self.tokens[i], self.logprobs[i])
 
-    def draw(self):
+    def draw(self) -> None:
         """A token from `logits`, with this request's own generator; the same one again if the first draw was cut short.
         """
         if self.params.temperature:
@@ -110,7 +113,7 @@ class Request:
             "queue_s": _between(self.arrived, self.admitted),
             "ttft_s": _between(self.arrived, self.first_token),
             "token_s": None if produced < 2 or self.finished is None
-            else (self.finished - self.first_token) / (produced - 1),
+            else _between(self.first_token, self.finished) / (produced - 1),
             "total_s": _between(self.arrived, self.finished),
             "prompt_tokens": len(self.prompt),
             "new_tokens": produced,

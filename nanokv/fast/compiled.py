@@ -82,6 +82,7 @@ class Compiled(nn.Module):
         self.recorded = weakref.WeakKeyDictionary()  # first layer of a cache → its decode step as a CUDA graph
 
     config = property(lambda self: self.model.config)
+    device = property(lambda self: self.model.device)
     embed_tokens = property(lambda self: self.model.embed_tokens)
     lm_head = property(lambda self: self.model.lm_head)
     generation_config = property(lambda self: self.model.generation_config)

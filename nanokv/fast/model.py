@@ -8,6 +8,7 @@ Prefill and everything else runs on torch's operators, over the same fused weigh
 
 import ctypes
 import functools
+from typing import TYPE_CHECKING, overload
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +20,11 @@ from nanokv.errors import ConfigError
 from nanokv.fast import native
 from nanokv.fast.weights import FEW_ROWS, FORMATS, Addressed, Dense, Int8
 from nanokv.loading import skeleton
+from nanokv.model import Qwen3
 from nanokv.rope import apply_rope
+
+if TYPE_CHECKING:
+    from nanokv.fast.compiled import Compiled
 
 
 class Block(Addressed):
@@ -191,9 +196,13 @@ class Norm(Addressed):
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
+@overload
+def optimize(model: Qwen3, weights: str | None = None, compile: None = None) -> Qwen3: ...
+@overload
+def optimize(model: Qwen3, weights: str | None = None, *, compile: int) -> "Compiled": ...
 @torch.inference_mode(False)  # or the plain model, whose weights become views, could not be trained any more
 @torch.no_grad()
-def optimize(model, weights=None, compile: int | None = None):
+def optimize(model: Qwen3, weights: str | None = None, compile: int | None = None):
     """A model that decodes faster and answers the same: for every function and cache that takes the plain one.
 
     `weights`: None (as loaded), "fp32", "bf16", "int8" or "int4". int4 keeps the embedding and the head in int8, as

@@ -10,7 +10,7 @@ def incomplete_bytes(data: bytes) -> int:
     return len(decoder.getstate()[0])
 
 
-def inside_thinking(prompt_end, half_answer) -> bool:
+def inside_thinking(prompt_end: str, half_answer: str) -> bool:
     """Whether the next token stands inside <think>: the prompt ended in it, or the half answer did not close it."""
     if not half_answer:
         return prompt_end.rstrip().endswith("<think>")
@@ -25,12 +25,12 @@ class ThinkSplitter:
     `opened` says that the prompt itself ended in `<think>`.
     """
 
-    def __init__(self, opened=False):
+    def __init__(self, opened: bool = False):
         self.state, self.held = ("think" if opened else "start"), ""
 
-    def put(self, text):
+    def put(self, text: str) -> list[tuple[str, str]]:
         self.held += text
-        out = []
+        out: list[tuple[str, str]] = []
         if self.state == "start":
             blank = self.held.lstrip()
             if blank.startswith("<think>"):
@@ -50,9 +50,9 @@ class ThinkSplitter:
             self.held = ""
         return out
 
-    def flush(self):
+    def flush(self) -> list[tuple[str, str]]:
         """What was held back at the end: it did not become a tag."""
-        out = []
+        out: list[tuple[str, str]] = []
         if self.state != "gap":
             self._emit(out, self.held)
         self.held = ""
@@ -67,8 +67,9 @@ def _tail_that_may_become(tag, text):
     return next((k for k in range(len(tag) - 1, 0, -1) if text.endswith(tag[:k])), 0)
 
 
-def split_thinking(text, opened=False):
+def split_thinking(text: str, opened: bool = False) -> tuple[str, str]:
     """(thinking, answer) of one whole reply."""
     splitter = ThinkSplitter(opened)
     pieces = splitter.put(text) + splitter.flush()
-    return tuple("".join(t for k, t in pieces if k == kind) for kind in ("think", "answer"))
+    thinking, answer = ("".join(t for k, t in pieces if k == kind) for kind in ("think", "answer"))
+    return thinking, answer

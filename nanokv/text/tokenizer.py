@@ -6,12 +6,15 @@ token. Not here: training a tokenizer (nanokv.training).
 """
 
 import codecs
+import os
+from collections.abc import Mapping, Set
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 
 from nanokv.errors import TemplateError, TokenizerError, foreign
-from nanokv.text.ids import id_list
+from nanokv.text.ids import Ids, id_list
 from nanokv.text.template import ChatTemplate
 from nanokv.text.tokenizer_file import read_backend, write_tokenizer
 from weights_loader.strict import read_bytes, read_object
@@ -30,8 +33,8 @@ _BYTE_OF = _byte_alphabet()
 class Tokenizer:
     """Ids are 0 … vocab_size-1; `special_tokens` are the added tokens, which text can contain literally."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, names=None, chat_template: str | None = None, rows: int = 0,
-                 config: dict | None = None):  # fmt: skip
+    def __init__(self, backend: tokenizers.Tokenizer, names: Mapping[str, str] | None = None,
+                 chat_template: str | None = None, rows: int = 0, config: dict | None = None):  # fmt: skip
         backend.no_truncation()
         backend.no_padding()
         self.backend = backend
@@ -43,11 +46,11 @@ class Tokenizer:
         self.names = dict(names or {})  # {"eos_token": "<|im_end|>", …}, what the template sees
         self.chat_template = chat_template
         self.config = dict(config or {})  # tokenizer_config.json, for write_files
-        self._compiled = None
+        self._compiled: ChatTemplate | None = None
         self._added_ids = frozenset(added)
 
     @classmethod
-    def from_folder(cls, path) -> "Tokenizer":
+    def from_folder(cls, path: str | os.PathLike) -> "Tokenizer":
         """Reads tokenizer.json, tokenizer_config.json and chat_template.jinja; TokenizerError names what is wrong."""
         folder = Path(path)
         backend = read_backend(folder / "tokenizer.json")
@@ -62,19 +65,19 @@ class Tokenizer:
         return f"<Tokenizer: {self.vocab_size:,} ids, {len(self.control_ids)} control tokens, {template}, eos {eos}>"
 
     @property
-    def eos_token(self):
+    def eos_token(self) -> str | None:
         return self.names.get("eos_token")
 
     @property
-    def pad_token(self):
+    def pad_token(self) -> str | None:
         return self.names.get("pad_token")
 
     @property
-    def bos_token(self):
+    def bos_token(self) -> str | None:
         return self.names.get("bos_token")
 
     @property
-    def eos_token_id(self):
+    def eos_token_id(self) -> int | None:
         return None if self.eos_token is None else self.backend.token_to_id(self.eos_token)
 
     def encode(self, text: str) -> list[int]:
@@ -94,9 +97,9 @@ class Tokenizer:
         if not any(token in text for token in self.special_tokens):  # the usual case costs no tokenization
             return []
         found = dict.fromkeys(id for id in self.encode(text) if id in self._added_ids)
-        return [self.backend.id_to_token(id) for id in found]
+        return [self.backend.id_to_token(id) or "" for id in found]
 
-    def decode(self, ids, skip_special_tokens: bool = False) -> str:
+    def decode(self, ids: Ids, skip_special_tokens: bool = False) -> str:
         """Text of ids (a list, an array or a tensor); bytes that are no character become U+FFFD.
 
         Control tokens are part of it unless skip_special_tokens; then it is what a reader should see.
@@ -106,11 +109,11 @@ class Tokenizer:
             found = [id for id in found if id not in self.control_ids]
         return b"".join(map(self._bytes_of, found)).decode("utf-8", "replace")
 
-    def text_of(self, ids) -> str:
+    def text_of(self, ids: Ids) -> str:
         """`decode` without control tokens."""
         return self.decode(ids, skip_special_tokens=True)
 
-    def pieces(self, ids) -> list[str]:
+    def pieces(self, ids: Ids) -> list[str]:
         r"""One string a token, for tables; bytes that are no whole character are written \xe2."""
         return [self._bytes_of(id).decode("utf-8", "backslashreplace") for id in id_list(ids, self.rows)]
 
@@ -125,7 +128,8 @@ class Tokenizer:
         except KeyError:  # an added token with characters of its own: stands for itself
             return token.encode()
 
-    def render(self, messages, tools=None, add_generation_prompt=True, **template_kwargs) -> str:
+    def render(self, messages: list[dict], tools: list[dict] | None = None, add_generation_prompt: bool = True,
+               **template_kwargs: Any) -> str:  # fmt: skip
         """Messages → prompt text by the checkpoint's own template, e.g. enable_thinking=False; TemplateError."""
         if self.chat_template is None:
             raise TemplateError("this tokenizer has no chat template: it belongs to a base model",
@@ -135,7 +139,7 @@ class Tokenizer:
         return self._compiled.render(messages, tools, add_generation_prompt, **template_kwargs)
 
 
-    def write_files(self, folder):
+    def write_files(self, folder: str | os.PathLike) -> None:
         """tokenizer.json, tokenizer_config.json and the chat template into a folder, as `from_folder` reads them."""
         fields = {"tokenizer_class": "PreTrainedTokenizerFast"} | self.config | self.names
         write_tokenizer(Path(folder), self.backend, fields, self.chat_template)
@@ -148,7 +152,7 @@ class StreamDecoder:
     Ids in `skip` have no text. Unlike tokenizers' DecodeStream, a character cut by the end is not lost: it is U+FFFD.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip=frozenset()):
+    def __init__(self, tokenizer: Tokenizer, skip: Set[int] = frozenset()):
         self.tokenizer, self.skip = tokenizer, skip
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
