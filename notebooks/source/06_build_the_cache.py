@@ -413,7 +413,8 @@ course.answer("06.q3", q3)
 # %% [markdown]
 # ## Further reading
 #
-# - `nanokv/cache/dict_cache.py`: what you wrote, with checks; `nanokv/cache/base.py`: what else a cache can be asked for.
+# - `nanokv/cache/dict_cache.py`: what you wrote, with checks; `nanokv/cache/base.py`: the contract, and
+#   `nanokv/cache/capabilities.py`: what else a cache can be asked for.
 # - Su and others, [RoFormer](https://arxiv.org/abs/2104.09864): why a rotation makes attention depend on distance.
 # - Hugging Face, [Caching](https://huggingface.co/docs/transformers/main/en/cache_explanation): the same object in
 #   transformers.
