@@ -18,6 +18,7 @@ import weights_loader
 from nanokv.costs.memory import FAMILY
 from nanokv.errors import CacheError, GenerationError, NanoKVError, SessionError, TokenIdsError, TokenizerError
 from nanokv.inference import token_ids
+from nanokv.loading import skeleton
 from tiny_checkpoint import write_tiny_checkpoint
 from weights_loader import writing
 
@@ -31,7 +32,7 @@ ONE = {  # one sequence
 ROWS = {  # a batch
     "lists": [LIST, LIST], "array": numpy.array([LIST, LIST]), "uint8 array": numpy.array([LIST, LIST], numpy.uint8),
     "tensor": torch.tensor([LIST, LIST]), "list of arrays": [numpy.array(LIST)] * 2,
-    "list of tensors": [torch.tensor(LIST)] * 2,
+    "list of tensors": [torch.tensor(LIST)] * 2, "tuples of numpy ints": (tuple(numpy.array(LIST)),) * 2,
 }  # fmt: skip
 NO_IDS = {  # what → (value, what the message says, what its hint says)
     "text": ("hi", "got the text 'hi'", "tokenizer.encode(text)"),
@@ -45,6 +46,8 @@ NO_IDS = {  # what → (value, what the message says, what its hint says)
     "too large": ([[3, 10**6]], "id 1000000 at position 1 is outside the vocabulary 0 … 2047", ""),
     "negative": (torch.tensor([[3, 4, -1]]), "id -1 at position 2 is outside the vocabulary 0 … 2047", ""),
     "3-D": (torch.ones(1, 1, 1).long(), "more than two dimensions", "(B,T)"),
+    "mixed": ([[1], 2], "ids and lists of ids are mixed", "(B,T)"),
+    "dictionary": ({"input_ids": [1]}, "id 'input_ids' at position 0 is of type str", "tokenizer.encode(text)"),
     "none": (None, "got NoneType None", "tokenizer.encode(text)"),
 }  # fmt: skip
 
@@ -129,6 +132,14 @@ def test_ids_that_are_right_are_handed_on_as_they_are(loaded):
     assert token_ids(loaded[0], token) is token
 
 
+def test_ids_on_a_device_are_not_looked_at(loaded):
+    """That would wait for the device at every step. A tensor on the meta device has no values that could be read."""
+    empty = skeleton(loaded[0].config)
+    token = torch.zeros(1, 1, dtype=torch.int64, device="meta")
+    assert token_ids(empty, token) is token
+    assert token_ids(empty, token.int()).dtype == torch.int64
+
+
 def test_skip_special_tokens_leaves_out_what_controls(loaded):
     tokenizer = loaded[1]
     ids = tokenizer.encode("<|im_start|>Hello<|im_end|>")
@@ -167,6 +178,16 @@ def test_a_wrong_dtype_or_device_is_named_before_any_download(monkeypatch, argum
         with pytest.raises(ValueError, match=re.escape(words)) as caught:
             load("Qwen/Qwen3-0.6B", **arguments)
         assert hint in caught.value.hint
+
+
+def test_a_cache_of_a_wrong_dtype_or_device_is_refused_when_it_is_made(loaded):
+    config = loaded[0].config
+    for arguments, hint in (({"dtype": "fp16"}, "dtype=torch.float16"), ({"device": "gpu"}, "cuda")):
+        with pytest.raises(CacheError, match=f"{next(iter(arguments))} .*'{next(iter(arguments.values()))}'") as caught:
+            nanokv.make_cache("dict", config, **arguments)
+        assert hint in caught.value.hint
+    cache = nanokv.make_cache("dict", config, dtype=torch.float32, device="cpu")
+    assert nanokv.prefill(loaded[0], [LIST], cache).shape == (1, config.vocab_size)
 
 
 def test_cuda_where_there_is_none(monkeypatch):

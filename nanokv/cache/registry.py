@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+import weights_loader
 from nanokv.cache.base import KVCache, LayerCache, NoCache
 from nanokv.cache.batch import BatchCache
 from nanokv.cache.dict_cache import DictCache
@@ -125,14 +126,26 @@ def make_cache(name: str, config: Config, batch_size: int = 1, capacity: Capacit
     check("batch_size", batch_size, 1)
     if capacity is not None:
         check("capacity", capacity, 1)
+    target = check_target(dtype, device)
     cache = CACHES[name](config, batch_size, capacity, **options)
     cache.name, cache.options = name, options | cache.options
     cache.requested_capacity, cache.requested_rows = capacity, batch_size
-    expected = config.num_key_value_heads, config.head_dim, dtype, device and torch.device(device)
+    expected = config.num_key_value_heads, config.head_dim, dtype, target
     for part in (*getattr(cache, "rows", ()), cache):
         for layer in part:
             layer.expected = expected
     return cache
+
+
+def check_target(dtype: torch.dtype | None, device: str | torch.device | None) -> torch.device | None:
+    """The device; CacheError if keys and values cannot have this dtype or lie there."""
+    if dtype is None and device is None:
+        return None
+    try:
+        target = weights_loader.check_target(dtype, device or "cpu")
+    except weights_loader.CheckpointError as error:
+        raise CacheError(str(error), error.hint) from error
+    return target if device else None
 
 
 def check_pool(pool: PagePool, kind: type, config: Config, page: int, pages: int) -> None:

@@ -87,6 +87,9 @@ class Compiled(nn.Module):
     lm_head = property(lambda self: self.model.lm_head)
     generation_config = property(lambda self: self.model.generation_config)
 
+    def __repr__(self) -> str:
+        return f"<Compiled for {self.batch_size} × {self.capacity} tokens, {self.backend}; {self.device}>"
+
     def make_cache(self) -> KVCache:
         """An empty static cache of the size that was compiled for."""
         return make_cache("static", self.config, self.batch_size, self.capacity)

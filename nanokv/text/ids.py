@@ -30,7 +30,7 @@ def id_list(ids: Ids, vocab_size: int) -> list[int]:
     if found and isinstance(found[0], list):
         shape = len(found), len(found[0])
         raise TokenIdsError(f"one sequence was expected, got a batch {shape}", "generate_padded takes many prompts")
-    return _checked(found, vocab_size)
+    return _inside(_ints(found), vocab_size)
 
 
 def id_rows(ids: Rows, vocab_size: int) -> list[list[int]]:
@@ -38,10 +38,8 @@ def id_rows(ids: Rows, vocab_size: int) -> list[list[int]]:
     try:
         found = _nested(ids)
         nested = bool(found) and isinstance(found[0], list)
-        rows = [_checked(row, vocab_size) if isinstance(row, list) else [row] for row in (found if nested else [found])]
+        rows = [_ints(row) for row in (found if nested else [found])]
     except TokenIdsError as error:
-        if "vocabulary" in str(error):
-            raise
         raise _not_rows(str(error), error.hint) from None
     widths = sorted({len(row) for row in rows})
     if not nested:
@@ -50,7 +48,7 @@ def id_rows(ids: Rows, vocab_size: int) -> list[list[int]]:
         raise _not_rows(f"got rows of {widths[0]} to {widths[-1]} ids", "generate_padded takes prompts of any lengths")
     if widths == [0]:
         raise _not_rows(f"got ({len(rows)},0)", ENCODE)
-    return rows
+    return [_inside(row, vocab_size) for row in rows]
 
 
 def common_prefix(cached: Sequence[int], new: Sequence[int]) -> int:
@@ -66,7 +64,7 @@ def _not_rows(why: str, hint: str) -> TokenIdsError:
 
 
 def _nested(ids: Any) -> list:
-    """Lists within a list, whatever the caller had: arrays, ranges, tuples, a list of tensors."""
+    """Ints in a list, or in lists within a list, whatever the caller had: arrays, ranges, tuples, a list of tensors."""
     if isinstance(ids, str | bytes):
         raise TokenIdsError(f"token ids were expected, got the text {ids[:40]!r}", ENCODE)
     if hasattr(ids, "tolist"):
@@ -75,23 +73,35 @@ def _nested(ids: Any) -> list:
             raise TokenIdsError(f"token ids are whole numbers, these are {dtype}", INTEGERS)
     if not isinstance(ids, Iterable):
         raise TokenIdsError(f"token ids were expected, got {type(ids).__name__} {str(ids)[:60]}", ENCODE)
-    found = []
-    for part in ids:
-        if type(part) is not int and hasattr(part, "tolist"):  # numpy.int64(5), a tensor of one row
-            part = part.tolist()
-        found.append(list(part) if isinstance(part, Iterable) and not isinstance(part, str | bytes) else part)
-    if found and isinstance(found[0], list) and found[0] and isinstance(found[0][0], list):
+    found = list(ids) if type(ids) is list and set(map(type, ids)) <= {int} else [_plain(part) for part in ids]
+    kinds = set(map(type, found))
+    if list in kinds and len(kinds) > 1:
+        raise TokenIdsError("here ids and lists of ids are mixed", "(T,) or (B,T)")
+    if kinds == {list} and any(list in map(type, part) for part in found):
         raise TokenIdsError("these token ids have more than two dimensions", "(T,) or (B,T)")
     return found
 
 
-def _checked(ids: list, vocab_size: int) -> list[int]:
-    for position, id in enumerate(ids):
-        if type(id) is not int:
-            if not hasattr(id, "item") or type(id := id.item()) is not int:
-                hint = ENCODE if isinstance(id, str) else INTEGERS
-                raise TokenIdsError(f"id {id!r} at position {position} is of type {type(id).__name__}, not int", hint)
-            ids[position] = id
-        if not 0 <= id < vocab_size:
-            raise TokenIdsError(f"id {id} at position {position} is outside the vocabulary 0 … {vocab_size - 1}")
+def _plain(part: Any) -> Any:
+    """numpy.int64(5) → 5, a row of any form → a list."""
+    if type(part) is int:
+        return part
+    part = part.tolist() if hasattr(part, "tolist") else part
+    if type(part) is list and set(map(type, part)) <= {int}:  # the usual case, 10 times as fast
+        return list(part)
+    return [_plain(id) for id in part] if isinstance(part, Iterable) and not isinstance(part, str | bytes) else part
+
+
+def _ints(ids: list) -> list[int]:
+    if set(map(type, ids)) <= {int}:
+        return ids
+    position, id = next((n, id) for n, id in enumerate(ids) if type(id) is not int)
+    hint = ENCODE if isinstance(id, str) else INTEGERS
+    raise TokenIdsError(f"id {id!r} at position {position} is of type {type(id).__name__}, not int", hint)
+
+
+def _inside(ids: list[int], vocab_size: int) -> list[int]:
+    if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+        position, id = next((n, id) for n, id in enumerate(ids) if not 0 <= id < vocab_size)
+        raise TokenIdsError(f"id {id} at position {position} is outside the vocabulary 0 … {vocab_size - 1}")
     return ids

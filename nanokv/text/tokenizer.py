@@ -119,7 +119,9 @@ class Tokenizer:
 
     def token_bytes(self, id: int) -> bytes:
         """The bytes that one token stands for; b"" for a padding row of the embedding."""
-        return self._bytes_of(*id_list([id], self.rows))
+        if type(id) is not int or not 0 <= id < self.rows:
+            (id,) = id_list([id], self.rows)  # another form of an int, or it says what is wrong
+        return self._bytes_of(id)
 
     def _bytes_of(self, id: int) -> bytes:
         token = self.backend.id_to_token(id) or ""
