@@ -186,6 +186,13 @@ def test_ci_runs_what_a_person_runs():
     assert "set -euo pipefail" in script.read_text()
 
 
+def test_the_workflow_runs_the_same_script():
+    """No second recipe on a server: its only command of ours is .ci/run."""
+    text = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    assert re.findall(r"- run: (.*)", text) == [".ci/run"] and "run: |" not in text
+    assert re.findall(r'python: \["([\d.]+)"', text) == ["3.11"]
+
+
 def test_make_starts_at_once(clone):
     """With everything installed, make itself costs milliseconds (best of ten: other work only ever adds)."""
     clone.make("chat")

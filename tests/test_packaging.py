@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
@@ -111,6 +112,30 @@ def test_every_import_of_the_tests_is_declared():
     declared = distributions([*RUNTIME, *EXTRAS["dev"], *EXTRAS["fuzz"]])
     wrong = {p.name: imported(p, False) - declared for p in (ROOT / "tests").rglob("*.py")}
     assert {name: names for name, names in wrong.items() if names} == {}
+
+
+def test_a_missing_package_is_asked_for_in_the_range_that_was_tested(monkeypatch):
+    """`pip install torch` alone could bring a release that nobody has tried."""
+    from nanokv.cli import describe
+
+    extras = [f'{text}; extra == "{name}"' for name, texts in EXTRAS.items() for text in texts]
+    monkeypatch.setattr("importlib.metadata.requires", lambda name: [*map(str, RUNTIME), *extras])
+    for name in ("torch", "numpy", "safetensors"):
+        (declared,) = (text for text in PROJECT["dependencies"] if Requirement(text).name == name)
+        message, hint = describe(ModuleNotFoundError(f"No module named {name!r}", name=f"{name}.nn"))
+        assert message == f"the package {name}.nn is not installed"
+        asked = Requirement(re.fullmatch(r'pip install "(.+)"', hint)[1])
+        assert (asked.name, asked.specifier) == (name, Requirement(declared).specifier)
+    assert describe(ModuleNotFoundError("x", name="transformers"))[1] == 'pip install "transformers==5.23.0"'
+    assert describe(ModuleNotFoundError("x", name="nosuch"))[1] == "pip install nosuch"
+
+
+def test_no_install_of_make_and_ci_is_free_to_choose():
+    """A range in pyproject.toml must never bring another torch into a clone: constraints.txt decides for all."""
+    lines = [line for line in (ROOT / "Makefile").read_text().splitlines() if "$(PIP) install" in line]
+    assert len(lines) == 5 and all("-c constraints.txt" in line for line in lines)
+    assert "pip install" not in (ROOT / ".ci" / "run").read_text()
+    assert Version(pins()["torch"]).release == (2, 13, 0)
 
 
 def test_version_and_licence_agree():
@@ -213,23 +238,50 @@ def test_help_answers_in_300_ms(command):
     assert cheapest(run_help(command), goal=0.3) < 0.3
 
 
-# --- the wheel ----------------------------------------------------------------------------------------------------
+# --- the release: an sdist from the tree, a wheel from the sdist --------------------------------------------------
+
+
+def build(kind: str, source: Path, folder: Path) -> Path:
+    """The sdist or wheel of a source tree, in `folder`; with the setuptools that is installed here."""
+    code = f"import sys; from setuptools.build_meta import build_{kind}; print(build_{kind}(sys.argv[1]))"
+    done = subprocess.run([sys.executable, "-c", code, folder], cwd=source, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return folder / done.stdout.split()[-1]
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> Path:
-    """Built from a copy: a build folder left in the checkout would leak deleted files into the wheel."""
+def sdist(tmp_path_factory) -> Path:
+    """From a copy of the whole tree, tests and notebooks too: a build folder left in the checkout would leak."""
+    folder = tmp_path_factory.mktemp("sdist")
+    skip = shutil.ignore_patterns(
+        ".venv", ".git", "__pycache__", "build", "dist", "runs", "*.egg-info", ".*_cache", ".hypothesis"
+    )
+    shutil.copytree(ROOT, folder / "source", ignore=skip)
+    return build("sdist", folder / "source", folder)
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist, tmp_path_factory) -> Path:
+    """From the unpacked sdist, as an installer without a wheel would do it."""
     folder = tmp_path_factory.mktemp("wheel")
-    source = folder / "source"
-    source.mkdir()
-    for name in ("nanokv", "weights_loader"):
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    build = "from setuptools.build_meta import build_wheel; print(build_wheel('..'))"
-    done = subprocess.run([sys.executable, "-c", build], cwd=source, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return folder / done.stdout.split()[-1]
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder, filter="data")
+    return build("wheel", folder / f"nanokv-{PROJECT['version']}", folder)
+
+
+@pytest.mark.slow
+def test_sdist_holds_what_the_wheel_needs_and_nothing_else(sdist):
+    assert sdist.name == f"nanokv-{PROJECT['version']}.tar.gz" and sdist.stat().st_size < 10 * MEGABYTE
+    with tarfile.open(sdist) as archive:
+        sizes = {m.name.split("/", 1)[1]: m.size for m in archive.getmembers() if m.isfile()}
+    assert {name.split("/")[0] for name in sizes} == {
+        "nanokv", "weights_loader", "nanokv.egg-info", "pyproject.toml", "setup.cfg", "MANIFEST.in", "PKG-INFO",
+        "README.md", "LICENSE",
+    }  # fmt: skip
+    large = {name for name, size in sizes.items() if size > MEGABYTE}
+    assert large == {"weights_loader/checkpoints/tiny/model.safetensors"}
+    typed = {str(p.relative_to(ROOT)) for p in ROOT.glob("nanokv/**/py.typed")}
+    assert typed <= set(sizes)
 
 
 @pytest.mark.slow
@@ -291,6 +343,8 @@ def test_installed_commands_answer(installed, tmp_path):
     run = {"cwd": tmp_path, "env": outside(tmp_path), "capture_output": True, "text": True, "timeout": 60}
     version = subprocess.run([installed / "nanokv", "--version"], **run)
     assert Version(version.stdout.split()[1]) == Version(PROJECT["version"])
+    answer = subprocess.run([installed / "nanokv", "generate", "Hello", "-n", "1", "--json"], input="", **run)
+    assert answer.returncode == 0 and len(json.loads(answer.stdout)["ids"]) == 1, answer.stderr
     for name in commands():
         done = subprocess.run([installed / "nanokv", name, "--help"], **run)
         assert done.returncode == 0 and f"nanokv {name}" in done.stdout, (name, done.stderr)

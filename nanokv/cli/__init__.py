@@ -166,7 +166,7 @@ def describe(error: BaseException) -> tuple[str, str] | None:
     if isinstance(error, MemoryError) or _is_torch_memory(error):
         return "out of memory", "a smaller --context, --dtype bfloat16, or -m tiny"
     if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith(("nanokv", "weights_loader")):
-        return f"the package {error.name} is not installed", f"pip install {error.name}"
+        return f"the package {error.name} is not installed", f"pip install {requirement(error.name)}"
     if isinstance(error, ImportError) and not (error.name or "").startswith(("nanokv", "weights_loader")):
         full = "failed to map segment" in str(error) or "cannot allocate memory" in str(error).lower()
         return f"an import failed: {error}", "more memory: ulimit -v unlimited" if full else "install it again with pip"
@@ -176,6 +176,20 @@ def describe(error: BaseException) -> tuple[str, str] | None:
         hint = "free some space on that disk" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
         return f"{place}{reason}", hint
     return None
+
+
+def requirement(module: str) -> str:
+    """What pip has to be asked for: the range that nanokv was tested with, in quotes, or the bare name."""
+    import re
+    from importlib import metadata
+
+    name = module.split(".")[0]
+    try:
+        declared = metadata.requires("nanokv") or []
+    except metadata.PackageNotFoundError:
+        declared = []
+    ours = (found for text in declared if (found := re.fullmatch(rf"({re.escape(name)}[<>=!~][^;]*?)\s*(;.*)?", text)))
+    return next((f'"{found[1]}"' for found in ours), name)
 
 
 def _is_torch_memory(error: BaseException) -> bool:
