@@ -258,6 +258,16 @@ def test_a_stopped_search_returns_the_best_so_far(models, steps):
         assert beam.score == pytest.approx(total / len(beam.ids), abs=1e-5)
 
 
+def test_a_stopped_search_returns_no_beam_that_is_not_there_yet():
+    """Seven words make seven beams of one token, whatever the width."""
+    _, model = pair(seed=1, vocab_size=7)
+    stops = iter([False, True])
+    found = beam_search(
+        model, random_ids(7, 1, 9, 7), 9, 12, eos_token_ids=[], num_return=9, should_stop=lambda: next(stops)
+    )
+    assert sorted(beam.ids for beam in found) == [[token] for token in range(7)]
+
+
 @pytest.mark.parametrize("name", sorted(CACHES))
 def test_a_beam_as_a_generation_leaves_the_cache_as_decoding_would(models, name):
     """The winner of beam_search, with the raw log-probabilities; the cache holds it all but its last token."""

@@ -135,6 +135,14 @@ def test_a_cache_that_cannot_be_rebuilt_as_it_was_is_refused(model, tmp_path):
         filled(model, "dict").save(tmp_path / "nowhere" / "c")
 
 
+def test_a_sliding_layer_made_by_itself_knows_what_the_config_says(model):
+    layer = SlidingCache(model.config, 5, 0)
+    for wrong, told in (({"Hk": 3}, "KV heads 3 .* 2"), ({"D": 16}, "head_dim 16 .* 32")):
+        with pytest.raises(CacheError, match=told):
+            layer.append(zeros(**wrong), zeros(**wrong))
+    assert layer.length == 0
+
+
 def test_a_fingerprint_that_is_asked_for_must_be_there(model, tmp_path):
     filled(model, "dict").save(tmp_path / "c")
     with pytest.raises(CacheError, match="does not say which weights"):

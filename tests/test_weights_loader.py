@@ -4,6 +4,7 @@ Bad checkpoints are made by writing bytes, not by the safetensors package, which
 """
 
 import copy
+import functools
 import json
 import os
 import shutil
@@ -592,6 +593,12 @@ print(json.dumps({"own": own, "base": base, "peak_load": at_load, "peak": peak()
 """
 
 
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    """large(head) → a folder that is written once."""
+    return functools.cache(lambda head: write_large(tmp_path_factory.mktemp("large"), head))
+
+
 def write_large(folder, head):
     """About 200 MB of bf16, its embedding the largest tensor, as in the published 0.6B (which stores an equal head)."""
     config = CONFIG | {"vocab_size": 20000, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 5,
@@ -604,14 +611,13 @@ def write_large(folder, head):
 
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux's /proc")
 @pytest.mark.parametrize("dtype", ["None", "float32"])
-def test_peak_memory_is_the_models_own_size(dtype, tmp_path, capsys):
+def test_peak_memory_is_the_models_own_size(dtype, large, capsys):
     """Peak resident memory, mapped file pages included, stays within 5 % of the loaded tensors' bytes.
 
     Measured in a process of its own as VmHWM, reset after the imports. Counting only private memory would hide a
     source file that stays mapped beside its fp32 copy (+ 50 %); counting it is what `top` shows.
     """
-    large = write_large(tmp_path, head=True)
-    command = [sys.executable, "-c", MEASURE, str(ROOT), str(large), dtype]
+    command = [sys.executable, "-c", MEASURE, str(ROOT), str(large(True)), dtype]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=True)
     seen = json.loads(done.stdout)
@@ -652,14 +658,13 @@ print(min(ours[1:]), min(theirs[1:]))
 
 @pytest.mark.serial
 @pytest.mark.parametrize(("head", "limit"), [(False, 2), (True, 4)])
-def test_time_against_safetensors(head, limit, tmp_path, capsys):
+def test_time_against_safetensors(head, limit, large, capsys):
     """Load and touch every page, best of four rounds, against the reference reader on the same file.
 
     Generous limits, for noisy machines. A stored head costs one more pass over 2·V·C values: it is compared, not kept.
     """
-    large = write_large(tmp_path, head)
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", TIME, str(ROOT), str(large)], capture_output=True, text=True,
+    done = subprocess.run([sys.executable, "-c", TIME, str(ROOT), str(large(head))], capture_output=True, text=True,
                           timeout=120, env=environment, check=True)  # fmt: skip
     ours, theirs = map(float, done.stdout.split())
     with capsys.disabled():
