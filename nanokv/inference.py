@@ -106,7 +106,7 @@ def token_ids(model: Model, ids: Rows) -> Tensor:
     """
     device, vocabulary = model.embed_tokens.weight.device, model.config.vocab_size
     if isinstance(ids, torch.Tensor) and ids.dim() == 2 and ids.numel() and ids.dtype in (torch.int64, torch.int32):
-        if ids.device.type != "cpu":
+        if ids.device.type != "cpu" and device.type != "cpu":
             return ids.to(device, torch.int64)
         low, high = ids.aminmax()
         if low >= 0 and high < vocabulary:
