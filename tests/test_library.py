@@ -373,7 +373,7 @@ def test_what_is_printed_tells_sizes_in_one_line(loaded):
         model.config: ["V 2048 C 192 I 512 L 6 H 6 Hk 2 D 48", "context 2048", "rope_theta=1e+06", "tied"],
         large: ["V 151936 C 5120 I 25600 L 64 H 64 Hk 8 D 128", "context 40960"],
         engine: ["1 running", "1 waiting", "of 64 pages of 16 tokens", f"{engine.pool.nbytes:,} B"],
-        session: ["1 turns", f"{session.cache.length:,} of 2,048 tokens", f"{session.cache.nbytes:,} B", "'dict'"],
+        session: ["1 turn,", f"{session.cache.length:,} of 2,048 tokens", f"{session.cache.nbytes:,} B", "'dict'"],
     }  # fmt: skip
     assert [repr(config) for config in FAMILY.values() if len(repr(config)) > 100] == []
     for thing, words in [*told.items(), (cache, ["6 layers × 3 tokens", f"{cache.nbytes:,} B"]),

@@ -91,7 +91,8 @@ class Session:
 
     def __repr__(self) -> str:
         tokens = f"{len(self.cached_ids):,} of {self.context:,} tokens"
-        return f"<Session: {len(self.messages) // 2} turns, {tokens}, {self.cache.nbytes:,} B in {self.cache.name!r}>"
+        turns = len(self.messages) // 2
+        return f"<Session: {turns} turn{'s' * (turns != 1)}, {tokens}, {self.cache.nbytes:,} B in {self.cache.name!r}>"
 
     # --- asking ---------------------------------------------------------------------------------------------------
 
