@@ -21,7 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 COPIED = ("nanokv", "weights_loader", "tests", "pyproject.toml")
-CONTRACT = "cache_contract matrix caches_refusals"
+CONTRACT = "cache_contract caches_refusals matrix"
 # A file, or the longest folder that holds it → the test files that are about it, quick and close ones first.
 TESTS = {
     "nanokv/attention.py": "model_parity matrix fast generation latent caches_window batching",
@@ -35,9 +35,9 @@ TESTS = {
     "nanokv/cache/packed.py": f"engine_packed {CONTRACT}",
     "nanokv/cache/padded.py": f"batching {CONTRACT}",
     "nanokv/cache/paged.py": f"caches_paged {CONTRACT} interrupts_caches engine",
-    "nanokv/cache/paged_batch.py": f"engine {CONTRACT} caches_paged interrupts_caches",
-    "nanokv/cache/pool.py": f"caches_paged {CONTRACT} engine interrupts_caches",
-    "nanokv/cache/prefix.py": f"caches_paged {CONTRACT} engine interrupts_caches",
+    "nanokv/cache/paged_batch.py": f"engine caches_place caches_paged interrupts_caches {CONTRACT}",
+    "nanokv/cache/pool.py": f"caches_paged interrupts_caches interrupts engine {CONTRACT}",
+    "nanokv/cache/prefix.py": f"caches_paged interrupts_caches interrupts engine {CONTRACT}",
     "nanokv/cache/quantized.py": f"caches_quantized {CONTRACT} caches_place",
     "nanokv/cache/registry.py": f"{CONTRACT} cli caches_quantized memory",
     "nanokv/cache/saving.py": f"{CONTRACT} hostile_files caches_quantized caches_window session fingerprint",

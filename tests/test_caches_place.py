@@ -239,5 +239,7 @@ def test_a_view_made_in_inference_mode_serves_outside(model, pool):
 def test_in_place_kinds_say_so(model, pool):
     for name in ("paged", "prefix", "static", "growing"):
         assert make_cache(name, model.config)[0].in_place, name
+    rows = [make_cache("paged", model.config, pool=pool) for _ in range(2)]
+    assert PagedBatch(rows, model.config)[0].in_place, "a batch of paged rows is read where it lies"
     for name in ("dict", "sliding", "quantized", "offloaded", "batch"):
         assert not make_cache(name, model.config)[0].in_place, name
