@@ -14,7 +14,7 @@ from nanokv.cache.batch import BatchLayer
 from nanokv.cache.paged_batch import PagedBatch, PagedBatchLayer
 from nanokv.cache.pool import ElasticPool, PagePool
 from nanokv.errors import CacheError, CapacityError
-from nanokv.inference import decode, prefill
+from nanokv.inference import decode, prefill, score
 from oracle import SHAPES, TOLERANCE, gap, pair, put, random_ids, whole_again
 
 pytestmark = pytest.mark.sampled
@@ -243,3 +243,12 @@ def test_in_place_kinds_say_so(model, pool):
     assert PagedBatch(rows, model.config)[0].in_place, "a batch of paged rows is read where it lies"
     for name in ("dict", "sliding", "quantized", "offloaded", "batch"):
         assert not make_cache(name, model.config)[0].in_place, name
+
+
+@pytest.mark.parametrize("to", ["disk", "host"])
+def test_an_offloaded_cache_keeps_its_tokens_when_its_store_grows(model, to):
+    """The host's store begins with 64 tokens and doubles."""
+    ids, cache = random_ids(9, 1, 140), make_cache("offloaded", model.config, to=to)
+    expected = score(model, ids)
+    for start, end in ((0, 60), (60, 70), (70, 130), (130, 140)):
+        assert gap(prefill(model, ids[:, start:end], cache, start_pos=start), expected[:, end - 1]) <= TOLERANCE
