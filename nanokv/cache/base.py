@@ -5,18 +5,15 @@ query may see. A cache of your own overrides `append`, and `truncate` and `fork`
 and files ask for besides has defaults in capabilities.py; what a cache cannot do raises UnsupportedError.
 """
 
-from collections.abc import Iterable, Sequence
-from typing import TypeAlias
+from collections.abc import Iterable
 
 from torch import Tensor
 
 from nanokv.attention import causal_mask
-from nanokv.cache.capabilities import CacheCapabilities, LayerCapabilities
+from nanokv.cache.capabilities import CacheCapabilities, Index, LayerCapabilities
 from nanokv.cache.checks import check_index
 from nanokv.config import Config
 from nanokv.errors import CacheError, UnsupportedError
-
-Index: TypeAlias = Sequence[int] | Tensor  # of rows
 
 
 class LayerCache(LayerCapabilities):
@@ -42,7 +39,7 @@ class LayerCache(LayerCapabilities):
         raise UnsupportedError(f"{type(self).__name__} cannot fork")
 
 
-class KVCache(CacheCapabilities, list):
+class KVCache(CacheCapabilities):
     """One LayerCache per layer, and what concerns them all. Made by `nanokv.make_cache(name, config)`."""
 
     def __init__(self, layers: Iterable[LayerCache] = (), config: Config | None = None):

@@ -10,15 +10,20 @@
 Each default is either right for every cache or raises UnsupportedError.
 """
 
+import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 
 from nanokv.cache import saving
 from nanokv.cache.checks import check_index
+from nanokv.config import Config
 from nanokv.errors import CacheError, UnsupportedError
+
+Index: TypeAlias = Sequence[int] | torch.Tensor  # of rows
 
 
 class FirstNames:
@@ -62,6 +67,8 @@ class Pages:
 class LayerCapabilities(FirstNames):
     """Of one layer."""
 
+    append: Callable  # LayerCache has it
+    own_append: Callable  # the one that the class was written with
     renamed = {"rollback": "max_rollback", "room": "reserve", "mark": "snapshot", "back": "rollback",
                "rows": "batch_size", "expects": "expected"}  # fmt: skip
     capacity: int | None = None  # the most tokens that fit; None = as memory allows
@@ -83,7 +90,7 @@ class LayerCapabilities(FirstNames):
         """Has a caller put another function in the place of the class's `append`? `reserve` would pass it by."""
         return getattr(self.append, "__func__", None) is not type(self).own_append
 
-    def reserve(self, like) -> Pages:
+    def reserve(self, like: torch.Tensor) -> Pages:
         """A slot for one more token per row, counted as seen: the caller writes its key and value (B,Hk,1,D), in the
         shape and dtype of `like`, at the last place of each row, lengths − 1."""
         raise UnsupportedError(f"{type(self).__name__} does not store in place")
@@ -92,24 +99,24 @@ class LayerCapabilities(FirstNames):
         """S: how many keys the append of T tokens will return."""
         return self.length + T
 
-    def check_truncate(self, n: int):
+    def check_truncate(self, n: int) -> None:
         """Raise what truncate(n) would, and change nothing: asked of all layers and rows before the first is cut."""
         if type(n) is not int or n < 0:
             raise CacheError(f"truncate({n!r}): a number of tokens ≥ 0 was expected")
 
-    def snapshot(self):
+    def snapshot(self) -> Any:
         """What `rollback` needs to undo the next append, even where truncate could not. Copies nothing."""
         return self.length
 
-    def rollback(self, snapshot):
+    def rollback(self, snapshot: Any) -> None:
         """As if the append since `snapshot` had never been."""
         self.truncate(snapshot)
 
-    def reorder(self, index):
+    def reorder(self, index: Index) -> None:
         """Row b becomes old row index[b] (beam search); the batch may grow or shrink."""
         raise UnsupportedError(f"{type(self).__name__} cannot reorder")
 
-    def reordered(self, index):
+    def reordered(self, index: Index) -> Any:
         """A copy in which row b is this one's row index[b]."""
         copy = self.fork()
         copy.reorder(index)
@@ -119,12 +126,12 @@ class LayerCapabilities(FirstNames):
         """The tensors that `restore` needs to rebuild this layer: {name: tensor}."""
         raise UnsupportedError(f"{type(self).__name__} cannot be saved")
 
-    def restore(self, state: dict):
+    def restore(self, state: dict) -> None:
         """Take over what `state` returned."""
         raise UnsupportedError(f"{type(self).__name__} cannot be loaded")
 
 
-class CacheCapabilities(FirstNames):
+class CacheCapabilities(FirstNames, list):
     """Of the whole cache, a list of layers."""
 
     renamed = {"rollback": "max_rollback", "asked": "requested_capacity", "asked_rows": "requested_rows"}
@@ -156,14 +163,14 @@ class CacheCapabilities(FirstNames):
         """The longest guess that can be appended and truncated as if it had never been there; None = any."""
         return self[0].max_rollback if self else None
 
-    def reuse(self, tokens) -> int:
+    def reuse(self, tokens: Sequence[int]) -> int:
         """How many leading tokens of a prompt this empty cache already knows; a cache that shares nothing: none."""
         return 0
 
-    def remember(self, tokens):
+    def remember(self, tokens: Sequence[int]) -> None:
         """These tokens are in the cache now; a cache that shares prefixes takes note."""
 
-    def copy(self):
+    def copy(self) -> Any:
         return self.fork()
 
     def __copy__(self):
@@ -172,7 +179,7 @@ class CacheCapabilities(FirstNames):
     def __deepcopy__(self, memo):
         return self.fork()
 
-    def made_like(self, other):
+    def made_like(self, other: "CacheCapabilities") -> Any:
         """Take over what make_cache wrote on another cache, and the ids it was saved with."""
         for name in ("name", "options", "requested_capacity", "requested_rows", "tokens"):
             setattr(self, name, getattr(other, name))
@@ -180,7 +187,7 @@ class CacheCapabilities(FirstNames):
             mine.expected = theirs.expected
         return self
 
-    def reorder(self, index):
+    def reorder(self, index: Index) -> None:
         """Row b of every layer becomes old row index[b]; the rows may repeat, and the batch may grow or shrink.
 
         All layers or none: until the last one is made, old and new rows are both in memory.
@@ -191,7 +198,7 @@ class CacheCapabilities(FirstNames):
             layers[-1].expected = layer.expected
         self[:], self.requested_rows = layers, len(index)  # in one line: no layer is ahead of another
 
-    def save(self, path, tokens=(), model_fingerprint: str = ""):
+    def save(self, path: str | os.PathLike, tokens: Sequence = (), model_fingerprint: str = "") -> None:
         """Write keys and values as safetensors, with the config, the tokens and a checksum; replaces `path` atomically.
 
         `tokens` (the ids that are in the cache; for several rows one list for all, or one each) and
@@ -200,7 +207,8 @@ class CacheCapabilities(FirstNames):
         saving.save(self, path, tokens, model_fingerprint)
 
     @classmethod
-    def load(cls, path, config, model_fingerprint: str = "", device="cpu", **options):
+    def load(cls, path: str | os.PathLike, config: Config, model_fingerprint: str = "",
+             device: str | torch.device = "cpu", **options: Any) -> Any:  # fmt: skip
         """Rebuild a saved cache. Refuses another config, other weights, an edited or a truncated file, saying which.
 
         The ids that were saved with it are in `.tokens` of the result. `options` may say where the bytes go (a page
