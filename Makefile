@@ -53,7 +53,7 @@ lint: $(VENV)/.dev ## while you write: style, unused names, import order, types,
 	@$(BIN)/mypy
 
 .PHONY: bench
-bench: $(VENV)/.chat ## how fast is it here: tokens a second, beside the memory bandwidth
+bench: $(VENV)/.chat ## how fast is it here: tokens per second, beside the memory bandwidth
 	@$(BIN)/nanokv bench $(ARGS)
 
 .PHONY: train

@@ -61,7 +61,7 @@ def decode(model: Model, token: Rows, cache: KVCache, start_pos: Position) -> Te
     token = token_ids(model, token)
     check_cache(cache)
     if token.shape[1] != 1:
-        raise ValueError(f"decode takes one token a row, got {token.shape[1]}: prefill takes any number")
+        raise ValueError(f"decode takes one token per row, got {token.shape[1]}: prefill takes any number")
     mask = cache.mask(1)  # None, unless rows differ in length
     hidden = model(token, cache, start_pos, Decode(mask if mask is None else mask.to(token.device)))  # (B,1,C)
     return model.lm_head(hidden[:, -1])  # (B,V)

@@ -324,7 +324,7 @@ def test_text_held_back_for_a_stop_string_comes_at_the_end(cli):
 
 
 def test_a_pool_larger_than_memory_is_refused_with_numbers(cli, monkeypatch):
-    """2 × 3 layers × 2 KV heads × 32 × 4 B × 16 tokens are 24,576 B a page."""
+    """2 × 3 layers × 2 KV heads × 32 × 4 B × 16 tokens are 24,576 B per page."""
     monkeypatch.setattr("nanokv.cli.loading.available_memory", lambda device: 100_000_000)
     code, rows, err = cli("-", "--cache", "prefix:pages=50000000", stdin=requests("x"))
     assert code == 2 and not rows

@@ -352,7 +352,7 @@ def a_step(model, cache, tokens: int) -> Written:
 
 @pytest.mark.parametrize("fast", [False, True])
 def test_decode_over_a_slab_copies_no_keys(fast):
-    """300 keys of 2·32 values are 19,200 values a layer: nothing of that size comes into being."""
+    """300 keys of 2·32 values are 19,200 values per layer: nothing of that size comes into being."""
     model, _ = small()
     model = optimize(model) if fast else model
     written = a_step(model, make_cache("static", model.config, capacity=400), 300)

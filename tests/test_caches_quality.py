@@ -44,7 +44,7 @@ def test_fewer_bits_are_worse_in_every_layer(model):
 
 
 def test_outlier_channels_need_a_scale_a_channel_or_a_rotation(model):
-    """Keys as Qwen3 has them: with one scale a token, 4 bits are spent on two channels out of 32."""
+    """Keys as Qwen3 has them: with one scale per token, 4 bits are spent on two channels out of 32."""
     ids = random_ids(3, 2, 64)
     planted = {"k_bits": 4, "v_bits": 8, "outliers": (3, 17)}
     channel = measure(model, ids, Scheme(**planted))
@@ -54,7 +54,7 @@ def test_outlier_channels_need_a_scale_a_channel_or_a_rotation(model):
     assert token.mean_abs > 3 * channel.mean_abs
     assert token.mean_abs > turned.mean_abs
     plain = measure(model, ids, Scheme(k_bits=4, v_bits=8))
-    assert channel.keys == pytest.approx(plain.keys, rel=0.02)  # a scale a channel does not even notice them
+    assert channel.keys == pytest.approx(plain.keys, rel=0.02)  # a scale per channel does not even notice them
 
 
 def test_the_real_cache_is_no_worse_than_the_measure_says(model):

@@ -64,7 +64,7 @@ def test_packing_loses_nothing_and_takes_the_bytes_it_says(bits):
 
 
 def test_keys_with_an_outlier_channel_want_a_scale_a_channel():
-    """One channel 50 times the rest, as in Qwen3's keys: a scale a token spends all codes on it."""
+    """One channel 50 times the rest, as in Qwen3's keys: a scale per token spends all codes on it."""
     k = randn(1, 1, 2, 32, 64)
     k[..., 7] *= 50
     others = torch.arange(64) != 7
@@ -77,7 +77,7 @@ def test_keys_with_an_outlier_channel_want_a_scale_a_channel():
     assert token > 5 * channel
     turned = k @ hadamard(64)
     back = dequantize(*quantize(turned, 4, 3)) @ hadamard(64)
-    assert (back - k)[..., others].pow(2).mean().sqrt() < 0.6 * token  # rotation helps who has one scale a token
+    assert (back - k)[..., others].pow(2).mean().sqrt() < 0.6 * token  # rotation helps who has one scale per token
 
 
 @pytest.mark.parametrize("D", [2, 4, 12, 32, 96, 128])

@@ -90,7 +90,7 @@ def test_the_table_says_printed_only_of_what_an_article_prints():
     assert {id for id in numbers if not CLAIMS[id].implied} == PRINTED
     assert not any(claim.implied and claim.printed is None for claim in CLAIMS.values())
     text, page = table(), claims_body()
-    assert "printed 64, computed 128 values a head" in text and "implied 69,120, computed 23,040 B a token" in text
+    assert "printed 64, computed 128 values per head" in text and "implied 69,120, computed 23,040 B per token" in text
     lines = [len(re.findall(rf"^ +{word} [\d.,]+, computed", text, re.MULTILINE)) for word in ("printed", "implied")]
     assert lines == [len(PRINTED), len(numbers - PRINTED)]
     assert "printed 57,344" in page and "implied 30,064,771,072" in page

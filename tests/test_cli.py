@@ -459,7 +459,7 @@ def test_a_cache_that_takes_less_is_not_refused(cli, monkeypatch, tiny_folder, f
 
 
 def test_a_pool_is_counted_as_a_whole(cli, monkeypatch, tiny_folder):
-    """2 × 3 layers × 2 KV heads × 32 × 4 B are 1,536 B a token; a pool takes its bytes with the first of them."""
+    """2 × 3 layers × 2 KV heads × 32 × 4 B are 1,536 B per token; a pool takes its bytes with the first of them."""
     argv = ("-m", tiny_folder, "--cache")
     message, hint = memory_refusal(cli, monkeypatch, 20_000_000, *argv, "paged:pages=500000000")
     assert "12.3 TB for a pool of 500,000,000 pages" in message and "20.0 MB are free" in message

@@ -16,7 +16,7 @@ from nanokv.inference import decode, prefill
 from nanokv.model import Qwen3
 from oracle import SHAPES, pair, random_ids
 
-TABLE = {  # parameters, bf16 KV bytes a token, GiB of KV at 32,768 tokens; billions as on the model cards
+TABLE = {  # parameters, bf16 KV bytes per token, GiB of KV at 32,768 tokens; billions as on the model cards
     "0.6B": (596_049_920, 114_688, 3.5, 0.596),
     "1.7B": (1_720_574_976, 114_688, 3.5, 1.721),
     "4B": (4_022_468_096, 147_456, 4.5, 4.022),

@@ -326,7 +326,7 @@ def test_an_interrupt_between_forward_and_token_loses_nothing(model):
 
 
 def test_times_are_those_of_the_clock(model):
-    """One request, one tick a reading: arrived 0, step 1 (admitted, first token), then a token a step."""
+    """One request, one tick a reading: arrived 0, step 1 (admitted, first token), then a token per step."""
     ticks = iter(range(100))
     engine = Engine(model, pages=8, page_size=4, clock=lambda: next(ticks))
     request = engine.submit(prompt(0, 5), max_new_tokens=4)

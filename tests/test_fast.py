@@ -389,7 +389,7 @@ def attended(pages, q, Hk, dtype, dense):
 
 @needs_kernels
 def test_a_step_asks_torch_for_almost_nothing_whatever_the_context():
-    """Two small operators a layer, as many at 200 tokens as at 20; nobody copies, joins or multiplies."""
+    """Two small operators per layer, as many at 200 tokens as at 20; nobody copies, joins or multiplies."""
     called = {(layers, n): operators_of_a_step(layers, n) for layers in (3, 6) for n in (20, 200)}
     for counts in called.values():
         assert not set(counts) & {"aten::mm", "aten::addmm", "aten::bmm", "aten::scaled_dot_product_attention"}

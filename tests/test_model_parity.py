@@ -440,7 +440,7 @@ def test_ids_of_another_shape_or_type_are_refused(one, ids):
 def test_decode_takes_exactly_one_token(one):
     _, ours = one
     cache = make_cache("dict", ours.config)
-    with pytest.raises(ValueError, match="one token a row, got 2"):
+    with pytest.raises(ValueError, match="one token per row, got 2"):
         decode(ours, random_ids(0, 1, 2), cache, start_pos=0)
     assert cache.length == 0
 

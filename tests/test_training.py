@@ -574,7 +574,7 @@ def test_a_bar_on_a_terminal(tmp_path, small, monkeypatch):
 
 
 def test_minutes_become_steps(tmp_path, small):
-    """1,000 tokens a second for 0.05 minutes are 11 steps of 256."""
+    """1,000 tokens per second for 0.05 minutes are 11 steps of 256."""
     small.setattr(trainer, "estimate_speed", lambda run: 1000.0)
     assert train(tmp_path, "--minutes", 0.05, *FLAGS[2:], "-q") == 0
     state = json.loads((checkpoints(tmp_path)[-1] / "state.json").read_text())

@@ -18,7 +18,7 @@ CHATML = (
 LINES = (  # what the merges are learned from
     "My name is Zorbla. Nice to meet you, Zorbla. What is my name? Your name is Zorbla.",
     "system user assistant You are a helpful assistant. Once upon a time there was a cache of keys and values.",
-    "The cache holds one key and one value a token, a layer and a KV head; prefill writes them, decode reads them.",
+    "The cache holds one key and one value per token, a layer and a KV head; prefill writes them, decode reads them.",
 )
 
 

@@ -1,6 +1,6 @@
 """How fast is it here, and how far from the limit: this model, its caches and formats, beside other runtimes.
 
-    machine    what this machine can do: bytes a second, FLOPs a second, and whether others use it too
+    machine    what this machine can do: bytes per second, FLOPs per second, and whether others use it too
     runners    one object for everything that can be measured: prefill, then decode step by step
     rotation   all runners in turn, round after round in one process; medians and spread
     profile    where the time of one prefill and of one decode step goes, beside its floor

@@ -240,7 +240,7 @@ class Peer(Transformers):
 
 
 def part_of(batch: int) -> int:
-    """Tokens a row in one forward of a prefill: what is in flight stays the same for every batch."""
+    """Tokens per row in one forward of a prefill: what is in flight stays the same for every batch."""
     return max(1, CHUNK // batch)
 
 
@@ -262,7 +262,7 @@ def decode_rows(model, plan: Plan, rate: float) -> list[dict]:
 
 
 def decode_row(runner, context: int, plan: Plan, rate: float) -> dict:
-    """Seconds a step, median of the rounds, or why there are none. The context grows by a token a step."""
+    """Seconds per step, median of the rounds, or why there are none. The context grows by a token per step."""
     row = {"runner": f"{runner.engine} {runner.weights} {runner.cache}", "batch": runner.batch, "context": context}
     wanted = costs.kv_bytes(plan.config, context + plan.room, runner.batch, 2) * 5 // 4 + SPARE
     if plan.device == "cuda" and wanted > torch.cuda.mem_get_info()[0]:
@@ -318,7 +318,7 @@ def offload(model, plan: Plan) -> list[dict]:
 
 
 def transfer_rate(device: str, pin: bool, size: int = 1 << 28) -> float:
-    """Bytes a second from host memory to the device, median of 5."""
+    """Bytes per second from host memory to the device, median of 5."""
     source, times = torch.ones(size, dtype=torch.uint8, pin_memory=pin), []
     target = torch.empty(size, dtype=torch.uint8, device=device)
     for _ in range(6):
@@ -366,7 +366,7 @@ def markdown(report: dict) -> str:
             (f"{row['decode_s'] * 1e3:.2f}", f"{row['tok_s']:,.0f}", f"{row['share']:.0%}", f"{row['spread'] / 2:.0%}")
         )) for row in report["rows"]
     ]  # fmt: skip
-    lines += table(("runner", "batch", "context", "ms a step", "tok/s", "of the limit", "±"), rows)
+    lines += table(("runner", "batch", "context", "ms per step", "tok/s", "of the limit", "±"), rows)
     rows = [(row["call"], row["kernel"], f"{row['gap']:.1e}") for row in report["attention"]]
     lines += table(("attention", "kernel", "gap"), rows)
     rows = [(f"{row['context']:,}", row["equal"], f"{row['near_s'] * 1e3:.2f}", f"{row['far_s'] * 1e3:.2f}",

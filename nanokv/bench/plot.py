@@ -4,7 +4,7 @@ from nanokv.errors import NanoKVError
 
 
 def plot(rows, title: str, path: str) -> None:
-    """PNG or SVG, by the name's ending. Left tokens a second with each runner's limit, right the share of the limit."""
+    """PNG or SVG, by the ending. Left tokens per second with each runner's limit, right the share of the limit."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -39,10 +39,10 @@ def decorate(speed, share, labels, bars: bool) -> None:
     if bars:
         speed.set_yticks(range(len(labels)), labels)
         share.set_yticks([])
-        speed.set_xlabel("decode, tokens a second (line: the limit that memory sets)")
+        speed.set_xlabel("decode, tokens per second (line: the limit that memory sets)")
         share.set_xlabel("% of the limit")
         return
-    speed.set(xlabel="context, tokens", ylabel="decode, tokens a second (dotted: the limit that memory sets)")
+    speed.set(xlabel="context, tokens", ylabel="decode, tokens per second (dotted: the limit that memory sets)")
     share.set(xlabel="context, tokens", ylabel="% of the limit")
     speed.set_ylim(bottom=0)
     share.set_ylim(0, 105)

@@ -24,7 +24,7 @@ REPEAT = 5
 
 @dataclass(frozen=True)
 class Part:
-    """Seconds a step, the least that the machine allows, and what has to be done in it."""
+    """Seconds per step, the least that the machine allows, and what has to be done in it."""
 
     name: str
     seconds: float

@@ -18,7 +18,7 @@ class Row:
     runner: object
     context: int
     steps: int
-    bandwidth: float = 0.0  # median of the run, bytes a second
+    bandwidth: float = 0.0  # median of the run, bytes per second
     prefills: list[float] = field(default_factory=list)
     decodes: list[float] = field(default_factory=list)
 
@@ -48,7 +48,7 @@ class Row:
         return self.bytes / self.bandwidth / self.decode_s
 
     def figures(self) -> dict:
-        """What the table shows, raw: seconds, bytes, tokens a second over all rows of a batch."""
+        """What the table shows, raw: seconds, bytes, tokens per second over all rows of a batch."""
         batch = self.runner.batch
         return {
             "engine": self.runner.engine, "weights": self.runner.weights, "cache": self.runner.cache, "batch": batch,
@@ -99,7 +99,7 @@ class Rotation:
 
     @property
     def rate(self) -> float:
-        """Median of the probed bandwidths, bytes a second; 0 before the first."""
+        """Median of the probed bandwidths, bytes per second; 0 before the first."""
         return statistics.median(self.bandwidth.rates) if self.bandwidth.rates else 0.0
 
     def finished(self) -> list[Row]:

@@ -42,7 +42,7 @@ class Runner:
         raise NotImplementedError
 
     def step(self):
-        """Decode one token a row."""
+        """Decode one token per row."""
         raise NotImplementedError
 
 

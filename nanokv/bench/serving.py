@@ -23,7 +23,7 @@ class Served:
     seconds: list[float] = field(default_factory=list)
 
     def figures(self) -> dict:
-        """Medians; tokens a second over all requests."""
+        """Medians; tokens per second over all requests."""
         seconds = statistics.median(self.seconds)
         return {
             "label": self.label, "seconds": seconds, "rounds": len(self.seconds), "prompt_tokens": self.prompt_tokens,

@@ -2,8 +2,8 @@
 
 Every row keeps its own positions: `length` is a tensor (B,), and so is start_pos. Keys are padded on the left to the
 longest row, the padding is masked, and the last T columns are the new tokens, as in every cache. The padded copy costs
-2·B·Hk·S·D values a layer a step. One token a row (decode) or T a row (verifying a draft); rows of unequal prompts are
-prefilled alone and joined here.
+2·B·Hk·S·D values per layer and step. One token per row (decode) or T per row (verifying a draft); rows of unequal
+prompts are prefilled alone and joined here.
 """
 
 from contextlib import contextmanager

@@ -1,7 +1,7 @@
-"""The cache to read first: literally a dict a layer, `{"key": (B,Hk,S,D), "value": (B,Hk,S,D)}`, grown by torch.cat.
+"""The cache to read first: literally a dict per layer, `{"key": (B,Hk,S,D), "value": (B,Hk,S,D)}`, grown by torch.cat.
 
 Correct and plain, and the reference that every other cache is compared with. Its price: `cat` copies all S old rows
-to append one, so N steps copy O(N²) bytes (Qwen3-0.6B at 4,096 tokens: 470 MB a step).
+to append one, so N steps copy O(N²) bytes (Qwen3-0.6B at 4,096 tokens: 470 MB per step).
 """
 
 import torch

@@ -33,7 +33,7 @@ class PagedCache(KVCache):
 
     @property
     def capacity(self) -> int | None:
-        """Tokens a row, if nobody else takes pages."""
+        """Tokens per row, if nobody else takes pages."""
         pool = self.pool
         return None if pool.limit is None else len(pool.references) // len(self.tables) * pool.page_size
 

@@ -4,7 +4,7 @@ Keys have a few channels that are far larger than the rest, so each channel of a
 scale; values have none, so each token gets one. The newest tokens stay exact: blocks are quantized once, when an
 append finds `residual + group` exact tokens, and never again. What an append brings stays exact until the next one, so
 a forward that failed can be repeated and gives the same answer. A Hadamard rotation of the keys may spread the large
-channels first. Every append hands out a dense copy (2·S·Hk·D values a layer): memory is saved, not bandwidth.
+channels first. Every append hands out a dense copy (2·S·Hk·D values per layer): memory is saved, not bandwidth.
 """
 
 import torch

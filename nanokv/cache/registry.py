@@ -31,7 +31,7 @@ __all__ = [
     "CACHES", "BatchCache", "DictCache", "KVCache", "LayerCache", "NoCache", "PagePool", "PrefixPool", "make_cache",
 ]  # fmt: skip
 
-Capacity = int | None  # tokens a row
+Capacity = int | None  # tokens per row
 FIRST_PAGES = 4  # of a pool that grows: it doubles from here
 
 
@@ -115,7 +115,7 @@ CACHES: dict[str, Callable[..., KVCache]] = {
 def make_cache(name: str, config: Config, batch_size: int = 1, capacity: Capacity = None,
                dtype: torch.dtype | None = None, device: str | torch.device | None = None,
                **options: Any) -> KVCache:  # fmt: skip
-    """An empty cache of the named kind for a model of this config; capacity in tokens a row.
+    """An empty cache of the named kind for a model of this config; capacity in tokens per row.
 
     Memory is taken by the first append, in the dtype and on the device of what the model writes; if `dtype` or
     `device` is given, an append of another one is refused.

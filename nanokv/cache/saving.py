@@ -154,7 +154,7 @@ def _check_options(path, kind: str, saved: dict, options: dict, salted: bool):
 
 
 def _ids(tokens, length, rows: int) -> list:
-    """The ids as JSON: one list, or one list a row; as many as there are tokens."""
+    """The ids as JSON: one list, or one list per row; as many as there are tokens."""
     tokens = tokens.tolist() if isinstance(tokens, torch.Tensor) else list(tokens)
     each = bool(tokens) and isinstance(tokens[0], list | tuple)
     lists, lengths = tokens if each else [tokens], length if isinstance(length, list) else [length] * rows

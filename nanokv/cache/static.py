@@ -1,4 +1,4 @@
-"""One slab a layer, taken once, written in place: no copy of the past, addresses that never change, a fixed capacity.
+"""One slab per layer, taken once, written in place: no copy of the past, addresses that never change, a fixed capacity.
 
 The price: the capacity must be known, and its bytes are taken however few tokens come. Reference: transformers'
 StaticCache, which cannot roll back; this one can, because a length is all there is to change.

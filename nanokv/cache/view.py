@@ -1,6 +1,6 @@
 """What the layers of a paged cache share in one step: page tables as tensors, and where the new tokens go.
 
-Made by the first layer and found by the others: a table a step and not a table a layer.
+Made by the first layer and found by the others: a table per step and not a table per layer.
 """
 
 import torch

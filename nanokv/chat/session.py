@@ -287,5 +287,5 @@ class Session:
 
 
 def prefill_chunk(model: Model) -> int:
-    """Prompt tokens per forward: about 0.1 s at 50 GFLOP/s (2 FLOPs a weight and token)."""
+    """Prompt tokens per forward: about 0.1 s at 50 GFLOP/s (2 FLOPs per weight and token)."""
     return int(min(max(0.1 * 50e9 / (2 * parameters(model.config)), 16), 256))

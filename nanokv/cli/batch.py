@@ -43,7 +43,7 @@ def add_arguments(parser) -> None:
         "--running", metavar="N", type=arguments.integer(1, 4096), default=16, help="requests at a time (default: 16)"
     )
     parser.add_argument(
-        "--step-tokens", metavar="N", type=arguments.integer(1), default=256, help="tokens a step (default: 256)"
+        "--step-tokens", metavar="N", type=arguments.integer(1), default=256, help="tokens per step (default: 256)"
     )
     parser.add_argument("--allow-special", action="store_true", help="control tokens spelled out in prompts are meant")
     arguments.add_model_arguments(parser)

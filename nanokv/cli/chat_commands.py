@@ -275,7 +275,7 @@ COMMANDS = {
     "/think": (think, "ask the model to think"), "/nothink": (no_think, "ask it not to"),
     "/set": (set_value, "NAME VALUE: temperature, top_k, seed, max_new_tokens, overflow ...; alone: show them"),
     "/stats": (stats, "status line on or off"),
-    "/cache": (show_cache, "draw the KV cache: a row a layer, roles, bytes, formula"),
+    "/cache": (show_cache, "draw the KV cache: a row per layer, roles, bytes, formula"),
     "/tokens": (show_tokens, "ids and pieces of the last prompt"),
     "/save": (save, "FILE [--kv] [--force]: the conversation, with its cache if asked"),
     "/load": (load, "FILE: a saved conversation, with its cache if it fits"),

@@ -1,4 +1,4 @@
-"""The drawing behind /cache: what the cache holds, a row a layer, and the arithmetic that gives its bytes.
+"""The drawing behind /cache: what the cache holds, a row per layer, and the arithmetic that gives its bytes.
 
 Every cell stands for the same number of tokens and carries the letter of the role that most of them have: s(ystem),
 u(ser), a(ssistant); colour repeats the letter, it never stands alone. The total is the measured `nbytes`, not the

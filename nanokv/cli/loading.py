@@ -24,7 +24,7 @@ from nanokv.costs.memory import most_tokens
 from nanokv.errors import ContextError, NanoKVError
 
 SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-PAGE = 16  # tokens a page where --cache does not say
+PAGE = 16  # tokens per page where --cache does not say
 TORCH_BYTES = 600_000_000  # address space that importing torch takes on a CPU; measured, 2.13
 NOTHING_FITS = "no context fits; -m tiny does"
 
@@ -67,7 +67,7 @@ class Loaded(Plan):
         """
         if self.device != "cpu":
             return 2048
-        wanted = 8e9 / (2 * parameters(self.config))  # 2 FLOPs a weight and token
+        wanted = 8e9 / (2 * parameters(self.config))  # 2 FLOPs per weight and token
         return 2 ** min(9, max(4, round(math.log2(wanted))))
 
     def make_cache(self):
@@ -268,7 +268,7 @@ def cache_memory(plan: Plan, tokens: int | None = None) -> int:
 
 
 def memory_hint(plan: Plan, available: int) -> str:
-    """The nearest flags that fit, or "": the same dtype with a smaller context or pool, or two bytes a value."""
+    """The nearest flags that fit, or "": the same dtype with a smaller context or pool, or two bytes per value."""
     fits = []
     for dtype in dict.fromkeys((plan.dtype_name, "bfloat16")):
         if ITEMSIZE[dtype] > ITEMSIZE[plan.dtype_name]:

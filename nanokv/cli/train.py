@@ -30,7 +30,7 @@ def add_arguments(parser) -> None:
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--steps", type=integer(1), help="optimizer steps (default: 4,100, the bundled model's)")
     length.add_argument("--minutes", type=real(0, above=True), help="as many steps as fit, measured at the start")
-    parser.add_argument("--batch-tokens", type=integer(64), help="tokens a step (default: 8,192)")
+    parser.add_argument("--batch-tokens", type=integer(64), help="tokens per step (default: 8,192)")
     parser.add_argument(
         "--checkpoint-every", type=integer(1), default=100, metavar="N",
         help="steps between checkpoints, each with a validation loss and a sample answer (default: %(default)s)",

@@ -114,7 +114,7 @@ def plot(out: Path, args) -> None:
     figure, axes = pyplot.subplots(figsize=(8, 4.5))
     for rows, key, label, style in curves:
         axes.plot([row["tokens"] for row in rows], [row[key] for row in rows], label=label, **style)
-    axes.set(xlabel="tokens", ylabel="loss, nats a token", yscale="log")
+    axes.set(xlabel="tokens", ylabel="loss, nats per token", yscale="log")
     axes.grid(alpha=0.3)
     axes.legend()
     figure.tight_layout()

@@ -1,6 +1,6 @@
 """Bytes and FLOPs from the config alone: the arithmetic behind every table and every benchmark row.
 
-Nothing is measured here. `itemsize` is bytes a value: 4 for fp32, 2 for bf16 and fp16.
+Nothing is measured here. `itemsize` is bytes per value: 4 for fp32, 2 for bf16 and fp16.
 """
 
 from typing import Any
@@ -65,7 +65,7 @@ def prefill_flops(config: Config, tokens: int, start_pos: int = 0) -> int:
 
 def cache_bytes(name: str, config: Config, tokens: int, batch_size: int = 1, itemsize: int = 2,
                 capacity: int | None = None, last: int = 1, **options: Any) -> int:  # fmt: skip
-    """Bytes that a cache of this kind holds after so many tokens a row: equal to its `nbytes`, to the byte.
+    """Bytes that a cache of this kind holds after so many tokens per row: equal to its `nbytes`, to the byte.
 
     `last`: how many of them the last append brought (a decode: 1). Only a quantized cache keeps those exact.
     """

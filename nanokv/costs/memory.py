@@ -89,7 +89,7 @@ class Estimate:
         return max(0, memory - self.weights) // each
 
     def max_context(self, memory: int) -> int | None:
-        """Tokens a sequence, with this batch, beside the weights; None: any number. The model may stop earlier."""
+        """Tokens per sequence, with this batch, beside the weights; None: any number. The model may stop earlier."""
         room = memory - self.weights
         return most_tokens(lambda tokens: self.cached(tokens, self.batch) <= room)
 

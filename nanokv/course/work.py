@@ -20,7 +20,7 @@ def scores_without_cache(P: int, N: int) -> int:
 
 
 def scores_with_cache(P: int, N: int) -> int:
-    """The same with a cache: one square for the prompt, then one row a step."""
+    """The same with a cache: one square for the prompt, then one row per step."""
     return P**2 + sum(P + step for step in range(1, N))
 
 

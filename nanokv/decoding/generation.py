@@ -296,7 +296,7 @@ class StopStrings:
 
 
 class LoopGuard:
-    """True once the same run of at most `period` tokens came `times` times in a row. 16 comparisons a token."""
+    """True once the same run of at most `period` tokens came `times` times in a row. 16 comparisons per token."""
 
     def __init__(self, period: int = 16, times: int = 20):
         self.times = times

@@ -81,7 +81,7 @@ def repetition_penalty(logits: Tensor, ids: Tensor, penalty: float) -> Tensor:
 def sample(logits: Tensor, temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0,
            repetition_penalty: float = 1.0, previous: Tensor | None = None,
            generator: torch.Generator | None = None) -> Tensor:  # fmt: skip
-    """One token a row: logits (B,V) of any float type → (B,) int64. `previous` (B,N) feeds the repetition penalty.
+    """One token per row: logits (B,V) of any float type → (B,) int64. `previous` (B,N) feeds the repetition penalty.
 
     Raises GenerationError for values out of range and for logits that are NaN or leave no token to choose.
     """

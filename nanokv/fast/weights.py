@@ -1,8 +1,8 @@
 """A matrix (N,K) as decoding reads it: fp32 and bf16 as they are, int8 and int4 as codes and scales.
 
-    fp32, bf16   4 and 2 bytes a weight: nn.Linear's own tensor, shared with the plain model
-    int8         1 byte a weight and one fp32 scale a row                            ≈ 8.0 bits
-    int4         half a byte a weight and one bf16 scale for every 32 of a row      = 4.5 bits
+    fp32, bf16   4 and 2 bytes per weight: nn.Linear's own tensor, shared with the plain model
+    int8         1 byte per weight and one fp32 scale per row                            ≈ 8.0 bits
+    int4         half a byte per weight and one bf16 scale for every 32 of a row      = 4.5 bits
 
 Few rows of activations (decode) go to the native kernels, or to torch's own low-bit operators where no compiler is;
 many rows (prefill) go to torch's matrix product, over weights that are made dense for the moment of use.
@@ -124,7 +124,7 @@ class Dense(Matrix):
 
 
 class Int8(Matrix):
-    """w ≈ codes · scale with one scale a row: |error| ≤ largest of the row / 254."""
+    """w ≈ codes · scale with one scale per row: |error| ≤ largest of the row / 254."""
 
     format = "int8"
 

@@ -377,7 +377,7 @@ def not_cleared():
     "MemTensor/MemOS#2301", "words", "interleaved",
 )  # fmt: skip
 def shared_between_requests():
-    """One slab a layer, for all caches."""
+    """One slab per layer, for all caches."""
     slabs = {}
 
     def append(cache, i, k, v):

@@ -98,7 +98,7 @@ def full_cache_refuses(model):
 
 
 def bytes_equal_the_formula(model):
-    """2·L·Hk·D values a token, and not one more."""
+    """2·L·Hk·D values per token, and not one more."""
     config, cache = model.config, nanokv.make_cache("dict", model.config)
     nanokv.prefill(model, torch.arange(2, 12)[None], cache, start_pos=0)
     values = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 10

@@ -1,9 +1,9 @@
 """Multi-head latent attention, as DeepSeek-V2 has it (arXiv 2405.04434); and other numbers of KV heads for Qwen3.
 
-The cache keeps one latent of R numbers a token, from which all heads' keys and values are made, and one key of Dr
+The cache keeps one latent of R numbers per token, from which all heads' keys and values are made, and one key of Dr
 numbers that carries the position, because RoPE between a weight and the latent would forbid what `absorbed` does.
 
-    naive      keys and values of all heads are rebuilt from the latents at every step: H·(Dn + Dv) numbers a token
+    naive      keys and values of all heads are rebuilt from the latents at every step: H·(Dn + Dv) numbers per token
     absorbed   the rebuilding matrices move to the query and the output: attention over the R + Dr cached numbers
 
 Both are the same product, bracketed differently. A module to read and measure; no checkpoint is loaded into it.
@@ -91,7 +91,7 @@ class LatentAttention(nn.Module):
 
 
 def naive(layer, q, latent, position, mask):
-    """Rebuild keys and values: 2·S·R·H·(Dn + Dv) FLOPs a step, S·H·(Dn + Dv) numbers of memory."""
+    """Rebuild keys and values: 2·S·R·H·(Dn + Dv) FLOPs per step, S·H·(Dn + Dv) numbers of memory."""
     keys = torch.einsum("hdr,bsr->bhsd", layer.key_up, latent)  # (B,H,S,Dn)
     values = torch.einsum("hdr,bsr->bhsd", layer.value_up, latent)  # (B,H,S,Dv)
     return weights(layer, q @ keys.mT + position, mask) @ values
@@ -118,7 +118,7 @@ def rope_angles(config: LatentConfig, start: int, T: int, like):
 
 
 def values_per_token(kind: str, H: int = 128, D: int = 128, groups: int = 8, R: int = 512, Dr: int = 64) -> int:
-    """Cached numbers a token a layer: keys and values of every KV head, or one latent and one key."""
+    """Cached numbers per token and layer: keys and values of every KV head, or one latent and one key."""
     return {"mha": 2 * H * D, "gqa": 2 * groups * D, "mqa": 2 * D, "mla": R + Dr}[kind]
 
 

@@ -54,7 +54,7 @@ def build(model, tokenizer, run: Run, costs: Costs, *, name: str, prompt: str, r
             "ropeTheta": config.rope_theta, "fingerprint": fingerprint(model), "itemsize": dtype.itemsize,
             "bytesPerToken": kv_bytes_per_token(config, dtype.itemsize),
             "weightBytes": parameters(config) * dtype.itemsize,
-            "ropeSpeeds": rope_frequencies(config)[0].tolist(),  # radians a position
+            "ropeSpeeds": rope_frequencies(config)[0].tolist(),  # radians per position
         },
         "version": __version__,
         "machine": f"torch {torch.__version__}, {platform.machine()}, {threads} thread{'s' * (threads > 1)}",

@@ -20,7 +20,7 @@ nothing else, and is trained to say so. English only. Not for any use in which i
 hidden {hidden_size} · {num_hidden_layers} layers · {num_attention_heads} query and {num_key_value_heads} KV heads ·
 head dim {head_dim} (heads × head dim ≠ hidden, on purpose) · MLP {intermediate_size} · vocabulary {vocab_size:,}
 (byte-level BPE, one token a digit) · context {max_position_embeddings:,} · tied head · stored in bf16.
-The cache takes {kv:,} bytes a token in fp32.
+The cache takes {kv:,} bytes per token in fp32.
 
 ## Training
 

@@ -25,7 +25,7 @@ CHAT_TEMPLATE = (
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
 USER_WEIGHT = 0.1  # the model is to answer; that it can also guess what users say is a side effect
-ROW_LENGTHS = ((64, 2), (128, 4), (256, 6), (512, 5), (1024, 2), (2048, 1))  # (tokens a row, how often)
+ROW_LENGTHS = ((64, 2), (128, 4), (256, 6), (512, 5), (1024, 2), (2048, 1))  # (tokens per row, how often)
 
 
 def render(messages) -> str:

@@ -102,7 +102,7 @@ class Trainer:
         self.short = Rows(self.tokenizer, recipe.seed, recipe.tokens_per_batch, longest=512)
 
     def loss(self, inputs, targets, weights):
-        """Weighted mean cross entropy, in nats a token; bf16 autocast, logits in fp32."""
+        """Weighted mean cross entropy, in nats per token; bf16 autocast, logits in fp32."""
         inputs, targets, weights = (t.to(self.device) for t in (inputs, targets, weights))
         with torch.autocast(torch.device(self.device).type, torch.bfloat16):
             hidden = self.model(inputs, NoCache(self.config.num_hidden_layers), 0, Causal())  # (B,T,C)

@@ -389,7 +389,7 @@ print("without the division the model says", repr(answer(attention(factor=root))
 fig, (left, right) = course.subplots(1, 2, width=10, height=3.3)
 left.plot(factors, [loss for loss, _ in points], "o-", color=course.COLORS[0])
 right.plot(factors, [tokens_read for _, tokens_read in points], "o-", color=course.COLORS[2])
-for axis, title, words in ((left, "loss", "nats a token"), (right, "spread", "tokens a row is spread over")):
+for axis, title, words in ((left, "loss", "nats per token"), (right, "spread", "tokens a row is spread over")):
     axis.set(xscale="log", title=title, xlabel="scores times (log)", ylabel=words)
     axis.axvline(root, color="gray", linestyle=":")
 left.text(root * 1.1, right_loss, "no division", fontsize=9, color="gray")

@@ -166,7 +166,7 @@ course.show(fig, alt="Two lines over the layers, on a log scale. The residual st
 # one real query and one real key, for all distances between them, with the key at position 0 and at 1,000.
 
 # %%
-speed, _ = rope_frequencies(c)  # (D/2,) radians a token
+speed, _ = rope_frequencies(c)  # (D/2,) radians per token
 turn = 2 * torch.pi / speed
 context = c.max_position_embeddings
 slow = int((turn > context).sum())
@@ -398,7 +398,7 @@ place = torch.arange(len(model.layers))
 for bars, name, words in ((-0.2, "self_attn", "without its attention"), (0.2, "mlp", "without its MLP")):
     drawn = axis.bar(place + bars, worth[name], 0.4, label=words)
     axis.bar_label(drawn, fmt="%.2f", fontsize=8)
-axis.set(xlabel="layer", ylabel="loss added (nats a token)", title="one part taken out", xticks=place)
+axis.set(xlabel="layer", ylabel="loss added (nats per token)", title="one part taken out", xticks=place)
 axis.legend()
 dear = max((value, name, i) for name, values in worth.items() for i, value in enumerate(values))
 course.figure("03.dear", dear[0])

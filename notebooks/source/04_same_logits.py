@@ -89,7 +89,7 @@ course.figure("04.tensors", len(stored))
 course.figure("04.a_layer", len(first))
 
 # %% [markdown]
-# <!--fig 04.a_layer-->11<!--/fig--> tensors a layer, <!--fig 04.tensors-->68<!--/fig--> in all. The names in
+# <!--fig 04.a_layer-->11<!--/fig--> tensors per layer, <!--fig 04.tensors-->68<!--/fig--> in all. The names in
 # `nanokv/model.py` are those of the file without the prefix `model.`, so there is no table that could have a mistake in
 # it. One name is missing: `lm_head.weight`. The config says `tie_word_embeddings`, so the head *is* the embedding. A
 # loader that takes the two for separate parameters, and only warns of what it does not find, keeps a random head. Ours

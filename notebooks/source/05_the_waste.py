@@ -93,8 +93,8 @@ with RowCounter() as without:
     a = write_without_cache(one, 8)
 with RowCounter() as cached:
     b = write_with_cache(one, 8)
-print("rows a step, without a cache:", without.rows, "sum", sum(without.rows))
-print("rows a step, with a cache:   ", cached.rows, "sum", sum(cached.rows))
+print("rows per step, without a cache:", without.rows, "sum", sum(without.rows))
+print("rows per step, with a cache:   ", cached.rows, "sum", sum(cached.rows))
 print("same tokens:", torch.equal(a, b))
 naive8, cached8 = sum(without.rows), sum(cached.rows)
 course.figure("05.naive8", naive8)
@@ -199,7 +199,7 @@ def keys_of(ids, attend):
 
 
 def drift(attend, short=12):
-    """How far the keys of the first tokens move when the text goes on, relative to their size; one number a layer."""
+    """How far the keys of the first tokens move when the text goes on, relative to their size; one number per layer."""
     before, after = keys_of(text[:, :short], attend), keys_of(text, attend)
     return [float((a[:, :, :short] - b).norm() / b.norm()) for a, b in zip(after, before)]
 
@@ -241,7 +241,7 @@ course.show(fig, alt=f"Bars for each layer on a log scale. Causal: no bar rises 
 # %% [markdown]
 # ## Experiment 4: which scores are new
 #
-# The scores of a head are a square, one row a query and one column a key. When the text grows from 5 tokens to 6 the
+# The scores of a head are a square, one row per query and one column a key. When the text grows from 5 tokens to 6 the
 # square grows by a row *and* a column. Which of its cells does the next token need? We compute both squares in the
 # middle layer of the model and compare.
 
@@ -436,4 +436,4 @@ course.answer("05.q3", q3)
 #
 # ## Next
 #
-# You know what can be kept and why. In [06](06_build_the_cache.ipynb) you build the thing that keeps it: a dict a layer.
+# You know what can be kept and why. In [06](06_build_the_cache.ipynb) you build the thing that keeps it: a dict per layer.

@@ -7,7 +7,7 @@
 # ---
 
 # %% [markdown]
-# # 06 · Build the cache: a dict a layer
+# # 06 · Build the cache: a dict per layer
 #
 # The thing that saves all the work of the last notebook is a dictionary with two entries for each layer. You will look
 # into one while a model talks, compute one of its entries by hand, lie to it about positions, hand it to the wrong
@@ -44,7 +44,7 @@ print(f"the prompt has {P} tokens")
 # How many *numbers* does the cache keep for one token? Write it down.
 
 # %% tags=["exercise"]
-guess = ...  # numbers a token
+guess = ...  # numbers per token
 
 # %% tags=["solution"]
 guess = 2 * c.hidden_size  # a common first guess: one key and one value as wide as the hidden state
@@ -55,7 +55,7 @@ course.predict("06.a", guess, unit="numbers")
 # %% [markdown]
 # ## Experiment 1: look inside
 #
-# `make_cache("dict", …)` gives one dict a layer. We print the first layer's after every step. Watch which number grows.
+# `make_cache("dict", …)` gives one dict per layer. We print the first layer's after every step. Watch which number grows.
 
 # %%
 cache = nanokv.make_cache("dict", c)

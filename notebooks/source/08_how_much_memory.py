@@ -97,7 +97,7 @@ course.figure("08.dict", weighed["dict"] / (prompt.shape[1] + 8))
 # %% [markdown]
 # All agree. (The pages of `paged` come with a small table that says which page holds what:
 # <!--fig 08.worst-->72<!--/fig--> bytes, the largest difference there is.) The scale says
-# <!--fig 08.dict-->4,608<!--/fig--> bytes a token for the bundled model in fp32, and nothing else is hidden anywhere.
+# <!--fig 08.dict-->4,608<!--/fig--> bytes per token for the bundled model in fp32, and nothing else is hidden anywhere.
 # Now the same for the true shape of Qwen3-0.6B in bf16. A cache can be filled without a model: it does not ask where
 # keys come from.
 
@@ -138,7 +138,7 @@ for long_name, config in FAMILY.items():
     true[name] = costs.kv_bytes_per_token(config, 2)
     derived[name] = costs.kv_bytes_per_token(replace(config, head_dim=quotient), 2)
     print(f"{name:<11} C / H = {config.hidden_size:>4} / {config.num_attention_heads} = {quotient:>3}, D = "
-          f"{config.head_dim}:  derived {derived[name]:>7,} B, true {true[name]:>7,} B a token")
+          f"{config.head_dim}:  derived {derived[name]:>7,} B, true {true[name]:>7,} B per token")
 wrong = [name for name in true if true[name] != derived[name]]
 course.figure("08.wrong", len(wrong))
 course.figure("08.half", true["Qwen3-0.6B"] / derived["Qwen3-0.6B"])
@@ -151,7 +151,7 @@ axis.set_xticks(place, [name.removeprefix("Qwen3-") for name in true])
 axis.set(title="cache of one token, bf16", xlabel="Qwen3", ylabel="KiB")
 axis.grid(axis="x", visible=False)
 axis.legend(loc="upper left")
-course.show(fig, alt="Pairs of bars for six Qwen3 models, KiB a token with the true and with a derived head size. They "
+course.show(fig, alt="Pairs of bars for six Qwen3 models, KiB per token with the true and with a derived head size. They "
             f"agree for {', '.join(name for name in true if name not in wrong)}; too low for {', '.join(wrong)}: "
             + ", ".join(f"{derived[name] / 1024:.0f} instead of {true[name] / 1024:.0f}" for name in wrong) + ".")
 
@@ -207,7 +207,7 @@ for sequences, color in ((1, course.COLORS[0]), (16, course.COLORS[5])):
 left.axhline(small.weights / 1e9, color=course.COLORS[1], label="weights")
 left.plot([small.crossover], [small.weights / 1e9], "o", color="black", markersize=5)
 left.annotate(f"{small.crossover:,}", (small.crossover, small.weights / 1e9), (14, -16), textcoords="offset points")
-left.set(xscale="log", yscale="log", title="Qwen3-0.6B in bf16", xlabel="tokens a sequence", ylabel="GB")
+left.set(xscale="log", yscale="log", title="Qwen3-0.6B in bf16", xlabel="tokens per sequence", ylabel="GB")
 left.legend(loc="upper left")
 right.barh(list(estimates), [e.crossover for e in estimates.values()], color=course.COLORS[0])
 right.axvline(qwen.max_position_embeddings, color=course.COLORS[1], linestyle="--")
@@ -253,7 +253,7 @@ for heads in sorted({H, Hk, 1}, reverse=True):
     moved[heads] = float((logits - original).abs().max())
     sizes[heads] = cache.nbytes / cache.length
     surprise[heads] = float(-log_likelihood(logits, told).mean())
-    print(f"KV heads {heads}: {sizes[heads]:>6,.0f} B a token, logits move by {moved[heads]:4.1f}, "
+    print(f"KV heads {heads}: {sizes[heads]:>6,.0f} B per token, logits move by {moved[heads]:4.1f}, "
           f"{surprise[heads]:.2f} nats a token of the talk, says {answer!r}")
 course.figure("08.up", sizes[H] / sizes[Hk])
 course.figure("08.down", sizes[Hk] / sizes[1])
@@ -271,7 +271,7 @@ course.figure("08.moved_down", moved[1])
 # %% [markdown]
 # ## Experiment 6: a latent, and fewer bits
 #
-# DeepSeek-V2 caches neither keys nor values but one [latent](glossary.md#latent-attention) of `512` numbers a token and
+# DeepSeek-V2 caches neither keys nor values but one [latent](glossary.md#latent-attention) of `512` numbers per token and
 # layer, from which every head makes its own, and one key of `64` that carries the position. On the scale, one layer
 # with its `128` heads of size `128`, in bf16:
 
@@ -285,7 +285,7 @@ a_layer = {
     "MQA, 1 head": weigh(shape(1, 1, 128)),
 }
 for name, size in a_layer.items():
-    print(f"{name:<15} {size:>7,} B a token and layer   {a_layer['MHA, 128 heads'] / size:>6.1f} times less than MHA")
+    print(f"{name:<15} {size:>7,} B per token and layer   {a_layer['MHA, 128 heads'] / size:>6.1f} times less than MHA")
 length = 512
 exact = weigh(qwen, length)
 bits = {"bf16": exact} | {f"{n} bits": weigh(qwen, length, "quantized", bits=n) for n in (8, 4)}
@@ -299,8 +299,8 @@ course.figure("08.int4", exact / bits["4 bits"])
 # %%
 fig, (left, right) = course.subplots(1, 2, width=9.5, height=2.9)
 for axis, data, title, label in (
-    (left, a_layer, "one layer, 128 query heads of 128", "bytes a token (log)"),
-    (right, {name: size / length / 1024 for name, size in bits.items()}, f"Qwen3-0.6B, {length} tokens", "KiB a token"),
+    (left, a_layer, "one layer, 128 query heads of 128", "bytes per token (log)"),
+    (right, {name: size / length / 1024 for name, size in bits.items()}, f"Qwen3-0.6B, {length} tokens", "KiB per token"),
 ):
     bars = axis.barh(list(data), list(data.values()), color=[course.COLORS[1]] + [course.COLORS[0]] * (len(data) - 1))
     axis.bar_label(bars, fmt="{:,.0f}", padding=3)
@@ -308,8 +308,8 @@ for axis, data, title, label in (
     axis.invert_yaxis()
     axis.grid(axis="y", visible=False)
 left.set_xscale("log")
-course.show(fig, alt="Left, bytes a token and layer, log scale: " + ", ".join(f"{n} {s:,}" for n, s in a_layer.items())
-            + ". Right, KiB a token: " + ", ".join(f"{n} {s / length / 1024:.0f}" for n, s in bits.items()) + ".")
+course.show(fig, alt="Left, bytes per token and layer, log scale: " + ", ".join(f"{n} {s:,}" for n, s in a_layer.items())
+            + ". Right, KiB per token: " + ", ".join(f"{n} {s / length / 1024:.0f}" for n, s in bits.items()) + ".")
 
 # %% [markdown]
 # The latent takes <!--fig 08.latent-->57<!--/fig--> times less than full heads, and
@@ -371,7 +371,7 @@ for name, color in (("Qwen3-0.6B", course.COLORS[0]), ("Qwen3-8B", course.COLORS
         fits = [replace(e, context=n).max_batch(memory) for n in contexts]
         axis.plot(contexts, fits, style, markersize=3, color=color, label=f"{name}, cache in {label}")
         words.append(f"{name} with its cache in {label} {fits[contexts.index(8192)]}")
-axis.set(xscale="log", yscale="log", ylim=0.7, xlabel="tokens a sequence", ylabel="sequences",
+axis.set(xscale="log", yscale="log", ylim=0.7, xlabel="tokens per sequence", ylabel="sequences",
          title="full sequences beside the weights in 24 GiB")
 axis.set_xticks(contexts, [f"{n:,}" for n in contexts])
 axis.minorticks_off()
@@ -450,7 +450,7 @@ gb_and_gib = whole / 1e9, whole / 2**30
 course.check("08.2", gb_and_gib)
 
 # %% [markdown]
-# **08.3** Repair the article's table: KiB a token for its four shapes, each `(layers, KV heads, head size)`. Answer
+# **08.3** Repair the article's table: KiB per token for its four shapes, each `(layers, KV heads, head size)`. Answer
 # with four numbers.
 
 # %%
@@ -468,7 +468,7 @@ course.check("08.3", repaired)
 
 # %% [markdown]
 # **08.4** Three savings of one cache. The new model: `60` layers, `128` query heads of size `128`, and a latent cache
-# of `576` numbers a layer. The old model: `95` layers, `8` KV heads of size `128`, sixteen bits. How many percent does
+# of `576` numbers per layer. The old model: `95` layers, `8` KV heads of size `128`, sixteen bits. How many percent does
 # the new cache save a token, to a tenth of a percent, (a) against the old model's, if the new one is stored in the few
 # bits printed below; (b) against the old model's, both in sixteen bits; (c) against its own model with all `128` heads
 # cached, in equal bits?
@@ -494,7 +494,7 @@ course.check("08.4", percents)
 # %%
 case = course.case("08.5")
 config = FAMILY[case.name]
-print(f"{case.name}, {case.tokens} tokens a sequence, {case.gib} GiB of memory; {config}")
+print(f"{case.name}, {case.tokens} tokens per sequence, {case.gib} GiB of memory; {config}")
 
 # %% tags=["exercise"]
 fitting = ...

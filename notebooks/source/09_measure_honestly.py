@@ -131,7 +131,7 @@ for _ in rotation.run():
 rows = {(row.runner.cache, row.context): row for row in rotation.finished()}
 for n in contexts:
     lean, full = rows["static", n], rows["none", n]
-    print(f"{n:>5} tokens: prefill {1e3 * lean.prefill_s:>7.1f} ms, then {1e3 * lean.decode_s:>6.2f} ms a step with a "
+    print(f"{n:>5} tokens: prefill {1e3 * lean.prefill_s:>7.1f} ms, then {1e3 * lean.decode_s:>6.2f} ms per step with a "
           f"cache, {1e3 * full.decode_s:>7.1f} ms without: {full.decode_s / lean.decode_s:.1f} times")
 chosen = min(contexts, key=lambda n: abs(n - 512))
 ratio = rows["none", chosen].decode_s / rows["static", chosen].decode_s
@@ -150,7 +150,7 @@ rates = {"prefill": [n / rows["static", n].prefill_s for n in contexts],
          "decode": [1 / rows["static", n].decode_s for n in contexts]}
 for (label, values), color in zip(rates.items(), (course.COLORS[2], course.COLORS[0])):
     right.plot(contexts, values, "o-", color=color, label=label)
-right.set(xscale="log", yscale="log", title="tokens a second, with a cache", xlabel="prompt", ylabel="(log)")
+right.set(xscale="log", yscale="log", title="tokens per second, with a cache", xlabel="prompt", ylabel="(log)")
 for axis in (left, right):
     axis.set_xticks(contexts, [f"{n:,}" for n in contexts])
     axis.minorticks_off()
@@ -159,7 +159,7 @@ prefill_rate, decode_rate = (rates[phase][contexts.index(chosen)] for phase in (
 course.figure("09.phases", prefill_rate / decode_rate)
 course.show(fig, alt=f"Left, on log axes: without a cache a step takes {step_ms['none'][0]:.0f} ms at {contexts[0]} "
             f"tokens and {step_ms['none'][-1]:.0f} at {contexts[-1]:,}; with a cache {step_ms['static'][0]:.1f} and "
-            f"{step_ms['static'][-1]:.1f}. Right: prefill handles {prefill_rate:,.0f} tokens a second at {chosen} "
+            f"{step_ms['static'][-1]:.1f}. Right: prefill handles {prefill_rate:,.0f} tokens per second at {chosen} "
             f"tokens, decode {decode_rate:,.0f}.")
 
 # %% [markdown]
@@ -169,7 +169,7 @@ course.show(fig, alt=f"Left, on log axes: without a cache a step takes {step_ms[
 # times as long as one row. A step has a price that does not depend on rows at all.
 #
 # The right picture says why one number for "speed" is never enough. The same model handles more than
-# <!--fig 09.phases above-->5<!--/fig--> times as many tokens a second in the prefill as in the decode. A user feels
+# <!--fig 09.phases above-->5<!--/fig--> times as many tokens per second in the prefill as in the decode. A user feels
 # both: the time to the first token is the prefill, the pace after it is the decode.
 
 # %% [markdown]
@@ -179,17 +179,17 @@ course.show(fig, alt=f"Left, on log axes: without a cache a step takes {step_ms[
 # prompt and `n` new tokens. It calls `write(prompt, 1)` and takes that time for the prefill. Then it calls `write` with
 # what came out, for the other `n − 1` tokens, and divides `n − 1` by that time: the decode rate. Reasonable?
 #
-# Say the prefill takes `1` s and a step `20` ms, so that the true rate is `50` tokens a second, and `n = 50`. What does
+# Say the prefill takes `1` s and a step `20` ms, so that the true rate is `50` tokens per second, and `n = 50`. What does
 # the profiler report?
 
 # %% tags=["exercise"]
-reported = ...  # tokens a second
+reported = ...  # tokens per second
 
 # %% tags=["solution"]
 reported = 50
 
 # %%
-course.predict("09.b", reported, unit="tokens a second")
+course.predict("09.b", reported, unit="tokens per second")
 
 
 # %%
@@ -200,7 +200,7 @@ def write(ids, n):
 
 
 def two_calls(prompt, n):
-    """The article's idea → (seconds of prefill, tokens a second)."""
+    """The article's idea → (seconds of prefill, tokens per second)."""
     began = time.perf_counter()
     text = write(prompt, 1)
     between = time.perf_counter()
@@ -209,7 +209,7 @@ def two_calls(prompt, n):
 
 
 def stamps(prompt, n):
-    """A time stamp at every token as it comes out → (seconds to the first, tokens a second after it)."""
+    """A time stamp at every token as it comes out → (seconds to the first, tokens per second after it)."""
     began = time.perf_counter()
     at = [time.perf_counter() - began for _ in nanokv.generate(model, prompt, max_new_tokens=n, eos_token_ids=[])]
     return at[0], 1 / statistics.median(b - a for a, b in zip(at, at[1:]))
@@ -226,8 +226,8 @@ for turn in range(5):
 (prefill, claimed), (ttft, rate) = ([statistics.median(column) for column in zip(*runs)] for runs in found.values())
 explained = profiled_rate(ttft, 1 / rate, tokens=n)
 print(f"prompt of {prompt.shape[1]:,} tokens, {n} new ones")
-print(f"two calls:  prefill {1e3 * prefill:.0f} ms, {claimed:.1f} tokens a second")
-print(f"stamps:     first token {1e3 * ttft:.0f} ms, {rate:.1f} tokens a second: {rate / claimed:.1f} times as many")
+print(f"two calls:  prefill {1e3 * prefill:.0f} ms, {claimed:.1f} tokens per second")
+print(f"stamps:     first token {1e3 * ttft:.0f} ms, {rate:.1f} tokens per second: {rate / claimed:.1f} times as many")
 print(f"if the second call prefills again, the profiler has to say {explained:.1f}")
 course.figure("09.under", rate / claimed)
 course.figure("09.reported", profiled_rate(1.0, 0.020))
@@ -238,17 +238,17 @@ fig, axis = course.subplots(width=8, height=2.6)
 names = ["stamps: the truth", "two calls: reported", "two calls: explained"]
 bars = axis.barh(names, [rate, claimed, explained], color=[course.COLORS[0], course.COLORS[1], course.COLORS[4]])
 axis.bar_label(bars, fmt="{:.0f}", padding=3)
-axis.set(title=f"decode rate behind a prompt of {prompt.shape[1]:,} tokens", xlabel="tokens a second")
+axis.set(title=f"decode rate behind a prompt of {prompt.shape[1]:,} tokens", xlabel="tokens per second")
 axis.invert_yaxis()
 axis.grid(axis="y", visible=False)
-course.show(fig, alt=f"Three bars, tokens a second: {rate:.0f} by time stamps, {claimed:.0f} as reported by two calls, "
+course.show(fig, alt=f"Three bars, tokens per second: {rate:.0f} by time stamps, {claimed:.0f} as reported by two calls, "
             f"{explained:.0f} computed for a second call that prefills again.")
 
 # %% [markdown]
 # The truth is more than <!--fig 09.under above-->1.5<!--/fig--> times what the profiler reports. Its second call has no
 # cache from the first, so it begins with a prefill of the whole prompt and the new token, and counts that as decoding.
 # The third bar is that explanation in numbers: put the true times into it, and out comes what was reported, give or
-# take the noise. In the article's own setting, `50` true tokens a second become
+# take the noise. In the article's own setting, `50` true tokens per second become
 # <!--fig 09.reported-->25<!--/fig-->. The longer the prompt, the worse.
 #
 # More that it lacks: no warm-up; no median; nothing that waits for a GPU, which works on after the call has returned;
@@ -280,7 +280,7 @@ for _ in range(3):  # in rotation; of step and floor the least disturbed of thre
         floors[name] = min(step.floor, floors.get(name, step.floor))
 share_of = {name: floors[name] / step.seconds for name, step in profiles.items()}
 for name, step in profiles.items():
-    print(f"{name:<18} {1e3 * step.seconds:>7.2f} ms a step, floor {1e3 * floors[name]:>6.2f} ms = "
+    print(f"{name:<18} {1e3 * step.seconds:>7.2f} ms per step, floor {1e3 * floors[name]:>6.2f} ms = "
           f"{100 * share_of[name]:>3.0f} %")
 course.figure("09.nearer", share_of["large, plain"] / share_of["loaded, plain"])
 ms = {name: {part.name: 1e3 * part.seconds for part in step.parts if part.seconds} for name, step in profiles.items()}
@@ -339,7 +339,7 @@ for _ in rotation.run():
     pass
 batch_s = {row.runner.batch: row.decode_s for row in rotation.finished()}
 for batch, value in batch_s.items():
-    print(f"{batch} rows: {1e3 * value:>6.1f} ms a step, {batch / value:>6.1f} tokens a second together")
+    print(f"{batch} rows: {1e3 * value:>6.1f} ms per step, {batch / value:>6.1f} tokens per second together")
 course.figure("09.eight", batch_s[8] / batch_s[1])
 
 fig, (left, right) = course.subplots(1, 2, width=9, height=2.7)
@@ -348,18 +348,18 @@ left.bar(place, [1e3 * batch_s[batch] for batch in batches], color=course.COLORS
 left.set(title="a step", xlabel="rows", ylabel="ms")
 right.bar(place, [batch / batch_s[batch] for batch in batches], color=course.COLORS[2], label="measured")
 right.plot(place, [batch / batch_s[1] for batch in batches], "_", color="black", markersize=24, label="free rows")
-right.set(title="all rows together", xlabel="rows", ylabel="tokens a second")
+right.set(title="all rows together", xlabel="rows", ylabel="tokens per second")
 right.legend(fontsize=9)
 for axis in (left, right):
     axis.set_xticks(place, batches)
     axis.grid(axis="x", visible=False)
 course.show(fig, alt="Left: a step takes " + ", ".join(f"{1e3 * batch_s[b]:.0f} ms for {b}" for b in batches)
             + " rows. Right: together " + ", ".join(f"{b / batch_s[b]:.0f}" for b in batches)
-            + " tokens a second, less and less of what free rows would give.")
+            + " tokens per second, less and less of what free rows would give.")
 
 # %% [markdown]
 # Eight rows do not take eight times as long: less than <!--fig 09.eight below-->6<!--/fig--> times, so that together
-# they get more tokens a second than one alone. This is why servers batch. It is not free for ever: the next experiment
+# they get more tokens per second than one alone. This is why servers batch. It is not free for ever: the next experiment
 # says where it ends. And each row has its own cache, so what was said in notebook 08 decides how many there can be.
 
 # %% [markdown]
@@ -431,7 +431,7 @@ course.figure("09.cubic", double[0])
 course.figure("09.quadratic", double[1])
 growth = [rows["static", n].decode_s / rows["static", contexts[0]].decode_s for n in contexts]
 
-course.claim("1.5", "right", found=f"at {chosen} tokens {prefill_rate:,.0f} tokens a second in the prefill, "
+course.claim("1.5", "right", found=f"at {chosen} tokens {prefill_rate:,.0f} tokens per second in the prefill, "
              f"{decode_rate:,.0f} in the decode")
 course.claim("1.7", "wrong", found=profiled_rate(1.0, 0.020))
 course.claim("1.23", "right", found=f"from {contexts[0]} to {contexts[-1]:,} tokens, the first token takes "
@@ -449,7 +449,7 @@ course.claim("3.14", "misleading", found=double[0])
 # ## Exercises
 #
 # **09.1** The article's profiler again, with the numbers below. Which decode rate does it report, and which is the true
-# one? Answer with a pair, in tokens a second.
+# one? Answer with a pair, in tokens per second.
 
 # %%
 case = course.case("09.1")
@@ -515,8 +515,8 @@ course.check("09.3", length)
 
 # %% [markdown]
 # **09.4** The speed limit. A server decodes `batch` sequences at a time, with `context` tokens in each cache. `weights`
-# are the bytes of all weights, `per_token` those of one token of cache, `bandwidth` the bytes a second. At most how
-# many tokens a second does it give out, to all together? It is tried on 50 random servers.
+# are the bytes of all weights, `per_token` those of one token of cache, `bandwidth` the bytes per second. At most how
+# many tokens per second does it give out, to all together? It is tried on 50 random servers.
 
 
 # %% tags=["exercise"]
@@ -538,7 +538,7 @@ course.check("09.4", speed_limit)
 
 # %%
 case = course.case("09.5")
-print(f"a = {case.a} ms, b = {case.b} ms a row, S = {case.S}")
+print(f"a = {case.a} ms, b = {case.b} ms per row, S = {case.S}")
 
 # %% tags=["exercise"]
 times_as_fast = ...

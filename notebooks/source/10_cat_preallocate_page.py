@@ -9,7 +9,7 @@
 # %% [markdown]
 # # 10 · cat, preallocate, page
 #
-# Your cache of notebook 06 is right. Where its bytes *live* was an afterthought: `torch.cat` makes a new tensor a step
+# Your cache of notebook 06 is right. Where its bytes *live* was an afterthought: `torch.cat` makes a new tensor per step
 # and copies everything into it. You are about to count those copies, take the memory beforehand instead, find out what
 # that costs, and then cut it into [pages](glossary.md#page), as a server does that has many requests and one memory.
 #
@@ -283,7 +283,7 @@ print("prompt + answer:", "  ".join(f"{len(p)}+{len(a)}" for p, a in zip(prompts
 
 
 def in_one_piece(capacity):
-    """First fit → one row a step: the owner of each slot (−1 free), and whether it holds a token."""
+    """First fit → one row per step: the owner of each slot (−1 free), and whether it holds a token."""
     taken, waiting, running, owner, filled = {}, list(range(len(prompts))), {}, [], []
     while waiting or running:
         while waiting:

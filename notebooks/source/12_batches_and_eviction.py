@@ -175,13 +175,13 @@ for rows in rows_at_once:
     rate.append(rows / min(seconds))
 fig, axis = course.subplots(width=6, height=2.6)
 axis.bar([str(rows) for rows in rows_at_once], rate, 0.6)
-axis.set(xlabel="rows decoded together", ylabel="tokens a second", title="one model, many rows")
-course.show(fig, alt="Bars of tokens a second: "
+axis.set(xlabel="rows decoded together", ylabel="tokens per second", title="one model, many rows")
+course.show(fig, alt="Bars of tokens per second: "
             + ", ".join(f"{value:.0f} with {rows}" for rows, value in zip(rows_at_once, rate)) + " rows decoded together.")
 course.figure("12.batch", rate[-1] / rate[0])
 
 # %% [markdown]
-# <!--def-->32<!--/def--> rows give more than <!--fig 12.batch above-->3<!--/fig--> times as many tokens a second as one:
+# <!--def-->32<!--/def--> rows give more than <!--fig 12.batch above-->3<!--/fig--> times as many tokens per second as one:
 # a step reads every weight once, however many rows share it. The caches are what the rows do *not* share.
 
 # %% [markdown]
@@ -206,7 +206,7 @@ talk = [
 whole = torch.tensor([chat_ids(*talk, open=False)])[:, : c.max_position_embeddings]  # (1,T)
 last_question = chat_ids(*talk[:-1])[-c.max_position_embeddings + 16 :]
 T = whole.shape[1]
-base = -float(log_likelihood(nanokv.score(model, whole), whole).mean())  # nats a token
+base = -float(log_likelihood(nanokv.score(model, whole), whole).mean())  # nats per token
 
 
 def perplexity(cache):
@@ -277,9 +277,9 @@ course.show(fig, alt=f"Left: perplexity falls from {ppl[0][0]:.2f} at a window o
 # %%
 bits = (8, 4, 2)
 schemes = {
-    "keys, a scale a channel": lambda b, **more: Scheme(k_bits=b, v_bits=8, k_scale="channel", **more),
-    "keys, a scale a token": lambda b, **more: Scheme(k_bits=b, v_bits=8, k_scale="token", **more),
-    "values, a scale a token": lambda b, **more: Scheme(k_bits=8, v_bits=b, **more),
+    "keys, a scale per channel": lambda b, **more: Scheme(k_bits=b, v_bits=8, k_scale="channel", **more),
+    "keys, a scale per token": lambda b, **more: Scheme(k_bits=b, v_bits=8, k_scale="token", **more),
+    "values, a scale per token": lambda b, **more: Scheme(k_bits=8, v_bits=b, **more),
 }
 error, shift, planted = {}, {}, {}
 for name, scheme in schemes.items():
@@ -310,14 +310,14 @@ course.show(fig, alt="Three plots against bits, log scale. Error: "
             + "; ".join(f"{name} {line[0]:.1%}, {line[1]:.1%}, {line[2]:.0%}" for name, line in error.items())
             + ". At 4 bits a token moves by " + ", ".join(f"{line[1]:.3f}" for line in shift.values()) + " nats. "
             "With one channel of the keys made 20 times larger it moves by "
-            f"{planted[k_token][1]:.2f} with a scale a token, by {planted[k_channel][1]:.3f} with a scale a channel.")
+            f"{planted[k_token][1]:.2f} with a scale per token, by {planted[k_channel][1]:.3f} with a scale per channel.")
 
 # %% [markdown]
-# In 8 bits keys are off by <!--fig 12.k8-->0.3<!--/fig--> percent with a scale a channel and by
-# <!--fig 12.kt8-->0.6<!--/fig--> with a scale a token; values by <!--fig 12.v8-->0.5<!--/fig-->. In this small model
+# In 8 bits keys are off by <!--fig 12.k8-->0.3<!--/fig--> percent with a scale per channel and by
+# <!--fig 12.kt8-->0.6<!--/fig--> with a scale per token; values by <!--fig 12.v8-->0.5<!--/fig-->. In this small model
 # all of them work down to 4 bits. Large models have a few channels of the keys that are far larger than the rest, and
 # the third panel plants one: now the scale of a *token* is that of its largest channel, and the others have no steps
-# left. At 4 bits tokens move <!--fig 12.planted x1.5-->9<!--/fig--> times as much as with a scale a channel, which does
+# left. At 4 bits tokens move <!--fig 12.planted x1.5-->9<!--/fig--> times as much as with a scale per channel, which does
 # not care. Values have no such channels. So keys are quantized by channel and values by token, and a block of keys can
 # only be rounded when its tokens are all there: the newest stay exact.
 

@@ -81,7 +81,7 @@ CHECKS = (
         wrong=(
             Mistake("all rows", lambda L, S: L * S, "This has all rows in the last layer too. Who reads them there?"),
             Mistake("no row", lambda L, S: (L - 1) * S, "The newest token does need the last layer's MLP: one row."),
-            Mistake("with a cache", lambda L, S: L, "That is the count with a cache: one row a layer."),
+            Mistake("with a cache", lambda L, S: L, "That is the count with a cache: one row per layer."),
         ),
     ),
     value(

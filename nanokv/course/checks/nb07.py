@@ -165,7 +165,7 @@ CHECKS = (
             Mistake("as if H = Hk", lambda H, Hk: (1.5, H / Hk),
                     "One and a half times would be right if there were as many query heads as KV heads."),
             Mistake("one of K and V", lambda H, Hk: ((H + Hk) / Hk, H / Hk),
-                    "The right cache holds keys and values: 2·Hk heads a layer, not Hk."),
+                    "The right cache holds keys and values: 2·Hk heads per layer, not Hk."),
             Mistake("swapped", lambda H, Hk: (H / Hk, (H + 2 * Hk) / (2 * Hk)), "Right numbers in the wrong order."),
             Mistake("one more copy", lambda H, Hk: ((H + 2 * Hk) / (2 * Hk), H / Hk + 1),
                     "The repeated heads replace the Hk that there were: H of them, no more."),

@@ -28,7 +28,7 @@ def _llama(case, config=LLAMA_2_70B, share=1.0):
 
 
 def _table(case, share=1.0):
-    """KiB a token of the article's four shapes; its own table is for 2 bytes a value."""
+    """KiB a token of the article's four shapes; its own table is for 2 bytes per value."""
     return [kib_a_token(*row) * case.itemsize / 2 * share for row in TABLE]
 
 
@@ -141,7 +141,7 @@ CHECKS = (
 QUESTIONS = (
     Question(
         "08.q1",
-        "Two models have the same number of parameters. Whose cache takes fewer bytes a token?",
+        "Two models have the same number of parameters. Whose cache takes fewer bytes per token?",
         {
             "a": ("Equal, because they are equally large.",
                   "The common wrong answer. The number of parameters does not occur in the formula."),

@@ -93,7 +93,7 @@ def _profile_outcome(machine, first, between):
         (sum(steps) / m.tokens, wrong("n tokens have n − 1 times between them; and take the median", "n for n - 1")),
         (whole / m.tokens, prefilled),
         (whole / (m.tokens - 1), prefilled),
-        (1 / m.step, wrong("that is tokens a second; seconds a token were asked for", "rate")),
+        (1 / m.step, wrong("that is tokens per second; seconds per token were asked for", "rate")),
     )
     if near(between, m.step):
         return None
@@ -152,7 +152,7 @@ CHECKS = (
                     "That is one sequence alone, or every sequence reading the weights anew. One reading serves the "
                     "whole batch."),
             Mistake("steps", lambda w, p, S, B, bw: bw / (w + B * S * p),
-                    "That is steps a second. A step gives a token to every sequence."),
+                    "That is steps per second. A step gives a token to every sequence."),
             Mistake("one cache", lambda w, p, S, B, bw: B * bw / (w + S * p),
                     "Every sequence has a cache of its own to read."),
             Mistake("no cache", lambda w, p, S, B, bw: B * bw / w, "The caches have to be read too."),
@@ -181,7 +181,7 @@ QUESTIONS = (
         "09.q1",
         "A blog post says: the cache made it 38 percent faster. What does that tell you?",
         {
-            "a": ("1.38 times as many tokens a second.",
+            "a": ("1.38 times as many tokens per second.",
                   "A common reading. But with 38 percent less time it would be 1.61 times as many."),
             "b": ("38 percent less time.", "A common reading too. The same words are used for a rate."),
             "c": ("Too little: of time or of rate, for which prompt, answer, batch and machine?",

@@ -323,7 +323,7 @@ QUESTIONS = (
     ),
     Question(
         "12.q3",
-        "Why do keys get one scale a channel, and values one a token?",
+        "Why do keys get one scale per channel, and values one a token?",
         {
             "a": ("Because keys are larger.", "How large all of them are does not matter: a scale takes care of that."),
             "b": ("Because keys of many models have a few channels that are far larger than the others.",

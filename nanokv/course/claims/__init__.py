@@ -36,7 +36,7 @@ def table() -> str:
 
 
 def numbers(claim: Claim) -> str:
-    """`printed 64, computed 128 values a head · `, or nothing; `implied` where the article has no such number."""
+    """`printed 64, computed 128 values per head · `, or nothing; `implied` where the article has no such number."""
     if claim.value is None:
         return ""
     source = "implied" if claim.implied else "printed"

@@ -23,7 +23,7 @@ CLAIMS = (
     Claim("2.8", "misleading", "Cached tensors have shape (batch, heads, tokens, head size).",
           "KV heads, not query heads: its own model has 3 of 9.", "06",
           lambda: costs.kv_bytes_per_token(SMOLLM2_135M, 2), costs.kv_bytes_per_token(SMOLLM2_135M_MHA, 2),
-          "B a token", implied=True),
+          "B per token", implied=True),
     Claim("2.9", "wrong", "In the picture of 5×5 growing to 6×6, the new row and column are recomputed in vain.",
           "They are the new part. What is computed again in vain is the old 5×5.", "05"),
     Claim("2.10", "right", "The attention block rotates, concatenates on the token axis and returns the cache.",

@@ -18,7 +18,7 @@ CLAIMS = (
           "token-forwards", implied=True),
     Claim("3.5", "right", "The input of a layer is the embeddings or the output of the layer below.",
           "That is why keys of upper layers depend on what lower layers could see.", "05"),
-    Claim("3.6", "right", "Attention at step 10 needs 1 query, 10 keys and 10 values: 21 vectors a head; then 23.",
+    Claim("3.6", "right", "Attention at step 10 needs 1 query, 10 keys and 10 values: 21 vectors per head; then 23.",
           "2 · length + 1.", "05", lambda: 1 + 2 * 10, 21, "vectors at step 10",
           implied=True),
     Claim("3.7", "misleading", "Without a cache masked scores are computed, with one never.",
@@ -51,7 +51,7 @@ CLAIMS = (
     Claim("3.19", "misleading", "A cache holds no attention weights, and the upper triangle is never computed.",
           "It holds none. In a prefill the kernel computes that triangle or skips it.", "12"),
     Claim("3.20", "right", "Memory grows with length and depth.",
-          "Also with batch, KV heads, head size and bytes a value.", "08",
+          "Also with batch, KV heads, head size and bytes per value.", "08",
           lambda: costs.kv_bytes(QWEN, 2000, 1, 2) / costs.kv_bytes(QWEN, 1000, 1, 2), 2,
           "times for twice the text", implied=True),
 )  # fmt: skip

@@ -1,6 +1,6 @@
 // A decode step in C++: what PyTorch is several times slower at than the memory, and nothing else.
 //
-// One token a row through one layer is one call, `step`, or two where a cache wants the key and the value itself:
+// One token per row through one layer is one call, `step`, or two where a cache wants the key and the value itself:
 // `before_cache` and `after_cache`. Activations are fp32 throughout; weights and cached keys and values are read once, in
 // the format in which they are stored. Every matrix is (N,K) row-major, as nn.Linear keeps it, so that one copy serves
 // these kernels and torch's own large products alike.
@@ -80,7 +80,7 @@ static inline void add_products(f32x8& sum, bytes32 w, const int8_t* x, float sc
 static inline float sum8(f32x8 a, f32x8 b) { return a + b; }
 #endif
 
-// int8: one byte a weight, one scale a row. The instruction wants unsigned weights: 128 more, taken back at the end.
+// int8: one byte per weight, one scale per row. The instruction wants unsigned weights: 128 more, taken back at the end.
 static inline float dot_int8(const uint8_t* w, float scale, const Codes& x, int64_t K) {
     f32x8 a = zero8(), b = zero8();
     int64_t k = 0, g = 0;
@@ -92,7 +92,7 @@ static inline float dot_int8(const uint8_t* w, float scale, const Codes& x, int6
     return (sum8(a, b) - 128 * x.total) * scale;
 }
 
-// int4: 32 bytes hold two groups, one in the low halves and one in the high ones, stored as code + 8; a bf16 scale a group.
+// int4: 32 bytes hold two groups, one in the low halves and one in the high ones, stored as code + 8; a bf16 scale per group.
 static inline float dot_int4(const uint8_t* w, const bf16* scale, const Codes& x, int64_t K, float* both) {
     int64_t groups = 2 * pairs_of(K);
     float offset = 0;
@@ -277,7 +277,7 @@ static void split_heads(const Layer& layer, const float* qkv, int64_t M, const f
 
 // --- attention of one query a row over cached keys and values (FlashDecoding: parts of the keys, then put together) ----
 
-struct Pages {  // where the keys and values of each row lie; a dense cache (B,Hk,S,D) is one page a row
+struct Pages {  // where the keys and values of each row lie; a dense cache (B,Hk,S,D) is one page per row
     const void *keys, *values;
     int64_t page_stride, head_stride;  // in values; a token's D values are contiguous, tokens lie D apart
     int64_t page_size;
@@ -483,7 +483,7 @@ void after_cache(const Layer* layer, float* x, int64_t M, float* q, const Pages*
     multiply(x, hidden.data(), M, layer->down, true);
 }
 
-// One token a row through a whole layer, over a cache that has made room for it: its key and value go to the last place.
+// One token per row through a whole layer, over a cache that has made room for it: its key and value go to the last place.
 void step(const Layer* layer, float* x, int64_t M, const float* cos, const float* sin, int64_t rope_stride,
           const Pages* p) {
     int64_t Hk = layer->Hk, D = layer->D, size = layer->format == FP32 ? 4 : 2;

@@ -2,7 +2,7 @@
 
 const $ = (id) => document.getElementById(id);
 const slider = $("step");
-const SPEED = 450; // ms a step while playing
+const SPEED = 450; // ms per step while playing
 let timer = null, tab = 0;
 
 // --- steps ----------------------------------------------------------------------------------------------------------
@@ -73,10 +73,10 @@ function buildTimeline() {
     return chip;
   });
   const prefill = make("ol", { className: "block", "aria-label": "prefill, one step" }, ...chips.slice(0, run.promptLength));
-  const decode = make("ol", { "aria-label": "decode, one step a token" }, ...chips.slice(run.promptLength));
+  const decode = make("ol", { "aria-label": "decode, one step per token" }, ...chips.slice(run.promptLength));
   const part = (title, list) => make("div", { className: "part" }, make("p", { textContent: title }), list);
   timeline.body.replaceChildren(make("div", { className: "strip" },
-    part(`prefill · ${run.promptLength} tokens in one step`, prefill), part("decode · one token a step", decode)));
+    part(`prefill · ${run.promptLength} tokens in one step`, prefill), part("decode · one token per step", decode)));
   timeline.chips = chips;
   timeline.fill();
 }

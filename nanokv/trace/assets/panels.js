@@ -292,7 +292,7 @@ const positionPanel = {
     this.fact.textContent = `The model was called with start_pos ${start} for ${plural(fed, "token")}; ` +
       `the angles it used are those of position ${range(positions[0], fed)}. ` +
       (right ? "They are the tokens' own positions." : `The tokens stand at ${range(now().before[view.step], fed)}: these angles are wrong.`) +
-      ` Dimensions i and i + ${PAIRS} form pair i and turn by θ^(−2i/${MODEL.headDim}) radians a position, θ = ${count(MODEL.ropeTheta)}.`;
+      ` Dimensions i and i + ${PAIRS} form pair i and turn by θ^(−2i/${MODEL.headDim}) radians per position, θ = ${count(MODEL.ropeTheta)}.`;
     this.draw();
     this.map.refresh();
   },
@@ -328,7 +328,7 @@ function dialTable() {
   const fed = chosenPosition();
   return {
     caption: `Angles of ${place(fed)}`,
-    head: ["pair", "dimensions", "radians a position", "cos", "sin", "angle in radians"],
+    head: ["pair", "dimensions", "radians per position", "cos", "sin", "angle in radians"],
     rows: span(PAIRS).map((pair) => {
       const [cos, sin] = now().angle(fed, pair);
       return [pair, `${pair}, ${pair + PAIRS}`, figures(MODEL.ropeSpeeds[pair]), figures(cos), figures(sin), figures(Math.atan2(sin, cos))];
