@@ -22,6 +22,13 @@ BROWSER_FLAGS = (
 )  # fmt: skip
 
 
+def pytest_configure(config):
+    if config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput"):
+        from every_test_ran import EveryTestRan
+
+        config.pluginmanager.register(EveryTestRan())
+
+
 def pytest_collection_finish():
     """torch, transformers and 7,000 items stay to the end: the garbage collector need not look at them each time."""
     gc.collect()

@@ -116,7 +116,7 @@ def test_nothing_is_installed_twice(clone):
     assert [call for call in clone.calls() if "torch" in call or "venv" in call] == []
     clone.make("test")
     clone.make("chat")
-    assert clone.calls() == ["python -m pytest -n 2 --dist worksteal -m not slow", "nanokv chat"]
+    assert clone.calls() == ["python -m pytest -n 2 --dist load -m not slow", "nanokv chat"]
 
 
 def test_test_works_alone_and_serves_chat(clone):

@@ -4,11 +4,13 @@ import fcntl
 import itertools
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
 import sampling
 import taking_turns
+from every_test_ran import EveryTestRan
 
 pytest_plugins = ["pytester"]
 
@@ -110,3 +112,16 @@ def turnstile_is_taken() -> bool:
         except BlockingIOError:
             return True
     return False
+
+
+def test_a_test_that_was_given_out_and_not_run_is_missed():
+    plugin = EveryTestRan()
+    plugin.pytest_xdist_node_collection_finished(None, ["a", "b"])
+    plugin.pytest_runtest_logreport(SimpleNamespace(nodeid="a"))
+    session = SimpleNamespace(shouldfail=False, shouldstop=False, exitstatus=0)
+    plugin.pytest_sessionfinish(session)
+    assert plugin.missing() == {"b"} and session.exitstatus == 1
+    plugin.pytest_runtest_logreport(SimpleNamespace(nodeid="b"))
+    session.exitstatus = 0
+    plugin.pytest_sessionfinish(session)
+    assert plugin.missing() == set() and session.exitstatus == 0
