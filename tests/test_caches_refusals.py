@@ -135,6 +135,13 @@ def test_a_cache_that_cannot_be_rebuilt_as_it_was_is_refused(model, tmp_path):
         filled(model, "dict").save(tmp_path / "nowhere" / "c")
 
 
+def test_decode_takes_one_token_and_says_how_many_it_got(model):
+    cache = filled(model, "dict", 3)
+    with pytest.raises(ValueError, match="got 2"):
+        decode(model, random_ids(1, 1, 2), cache, start_pos=3)
+    assert cache.length == 3
+
+
 def test_a_sliding_layer_made_by_itself_knows_what_the_config_says(model):
     layer = SlidingCache(model.config, 5, 0)
     for wrong, told in (({"Hk": 3}, "KV heads 3 .* 2"), ({"D": 16}, "head_dim 16 .* 32")):
