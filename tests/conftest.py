@@ -16,6 +16,8 @@ for number, handler in ((signal.SIGINT, signal.default_int_handler), (getattr(si
     if number is not None and signal.getsignal(number) == signal.SIG_IGN:
         signal.signal(number, handler)
 
+os.environ.pop("COLUMNS", None)  # pytest-xdist sets it in its processes: what is printed would be fitted to that
+
 BROWSER_FLAGS = (
     "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
     "--disable-background-networking", "--disable-component-update", "--force-device-scale-factor=1",

@@ -322,7 +322,7 @@ def test_a_failure_while_the_winner_is_fed_leaves_the_prompt(models, monkeypatch
         cache[0].truncate(10)
         raise error
 
-    verify = beam_module.verify
+    verify = beam_module.verify_draft
     monkeypatch.setattr(beam_module, "verify_draft", fail)
     with pytest.raises(error):
         next(answer)
