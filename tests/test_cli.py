@@ -4,6 +4,7 @@ What needs no operating system runs in this process through main(argv), which sh
 and full disks run as subprocesses.
 """
 
+import importlib
 import json
 import os
 import pty
@@ -529,20 +530,40 @@ def test_control_characters_of_the_model_are_visible_in_text_and_escaped_in_json
     assert cli("generate", PROMPT, "-m", folder, "-n", "2", "-q") == (0, "␛␡\n", "")
 
 
-def test_thinking_goes_to_stderr(capsys):
-    """`nanokv generate --chat … > answer.txt` must hold the answer only."""
+THOUGHTS = [(None, "\nhmm␛\n\n"), ("show", "\nhmm␛\n\n"), ("fold", "  thought for 0 ms\n"), ("off", "")]
+
+
+@pytest.mark.parametrize(("thinking", "thoughts"), THOUGHTS)
+def test_thinking_goes_to_stderr(capsys, thinking, thoughts):
+    """`nanokv generate … > answer.txt` must hold the answer only."""
     import types
 
     from nanokv.cli.generate import TextOutput
 
-    args = types.SimpleNamespace(chat=True, quiet=False, color="never")
+    args = types.SimpleNamespace(chat=True, quiet=False, color="never", thinking=thinking)
     loaded = types.SimpleNamespace(tokenizer=types.SimpleNamespace(decode=lambda ids: "<|im_start|>assistant\n"))
     out = TextOutput(args, loaded, [1])
     for chunk in ("<thi", "nk>\nhmm\x1b", "\n</th", "ink>\n\nFour", ".\x07"):
         out.put(chunk)
     out.flush()
     shown = capsys.readouterr()
-    assert shown.out == "Four.␇\n" and "hmm␛" in shown.err and "Four" not in shown.err
+    assert (shown.out, shown.err) == ("Four.␇\n", thoughts)
+
+
+@pytest.mark.parametrize("command", ["chat", "generate", "batch", "trace"])
+def test_thinking_has_the_same_values_in_every_command(command):
+    """on and off of 0.1.0's generate are still accepted."""
+    from argparse import Namespace
+
+    from nanokv.cli import COMMANDS, make_parser
+    from nanokv.cli.answer import template_options
+
+    parser = make_parser(command, importlib.import_module(COMMANDS[command][0]))
+    needed = {"batch": ["prompts.jsonl"], "generate": ["hi"], "trace": ["hi"]}.get(command, [])
+    given = {word: parser.parse_args([*needed, "--thinking", word]) for word in ("show", "fold", "off", "on")}
+    assert [args.thinking for args in given.values()] == ["show", "fold", "off", "show"]
+    assert [template_options(args) for args in given.values()] == [{"enable_thinking": w != "off"} for w in given]
+    assert template_options(Namespace(thinking=parser.parse_args(needed).thinking)) == {}
 
 
 # --- the operating system -----------------------------------------------------------------------------------------

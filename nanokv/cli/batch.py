@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 from nanokv.cache.options import check_options
 from nanokv.cli import arguments, terminal
+from nanokv.cli.answer import add_thinking_argument, template_options
 from nanokv.cli.arguments import DEFAULT_NEW_TOKENS
 from nanokv.cli.batch_lines import SAMPLING, digest, parse_line, read_lines, texts
 from nanokv.cli.batch_output import OrderedOutput, Progress, ResumableOutput, summary
@@ -45,6 +46,7 @@ def add_arguments(parser) -> None:
     parser.add_argument(
         "--step-tokens", metavar="N", type=arguments.integer(1), default=256, help="tokens per step (default: 256)"
     )
+    add_thinking_argument(parser, "off: ask the model not to think; otherwise thoughts are part of the text")
     parser.add_argument("--allow-special", action="store_true", help="control tokens spelled out in prompts are meant")
     arguments.add_model_arguments(parser)
     arguments.add_speed_arguments(parser)
@@ -139,7 +141,7 @@ def encode(args, loaded, fields: dict) -> list[int]:
         raise NanoKVError("messages is no list of messages", '[{"role": "user", "content": "…"}]')
     for text in texts(messages):
         refuse_special(text, tokenizer, args.allow_special)
-    return tokenizer.encode(tokenizer.render(messages, add_generation_prompt=True))
+    return tokenizer.encode(tokenizer.render(messages, add_generation_prompt=True, **template_options(args)))
 
 
 def fail(args, output, number: int, error: Exception) -> None:

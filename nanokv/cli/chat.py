@@ -6,7 +6,7 @@ A person at both ends gets the prompt (chat_repl.py); anything else is a script 
 
 import sys
 
-from nanokv.cli import beams, layout, speculation
+from nanokv.cli import answer, beams, layout, speculation
 from nanokv.cli.arguments import (
     add_model_arguments,
     add_sampling_arguments,
@@ -43,8 +43,7 @@ def add_arguments(parser):
     group.add_argument("--no-save", action="store_true", help="keep this conversation off the disk")
     group.add_argument("--overflow", choices=("stop", "drop"), default="stop",
                        help="context full: refuse with numbers (default), or drop the oldest turns")
-    group.add_argument("--thinking", choices=("show", "fold", "off"), default="show",
-                       help="show: dim, on stderr (default); fold: one line; off: ask the model not to think")
+    answer.add_thinking_argument(group)
     group.add_argument("--stats", choices=("on", "off"), default="on", help="the line after each answer (default on)")
     group.add_argument("--markdown", action="store_true", help="format finished blocks of an answer")
     group.add_argument("--jsonl", "--json", action="store_true", help="one JSON object a turn, lossless")

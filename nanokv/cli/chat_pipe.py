@@ -4,13 +4,12 @@ Newlines inside an answer are written as the two characters \\n; `--jsonl` is th
 nothing is saved. Lines are answered as they come, so another program can hold a conversation through two pipes.
 """
 
-import sys
-
+from nanokv.cli.answer import AnswerWriter
 from nanokv.cli.chat_start import make_session
 from nanokv.cli.loading import load_model
-from nanokv.cli.terminal import Interrupt, Sanitizer, Style, warning, write_err, write_out
+from nanokv.cli.terminal import Interrupt, warning, write_out
 from nanokv.cli.text import read_prompt_bytes, refuse_special, stdin, to_json
-from nanokv.text.thinking import ThinkSplitter, split_thinking
+from nanokv.text.thinking import split_thinking
 
 
 def run(args) -> int:
@@ -46,25 +45,16 @@ def _resumed(args):
 
 def _text_turn(session, text, stop, args):
     """Streams the answer; a reader that goes away raises BrokenPipeError, which stops generation."""
-    clean, think, splitter = Sanitizer(), Sanitizer(), None
-    style = Style(sys.stderr, args.color)
+    writer = AnswerWriter(args, show=lambda text: write_out(one_line(text)))
     pieces = session.stream(text, stop)
     try:
         for piece in pieces:
-            splitter = splitter or ThinkSplitter(session.thinking_opened)
-            _write(splitter.put(piece), clean, think, style, args)
-        _write(splitter.flush() if splitter else [], clean, think, style, args)
+            writer.begin(session.thinking_opened)
+            writer.put(piece)
+        writer.finish()
     finally:
         pieces.close()
-    write_out(one_line(clean.flush()) + "\n")
-
-
-def _write(pieces, clean, think, style, args):
-    for kind, text in pieces:
-        if kind == "answer":
-            write_out(one_line(clean.put(text)))
-        elif args.thinking == "show" and not args.quiet:
-            write_err(style.dim(think.put(text)))
+    write_out("\n")
 
 
 def one_line(text) -> str:

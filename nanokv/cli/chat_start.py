@@ -4,6 +4,7 @@ from dataclasses import asdict
 
 from nanokv.chat.session import Session
 from nanokv.cli import beams, speculation
+from nanokv.cli.answer import template_options
 from nanokv.cli.arguments import new_seed, resolve_sampling
 from nanokv.cli.text import refuse_special
 
@@ -19,10 +20,10 @@ def make_session(args, loaded, saved=None):
     system = args.system if args.system is not None else (saved or {}).get("system")
     if system:
         refuse_special(system, loaded.tokenizer, args.allow_special)
-    thinking = {"enable_thinking": False} if args.thinking == "off" else {}
     kind = beams.generation_type(args, loaded) if args.beams else speculation.generation_type(args.speculate, loaded)
     return Session(
         loaded.model, loaded.tokenizer, cache=loaded.make_cache(), params=params, system=system, context=loaded.context,
-        template_kwargs=thinking, overflow=args.overflow, loop_guard="off" if args.no_loop_guard else "on",
+        template_kwargs=template_options(args), overflow=args.overflow,
+        loop_guard="off" if args.no_loop_guard else "on",
         make_generation=kind,
     )

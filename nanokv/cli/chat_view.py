@@ -10,8 +10,8 @@ import time
 from contextlib import nullcontext
 
 from nanokv.cli import REPORT, describe, layout, speculation
+from nanokv.cli.answer import AnswerWriter
 from nanokv.cli.terminal import (
-    Sanitizer,
     Style,
     bytes_text,
     is_tty,
@@ -21,7 +21,7 @@ from nanokv.cli.terminal import (
     write_err,
     write_out,
 )
-from nanokv.text.thinking import ThinkSplitter, split_thinking
+from nanokv.text.thinking import split_thinking
 
 LONGEST_PROBLEM = 400  # characters of an error line
 LONGEST_RECALL = 12  # lines of a message, or of an answer, that a resumed chat shows again
@@ -60,7 +60,7 @@ class View:
 
     def __init__(self, args):
         self.out, self.err = Style(sys.stdout, args.color), Style(sys.stderr, args.color)
-        self.quiet, self.thinking, self.stats = args.quiet, args.thinking, args.stats
+        self.quiet, self.thinking, self.stats = args.quiet, args.thinking or "show", args.stats
         self.markdown = "on" if args.markdown else "off"
 
     def say(self, text):
@@ -97,14 +97,19 @@ class View:
 
     def answer(self, session, pieces, progress):
         """Stream one answer; returns when it ended or was interrupted. The generator is always closed."""
-        writer = Writer(self)
+        formatted = Markdown(self.out.enabled) if self.markdown == "on" else None
+        writer = AnswerWriter(self, self.err, formatted or write_out)
         try:
             for piece in pieces:
                 progress.clear()
                 writer.begin(session.thinking_opened)
-                writer.write(writer.splitter.put(piece))
+                writer.put(piece)
             progress.clear()
             writer.finish()
+            if formatted:
+                formatted.finish()
+            elif writer.line and not writer.line.endswith("\n"):
+                write_out("\n")
         finally:
             pieces.close()
         self._after(session)
@@ -134,69 +139,30 @@ def _lines(line, width):
     return layout.paragraph(text, width, indent, indent + "  ").split("\n")
 
 
-class Writer:
-    """One answer on its way to the two streams."""
+class Markdown:
+    """`show` of a writer: finished blocks are formatted and appended; nothing on the screen is ever drawn again."""
 
-    def __init__(self, view):
-        self.view, self.splitter, self.last, self.line = view, None, "", ""
-        self.clean, self.dim = Sanitizer(), Sanitizer()
-        self.since, self.block = 0.0, ""
+    def __init__(self, colors: bool):
+        self.colors, self.block = colors, ""
 
-    def begin(self, opened):
-        if self.splitter is None:
-            self.splitter, self.since = ThinkSplitter(opened), time.monotonic()
-
-    def write(self, pieces):
-        for kind, text in pieces:
-            if self.last == "think" and kind == "answer":
-                self._end_of_thought()
-            self.last = kind
-            if kind == "think":
-                if self.view.thinking == "show":
-                    write_err(self.view.err.dim(self.dim.put(text)))
-            else:
-                self._show(self.clean.put(text))
+    def __call__(self, text):
+        self.block += text
+        while (cut := block_end(self.block)) > 0:
+            self.render(self.block[:cut])
+            self.block = self.block[cut:]
 
     def finish(self):
-        if self.splitter:
-            self.write(self.splitter.flush())
-        if self.last == "think":
-            self._end_of_thought()
-        self._show(self.clean.flush())
-        if self.block:
-            self._render()
-        if self.line and not self.line.endswith("\n"):
-            write_out("\n")
+        """The last block."""
+        self.render(self.block)
+        self.block = ""
 
-    def _end_of_thought(self):
-        write_err(self.view.err.dim(self.dim.flush()))
-        if self.view.thinking == "show":
-            write_err("\n")
-        elif self.view.thinking == "fold":
-            self.view.say(f"  thought for {seconds_text(time.monotonic() - self.since)}")
-
-    def _show(self, text):
-        if not text:
-            return
-        if self.view.markdown == "on":
-            self.block += text
-            while (cut := block_end(self.block)) > 0:
-                self.block, rest = self.block[:cut], self.block[cut:]
-                self._render()
-                self.block = rest
-            return
-        self.line = text
-        write_out(text)
-
-    def _render(self):
-        """One finished block, appended: nothing on the screen is ever drawn again."""
+    def render(self, block):
         from rich.console import Console
-        from rich.markdown import Markdown
+        from rich.markdown import Markdown as Formatted
 
-        text, self.block = self.block.strip("\n"), ""
-        if text:
-            color = None if self.view.out.enabled else True
-            Console(file=sys.stdout, no_color=color, force_terminal=self.view.out.enabled).print(Markdown(text))
+        if text := block.strip("\n"):
+            color = None if self.colors else True
+            Console(file=sys.stdout, no_color=color, force_terminal=self.colors).print(Formatted(text))
             sys.stdout.flush()
 
 

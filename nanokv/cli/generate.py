@@ -5,13 +5,14 @@ continues the text as it is. Status and thinking go to stderr.
 """
 
 import math
-import sys
 
 from nanokv.cli import arguments, beams, speculation, terminal
+from nanokv.cli.answer import AnswerWriter
 from nanokv.cli.arguments import DEFAULT_NEW_TOKENS
 from nanokv.cli.loading import Loaded, load_model
 from nanokv.cli.prompt import add_prompt_arguments, encode, form, read_prompt, room, templated
 from nanokv.cli.text import to_json
+from nanokv.text.thinking import inside_thinking
 
 EXAMPLES = (
     'nanokv generate "What is a KV cache?"',
@@ -86,46 +87,22 @@ def run_beams(args, loaded: Loaded, ids: list[int]) -> int:
 
 
 class TextOutput:
-    """Streams the answer to stdout, control characters made visible; what a message makes it think to stderr, dim."""
+    """The answer as it comes, and the newline that ends every answer."""
 
     def __init__(self, args, loaded: Loaded, ids: list[int]):
-        self.clean = terminal.Sanitizer()
-        self.style = terminal.Style(sys.stderr, args.color)
-        self.quiet, self.last, self.thought = args.quiet, "", ""
-        self.split = _think_splitter(loaded.tokenizer.decode(ids[-8:])) if templated(args, loaded.tokenizer) else None
+        self.writer = AnswerWriter(args)
+        if templated(args, loaded.tokenizer):  # the template may have opened <think> at the prompt's end
+            self.writer.begin(inside_thinking(loaded.tokenizer.decode(ids[-8:]), ""))
 
     def put(self, chunk: str) -> None:
         """One piece of text."""
-        for kind, text in self.split.put(chunk) if self.split else [("answer", chunk)]:
-            self._write(kind, text)
+        self.writer.put(chunk)
 
     def flush(self) -> None:
-        """What was held back, and the newline that ends every answer."""
-        for kind, text in self.split.flush() if self.split else []:
-            self._write(kind, text)
-        self._write("answer", "", self.clean.flush())
-        if self.last != "\n":
+        """What was held back."""
+        self.writer.finish()
+        if not self.writer.line.endswith("\n"):
             terminal.write_out("\n")
-
-    def _write(self, kind: str, text: str, tail: str = "") -> None:
-        if kind == "answer":
-            if self.thought:  # both streams may be the same terminal
-                terminal.write_err("\n" if self.thought.endswith("\n") else "\n\n")
-                self.thought = ""
-            text = self.clean.put(text) + tail
-            self.last = text[-1:] or self.last
-            if text:
-                terminal.write_out(text)
-        elif not self.quiet:
-            self.thought = text
-            terminal.write_err(self.style.dim(terminal.sanitize(text)))
-
-
-def _think_splitter(prompt_end: str):
-    """Reads `<think>…</think>` out of a stream; the template itself may have opened it at the prompt's end."""
-    from nanokv.text.thinking import ThinkSplitter
-
-    return ThinkSplitter(prompt_end.rstrip().endswith("<think>"))
 
 
 class JsonOutput:

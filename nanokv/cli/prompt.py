@@ -9,7 +9,7 @@ newline of a file or of stdin is dropped, as the shell's $(…) does, so `echo h
 import sys
 from pathlib import Path
 
-from nanokv.cli import arguments, terminal
+from nanokv.cli import answer, arguments, terminal
 from nanokv.cli.arguments import DEFAULT_NEW_TOKENS
 from nanokv.cli.loading import Loaded
 from nanokv.cli.text import clean, read_prompt_bytes, refuse_special, stdin
@@ -36,7 +36,7 @@ def add_prompt_arguments(parser) -> None:
     )  # fmt: skip
     form.add_argument("--chat", action="store_true", help="insist on the chat template: an error where there is none")
     arguments.add_system_argument(group)
-    group.add_argument("--thinking", choices=("on", "off"), help="enable_thinking of the chat template")
+    answer.add_thinking_argument(group)
     group.add_argument(
         "--allow-special", action="store_true", help="control tokens spelled out in the prompt are meant"
     )
@@ -88,7 +88,7 @@ def encode(args, loaded: Loaded, prompt: str) -> list[int]:
         return tokenizer.encode(prompt)
     if not prompt.strip():
         raise NanoKVError("the prompt is empty", "--raw continues blanks")
-    options = {"enable_thinking": args.thinking == "on"} if args.thinking else {}
+    options = answer.template_options(args)
     return tokenizer.encode(tokenizer.render(messages(args, prompt), add_generation_prompt=True, **options))
 
 
