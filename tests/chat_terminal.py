@@ -97,6 +97,8 @@ class Terminal:
         began = time.monotonic()
         while self.pump() and time.monotonic() - began < deadline:
             pass
+        while self.child.isalive() and time.monotonic() - began < deadline:  # close() would send it a SIGHUP
+            time.sleep(0.01)
         self.child.close(force=False)
         return self.child.exitstatus if self.child.exitstatus is not None else 128 + self.child.signalstatus
 
