@@ -194,7 +194,7 @@ class Generation:
     def _go_back(self, n: int):
         try:
             self.cache.truncate(n)
-        except UnsupportedError:  # a window that has moved on: empty is still a prefix of what it held
+        except UnsupportedError:  # a window that has moved on cannot be cut, so it is emptied
             self.cache.truncate(0)
 
     def _choose(self, logits):
