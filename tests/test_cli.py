@@ -550,6 +550,14 @@ def test_thinking_goes_to_stderr(capsys, thinking, thoughts):
     assert (shown.out, shown.err) == ("Four.␇\n", thoughts)
 
 
+@pytest.mark.parametrize("module", ["chat_repl", "chat_pipe", "generate", "batch"])
+def test_the_banner_need_not_wait_for_torch(module):
+    """torch takes seconds to import, and Ctrl-C is heard there only inside of terminal.loading()."""
+    code = f"import sys, nanokv.cli.{module}; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "False\n", done.stderr
+
+
 @pytest.mark.parametrize("command", ["chat", "generate", "batch", "trace"])
 def test_thinking_has_the_same_values_in_every_command(command):
     """on and off of 0.1.0's generate are still accepted."""

@@ -13,7 +13,7 @@ from nanokv.cli.arguments import (
     add_speed_arguments,
     add_system_argument,
 )
-from nanokv.cli.terminal import is_interactive, sanitize_line, write_out
+from nanokv.cli.terminal import is_interactive, loading, sanitize_line, write_out
 
 EXAMPLES = (
     "nanokv chat",
@@ -56,10 +56,11 @@ def run(args) -> int:
     beams.check(args)
     if args.list:
         return list_sessions()
-    if is_interactive() and not args.jsonl:
-        from nanokv.cli.chat_repl import run as talk
-    else:
-        from nanokv.cli.chat_pipe import run as talk
+    with loading():
+        if is_interactive() and not args.jsonl:
+            from nanokv.cli.chat_repl import run as talk
+        else:
+            from nanokv.cli.chat_pipe import run as talk
     return talk(args)
 
 

@@ -6,7 +6,6 @@ the file says; otherwise it is refused with both fingerprints, and the next turn
 
 from pathlib import Path
 
-from nanokv.cache.saving import fingerprint
 from nanokv.cli import transcript
 from nanokv.cli.terminal import bytes_text, sanitize_line
 from nanokv.errors import CacheError, SessionError
@@ -20,6 +19,8 @@ def cache_path(path):
 def save(chat, path, kv) -> str:
     """Write FILE, and the cache to `kv` if that is a path; returns what to tell the user. An error leaves old files."""
     session = chat.session
+    from nanokv.cache.saving import fingerprint
+
     mark = fingerprint(session.model)
     extra = {"kv": kv.name} if kv else {}
     history = {"history": session.messages, "system": session.system, "settings": session.params}
@@ -57,6 +58,8 @@ def load(chat, path) -> str:
 
 
 def _load_cache(session, path, saved):
+    from nanokv.cache.saving import fingerprint
+
     mine = fingerprint(session.model)
     if saved != mine:
         return f"cache refused: it was saved by model {sanitize_line(str(saved))}, this is {mine}"

@@ -2,10 +2,10 @@
 
 from dataclasses import asdict
 
-from nanokv.chat.session import Session
 from nanokv.cli import beams, speculation
 from nanokv.cli.answer import template_options
 from nanokv.cli.arguments import new_seed, resolve_sampling
+from nanokv.cli.terminal import loading
 from nanokv.cli.text import refuse_special
 
 
@@ -21,6 +21,9 @@ def make_session(args, loaded, saved=None):
     if system:
         refuse_special(system, loaded.tokenizer, args.allow_special)
     kind = beams.generation_type(args, loaded) if args.beams else speculation.generation_type(args.speculate, loaded)
+    with loading():
+        from nanokv.chat.session import Session  # torch: after the banner
+
     return Session(
         loaded.model, loaded.tokenizer, cache=loaded.make_cache(), params=params, system=system, context=loaded.context,
         template_kwargs=template_options(args), overflow=args.overflow,
