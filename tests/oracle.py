@@ -183,9 +183,5 @@ def gap(ours, theirs) -> float:
 
 def put(layer, k, v):
     """What a decode kernel does with a cache in place: a slot per row, (B,Hk,1,D) ×2 written there → the Pages."""
-    pages = layer.reserve(k)
-    size = pages.keys.shape[2]
-    for b, length in enumerate(pages.lengths.tolist()):
-        page = b if pages.table is None else pages.table[b, (length - 1) // size]
-        pages.keys[page, :, (length - 1) % size], pages.values[page, :, (length - 1) % size] = k[b, :, 0], v[b, :, 0]
-    return pages
+    assert layer.in_place
+    return layer.place(k, v)

@@ -95,6 +95,18 @@ class LayerCapabilities(FirstNames):
         shape and dtype of `like`, at the last place of each row, lengths − 1."""
         raise UnsupportedError(f"{type(self).__name__} does not store in place")
 
+    def place(self, k: torch.Tensor, v: torch.Tensor) -> Pages:
+        """`append` of one token per row for a reader of pages: k and v (B,Hk,1,D) go where `reserve` says, no copy."""
+        if not self.in_place:
+            keys, values = self.append(k, v)  # (B,Hk,S,D) ×2
+            return Pages(keys, values, torch.full((keys.shape[0],), keys.shape[2]))
+        pages = self.reserve(k)
+        size = pages.keys.shape[2]
+        for b, last in enumerate((pages.lengths - 1).tolist()):
+            page = b if pages.table is None else int(pages.table[b, last // size])
+            pages.keys[page, :, last % size], pages.values[page, :, last % size] = k[b, :, 0], v[b, :, 0]
+        return pages
+
     def width(self, T: int) -> int:
         """S: how many keys the append of T tokens will return."""
         return self.length + T
