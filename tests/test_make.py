@@ -49,7 +49,7 @@ class Clone:
         self.python.chmod(0o755)
 
     def make(self, *args: str, stdin: str = "", **settings: int) -> subprocess.CompletedProcess:
-        env = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS"))}
+        env = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS", "ARGS", "JOBS"))}
         env |= {"OLD": "0", "NO_VENV": "0", "NO_NET": "0"} | {k: str(v) for k, v in settings.items()}
         command = ["make", f"PYTHON={self.python}", *args]
         options = {"capture_output": True, "text": True, "timeout": 60}
