@@ -7,19 +7,27 @@ and transformers once and forks for each mutant; the working tree is only read.
 
 import argparse
 import ast
+import collections
 import functools
+import inspect
 import json
 import os
 import random
+import resource
 import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
+import types
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
+NO_TESTS = pytest.ExitCode.NO_TESTS_COLLECTED
 COPIED = ("nanokv", "weights_loader", "tests", "pyproject.toml")
 CONTRACT = "cache_contract caches_refusals matrix"
 # A file, or the longest folder that holds it → the test files that are about it, quick and close ones first.
@@ -165,47 +173,123 @@ def read(path: str) -> str:
     return (ROOT / path).read_text("utf-8")
 
 
+# --- which tests run a line -----------------------------------------------------------------------------------------
+
+
+class Recorder:
+    """A plugin of pytest that writes, for each test that passed, its seconds and the lines of the core that it ran. A
+    fixture's lines belong to each test that asks for it, not only to the first."""
+
+    def __init__(self, copy: Path, out: Path):
+        self.paths = {str(copy / path): path for path in sizes()}
+        self.out, self.lines, self.tests, self.failed = out, set(), {}, set()
+        self.fixtures = collections.defaultdict(set)
+
+    def trace(self, frame: types.FrameType, event: str, arg: object):
+        code = frame.f_code
+        if code.co_filename not in self.paths or not code.co_flags & inspect.CO_OPTIMIZED:  # a module, or a class body
+            return None
+        self.lines.add((code.co_filename, frame.f_lineno))
+        return self.trace
+
+    def pytest_collection_finish(self):
+        sys.settrace(self.trace)
+        threading.settrace(self.trace)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef):
+        outer, self.lines = self.lines, self.fixtures[fixturedef]
+        try:
+            return (yield)
+        finally:
+            self.lines = outer | self.lines
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item):
+        self.lines, began = set(), time.process_time()
+        result = yield
+        for name in item.fixturenames:
+            for fixture in item._fixtureinfo.name2fixturedefs.get(name, ()):
+                self.lines |= self.fixtures[fixture]
+        by_file = collections.defaultdict(list)
+        for name, line in sorted(self.lines):
+            by_file[self.paths[name]].append(line)
+        if item.nodeid not in self.failed:
+            self.tests[item.nodeid] = {"s": round(time.process_time() - began, 2), "lines": by_file}
+        return result
+
+    def pytest_runtest_logreport(self, report):
+        if not report.passed:
+            self.failed.add(report.nodeid)
+
+    def pytest_sessionfinish(self):
+        sys.settrace(None)
+        self.out.write_text(json.dumps(self.tests))
+
+
+class InOrder:
+    """A plugin of pytest: these tests and no others, in this order."""
+
+    def __init__(self, tests: list[str]):
+        self.rank = {test: rank for rank, test in enumerate(tests)}
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items):
+        items[:] = sorted((item for item in items if item.nodeid in self.rank), key=lambda item: self.rank[item.nodeid])
+
+
+def covering(lines: dict, path: str, line: int) -> list[str]:
+    """The tests that run this line, those of less than half a second first; a line that runs while the file is imported
+    belongs to all of the file."""
+    files = tests_of(path)
+    about = [test for test in lines if test.partition("::")[0] in files and path in lines[test]["lines"]]
+    chosen = [test for test in about if line in lines[test]["lines"][path]] or about
+    rank = {test: (lines[test]["s"] > 0.5, files.index(test.partition("::")[0]), lines[test]["s"]) for test in chosen}
+    return sorted(chosen, key=rank.get)
+
+
 # --- running one ----------------------------------------------------------------------------------------------------
 
 
 def warm_up() -> None:
     """What takes seconds to import and is never mutated; forked processes share it."""
     import hypothesis.stateful
-    import pytest
     import torch
     import transformers.models.qwen3.modeling_qwen3
 
-    assert all((hypothesis, pytest, torch, transformers)) and "nanokv" not in sys.modules
+    assert all((hypothesis, torch, transformers)) and "nanokv" not in sys.modules
     torch.set_num_threads(1)
 
 
-def pytest_in_child(copy: Path, argv: list[str], limit: float) -> str:
-    """"passed", "failed", "timeout" of pytest in a forked process, in the copy."""
+def pytest_in_child(copy: Path, argv: list[str], plugin: object, seconds: float) -> str:
+    """"passed", "failed" or "timeout" of pytest in a forked process, in the copy. The limit is on the processor's
+    seconds, so a busy machine stops nothing early; who only waits is stopped after ten times as long."""
     sys.stdout.flush()
     child = os.fork()
     if child == 0:
         os.setsid()
         os.chdir(copy)
+        resource.setrlimit(resource.RLIMIT_CPU, (round(seconds), round(seconds) + 5))
         log = os.open(copy / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         for stream in (1, 2):
             os.dup2(log, stream)
         sys.path[:0] = [str(copy), str(copy / "tests")]
-        import pytest
-
+        os.environ["PYTHONPATH"] = str(copy)
         code = 99
         try:
             import nanokv
 
             assert Path(nanokv.__file__).is_relative_to(copy), nanokv.__file__
-            code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", *argv]))
+            code = int(pytest.main(["-q", "-p", "no:cacheprovider", *argv], plugins=[plugin]))
         finally:
             os._exit(code)
-    end = time.monotonic() + limit
+    end = time.monotonic() + 10 * seconds
     while time.monotonic() < end:
         done, status = os.waitpid(child, os.WNOHANG)
         if done:
             kill_group(child)
-            return "passed" if os.waitstatus_to_exitcode(status) == 0 else "failed"
+            code = os.waitstatus_to_exitcode(status)
+            return {0: "passed", NO_TESTS: "passed", -signal.SIGXCPU: "timeout"}.get(code, "failed")
         time.sleep(0.05)
     kill_group(child)
     os.waitpid(child, 0)
@@ -227,21 +311,30 @@ def reason(copy: Path) -> str:
     return (named or lines[-1:] or [""])[0][:160]
 
 
-def one(copy: Path, path: str, number: int, marks: str, stamp: int, limit: float) -> dict:
+def one(copy: Path, path: str, number: int, lines: dict, argv: list[str], stamp: int) -> dict:
     """Plant it, run, take it out. The file's time differs for every mutant, so no stale bytecode is used."""
     source, place, what = mutate(read(path), number)
     (copy / path).write_text(source, "utf-8")
     os.utime(copy / path, (stamp, stamp))
+    chosen = covering(lines, path, int(place.partition(":")[0]))
+    expected = sum(lines[test]["s"] for test in chosen)
     began = time.monotonic()
-    outcome = pytest_in_child(copy, [*marks_of(marks), *tests_of(path)], limit)
+    files = sorted({test.partition("::")[0] for test in chosen}) or tests_of(path)
+    outcome = pytest_in_child(copy, ["-x", *argv, *files], InOrder(chosen), 30 + 2 * expected)
     seconds = round(time.monotonic() - began, 1)
     shutil.copy2(ROOT / path, copy / path)
     by = reason(copy) if outcome == "failed" else ""
-    return {"file": path, "number": number, "place": place, "what": what, "outcome": outcome, "s": seconds, "by": by}
+    return {"file": path, "number": number, "place": place, "what": what, "outcome": outcome, "s": seconds, "by": by,
+            "tests": len(chosen), "expected": round(expected, 1)}  # fmt: skip
 
 
-def marks_of(marks: str) -> list[str]:
-    return ["-m", marks] if marks else []
+def recorded(copy: Path, paths: list[str], argv: list[str], out: Path) -> dict:
+    """Which test of these files runs which lines, from one run without a fault."""
+    if not out.exists():
+        files = sorted({file for path in paths for file in tests_of(path)})
+        pytest_in_child(copy, [*argv, *files], Recorder(copy, out), 7200)
+        print((copy / "log.txt").read_text("utf-8", "replace").splitlines()[-1])  # what fails by itself tells nothing
+    return json.loads(out.read_text("utf-8"))
 
 
 def report(results: list[dict]) -> None:
@@ -260,7 +353,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="another list (1)")
     parser.add_argument("--only", default="", help="mutants of files whose path holds this")
     parser.add_argument("--marks", default="not slow", help="pytest's -m; an empty text runs the slow tests too")
-    parser.add_argument("--limit", type=float, default=300, help="seconds for one mutant (300)")
+    parser.add_argument("--lines", type=Path, help="a file for the lines that each test runs: the next run reads it")
     parser.add_argument("--out", type=Path, help="a file for the results, a JSON line for each mutant")
     args = parser.parse_args()
     chosen = [m for m in all_mutants(args.seed) if args.only in m[0]][args.skip :][: args.count]
@@ -272,8 +365,10 @@ def main() -> int:
             duplicate = shutil.copytree if (ROOT / name).is_dir() else shutil.copy2
             duplicate(ROOT / name, copy / name)
         warm_up()
+        argv = ["-m", args.marks] if args.marks else []
+        lines = recorded(copy, [path for path, _ in chosen], argv, args.lines or copy / "lines.json")
         for n, (path, number) in enumerate(chosen):
-            result = one(copy, path, number, args.marks, 1_000_000_000 + n, args.limit)
+            result = one(copy, path, number, lines, argv, 1_000_000_000 + n)
             print(f"{n + args.skip:4} {result['outcome']:8}{result['s']:6} s  {path}:{result['place']}: "
                   f"{result['what'][:90]}  {result['by']}", flush=True)  # fmt: skip
             results.append(result)
