@@ -13,7 +13,6 @@ import inspect
 import json
 import os
 import random
-import resource
 import shutil
 import signal
 import sys
@@ -264,6 +263,8 @@ def warm_up() -> None:
 def pytest_in_child(copy: Path, argv: list[str], plugin: object, seconds: float) -> str:
     """"passed", "failed" or "timeout" of pytest in a forked process, in the copy. The limit is on the processor's
     seconds, so a busy machine stops nothing early; who only waits is stopped after ten times as long."""
+    import resource  # not on Windows, nor is fork
+
     sys.stdout.flush()
     child = os.fork()
     if child == 0:

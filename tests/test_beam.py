@@ -235,6 +235,15 @@ def test_nan_logits_are_an_error_and_not_an_answer(models, monkeypatch):
         beam_search(model, [1, 2, 3], 2)
 
 
+def test_a_model_that_can_say_one_thing_only_is_searched(models, monkeypatch):
+    """All other words are impossible, not unlikely: candidates of −∞ are no error while the best one is finite."""
+    _, model = models
+    only = torch.full((V,), -torch.inf).index_fill(0, torch.tensor([7]), 0.0)
+    monkeypatch.setattr(model.lm_head, "forward", lambda hidden: only.expand(*hidden.shape[:-1], V))
+    for beams in (1, 2):
+        assert beam_search(model, [1, 2, 3], beams, 4, eos_token_ids=[]) == [([7] * 4, 0.0)]
+
+
 # --- stopping, and one answer of a conversation -----------------------------------------------------------------------
 
 

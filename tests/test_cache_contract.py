@@ -126,7 +126,7 @@ def test_a_new_cache_is_empty(new, model):
     cache = new()
     assert isinstance(cache, KVCache)
     assert len(cache) == model.config.num_hidden_layers
-    assert cache.length == 0
+    assert cache.length == 0 and cache.reuse([1, 2, 3]) == 0
     assert all(isinstance(layer, LayerCache) and layer.length == 0 for layer in cache)
     assert len({id(layer) for layer in cache}) == len(cache)
 

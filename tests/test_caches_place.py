@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nanokv.attention import decode_attention
-from nanokv.cache import BatchCache, make_cache
+from nanokv.cache import CACHES, BatchCache, make_cache
 from nanokv.cache.batch import BatchLayer
 from nanokv.cache.paged_batch import PagedBatch, PagedBatchLayer
 from nanokv.cache.pool import ElasticPool, PagePool
@@ -65,6 +65,18 @@ def state_of(rows):
 
 def equal(a, b):
     return all(x.keys() == y.keys() and all(torch.equal(x[k], y[k]) for k in x) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("kind", sorted(CACHES))
+def test_every_cache_takes_a_token_for_a_reader_of_pages(model, kind):
+    """What stores in place says where; the others answer with what `append` returns, one page per row."""
+    cache = make_cache(kind, model.config, batch_size=2, capacity=16)
+    prefill(model, random_ids(0, 2, 6), cache)
+    for i, (a, b) in enumerate(zip(cache, cache.fork(), strict=True)):
+        k, v, q = randn(i, 2, 2, 1, 32), randn(i + 5, 2, 2, 1, 32), randn(i + 9, 2, 4, 1, 32)
+        pages = a.place(k, v)
+        assert pages.lengths.tolist() == [7, 7] and a.length == 7
+        assert gap(read_pages(q, pages), decode_attention(q, *b.append(k, v))) <= 1e-6
 
 
 def test_reserve_is_append_without_the_copy(model, pool):

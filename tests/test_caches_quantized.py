@@ -102,9 +102,9 @@ def test_bytes_are_what_the_bits_say(model, options):
     for i in range(30):
         decode(model, ids[:, i : i + 1], cache, start_pos=i)
         assert cache.nbytes == costs.cache_bytes("quantized", model.config, i + 1, 2, 4, **SMALL, **options)
-    codes = sum(x.nbytes for layer in cache for x in layer.codes)
-    k_bits, v_bits = options.get("k_bits", options.get("bits")), options.get("v_bits", options.get("bits"))
-    assert codes == 24 * 2 * 3 * 2 * 32 * (k_bits + v_bits) // 8  # tokens · rows · L · Hk · D
+    for codes, name in zip(zip(*(layer.codes for layer in cache), strict=True), ("k_bits", "v_bits"), strict=True):
+        bits = options.get(name, options.get("bits"))
+        assert sum(x.nbytes for x in codes) == 24 * 2 * 3 * 2 * 32 * bits // 8  # tokens · rows · L · Hk · D
 
 
 def test_four_bits_take_a_quarter_of_bf16_and_a_little(model):

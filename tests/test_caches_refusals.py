@@ -538,6 +538,9 @@ def test_a_cache_says_what_it_is_and_copies_as_one():
     for layer in cache:
         layer.append(*torch.zeros(2, 1, config.num_key_value_heads, 5, config.head_dim))
     assert repr(cache) == f"<KVCache 'dict': 6 layers × 5 tokens, {cache.nbytes:,} B>"
+    one = nanokv.KVCache(cache[:1])
+    assert repr(one) == f"<KVCache 'dict': 1 layers × 5 tokens, {one.nbytes:,} B>"
+    assert repr(nanokv.KVCache()) == "<KVCache 'dict': 0 layers × 0 tokens, 0 B>"
     twin = cache.copy()
     twin.truncate(2)
     assert (cache.length, twin.length, twin.name) == (5, 2, "dict")

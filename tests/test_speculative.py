@@ -401,6 +401,24 @@ def test_the_counts_are_those_of_the_forwards(model, monkeypatch):
     assert report.acceptance_rate == report.accepted / report.proposed == report.speculation["acceptance_rate"]
 
 
+def test_a_draft_model_computes_what_its_cache_does_not_hold(model, monkeypatch):
+    """One decode per guess; the prompt, and what the check added, once."""
+    ids, fed = prompt(16, 6), []
+    for name in ("prefill_chunks", "decode"):
+        real = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda m, x, c, start_pos, real=real: (
+            fed.append((start_pos, len(x[0]))), real(m, x, c, start_pos=start_pos))[1])  # fmt: skip
+    draft = DraftModel(model, tokens=3)
+
+    def guess(ids, count):
+        return draft.propose(ids, count, lambda logits, guesses: probabilities(logits, temperature=0), None)[0]
+
+    first = guess(ids, 3)
+    assert fed == [(0, 6), (6, 1), (7, 1)]
+    guess(ids + first[:1] + [first[1] ^ 1, 5], 2)  # the second guess was wrong, and a token came with the check
+    assert fed[3:] == [(7, 2), (9, 1)]
+
+
 def test_steps_carry_the_raw_logprobs(model):
     ids = prompt(17, 6)
     plain = list(Generation(model, ids, make_cache("dict", model.config), max_new_tokens=20))
