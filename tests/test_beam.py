@@ -63,7 +63,7 @@ def assert_equal(ours, theirs):
 
 
 @pytest.mark.parametrize("early_stopping", [False, True, "never"])
-@pytest.mark.parametrize("length_penalty", [0.0, 1.0, 2.0, -1.0])
+@pytest.mark.parametrize("length_penalty", [0.0, 1.0, 2.0, -1.0, 5, -5])
 @pytest.mark.parametrize(("beams", "eos_ids"), [(2, 2), (4, 3)])
 def test_sequences_and_scores_equal_transformers(models, beams, eos_ids, length_penalty, early_stopping):
     compare(models, beams, eos_ids, length_penalty=length_penalty, early_stopping=early_stopping)
@@ -214,6 +214,8 @@ def test_a_failed_prefill_leaves_the_cache_as_it_was(models, monkeypatch):
         ({"beams": 0}, "beams is 0"),
         ({"beams": 2, "num_return": 3}, "num_return is 3"),
         ({"length_penalty": float("nan")}, "length_penalty is nan"),
+        ({"length_penalty": 5.001}, r"length_penalty is 5.001: it must be a number from -5 to 5"),
+        ({"length_penalty": -5.001}, "length_penalty is -5.001"),
         ({"early_stopping": "always"}, "early_stopping is 'always'"),
         ({"eos_token_ids": list(range(V))}, "leave no token"),
         ({"max_new_tokens": 0}, "max_new_tokens is 0"),

@@ -4,6 +4,7 @@ The attention here reads pages one token at a time, as a kernel would; the refer
 """
 
 import math
+import os
 
 import pytest
 import torch
@@ -263,4 +264,14 @@ def test_an_offloaded_cache_keeps_its_tokens_when_its_store_grows(model, to):
     ids, cache = random_ids(9, 1, 140), make_cache("offloaded", model.config, to=to)
     expected = score(model, ids)
     for start, end in ((0, 60), (60, 70), (70, 130), (130, 140)):
+        assert gap(prefill(model, ids[:, start:end], cache, start_pos=start), expected[:, end - 1]) <= TOLERANCE
+
+
+def test_an_offloaded_cache_where_a_file_has_one_position_only(model, monkeypatch):
+    """Windows has neither os.pwrite nor os.preadv."""
+    for name in ("pwrite", "preadv"):
+        monkeypatch.delattr(os, name)
+    ids, cache = random_ids(9, 1, 12), make_cache("offloaded", model.config, to="disk")
+    expected = score(model, ids)
+    for start, end in ((0, 9), (9, 10), (10, 12)):
         assert gap(prefill(model, ids[:, start:end], cache, start_pos=start), expected[:, end - 1]) <= TOLERANCE

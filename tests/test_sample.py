@@ -1,6 +1,8 @@
 """sample.py against transformers' logits processors (5.23), on random logits, ties and edge values."""
 
 import itertools
+import math
+import re
 
 import pytest
 import torch
@@ -120,6 +122,23 @@ def test_values_out_of_range_are_named(name, value):
     with pytest.raises(GenerationError) as caught:
         sample(logits_of("normal"), **{name: value})
     assert name in str(caught.value) and repr(value) in str(caught.value) and "must be" in str(caught.value)
+
+
+EDGES = {
+    "temperature": (0.0, 1e6), "top_k": (0, 2**63 - 1), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0),
+    "repetition_penalty": (1e-6, 1e6), "seed": (0, 2**64 - 1), "max_new_tokens": (1, 2**63 - 1),
+    "max_ngram": (1, 2**63 - 1), "tokens": (1, 2**63 - 1), "layers": (1, 2**63 - 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(module.RANGES))
+def test_both_ends_of_a_range_are_in_it_and_the_next_values_are_not(name):
+    """2^63 − 1 and 2^64 − 1 are the largest that torch takes."""
+    for edge, beyond in zip(EDGES[name], (-math.inf, math.inf), strict=True):
+        module.check_sampling(**{name: edge})
+        outside = math.nextafter(edge, beyond) if type(edge) is float else edge + int(math.copysign(1, beyond))
+        with pytest.raises(GenerationError, match=rf"^{name} is {re.escape(repr(outside))}: it must be "):
+            module.check_sampling(**{name: outside})
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
