@@ -463,12 +463,20 @@ def test_a_host_store_forgets_the_dtype_with_the_tokens(model):
 
 
 @pytest.mark.parametrize("kind", sorted(CACHES))
-@pytest.mark.parametrize("n", [-2, 1.5, None])
+@pytest.mark.parametrize("n", [-1, 1.5, None])
 def test_a_layer_refuses_to_go_back_to_nowhere(model, kind, n):
     cache = filled(model, kind)
     with pytest.raises(CacheError, match="a number of tokens ≥ 0 was expected"):
         cache[0].truncate(n)
     assert cache.length == 9
+
+
+@pytest.mark.parametrize("n", [-1, [9, -1], [9], [9, 9, 9], [9, 1.5]], ids=str)
+def test_a_batch_wants_a_length_for_each_row(model, n):
+    batch = BatchCache([filled(model, "dict"), filled(model, "dict")], model.config)
+    with pytest.raises(CacheError, match=r"a number of tokens ≥ 0 for each of 2 rows was expected"):
+        batch.truncate(n)
+    assert [row.length for row in batch.rows] == [9, 9]
 
 
 def test_a_latent_cache_refuses_it_too():

@@ -187,9 +187,10 @@ def test_what_can_never_fit_is_refused_with_numbers(model):
 def test_foreign_pages_are_reported_instead_of_waiting_for_ever(model):
     engine = Engine(model, pages=4, page_size=4)
     taken = engine.pool.take(3)
-    request = engine.submit(prompt(0, 6), max_new_tokens=2)
-    with pytest.raises(CapacityError, match="needs 2 pages, but 1 of 4 can be had"):
+    request, later = engine.submit(prompt(0, 6), max_new_tokens=2), engine.submit(prompt(1, 9), max_new_tokens=2)
+    with pytest.raises(CapacityError, match=f"request {request.number} needs 2 pages, but 1 of 4 can be had"):
         engine.run()
+    engine.cancel(later)
     engine.pool.release(taken)
     engine.run()
     assert request.tokens == alone(model, prompt(0, 6), max_new_tokens=2)

@@ -240,6 +240,8 @@ def test_a_drawn_seed_is_reported_and_repeats(model):
     tokens = [s.token for s in first]
     assert first.seed != Generation(model, [1, 2], new_cache(model), free).seed
     assert tokens == list(generate(model, [1, 2], max_new_tokens=12, temperature=1.0, seed=first.seed))
+    seeds = {free.generator("cpu").initial_seed() for _ in range(64)}  # of 32 bits, the highest too
+    assert len(seeds) > 60 and 2**31 <= max(seeds) < 2**32
 
 
 class Boom(Exception):
