@@ -279,12 +279,22 @@ def test_bytes_of_the_formats():
     assert weights.Int4(weight).nbytes == 64 * 320 // 2 + 64 * 10 * 2  # 9 groups, filled up to 10
 
 
+def test_torch_packs_four_bits_where_it_can():
+    """One byte for two codes, in blocks of 16 rows; other matrices keep a byte for each."""
+    codes, scale = torch.randint(-8, 8, (48, 64), dtype=torch.int8), torch.ones(48, 2, dtype=torch.bfloat16)
+    packed, scales = torch_ops.pack_int4(codes, scale)
+    if torch_ops.has(torch.ops.aten, "_weight_int4pack_mm_for_cpu"):
+        assert packed.dtype == torch.uint8 and packed.nbytes == 48 * 64 // 2 and scales.shape == (2, 48, 2)
+    assert torch_ops.pack_int4(codes[:40], scale[:40])[0].nbytes == 40 * 64
+
+
 @pytest.mark.parametrize("name", ["int8", "int4"])
 @pytest.mark.parametrize("rows", [1, 2, 5])
 @pytest.mark.parametrize("K", [32, 64, 96, 288])
-def test_products_with_codes(code, name, rows, K):
+@pytest.mark.parametrize("N", [37, 48])  # torch packs four bits in blocks of 16 rows
+def test_products_with_codes(code, name, rows, K, N):
     """Activations are rounded to 8 bits by the kernels and to bf16 by torch: both within 1.5 % of the largest."""
-    matrix = weights.FORMATS[name](torch.randn(37, K, generator=torch.Generator().manual_seed(0)))
+    matrix = weights.FORMATS[name](torch.randn(N, K, generator=torch.Generator().manual_seed(0)))
     x = torch.randn(rows, K, generator=torch.Generator().manual_seed(1))
     assert gap(matrix(x).double(), x.double() @ matrix.dense().double().T) <= 0.015
 
