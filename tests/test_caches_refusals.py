@@ -14,6 +14,7 @@ import nanokv
 from nanokv import costs
 from nanokv.cache import CACHES, BatchCache, DictCache, KVCache, PagePool, PrefixPool, make_cache
 from nanokv.cache.codes import LARGEST
+from nanokv.cache.options import check_options
 from nanokv.cache.pool import ElasticPool
 from nanokv.cache.prefix import ElasticPrefixPool
 from nanokv.cache.sliding import SlidingCache
@@ -485,6 +486,14 @@ def test_a_latent_cache_refuses_it_too():
     with pytest.raises(CacheError, match="truncate"):
         cache.truncate(-1)
     assert cache.length == 5
+
+
+def test_a_pool_is_an_option_for_programs_only(model):
+    """A flag can hold its text, not the object."""
+    pool = PagePool(model.config, 4, 4)
+    assert make_cache("paged", model.config, pool=pool).pool is pool
+    with pytest.raises(CacheError, match=r"cache 'paged' has no option pool: it knows page, pages$"):
+        check_options("paged", {"pool": "4"})
 
 
 def test_no_layers_and_no_rows_are_said_so(model):
