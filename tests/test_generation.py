@@ -440,6 +440,7 @@ def test_stop_strings_across_tokens_never_show(tokenizer, text, stop, expected):
     assert stream.text == expected
     cut = expected != text
     assert stream.finish_reason == ("stop_string" if cut else "length")
+    assert bool(stream.stop_string) == cut and text[len(expected) :].startswith(stream.stop_string)
     assert script.ended == cut
 
 
@@ -514,7 +515,7 @@ def test_stop_strings_cut_the_same_text_however_it_is_split(cut):
     for start in range(0, len(text), cut):
         if not stops.found:
             shown.append(stops.put(text[start : start + cut]))
-    assert stops.found and "".join(shown) + stops.flush() == "an ab "
+    assert stops.found == "abc " and "".join(shown) + stops.flush() == "an ab "
     stops = StopStrings("abcd")
     shown = [stops.put(piece) for piece in ("x a", "b", "c", "abc")]
     assert shown == ["x ", "", "", "abc"] and not stops.found and stops.flush() == "abc" and stops.flush() == ""

@@ -40,6 +40,7 @@ class Turn:
     ttft: float = 0.0                                    # seconds from the call to the first token
     tok_s: float = 0.0                                   # decode speed without the first token; 0 = too few to say
     finish_reason: str = ""                              # stop length context interrupted stop_string loop error
+    stop_string: str = ""                                # the one that ended it
     kv_bytes: int = 0                                    # measured, of the whole cache
     cached: int = 0                                      # tokens in the cache afterwards
     text: str = ""                                       # this answer as the model wrote it, <think> included
@@ -166,7 +167,7 @@ class Session:
         turn.finish_reason = generation.finish_reason or "error"
         if turn.finish_reason == "length" and len(tokens) >= self._room:
             turn.finish_reason = "context"
-        turn.out, turn.ids, turn.text = len(tokens), tokens, stream.text
+        turn.out, turn.ids, turn.text, turn.stop_string = len(tokens), tokens, stream.text, stream.stop_string
         turn.ttft, turn.prefill_s = timings.first_token_seconds or 0.0, timings.prefill_seconds or 0.0
         if len(tokens) > 1 and timings.decode_seconds:
             turn.tok_s = (len(tokens) - 1) / timings.decode_seconds

@@ -239,6 +239,11 @@ class TextStream:
     def finish_reason(self) -> str | None:
         return self.generation.finish_reason
 
+    @property
+    def stop_string(self) -> str:
+        """The one that ended it, or ""."""
+        return self._stops.found
+
     def __iter__(self):
         return self
 
@@ -273,16 +278,16 @@ class StopStrings:
         stop = (stop,) if isinstance(stop, str) else tuple(stop)
         if not all(isinstance(text, str) and text for text in stop):
             raise GenerationError(f"stop strings must be non-empty texts, got {list(stop)!r}")
-        self.stop, self.found = stop, False
+        self.stop, self.found = stop, ""
         self._held = ""  # may be the beginning of a stop string
 
     def put(self, text: str) -> str:
-        """What can be shown by now; with the last of it, `found` becomes true."""
+        """What can be shown by now; with the last of it, `found` is the stop string."""
         self._held += text
         ends = [(at + len(stop), at) for stop in self.stop if (at := self._held.find(stop)) >= 0]
         if ends:
-            self.found = True
-            shown, self._held = self._held[: min(ends)[1]], ""
+            end, at = min(ends)
+            shown, self.found, self._held = self._held[:at], self._held[at:end], ""
             return shown
         keep = max((_overlap(self._held, stop) for stop in self.stop), default=0)
         shown = self._held[: len(self._held) - keep]
