@@ -34,6 +34,18 @@ def environment(extra: dict | None = None) -> dict:
     return kept | {"OMP_NUM_THREADS": "1", "TERM": "xterm", "PYTHONPATH": HOME} | (extra or {})
 
 
+def choice(completion: dict) -> dict:
+    """The one answer in what --json, --jsonl and batch print."""
+    (found,) = completion["choices"]
+    return found
+
+
+def text_of(completion: dict) -> str:
+    """What it says, be it a message or the continuation of a text."""
+    found = choice(completion)
+    return found["message"]["content"] if "message" in found else found["text"]
+
+
 def run_cli(*argv, stdin: bytes | None = b"", env: dict | None = None, timeout: float = 120, **popen):
     """Run to the end → CompletedProcess with bytes. stdin None = the null device."""
     where = {"stdin": subprocess.DEVNULL} if stdin is None else {"input": stdin}

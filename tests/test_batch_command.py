@@ -10,7 +10,7 @@ import subprocess
 import pytest
 
 import nanokv
-from cli_helpers import FakeStdin, spawn_cli
+from cli_helpers import FakeStdin, choice, spawn_cli, text_of
 from nanokv.cli import main
 from nanokv.cli.batch_lines import parse_line
 from nanokv.cli.batch_output import read_output
@@ -56,8 +56,8 @@ def test_answers_equal_generate_in_input_order(cli, loaded):
     assert code == 0 and [row["line"] for row in rows] == [1, 2, 3, 4, 5]
     for row, text, n in zip(rows, PROMPTS, new, strict=True):
         ids = list(nanokv.generate(model, tokenizer.encode(text), max_new_tokens=n))
-        assert row["ids"] == ids and row["metrics"]["new_tokens"] == len(ids)
-        assert row["finish_reason"] in ("length", "stop")
+        assert choice(row)["token_ids"] == ids and row["usage"]["completion_tokens"] == len(ids)
+        assert choice(row)["finish_reason"] in ("length", "stop")
 
 
 def test_messages_settings_and_ids(cli, loaded):
@@ -67,24 +67,26 @@ def test_messages_settings_and_ids(cli, loaded):
     code, (row,), _ = cli("-", stdin=jsonl(line))
     ids = tokenizer.encode(tokenizer.render(messages))
     options = {"temperature": 0.8, "top_k": 9, "seed": 5, "max_new_tokens": 6}
-    assert code == 0 and row["ids"] == list(nanokv.generate(model, ids, **options))
+    assert code == 0 and choice(row)["token_ids"] == list(nanokv.generate(model, ids, **options))
     assert (row["id"], row["seed"]) == ("mine", 5)
 
 
 def test_flags_are_the_defaults_of_lines(cli):
     data = jsonl({"prompt": "system"}, {"prompt": "system", "max_new_tokens": 2})
     _, rows, _ = cli("-", "-n", 4, "--seed", 3, "-t", 0.5, stdin=data)
-    assert [len(row["ids"]) for row in rows] == [4, 2] and rows[0]["seed"] == 3
-    assert rows[0]["ids"][:2] == rows[1]["ids"]
+    assert [len(choice(row)["token_ids"]) for row in rows] == [4, 2] and rows[0]["seed"] == 3
+    assert choice(rows[0])["token_ids"][:2] == choice(rows[1])["token_ids"]
 
 
 def test_a_stop_string_ends_the_text_before_it(cli):
     """And over a border between tokens; the request leaves the engine at once."""
     _, (whole,), _ = cli("-", "-n", 12, stdin=requests(PROMPTS[1]))
-    stop = whole["text"][2:4]
+    stop = text_of(whole)[2:4]
     _, (cut,), _ = cli("-", "-n", 12, stdin=requests(PROMPTS[1], stop=stop))
-    assert cut["text"] == whole["text"][: whole["text"].index(stop)] and cut["finish_reason"] == "stop"
-    assert len(cut["ids"]) < 12 and whole["ids"][: len(cut["ids"])] == cut["ids"]
+    assert text_of(cut) == text_of(whole)[: text_of(whole).index(stop)] and choice(cut)["finish_reason"] == "stop"
+    assert choice(cut)["stop_reason"] == stop and choice(whole)["stop_reason"] is None
+    ids = choice(cut)["token_ids"]
+    assert len(ids) < 12 and choice(whole)["token_ids"][: len(ids)] == ids
 
 
 def test_errors_are_told_with_their_line_and_the_others_go_on(cli, tmp_path):
@@ -109,16 +111,18 @@ def test_errors_are_told_with_their_line_and_the_others_go_on(cli, tmp_path):
     assert code == 2 and [row["line"] for row in rows] == [1, *range(4, 4 + len(bad)), 4 + len(bad)]
     assert "error" not in rows[0] and "error" not in rows[-1]
     for row, (_, message) in zip(rows[1:-1], bad, strict=True):
-        assert message in row["error"] and f"in.jsonl:{row['line']}: {row['error']}" in err
+        told = row["error"]["message"]
+        assert message in told and f"in.jsonl:{row['line']}: {told}" in err
     assert f"2 of {len(bad) + 2} lines answered · {len(bad)} failed" in err
 
 
 def test_a_line_that_can_never_fit_is_refused_with_numbers(cli):
     data = jsonl({"prompt": "system", "max_new_tokens": 40}, {"prompt": "system", "max_new_tokens": 3})
     code, rows, _ = cli("-", "--cache", "prefix:page=4:pages=3", stdin=data)
-    assert code == 2 and "the pool has 3" in rows[0]["error"] and len(rows[1]["ids"]) == 3
+    assert code == 2 and "the pool has 3" in rows[0]["error"]["message"] and len(choice(rows[1])["token_ids"]) == 3
     code, rows, _ = cli("-", "--context", 8, "-n", 99, stdin=requests("system", PROMPTS[1] * 3))
-    assert rows[0]["finish_reason"] == "context" and "the context 8" in rows[1]["error"]
+    assert choice(rows[0])["stop_reason"] == "context" and "the context 8" in rows[1]["error"]["message"]
+    assert rows[1]["error"]["code"] == "context_length_exceeded" and "--context" in rows[1]["hint"]
 
 
 def test_other_caches_are_refused(cli):
@@ -144,19 +148,19 @@ def test_a_resumed_run_keeps_what_is_done(cli, tmp_path):
     assert cli(source, "-o", out, "-n", 3)[0] == 0
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [row["line"] for row in rows] == [1, 2, 3, 4, 5]
-    rows[3]["text"] = "kept"  # line 4: if this survives, it was not computed again
+    rows[3]["choices"][0]["text"] = "kept"  # line 4: if this survives, it was not computed again
     lines = [json.dumps(rows[3]), json.dumps(rows[0]), json.dumps({"line": 2, "error": "x"}), json.dumps(rows[4])[:25]]
     out.write_text("\n".join(lines))
     source.write_bytes(requests("Once upon a", *PROMPTS[1:]))
     code, _, err = cli(source, "-o", out, "-n", 3, "--force")
     again = [json.loads(line) for line in out.read_text().splitlines()]
     assert code == 0 and "5 of 5 lines answered · 1 of them before" in err
-    assert [row["line"] for row in again] == [1, 2, 3, 4, 5] and again[3]["text"] == "kept"
-    assert [row["ids"] for row in again[1:]] == [row["ids"] for row in rows[1:]]
+    assert [row["line"] for row in again] == [1, 2, 3, 4, 5] and text_of(again[3]) == "kept"
+    assert [choice(row)["token_ids"] for row in again[1:]] == [choice(row)["token_ids"] for row in rows[1:]]
     assert again[0]["request"] != rows[0]["request"]
     code, _, err = cli(source, "-o", out, "-n", 4, "--force")  # other settings: all of it again
     assert code == 0
-    assert [len(json.loads(line)["ids"]) for line in out.read_text().splitlines()] == [4] * 5
+    assert [len(choice(json.loads(line))["token_ids"]) for line in out.read_text().splitlines()] == [4] * 5
 
 
 @pytest.mark.parametrize(("number", "code"), [("SIGKILL", -9), ("SIGINT", 130), ("SIGTERM", 143)])
@@ -184,7 +188,7 @@ def test_a_killed_run_goes_on(cli, endless_folder, tmp_path, number, code):
 def test_a_file_of_something_else_is_not_overwritten(cli, tmp_path):
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_bytes(requests("system"))
-    for text in ('{"a": 1}\n', "diary\nof a week\n", "diary", "[]\n"):
+    for text in ('{"a": 1}\n', '{"line": 1, "id": "x"}\n', "diary\nof a week\n", "diary", "[]\n"):
         out.write_text(text)
         code, _, err = cli(source, "-o", out)
         assert code == 2 and "is not an output of nanokv batch" in err and out.read_text() == text
@@ -215,7 +219,7 @@ def test_control_tokens_are_refused_wherever_a_template_might_print_them(cli):
     code, rows, _ = cli("-", "-n", 2, stdin=jsonl(*({"messages": [message, user]} for message in [plain, *bad])))
     assert code == 2 and "error" not in rows[0]
     for row in rows[1:]:
-        assert "contains <|im_end|>, a control token" in row["error"]
+        assert "contains <|im_end|>, a control token" in row["error"]["message"]
     assert cli("-", "-n", 2, "--allow-special", stdin=jsonl({"messages": [bad[0], user]}))[0] == 0
 
 
@@ -231,7 +235,7 @@ def test_an_inserted_line_costs_one_answer(cli, tmp_path):
     assert code == 0 and "6 of 6 lines answered · 4 of them before" in err and "other requests" not in err
     assert [row["line"] for row in after] == [1, 2, 3, 4, 5, 6]
     assert [row | {"line": 0} for row in after[1:5]] == [row | {"line": 0} for row in before]
-    assert after[5]["ids"] == before[0]["ids"]
+    assert choice(after[5])["token_ids"] == choice(before[0])["token_ids"]
 
 
 def test_answers_of_other_weights_dtype_context_or_settings_are_not_kept(cli, tiny_folder, tmp_path):
@@ -308,19 +312,19 @@ def test_the_eos_token_has_no_text_even_if_it_is_an_ordinary_word(cli, tiny_fold
     folder = tmp_path / "model"
     shutil.copytree(tiny_folder, folder)
     _, (free,), _ = cli("-", "-n", 8, stdin=requests(PROMPTS[0]))
-    eos = next(id for id in free["ids"][2:] if id > 2)
+    eos = next(id for id in choice(free)["token_ids"][2:] if id > 2)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [eos]}))
     _, (row,), _ = cli("-", "-n", 8, "-m", folder, stdin=requests(PROMPTS[0]))
     tokenizer = nanokv.load(folder)[1]
-    assert row["finish_reason"] == "stop" and row["ids"][-1] == eos and tokenizer.decode([eos])
-    assert row["text"] == tokenizer.text_of(row["ids"][:-1])
+    assert choice(row)["finish_reason"] == "stop" and choice(row)["token_ids"][-1] == eos and tokenizer.decode([eos])
+    assert text_of(row) == tokenizer.text_of(choice(row)["token_ids"][:-1])
 
 
 def test_text_held_back_for_a_stop_string_comes_at_the_end(cli):
     _, (whole,), _ = cli("-", "-n", 6, stdin=requests(PROMPTS[1]))
-    tail = whole["text"][-3:]
+    tail = text_of(whole)[-3:]
     _, (row,), _ = cli("-", "-n", 6, stdin=requests(PROMPTS[1], stop=tail + "never"))
-    assert row["text"] == whole["text"] and row["finish_reason"] == whole["finish_reason"]
+    assert text_of(row) == text_of(whole) and choice(row)["finish_reason"] == choice(whole)["finish_reason"]
 
 
 def test_a_pool_larger_than_memory_is_refused_with_numbers(cli, monkeypatch):

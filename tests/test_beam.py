@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import nanokv.decoding.beam as beam_module
-from cli_helpers import run_cli
+from cli_helpers import choice, run_cli, text_of
 from nanokv.cache import CACHES, make_cache
 from nanokv.decoding.beam import REPLAY, BeamGeneration, beam_search
 from nanokv.decoding.generation import generate
@@ -356,15 +356,17 @@ def test_the_command_prints_the_best_beam_of_transformers(tiny_folder):
     done = run_cli("generate", "--raw", PROMPT, *flags, "--json")
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
-    assert [beam["ids"] for beam in answer["beams"]] == [ids for ids, _ in expected]
-    assert [beam["score"] for beam in answer["beams"]] == pytest.approx([value for _, value in expected], abs=1e-5)
-    assert answer["text"] == tokenizer.decode(expected[0][0], skip_special_tokens=True)
-    assert (answer["ids"], answer["score"]) == (answer["beams"][0]["ids"], answer["beams"][0]["score"])
-    assert all(beam["finish_reason"] == ("stop" if beam["ids"][-1] in (0, 2) else "length") for beam in answer["beams"])
+    assert [beam["token_ids"] for beam in answer["choices"]] == [ids for ids, _ in expected]
+    assert [beam["score"] for beam in answer["choices"]] == pytest.approx([value for _, value in expected], abs=1e-5)
+    texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids, _ in expected]
+    assert [(beam["index"], beam["text"]) for beam in answer["choices"]] == list(enumerate(texts))
+    reasons = ["stop" if ids[-1] in (0, 2) else "length" for ids, _ in expected]
+    assert [beam["finish_reason"] for beam in answer["choices"]] == reasons
+    assert answer["usage"]["completion_tokens"] == sum(len(ids) for ids, _ in expected)
     assert f"{ids.shape[1]} prompt → {len(expected[0][0])} out · best of 3 beams, score".encode() in done.stderr
     from nanokv.cli.terminal import sanitize
 
-    text = sanitize(answer["text"])
+    text = sanitize(texts[0])
     done = run_cli("generate", "--raw", PROMPT, *flags, "-q")
     assert (done.stdout.decode(), done.stderr) == (text + "\n" * (not text.endswith("\n")), b"")
 
@@ -424,8 +426,9 @@ def test_the_reason_to_end_is_that_of_plain_generate(capsys, monkeypatch, endles
         no_stdin(monkeypatch)
         where = ["-m", str(endless_folder), "--context", "24"]
         assert main(["generate", "--raw", PROMPT, *where, *flags, *beams, "--json", "-q"]) == 0
-        reasons.append(json.loads(capsys.readouterr().out)["finish_reason"])
-    assert reasons == ["length" if "9" in flags else "context"] * 2
+        best = json.loads(capsys.readouterr().out)["choices"][0]
+        reasons.append((best["finish_reason"], best["stop_reason"]))
+    assert reasons == [("length", None if "9" in flags else "context")] * 2
 
 
 @pytest.mark.parametrize("at", [0, 4])
@@ -459,8 +462,9 @@ def test_ctrl_c_prints_the_best_beam_so_far(capsys, monkeypatch, endless_folder,
     assert "interrupted" in err and len(decodes) == max(1, at)
     if form == "json":
         answer = json.loads(out)
-        assert answer["finish_reason"] == "interrupted" and len(answer["ids"]) == at
-        assert len(answer["beams"]) == (3 if at else 0)
+        best, *others = answer["choices"]
+        assert (best["finish_reason"], best["stop_reason"], len(best["token_ids"])) == (None, "interrupted", at)
+        assert (best["score"] is None, len(others)) == ((False, 2) if at else (True, 0))
     else:
         assert bool(out) == bool(at)
 
@@ -488,10 +492,11 @@ def test_each_answer_of_a_chat_is_the_best_beam_and_the_next_turn_reuses_it(monk
         messages.append({"role": "user", "content": text})
         ids = tokenizer.encode(tokenizer.render(messages, add_generation_prompt=True))
         best = beam_search(model, ids, 3, 8, length_penalty=0.5)[0]
-        assert turn["ids"] == best.ids and turn["seed"] is None and turn["new"] + turn["reused"] == len(ids)
+        assert choice(turn)["token_ids"] == best.ids and turn["seed"] is None
+        assert turn["usage"]["prompt_tokens"] == len(ids)
         assert turn["cache"]["tokens"] == len(ids) + len(best.ids) - 1
-        assert turn["reused"] == common_prefix(held, ids)
-        messages.append({"role": "assistant", "content": turn["answer"]})
+        assert turn["usage"]["prompt_tokens_details"]["cached_tokens"] == common_prefix(held, ids)
+        messages.append({"role": "assistant", "content": text_of(turn)})
         held = ids + best.ids[:-1]
 
 

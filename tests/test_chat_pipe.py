@@ -15,6 +15,7 @@ from argparse import Namespace
 import pytest
 
 import nanokv
+from cli_helpers import choice, text_of
 from nanokv.chat.session import Turn
 from nanokv.cli import main
 from nanokv.cli.chat_pipe import one_line
@@ -68,12 +69,13 @@ def test_jsonl_is_lossless(talk, tiny_folder):
     code, out, err = talk("\n".join(texts).encode(), "-n", "12", "--jsonl")
     records = [json.loads(line) for line in out.splitlines()]
     assert (code, err, len(records)) == (0, "", 3)
-    assert [r["answer"] for r in records] == answers, "raw text, not the sanitised one"
+    assert [text_of(r) for r in records] == answers, "raw text, not the sanitised one"
     assert [r["turn"] for r in records] == [1, 2, 3]
     last = records[-1]
-    assert {"turn", "answer", "finish_reason", "tokens", "reused", "timings"} <= set(last)
-    assert (last["tokens"], last["reused"], last["finish_reason"]) == (session.last.out, session.last.reused, "length")
-    assert last["ids"] == session.last.ids and last["cache"]["bytes"] == session.cache.nbytes
+    usage, reused = last["usage"], last["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert (usage["completion_tokens"], reused) == (session.last.out, session.last.reused) and reused > 0
+    assert choice(last)["finish_reason"] == "length" and choice(last)["token_ids"] == session.last.ids
+    assert last["cache"] == {"kind": "dict", "tokens": session.cache.length, "bytes": session.cache.nbytes}
     assert all(value >= 0 for value in last["timings"].values())
 
 

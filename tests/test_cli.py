@@ -20,7 +20,7 @@ import sys
 import pytest
 
 import nanokv
-from cli_helpers import command, environment, run_cli, spawn_cli
+from cli_helpers import choice, command, environment, run_cli, spawn_cli, text_of
 from nanokv.cli import COMMANDS, arguments, chat_commands, generate, main, make_parser, prompt
 from nanokv.cli.text import read_prompt_bytes
 from nanokv.errors import NanoKVError
@@ -267,7 +267,7 @@ def test_every_way_to_give_a_prompt_gives_the_same_prompt(cli, tiny_folder, tmp_
         ids_of(cli, "One.", *m, stdin=b"Two.\n"),
         ids_of(cli, "-p", "One.", "-", *m, stdin=b"Two.\n"),
     ]
-    assert all(a["ids"] == answers[0]["ids"] and a["prompt_tokens"] == answers[0]["prompt_tokens"] for a in answers)
+    assert all(a["choices"] == answers[0]["choices"] and a["usage"] == answers[0]["usage"] for a in answers)
 
 
 def test_typed_control_tokens_are_refused_unless_allowed(cli, tiny_folder):
@@ -279,7 +279,7 @@ def test_typed_control_tokens_are_refused_unless_allowed(cli, tiny_folder):
         message, hint = errors_in(err)
         assert (code, out, message) == (2, "", "message contains <|im_end|>, a control token")
         assert "--allow-special" in hint
-    assert ids_of(cli, "--raw", "--allow-special", text, *m)["prompt_tokens"] == 3
+    assert ids_of(cli, "--raw", "--allow-special", text, *m)["usage"]["prompt_tokens"] == 3
 
 
 # --- answers ------------------------------------------------------------------------------------------------------
@@ -317,17 +317,15 @@ def test_text_mode_prints_the_answer_of_transformers_and_nothing_else(tiny_folde
 
 
 def test_json_object(cli, tiny_folder, oracle):
-    got = ids_of(cli, "--raw", PROMPT, "-m", tiny_folder, "--seed", "7")
-    keys = "model prompt_tokens cached_tokens ids text logprobs finish_reason timings cache seed"
-    assert list(got) == keys.split()
-    assert list(got["timings"]) == ["load_s", "ttft_s", "prefill_tok_s", "decode_tok_s"]
+    got = ids_of(cli, "--raw", PROMPT, "-m", tiny_folder)
     assert all(value > 0 for value in got["timings"].values())
     ids, tokenizer = oracle(PROMPT, 6)
-    assert got["ids"] == ids and len(got["logprobs"]) == 6 and all(x < 0 for x in got["logprobs"])
-    assert got["finish_reason"] == "length" and got["seed"] == 7 and got["cached_tokens"] == 0
-    assert got["text"] == tokenizer.decode(ids, skip_special_tokens=True)
-    used = got["prompt_tokens"] + 5  # the last token is never fed
-    assert got["cache"] == {"kind": "dict", "bytes": used * 2 * 3 * 2 * 32 * 4}
+    logprobs = choice(got)["logprobs"]["token_logprobs"]
+    assert choice(got)["token_ids"] == ids and len(logprobs) == 6 and all(x < 0 for x in logprobs)
+    assert choice(got)["finish_reason"] == "length" and text_of(got) == tokenizer.decode(ids, skip_special_tokens=True)
+    used = got["usage"]["prompt_tokens"] + 5  # the last token is never fed
+    assert got["cache"] == {"kind": "dict", "tokens": used, "bytes": used * 2 * 3 * 2 * 32 * 4}
+    assert got["seed"] is None and ids_of(cli, PROMPT, "-m", tiny_folder, "-t", "1", "--seed", "7")["seed"] == 7
 
 
 def test_a_drawn_seed_is_printed_and_repeats_the_run(cli, tiny_folder):
@@ -341,9 +339,9 @@ def test_a_drawn_seed_is_printed_and_repeats_the_run(cli, tiny_folder):
 def test_chat_applies_the_template_with_system_and_thinking(cli, tiny_folder, oracle):
     rendered = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     got = ids_of(cli, "--chat", "hi", "--system", "Be brief.", "-m", tiny_folder)
-    assert got["ids"] == oracle(rendered, 6)[0]
+    assert choice(got)["token_ids"] == oracle(rendered, 6)[0]
     got = ids_of(cli, "--chat", "hi", "-s", "Be brief.", "--thinking", "off", "-m", tiny_folder)
-    assert got["ids"] == oracle(rendered + "<think>\n\n</think>\n\n", 6)[0]
+    assert choice(got)["token_ids"] == oracle(rendered + "<think>\n\n</think>\n\n", 6)[0]
     code, _, err = cli("generate", "--raw", "hi", "-s", "Be brief.", "-m", tiny_folder)
     assert code == 2 and "--raw" in errors_in(err)[1]
 
@@ -354,10 +352,13 @@ def test_a_model_with_a_template_gets_the_prompt_as_a_message(cli, edited, oracl
     file.write_text("hi\n")
     message = oracle("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n", 6)[0]
     ways = (["hi"], ["-p", "hi"], ["-"], ["--file", file], ["hi", "--chat"])
-    got = [ids_of(cli, *argv, "-m", folder, stdin=b"hi\n" if argv == ["-"] else b"")["ids"] for argv in ways]
-    assert got == [message] * len(ways)
-    assert [ids_of(cli, *argv, "--raw", "-m", folder, stdin=b"hi\n" if argv == ["-"] else b"")["ids"]
-            for argv in ways[:4]] == [oracle("hi", 6)[0]] * 4  # fmt: skip
+
+    def answered(argv, *flags):
+        found = ids_of(cli, *argv, *flags, "-m", folder, stdin=b"hi\n" if argv == ["-"] else b"")
+        return choice(found)["token_ids"]
+
+    assert [answered(argv) for argv in ways] == [message] * len(ways)
+    assert [answered(argv, "--raw") for argv in ways[:4]] == [oracle("hi", 6)[0]] * 4
     for flags, said in (([], "chat template"), (["--raw"], "raw text")):
         for beams in ([], ["--beams", "2"]):
             assert cli("generate", "hi", "-n", "2", "-m", folder, *flags, *beams)[2].rstrip().endswith(f" · {said}")
@@ -368,7 +369,7 @@ def test_a_model_with_a_template_gets_the_prompt_as_a_message(cli, edited, oracl
 def test_a_model_without_a_template_continues_the_text(cli, edited, oracle):
     folder = edited("tokenizer_config.json", chat_template=None)
     (folder / "chat_template.jinja").unlink(missing_ok=True)
-    assert ids_of(cli, "hi", "-m", folder)["ids"] == oracle("hi", 6)[0]
+    assert ids_of(cli, "hi", "-m", folder)["choices"][0]["token_ids"] == oracle("hi", 6)[0]
     assert cli("generate", "hi", "-n", "2", "-m", folder)[2].rstrip().endswith(" · raw text")
     for flags, hint in ((["-s", "Be brief."], "has none, or leave --system out"), (["--chat"], "")):
         code, out, err = cli("generate", "hi", "-m", folder, *flags)
@@ -376,23 +377,25 @@ def test_a_model_without_a_template_continues_the_text(cli, edited, oracle):
 
 
 def test_stop_string_ends_the_answer_before_it(cli, tiny_folder):
-    whole = ids_of(cli, PROMPT, "-m", tiny_folder, "-n", "40")["text"]
+    whole = ids_of(cli, PROMPT, "-m", tiny_folder, "-n", "40")["choices"][0]["message"]["content"]
     cut = next(i for i in range(3, len(whole) - 2) if whole.find(whole[i : i + 2]) == i)
     got = ids_of(cli, PROMPT, "-m", tiny_folder, "-n", "40", "--stop", "never", "--stop", whole[cut : cut + 2])
-    assert got["finish_reason"] == "stop" and got["text"] == whole[:cut]
+    assert choice(got)["finish_reason"] == "stop" and text_of(got) == whole[:cut]
+    assert choice(got)["stop_reason"] == whole[cut : cut + 2]
 
 
 def test_eos_ends_the_answer(cli, edited, oracle):
     third = oracle(PROMPT, 3)[0][2]
     got = ids_of(cli, "--raw", PROMPT, "-m", edited("generation_config.json", eos_token_id=[0, third]))
-    assert got["finish_reason"] == "stop" and got["ids"][-1] == third and len(got["ids"]) <= 3
+    ids = choice(got)["token_ids"]
+    assert choice(got)["finish_reason"] == "stop" and ids[-1] == third and len(ids) <= 3
 
 
 def test_context_limits(cli, tiny_folder):
     """A full context ends the answer and says so; a prompt that does not fit is refused before any work."""
     got = ids_of(cli, "--raw", PROMPT, "-m", tiny_folder, "--context", "16", "-n", "300")
-    used = got["prompt_tokens"] + len(got["ids"]) - 1
-    assert (got["finish_reason"], used) == ("context", 16)
+    used = got["usage"]["total_tokens"] - 1
+    assert (choice(got)["finish_reason"], choice(got)["stop_reason"], used) == ("length", "context", 16)
     code, out, err = cli("generate", "name " * 30, "-m", tiny_folder, "--context", "16")
     message, hint = errors_in(err)
     assert (code, out) == (2, "") and re.fullmatch(r"the prompt has \d+ tokens, the context 16", message)
@@ -420,7 +423,7 @@ def test_too_little_memory_is_refused_with_three_numbers_and_a_context_that_fits
     fitting = re.match(r"--context (\d+)", hint)[1]
     assert "--dtype bfloat16 --context" in hint
     assert 0 < int(fitting) * 1536 < float(numbers[3].split()[0]) * 1.01e9
-    assert ids_of(cli, "x", "-m", folder, "--context", str(int(fitting) // 2))["ids"]
+    assert ids_of(cli, "x", "-m", folder, "--context", str(int(fitting) // 2))["choices"][0]["token_ids"]
 
 
 def memory_refusal(cli, monkeypatch, available, *argv):
@@ -509,12 +512,12 @@ def test_dtype_auto(cli, tiny_folder, tmp_path, stored, flag, itemsize):
     config = json.loads((folder / "config.json").read_text()) | {"dtype": stored}
     (folder / "config.json").write_text(json.dumps(config))
     got = ids_of(cli, PROMPT, "-m", folder, "--dtype", flag, "--device", "cpu")
-    assert got["cache"]["bytes"] == (got["prompt_tokens"] + 5) * 2 * 3 * 2 * 32 * itemsize
+    assert got["cache"]["bytes"] == (got["usage"]["prompt_tokens"] + 5) * 2 * 3 * 2 * 32 * itemsize
 
 
 def test_control_characters_of_the_model_are_visible_in_text_and_escaped_in_json(cli, tiny_folder, tmp_path):
     """The checkpoint's vocabulary is changed so that the model's first token is ESC and its second is DEL."""
-    first, second = ids_of(cli, PROMPT, "-m", tiny_folder)["ids"][:2]
+    first, second = ids_of(cli, PROMPT, "-m", tiny_folder)["choices"][0]["token_ids"][:2]
     assert first != second
     folder = shutil.copytree(tiny_folder, tmp_path / "escape")
     fields = json.loads((folder / "tokenizer.json").read_text())
@@ -524,7 +527,7 @@ def test_control_characters_of_the_model_are_visible_in_text_and_escaped_in_json
         vocab[holder], vocab[name] = vocab[name], id
     (folder / "tokenizer.json").write_text(json.dumps(fields))
     got = ids_of(cli, PROMPT, "-m", folder)
-    assert got["text"].startswith("\x1b\x7f"), "the swap must not change the prompt's own ids"
+    assert text_of(got).startswith("\x1b\x7f"), "the swap must not change the prompt's own ids"
     _, out, _ = cli("generate", "--json", PROMPT, "-m", folder, "-n", "2")
     assert "\x1b" not in out and "\x7f" not in out and "\\u001b\\u007f" in out
     assert cli("generate", PROMPT, "-m", folder, "-n", "2", "-q") == (0, "␛␡\n", "")
@@ -673,8 +676,10 @@ def test_interrupted_json_is_whole(cli, monkeypatch, endless_folder):
     monkeypatch.setattr(JsonOutput, "put", put)
     code, out, _ = cli("generate", PROMPT, "-m", endless_folder, "-n", "90000", "--json")
     got = json.loads(out)
-    assert (code, got["finish_reason"]) == (130, "interrupted") and 0 < len(got["ids"]) == len(got["logprobs"])
-    assert len(chunks) <= 2 and got["text"] == "".join(chunks)  # no token after the flag; what was held back comes out
+    (found,) = got["choices"]
+    assert (code, found["finish_reason"], found["stop_reason"]) == (130, None, "interrupted")
+    assert 0 < len(found["token_ids"]) == len(found["logprobs"]["content"])
+    assert len(chunks) <= 2 and text_of(got) == "".join(chunks)  # no token after the flag; what was held back comes out
 
 
 def test_interrupted_prefill_says_so(cli, monkeypatch, endless_folder):
@@ -689,8 +694,8 @@ def test_interrupted_prefill_says_so(cli, monkeypatch, endless_folder):
     monkeypatch.setattr("nanokv.cli.terminal.SWALLOW_S", 0)
     code, out, err = cli("generate", "name " * 600, "-m", endless_folder, "--json")
     got = json.loads(out)
-    assert (code, got["finish_reason"], got["ids"]) == (130, "interrupted", [])
-    assert got["cache"]["bytes"] < got["prompt_tokens"] * 1536 and got["timings"]["ttft_s"] is None
+    assert (code, choice(got)["stop_reason"], choice(got)["token_ids"]) == (130, "interrupted", [])
+    assert got["cache"]["bytes"] < got["usage"]["prompt_tokens"] * 1536 and got["timings"]["ttft_s"] is None
     assert "0 out" in err
 
 

@@ -136,7 +136,7 @@ def test_a_batch_with_other_settings_drops_no_answer_unasked(tmp_path, tiny_fold
     assert "1 answers in" in err and "would be dropped; nothing was written" in err and out.read_bytes() == before
     source.write_text("".join(lines))
     assert main([*batch, "-n", "4", "--force"]) == 0
-    assert [len(json.loads(line)["ids"]) for line in out.read_text().splitlines()] == [4, 4, 4]
+    assert [json.loads(line)["usage"]["completion_tokens"] for line in out.read_text().splitlines()] == [4, 4, 4]
 
 
 @pytest.mark.parametrize(("name", "told"), [("~nosuchuser/x", "there is no user 'nosuchuser'"), ("a\0b", "NUL")])

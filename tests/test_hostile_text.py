@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from cli_helpers import text_of
 from nanokv.cli import main, show_error, terminal, transcript
 from nanokv.cli.text import to_json
 from nanokv.errors import NanoKVError, SessionError
@@ -95,7 +96,7 @@ def test_json_on_a_line_steers_no_terminal(run, name):
     assert out.count("\n") == 1
     found = json.loads(out)
     if name in ("chat", "generate", "batch"):
-        assert (found.get("answer") or found.get("text")) == EVIL * 3
+        assert text_of(found) == EVIL * 3
 
 
 @pytest.mark.parametrize("name", TEXT_COMMANDS)

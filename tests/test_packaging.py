@@ -344,7 +344,7 @@ def test_installed_commands_answer(installed, tmp_path):
     version = subprocess.run([installed / "nanokv", "--version"], **run)
     assert Version(version.stdout.split()[1]) == Version(PROJECT["version"])
     answer = subprocess.run([installed / "nanokv", "generate", "Hello", "-n", "1", "--json"], input="", **run)
-    assert answer.returncode == 0 and len(json.loads(answer.stdout)["ids"]) == 1, answer.stderr
+    assert answer.returncode == 0 and json.loads(answer.stdout)["usage"]["completion_tokens"] == 1, answer.stderr
     for name in commands():
         done = subprocess.run([installed / "nanokv", name, "--help"], **run)
         assert done.returncode == 0 and f"nanokv {name}" in done.stdout, (name, done.stderr)

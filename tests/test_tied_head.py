@@ -72,4 +72,5 @@ def test_every_command_follows_the_tensors(name, command, folders, tmp_path, mon
     if command == "batch":
         ids = nanokv.load(folder)[1].encode("Once")
         logits = nanokv.score(model, torch.tensor([ids]))
-        assert json.loads(out)["ids"][0] == int(logits[0, -1].argmax()), "the head of the tensors was not used"
+        drawn = json.loads(out)["choices"][0]["token_ids"][0]
+        assert drawn == int(logits[0, -1].argmax()), "the head of the tensors was not used"

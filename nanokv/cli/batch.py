@@ -4,8 +4,9 @@
     {"messages": [{"role": "user", "content": "Who are you?"}]}     through the chat template
     {"prompt": "…", "max_new_tokens": 8, "temperature": 0.7, "seed": 1, "stop": ["\\n"], "id": "mine"}
 
-A line that cannot be answered gets {"line": N, "error": …} and the others go on. With -o, finished lines are appended
-at once, so a run that was killed goes on where it stopped; at the end they stand in the order of the input.
+An answer is {"line": N, …} with the fields of an OpenAI completion (nanokv/decoding/completion.py). A line that cannot
+be answered gets {"line": N, "error": {…}} and the others go on. With -o, finished lines are appended at once, so a run
+that was killed goes on where it stopped; at the end they stand in the order of the input.
 """
 
 import sys
@@ -18,21 +19,26 @@ from nanokv.cli import arguments, terminal
 from nanokv.cli.answer import add_thinking_argument, template_options
 from nanokv.cli.arguments import DEFAULT_NEW_TOKENS
 from nanokv.cli.batch_lines import SAMPLING, digest, parse_line, read_lines, texts
-from nanokv.cli.batch_output import OrderedOutput, Progress, ResumableOutput, summary
+from nanokv.cli.batch_output import FIRST_RELEASE, OrderedOutput, Progress, ResumableOutput, summary
 from nanokv.cli.files import add_force, ask_to_lose
 from nanokv.cli.loading import PAGE, load_model
 from nanokv.cli.prompt import room
 from nanokv.cli.text import refuse_special
 from nanokv.costs import kv_bytes_per_token
 from nanokv.costs.free_memory import available_memory
+from nanokv.decoding import completion
 from nanokv.errors import NanoKVError
+from nanokv.text.thinking import opens_thinking
 
 EXAMPLES = (
     "nanokv batch prompts.jsonl -o answers.jsonl",
     "nanokv batch prompts.jsonl -n 64 --cache prefix:page=16:pages=512 > answers.jsonl",
     """echo '{"prompt": "What is prefill?"}' | nanokv batch -""",
 )
-DESCRIPTION = 'Answer every line of a JSONL file: {"prompt": …} or {"messages": […]}, each with settings of its own.'
+DESCRIPTION = (
+    'Answer every line of a JSONL file: {"prompt": …} or {"messages": […]}, each with settings of its own. '
+    "An answer is an OpenAI text_completion or chat.completion on one line."
+)
 
 
 def add_arguments(parser) -> None:
@@ -46,7 +52,7 @@ def add_arguments(parser) -> None:
     parser.add_argument(
         "--step-tokens", metavar="N", type=arguments.integer(1), default=256, help="tokens per step (default: 256)"
     )
-    add_thinking_argument(parser, "off: ask the model not to think; otherwise thoughts are part of the text")
+    add_thinking_argument(parser, "off: ask the model not to think; otherwise thoughts are in reasoning_content")
     parser.add_argument("--allow-special", action="store_true", help="control tokens spelled out in prompts are meant")
     arguments.add_model_arguments(parser)
     arguments.add_speed_arguments(parser)
@@ -117,8 +123,10 @@ def prepare(args, loaded, lines, output) -> tuple[list[Job], list]:
             fields = parse_line(data)
             ids = encode(args, loaded, fields)
             job = Job(number, fields, digest([*common, fields, ids]), ids)
-            if not output.has(number, job.digest):
+            if (found := output.find(job.digest)) is None:
                 jobs.append(job)
+            else:
+                output.keep(number, found if "choices" in found else first_release(args, loaded, job, found))
         except NanoKVError as error:
             wrong.append((number, error))
     return jobs, wrong
@@ -146,8 +154,7 @@ def encode(args, loaded, fields: dict) -> list[int]:
 
 def fail(args, output, number: int, error: Exception) -> None:
     """Into the output and onto stderr, with the line's number."""
-    hint = getattr(error, "hint", "")
-    output.put(number, {"line": number, "error": str(error)} | ({"hint": hint} if hint else {}))
+    output.put(number, {"line": number} | completion.error(error))
     terminal.warning(f"{'stdin' if args.file == '-' else args.file}:{number}: {error}")
 
 
@@ -178,7 +185,7 @@ def answer_all(args, loaded, jobs, output, stop) -> None:
             if job.request.error is not None:
                 fail(args, output, job.line, job.request.error)
             else:
-                output.put(job.line, result(loaded, job))
+                output.put(job.line, result(args, loaded, job))
         progress.show(engine)
     progress.end()
 
@@ -238,14 +245,36 @@ class Answer:
         return "".join(self.pieces)
 
 
-def result(loaded, job: Job) -> dict:
+def result(args, loaded, job: Job) -> dict:
     """The line of the output."""
     request = job.request
     cut = request.finish_reason == "length" and len(request.tokens) < job.wanted  # `room` allowed fewer
-    own = {"id": job.fields["id"]} if "id" in job.fields else {}
-    seed = request.seed if request.params.temperature > 0 else request.params.seed
-    metrics = {name: round(x, 6) if isinstance(x, float) else x for name, x in request.metrics().items()}
-    return {"line": job.line} | own | {
-        "text": job.answer.text, "finish_reason": "context" if cut else request.finish_reason, "seed": seed,
-        "ids": request.tokens, "metrics": metrics, "request": job.digest,
-    }  # fmt: skip
+    return line_of(
+        args, loaded, job, job.answer.text, request.tokens, "context" if cut else request.finish_reason,
+        completion.seed(request), request.metrics(), job.answer.stops.found,
+    )  # fmt: skip
+
+
+def line_of(args, loaded, job: Job, text, ids, finish_reason, seed, metrics, stop_string="") -> dict:
+    """What the engine made of a line, as a completion; `line` first, by which a torn line is recognised."""
+    said = {"text": text}
+    if "messages" in job.fields:
+        said = completion.message(text, opens_thinking(loaded.tokenizer, job.ids))
+    prompt, new, cached = (metrics[name] for name in ("prompt_tokens", "new_tokens", "reused_tokens"))
+    queue, first, each = (metrics[name] for name in ("queue_s", "ttft_s", "token_s"))
+    own = {name: metrics[name] for name in ("queue_s", "total_s", "preemptions")}
+    speed = completion.rate(prompt - cached, first - queue), completion.rate(1, each)
+    return {"line": job.line} | completion.completion(
+        args.model,
+        [completion.choice(said, ids, finish_reason, stop_string)],
+        completion.usage(prompt, new, cached),
+        job.fields.get("id"),
+        timings=completion.timings(first, *speed, **own),
+        seed=seed,
+        request=job.digest,
+    )
+
+
+def first_release(args, loaded, job: Job, old: dict) -> dict:
+    """An answer that version 0.1.0 wrote, in today's shape."""
+    return line_of(args, loaded, job, *(old[name] for name in FIRST_RELEASE))

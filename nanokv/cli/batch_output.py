@@ -11,6 +11,7 @@ import shutil
 import sys
 import time
 from collections import defaultdict
+from itertools import chain
 from pathlib import Path
 
 from nanokv.cli import terminal
@@ -19,6 +20,7 @@ from nanokv.errors import NanoKVError
 from weights_loader.strict import loads
 
 NOTICE_S = 10.0  # seconds between two progress lines where there is no terminal
+FIRST_RELEASE = ("text", "ids", "finish_reason", "seed", "metrics")  # what an answer of version 0.1.0 says
 
 
 class OrderedOutput:
@@ -41,9 +43,14 @@ class OrderedOutput:
         """This line will get a result."""
         self.wanted.append(line)
 
-    def has(self, line: int, request: str) -> bool:
-        """Is it answered already?"""
-        return False
+    def find(self, request: str) -> dict | None:
+        """The answer of an earlier run; each is found once."""
+        return None
+
+    def keep(self, line: int, result: dict) -> None:
+        """What was found is the answer of this line."""
+        self.results[line] = result | {"line": line}
+        self.kept += 1
 
     def put(self, line: int, result: dict) -> None:
         """A result, in any order."""
@@ -87,25 +94,20 @@ class ResumableOutput(OrderedOutput):
         answers = read_output(self.path)
         if answers is None:
             raise NanoKVError(f"{path} is not an output of nanokv batch", "choose another file, or remove it")
-        self.found = answers
         self.old = defaultdict(list)  # request → its answers, more than one where a line occurs more than once
         for answer in answers:
             self.old[answer.get("request")].append(answer)
 
     def begin(self) -> None:
-        replace(self.path, self.found)  # no torn line, no errors
+        replace(self.path, [*self.results.values(), *chain(*self.old.values())])  # no torn line, no errors
         self.file = open(self.path, "a", encoding="utf-8")
 
     @property
     def stale(self) -> int:
         return sum(map(len, self.old.values()))
 
-    def has(self, line: int, request: str) -> bool:
-        if not self.old[request]:
-            return False
-        self.results[line] = self.old[request].pop(0) | {"line": line}
-        self.kept += 1
-        return True
+    def find(self, request: str) -> dict | None:
+        return self.old[request].pop(0) if self.old[request] else None
 
     def write(self, result: dict) -> None:
         line = to_json(result) + "\n"
@@ -137,6 +139,8 @@ def read_output(path: Path) -> list[dict] | None:
         if not isinstance(result, dict) or type(result.get("line")) is not int:
             return None
         if "error" not in result:
+            if "choices" not in result and not all(name in result for name in FIRST_RELEASE):
+                return None
             answers.append(result)
     return answers
 

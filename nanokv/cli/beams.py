@@ -6,9 +6,12 @@ answer is the best beam, which appears at once.
 """
 
 import time
+from typing import NamedTuple
 
 from nanokv.cli import arguments, loading, terminal
 from nanokv.cli.arguments import DEFAULT_NEW_TOKENS
+from nanokv.cli.prompt import answer
+from nanokv.decoding import completion
 from nanokv.errors import NanoKVError
 
 OFF = {"temperature": 0, "top_k": 0, "top_p": 1, "min_p": 0, "seed": None}  # values that say what it does anyway
@@ -50,10 +53,18 @@ def refuse_draw(name: str, value, flag: str) -> None:
         )
 
 
-def search(args, loaded, ids: list[int], room: int, should_stop) -> "Found":
-    """Run it: at most `room` new tokens."""
+class Found(NamedTuple):
+    """All beams as one completion, likeliest first; the text of the first; was the search cut short?"""
+
+    answer: dict
+    text: str
+    interrupted: bool
+
+
+def search(args, loaded, ids: list[int], room: int, should_stop) -> Found:
+    """Run it: at most `room` new tokens. Cut short before the first token it finds one answer of none."""
     check_memory(args, loaded, len(ids) + room)
-    from nanokv.decoding.beam import BeamGeneration
+    from nanokv.decoding.beam import Beam, BeamGeneration
     from nanokv.decoding.generation import SamplingParams
 
     penalty = arguments.resolve_sampling(args, loaded.model.generation_config).repetition_penalty
@@ -62,7 +73,41 @@ def search(args, loaded, ids: list[int], room: int, should_stop) -> "Found":
         loaded.model, ids, loaded.make_cache(), SamplingParams(repetition_penalty=penalty), room,
         should_stop=should_stop, chunk=loaded.prefill_chunk, **options(args),
     )  # fmt: skip
-    return Found(args, loaded, generation, generation.find(), time.perf_counter() - start)
+    beams = generation.find() or [Beam([], float("nan"))]  # null in JSON
+    seconds = time.perf_counter() - start
+    ends = [text_and_reason(args, loaded, generation, beam) for beam in beams]
+    choices = [
+        completion.choice(answer(args, loaded, ids, text), beam.ids, reason, index=i, score=beam.score)
+        for i, (beam, (text, reason)) in enumerate(zip(beams, ends, strict=True))
+    ]
+    found = completion.completion(
+        args.model, choices, completion.usage(len(ids), sum(len(beam.ids) for beam in beams)),
+        timings=completion.timings(load_s=loaded.load_s, total_s=seconds), cache=completion.cache(generation.cache),
+        seed=None,
+    )  # fmt: skip
+    return Found(found, ends[0][0], generation.finish_reason == "interrupted")
+
+
+def text_and_reason(args, loaded, generation, beam) -> tuple[str, str]:
+    """The text, without the eos token, which may be an ordinary word; and why it ended."""
+    out = len(beam.ids)
+    if out and beam.ids[-1] in generation.eos_token_ids:
+        return loaded.tokenizer.text_of(beam.ids[:-1]), "stop"
+    reason = "context" if out < (args.max_new_tokens or DEFAULT_NEW_TOKENS) else "length"
+    return loaded.tokenizer.text_of(beam.ids), "interrupted" if out < generation.search.most else reason
+
+
+def status(found: Found) -> str:
+    """14 prompt → 8 out · best of 4 beams, score -1.234 · 310 ms"""
+    beams, best = found.answer["choices"], found.answer["choices"][0]
+    out = len(best["token_ids"])
+    parts = [f"{found.answer['usage']['prompt_tokens']:,} prompt → {out:,} out"]
+    if out:
+        parts += [f"best of {len(beams)} beam{'s' * (len(beams) > 1)}, score {best['score']:.3f}"]
+    parts += [terminal.seconds_text(found.answer["timings"]["total_s"])]
+    parts += ["interrupted"] if found.interrupted else []
+    parts += [best["stop_reason"] or "length"] if best["finish_reason"] == "length" else []
+    return "  " + " · ".join(parts)
 
 
 def generation_type(args, loaded):
@@ -94,46 +139,3 @@ def check_memory(args, loaded, tokens: int) -> None:
             f"--beams {args.beams} needs {wanted} for caches of {tokens:,} tokens; {free} are free",
             f"--beams {fit}, or a smaller --max-new-tokens" if fit >= 1 else "a smaller --max-new-tokens",
         )
-
-
-class Found:
-    """All beams, best first, as the JSON object and as the status line."""
-
-    def __init__(self, args, loaded, generation, found, seconds: float):
-        self.args, self.loaded, self.generation, self.seconds = args, loaded, generation, seconds
-        self.prompt, self.interrupted = generation.ids, generation.finish_reason == "interrupted"
-        self.beams = [self.describe(beam) for beam in found]
-
-    @property
-    def text(self) -> str:
-        """The best answer."""
-        return self.beams[0]["text"]
-
-    def describe(self, beam) -> dict:
-        """Ids, text without the eos token, score, and why it ended."""
-        ended, out = beam.ids[-1] in self.generation.eos_token_ids, len(beam.ids)
-        reason = "context" if out < (self.args.max_new_tokens or DEFAULT_NEW_TOKENS) else "length"
-        reason = "interrupted" if out < self.generation.search.most else reason
-        text = self.loaded.tokenizer.text_of(beam.ids[:-1] if ended else beam.ids)
-        return {"ids": beam.ids, "text": text, "score": beam.score, "finish_reason": "stop" if ended else reason}
-
-    def as_dict(self) -> dict:
-        """The object that --json prints: the best answer where generate has its own, then all of them."""
-        nothing = {"ids": [], "text": "", "score": None, "finish_reason": "interrupted"}
-        best = self.beams[0] if self.beams else nothing
-        return {"model": self.args.model, "prompt_tokens": len(self.prompt)} | best | {
-            "beams": self.beams,
-            "timings": {"load_s": round(self.loaded.load_s, 4), "total_s": round(self.seconds, 6)},
-            "cache": {"kind": self.loaded.cache_name},
-        }  # fmt: skip
-
-    def status(self) -> str:
-        """14 prompt → 8 out · best of 4 beams, score -1.234 · 310 ms"""
-        best = self.as_dict()
-        parts = [f"{len(self.prompt):,} prompt → {len(best['ids']):,} out"]
-        if self.beams:
-            parts += [f"best of {len(self.beams)} beam{'s' * (len(self.beams) > 1)}, score {best['score']:.3f}"]
-        parts += [terminal.seconds_text(self.seconds)]
-        parts += ["interrupted"] if self.interrupted else []
-        parts += [best["finish_reason"]] if best["finish_reason"] not in ("stop", "interrupted") else []
-        return "  " + " · ".join(parts)

@@ -46,7 +46,7 @@ def add_arguments(parser):
     answer.add_thinking_argument(group)
     group.add_argument("--stats", choices=("on", "off"), default="on", help="the line after each answer (default on)")
     group.add_argument("--markdown", action="store_true", help="format finished blocks of an answer")
-    group.add_argument("--jsonl", "--json", action="store_true", help="one JSON object a turn, lossless")
+    group.add_argument("--jsonl", "--json", action="store_true", help="an OpenAI chat.completion per turn, lossless")
     group.add_argument("--allow-special", action="store_true", help="typed control tokens become control tokens")
     group.add_argument("--no-loop-guard", action="store_true", help="do not stop an answer that repeats itself")
 

@@ -9,7 +9,7 @@ from nanokv.cli.chat_start import make_session
 from nanokv.cli.loading import load_model
 from nanokv.cli.terminal import Interrupt, warning, write_out
 from nanokv.cli.text import read_prompt_bytes, refuse_special, stdin, to_json
-from nanokv.text.thinking import split_thinking
+from nanokv.decoding import completion
 
 
 def run(args) -> int:
@@ -65,19 +65,23 @@ def one_line(text) -> str:
 def _json_turn(session, text, stop, args):
     for _ in session.stream(text, stop):
         pass
-    write_out(to_json(record(session)) + "\n")
+    write_out(to_json(record(session, args.model)) + "\n")
 
 
-def record(session) -> dict:
+def record(session, model: str) -> dict:
     """What --jsonl prints for the last turn; text is raw, to_json escapes what is dangerous."""
-    turn = session.last
-    thinking, answer = split_thinking(turn.text, session.thinking_opened)
-    return {
-        "turn": len(session.messages) // 2, "answer": answer, "finish_reason": turn.finish_reason, "tokens": turn.out,
-        "reused": turn.reused, "new": turn.new, "ids": turn.ids, "seed": turn.seed,
-        "timings": {"ttft_s": turn.ttft, "prefill_s": turn.prefill_s, "decode_tok_s": turn.tok_s},
-        "cache": {"kind": session.cache.name, "tokens": turn.cached, "bytes": turn.kv_bytes},
-    } | ({"thinking": thinking} if thinking else {}) | ({"speculation": s} if (s := turn.speculation) else {})
+    turn, answer = session.last, completion.message(session.last.text, session.thinking_opened)
+    speed = completion.rate(turn.new, turn.prefill_s)
+    return completion.completion(
+        model,
+        [completion.choice(answer, turn.ids, turn.finish_reason, turn.stop_string)],
+        completion.usage(turn.new + turn.reused, turn.out, turn.reused),
+        turn=len(session.messages) // 2,
+        timings=completion.timings(turn.ttft or None, speed, turn.tok_s or None),
+        cache=completion.cache(session.cache),
+        seed=turn.seed if session.params["temperature"] else None,
+        speculation=turn.speculation,
+    )
 
 
 def _say_why_it_stopped(session, number, args):

@@ -4,15 +4,14 @@ The prompt is one user message in the model's own chat template; with --raw, or 
 continues the text as it is. Status and thinking go to stderr.
 """
 
-import math
-
 from nanokv.cli import arguments, beams, speculation, terminal
 from nanokv.cli.answer import AnswerWriter
 from nanokv.cli.arguments import DEFAULT_NEW_TOKENS
 from nanokv.cli.loading import Loaded, load_model
-from nanokv.cli.prompt import add_prompt_arguments, encode, form, read_prompt, room, templated
+from nanokv.cli.prompt import add_prompt_arguments, answer, encode, form, read_prompt, room, templated
 from nanokv.cli.text import to_json
-from nanokv.text.thinking import inside_thinking
+from nanokv.decoding import completion
+from nanokv.text.thinking import opens_thinking
 
 EXAMPLES = (
     'nanokv generate "What is a KV cache?"',
@@ -30,7 +29,7 @@ DESCRIPTION = (
 def add_arguments(parser) -> None:
     """Prompt sources, template, output; then the shared flags."""
     add_prompt_arguments(parser)
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    parser.add_argument("--json", action="store_true", help="an OpenAI chat.completion or text_completion")
     arguments.add_model_arguments(parser)
     arguments.add_speed_arguments(parser)
     arguments.add_sampling_arguments(parser)
@@ -60,12 +59,12 @@ def run(args) -> int:
         for chunk in stream:
             out.put(chunk)
         out.flush()
-    result = Result(args, loaded, generation, stream, cache.nbytes)
+    found = result(args, loaded, generation, stream)
     if args.json:
-        terminal.write_out(to_json(result.as_dict()) + "\n")
-    terminal.notice(f"{result.status()} · {form(args, loaded.tokenizer)}", args)
+        terminal.write_out(to_json(found) + "\n")
+    terminal.notice(f"{status(found, loaded.context)} · {form(args, loaded.tokenizer)}", args)
     stop.finish()
-    return 130 if result.finish_reason == "interrupted" else 0
+    return 130 if found["choices"][0]["finish_reason"] is None else 0
 
 
 def run_beams(args, loaded: Loaded, ids: list[int]) -> int:
@@ -73,12 +72,12 @@ def run_beams(args, loaded: Loaded, ids: list[int]) -> int:
     with terminal.Interrupt() as stop:
         found = beams.search(args, loaded, ids, room(args, loaded, ids), stop)
     if args.json:
-        terminal.write_out(to_json(found.as_dict()) + "\n")
-    elif found.beams:
+        terminal.write_out(to_json(found.answer) + "\n")
+    elif found.answer["choices"][0]["token_ids"]:
         out = TextOutput(args, loaded, ids)
         out.put(found.text)
         out.flush()
-    terminal.notice(f"{found.status()} · {form(args, loaded.tokenizer)}", args)
+    terminal.notice(f"{beams.status(found)} · {form(args, loaded.tokenizer)}", args)
     stop.finish()
     return 130 if found.interrupted else 0
 
@@ -92,7 +91,7 @@ class TextOutput:
     def __init__(self, args, loaded: Loaded, ids: list[int]):
         self.writer = AnswerWriter(args)
         if templated(args, loaded.tokenizer):  # the template may have opened <think> at the prompt's end
-            self.writer.begin(inside_thinking(loaded.tokenizer.decode(ids[-8:]), ""))
+            self.writer.begin(opens_thinking(loaded.tokenizer, ids))
 
     def put(self, chunk: str) -> None:
         """One piece of text."""
@@ -115,62 +114,41 @@ class JsonOutput:
         """Nothing."""
 
 
-class Result:
-    """What happened, as the JSON object and as the status line."""
-
-    def __init__(self, args, loaded: Loaded, generation, stream, cache_bytes: int):
-        self.args, self.loaded, self.generation, self.stream = args, loaded, generation, stream
-        self.cache_bytes = cache_bytes
-        reason = stream.finish_reason
-        if reason == "length" and len(generation.tokens) < (args.max_new_tokens or DEFAULT_NEW_TOKENS):
-            reason = "context"  # `room` allowed fewer than were asked for
-        self.finish_reason = {"stop_string": "stop"}.get(reason, reason)
-
-    def seed(self) -> int | None:
-        """The seed that repeats this run; None where nothing was drawn."""
-        return self.generation.seed if self.generation.params.temperature > 0 else self.args.seed
-
-    def rates(self) -> dict:
-        """Seconds and tokens per second; None where nothing was measured."""
-        t, new = self.generation.timings, len(self.generation.tokens)
-        return {
-            "load_s": round(self.loaded.load_s, 4),
-            "ttft_s": round(t.first_token_seconds, 6) if new else None,
-            "prefill_tok_s": _rate(self.generation.prompt_tokens, t.prefill_seconds),
-            "decode_tok_s": _rate(new - 1, t.decode_seconds),
-        }
-
-    def as_dict(self) -> dict:
-        """The object that --json prints."""
-        generation = self.generation
-        return {
-            "model": self.args.model,
-            "prompt_tokens": generation.cached_tokens + generation.prompt_tokens,
-            "cached_tokens": generation.cached_tokens,
-            "ids": list(generation.tokens),
-            "text": self.stream.text,
-            "logprobs": [x if math.isfinite(x) else None for x in generation.logprobs],
-            "finish_reason": self.finish_reason,
-            "timings": self.rates(),
-            "cache": {"kind": self.loaded.cache_name, "bytes": self.cache_bytes},
-            "seed": self.seed(),
-        } | ({"speculation": generation.speculation} if generation.speculation else {})
-
-    def status(self) -> str:
-        """14 new + 0 reused → 8 out · first token 21 ms · 310 tok/s · cache 21/2,048 · 96.8 kB"""
-        generation, rates = self.generation, self.rates()
-        used = generation.cache.length
-        new, reused, out = generation.prompt_tokens, generation.cached_tokens, len(generation.tokens)
-        parts = [f"{new:,} new + {reused:,} reused → {out:,} out"]
-        parts += [f"first token {terminal.seconds_text(rates['ttft_s'])}"] if rates["ttft_s"] is not None else []
-        parts += [f"{rates['decode_tok_s']:,.0f} tok/s"] if rates["decode_tok_s"] else []
-        parts += speculation.status(generation.speculation)
-        parts += [f"cache {used:,}/{self.loaded.context:,}", terminal.bytes_text(self.cache_bytes)]
-        parts += [f"seed {self.seed()}"] if self.seed() is not None else []
-        why = {"length": f"stopped at {out:,} tokens", "context": "context full"}
-        parts += [why.get(self.finish_reason, self.finish_reason)] if self.finish_reason != "stop" else []
-        return "  " + " · ".join(parts)
+def result(args, loaded: Loaded, generation, stream) -> dict:
+    """The object that --json prints; the status line says the same."""
+    ids, clock, reason = generation.tokens, generation.timings, stream.finish_reason
+    if reason == "length" and len(ids) < (args.max_new_tokens or DEFAULT_NEW_TOKENS):
+        reason = "context"  # `room` allowed fewer than were asked for
+    said = answer(args, loaded, generation.ids, stream.text)
+    logprobs = completion.logprobs(said, ids, generation.logprobs, loaded.tokenizer)
+    cached, new = generation.cached_tokens, generation.prompt_tokens
+    return completion.completion(
+        args.model,
+        [completion.choice(said, ids, reason, stream.stop_string, logprobs=logprobs)],
+        completion.usage(cached + new, len(ids), cached),
+        timings=completion.timings(
+            clock.first_token_seconds if ids else None,
+            completion.rate(new, clock.prefill_seconds),
+            completion.rate(len(ids) - 1, clock.decode_seconds),
+            load_s=loaded.load_s,
+        ),
+        cache=completion.cache(generation.cache),
+        seed=completion.seed(generation),
+        speculation=generation.speculation,
+    )
 
 
-def _rate(tokens: int, seconds: float) -> float | None:
-    return round(tokens / seconds, 2) if tokens > 0 and seconds > 0 else None
+def status(found: dict, context: int) -> str:
+    """14 new + 0 reused → 8 out · first token 21 ms · 310 tok/s · cache 21/2,048 · 96.8 kB"""
+    usage, speed, cache = found["usage"], found["timings"], found["cache"]
+    reused, out = usage["prompt_tokens_details"]["cached_tokens"], usage["completion_tokens"]
+    parts = [f"{usage['prompt_tokens'] - reused:,} new + {reused:,} reused → {out:,} out"]
+    parts += [f"first token {terminal.seconds_text(speed['ttft_s'])}"] if speed["ttft_s"] is not None else []
+    parts += [f"{speed['decode_tok_s']:,.0f} tok/s"] if speed["decode_tok_s"] else []
+    parts += speculation.status(found.get("speculation"))
+    parts += [f"cache {cache['tokens']:,}/{context:,}", terminal.bytes_text(cache["bytes"])]
+    parts += [f"seed {found['seed']}"] if found["seed"] is not None else []
+    if found["choices"][0]["finish_reason"] != "stop":
+        reason = found["choices"][0]["stop_reason"]
+        parts += [{None: f"stopped at {out:,} tokens", "context": "context full"}.get(reason, reason)]
+    return "  " + " · ".join(parts)

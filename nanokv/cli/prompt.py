@@ -9,11 +9,14 @@ newline of a file or of stdin is dropped, as the shell's $(…) does, so `echo h
 import sys
 from pathlib import Path
 
-from nanokv.cli import answer, arguments, terminal
+from nanokv.cli import arguments, terminal
+from nanokv.cli.answer import add_thinking_argument, template_options
 from nanokv.cli.arguments import DEFAULT_NEW_TOKENS
 from nanokv.cli.loading import Loaded
 from nanokv.cli.text import clean, read_prompt_bytes, refuse_special, stdin
+from nanokv.decoding import completion
 from nanokv.errors import ContextError, NanoKVError
+from nanokv.text.thinking import opens_thinking
 
 PATIENCE_S = 2.0  # a stdin that stays silent for this long is mentioned
 
@@ -36,7 +39,7 @@ def add_prompt_arguments(parser) -> None:
     )  # fmt: skip
     form.add_argument("--chat", action="store_true", help="insist on the chat template: an error where there is none")
     arguments.add_system_argument(group)
-    answer.add_thinking_argument(group)
+    add_thinking_argument(group)
     group.add_argument(
         "--allow-special", action="store_true", help="control tokens spelled out in the prompt are meant"
     )
@@ -88,7 +91,7 @@ def encode(args, loaded: Loaded, prompt: str) -> list[int]:
         return tokenizer.encode(prompt)
     if not prompt.strip():
         raise NanoKVError("the prompt is empty", "--raw continues blanks")
-    options = answer.template_options(args)
+    options = template_options(args)
     return tokenizer.encode(tokenizer.render(messages(args, prompt), add_generation_prompt=True, **options))
 
 
@@ -100,6 +103,13 @@ def templated(args, tokenizer) -> bool:
 def form(args, tokenizer) -> str:
     """The same for the status line."""
     return "chat template" if templated(args, tokenizer) else "raw text"
+
+
+def answer(args, loaded: Loaded, ids: list[int], text: str) -> dict:
+    """What the model wrote after these ids: a message where the prompt was one, else a text that goes on."""
+    if not templated(args, loaded.tokenizer):
+        return {"text": text}
+    return completion.message(text, opens_thinking(loaded.tokenizer, ids))
 
 
 def messages(args, prompt: str) -> list[dict]:

@@ -1,6 +1,10 @@
 """Splits what a model thinks, between `<think>` and `</think>`, from its answer, as the text comes in pieces."""
 
 import codecs
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from nanokv.text.tokenizer import Tokenizer
 
 
 def incomplete_bytes(data: bytes) -> int:
@@ -15,6 +19,11 @@ def inside_thinking(prompt_end: str, half_answer: str) -> bool:
     if not half_answer:
         return prompt_end.rstrip().endswith("<think>")
     return half_answer.lstrip().startswith("<think>") and "</think>" not in half_answer
+
+
+def opens_thinking(tokenizer: "Tokenizer", ids: list[int]) -> bool:
+    """Whether this prompt ends in <think>."""
+    return inside_thinking(tokenizer.decode(ids[-8:]), "")
 
 
 class ThinkSplitter:

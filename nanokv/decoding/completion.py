@@ -1,0 +1,110 @@
+"""Answers as OpenAI's API describes them, in plain dicts: for chat --jsonl, generate --json, batch, and for a server.
+
+    answer = message(text) or {"text": text}       an assistant's message, or the continuation of a text
+    completion(model, [choice(answer, ids, "stop")], usage(14, 8, cached=6), timings=…, seed=…)
+
+The names are OpenAI's wherever it has one. Beside them stand `reasoning_content`, `stop_reason` and `token_ids`, which
+other servers of open models send too, and at the end our own facts: timings, cache, seed, speculation.
+"""
+
+import codecs
+import math
+import time
+import uuid
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from nanokv.errors import ContextError, NanoKVError
+from nanokv.text.thinking import split_thinking
+
+if TYPE_CHECKING:
+    from nanokv.cache import KVCache
+    from nanokv.text.tokenizer import Tokenizer
+
+UNFINISHED = ("interrupted", "cancelled", "error")
+
+
+def completion(model: str, choices: Sequence[dict], usage: dict, id: Any = None, **facts: Any) -> dict:
+    """The object of one answer, or of several to one prompt. A fact that is {} is left out."""
+    kind, prefix = ("chat.completion", "chatcmpl") if "message" in choices[0] else ("text_completion", "cmpl")
+    return {
+        "id": f"{prefix}-{uuid.uuid4().hex}" if id is None else id, "object": kind, "created": int(time.time()),
+        "model": model, "choices": list(choices), "usage": usage,
+    } | {name: fact for name, fact in facts.items() if fact != {}}  # fmt: skip
+
+
+def message(text: str, opened: bool = False) -> dict:
+    """What the assistant said, what it thought set apart. `opened`: the prompt itself ended in <think>."""
+    thinking, content = split_thinking(text, opened)
+    said = {"role": "assistant", "content": content, "refusal": None}
+    return {"message": said | ({"reasoning_content": thinking} if thinking else {})}
+
+
+def choice(answer: dict, ids: Sequence[int], reason: str, stop_string: str = "", index: int = 0,
+           logprobs: dict | None = None, **facts: Any) -> dict:  # fmt: skip
+    """One answer (`message` or {"text": …}), its tokens with the eos, and why it ended, in our word for it."""
+    ended = end(reason, stop_string)
+    return {"index": index} | answer | ended | {"logprobs": logprobs, "token_ids": list(ids)} | facts
+
+
+def end(reason: str, stop_string: str = "") -> dict:
+    """OpenAI's word for it ("length": cut by a limit; null: not finished) and, beside it, what that does not say."""
+    if stop_string or reason == "stop":
+        return {"finish_reason": "stop", "stop_reason": stop_string or None}
+    word = None if reason in UNFINISHED else "length"
+    return {"finish_reason": word, "stop_reason": None if reason == "length" else reason}
+
+
+def usage(prompt: int, new: int, cached: int = 0) -> dict:
+    """Tokens; `cached` of the prompt's were in the cache already."""
+    return {
+        "prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }  # fmt: skip
+
+
+def logprobs(answer: dict, ids: Sequence[int], values: Sequence[float], tokenizer: "Tokenizer") -> dict:
+    """Log-probabilities of the tokens as this kind of answer has them; JSON has no infinity and no NaN: null."""
+    pieces = [tokenizer.token_bytes(id) for id in ids]
+    tokens = [piece.decode("utf-8", "replace") for piece in pieces]
+    finite = [value if math.isfinite(value) else None for value in values]
+    if "message" in answer:
+        rows = zip(tokens, finite, map(list, pieces), strict=True)
+        content = [{"token": t, "logprob": x, "bytes": b, "top_logprobs": []} for t, x, b in rows]
+        return {"content": content, "refusal": None}
+    decoder, at, offsets = codecs.getincrementaldecoder("utf-8")("replace"), 0, []
+    for id, piece in zip(ids, pieces, strict=True):
+        offsets.append(min(at, len(answer["text"])))  # a stop string was cut off the text
+        at += 0 if id in tokenizer.control_ids else len(decoder.decode(piece))
+    return {"tokens": tokens, "token_logprobs": finite, "text_offset": offsets, "top_logprobs": []}
+
+
+def timings(ttft_s: float | None = None, prefill_tok_s: float | None = None, decode_tok_s: float | None = None,
+            **more: float | None) -> dict:  # fmt: skip
+    """Seconds to the first token, tokens per second, and what else was measured; null: it was not."""
+    measured = {"ttft_s": ttft_s, "prefill_tok_s": prefill_tok_s, "decode_tok_s": decode_tok_s} | more
+    return {name: value and round(value, 2 if name.endswith("tok_s") else 6) for name, value in measured.items()}
+
+
+def rate(tokens: int, seconds: float | None) -> float | None:
+    """Tokens per second; None where there is nothing to divide."""
+    return tokens / seconds if tokens > 0 and seconds and seconds > 0 else None
+
+
+def cache(cache: "KVCache") -> dict:
+    """What is in the cache afterwards: all of prompt and answer but the last token."""
+    return {"kind": cache.name, "tokens": cache.length, "bytes": cache.nbytes}
+
+
+def seed(run: Any) -> int | None:
+    """The seed that repeats a Generation or a Request; None where nothing was drawn."""
+    return run.seed if run.params.temperature else None
+
+
+def error(reason: Exception) -> dict:
+    """Why there is no answer; what would mend it stands beside OpenAI's object, in `hint`."""
+    kind = "invalid_request_error" if isinstance(reason, NanoKVError) else "server_error"
+    code = "context_length_exceeded" if isinstance(reason, ContextError) else None
+    hint = getattr(reason, "hint", "")
+    body = {"message": str(reason), "type": kind, "param": None, "code": code}
+    return {"error": body} | ({"hint": hint} if hint else {})
