@@ -155,6 +155,75 @@ def test_bench_fits(monkeypatch, capsys):
         assert ("nanokv fast dict      128" in shown) is (width == 80), "a table where it fits"
 
 
+COURSE = (["claims"], ["mistakes", "05"], ["seal", "05.q1", "b"])
+
+
+@pytest.mark.parametrize("argv", COURSE, ids=" ".join)
+def test_the_course_fits_and_says_the_same(printed, argv):
+    """A pipe gets a claim in three lines and the mistakes in Markdown, as before; a terminal whole words."""
+    whole = set(words(printed(500, "course", *argv)))
+    for width in WIDTHS:
+        shown = printed(width, "course", *argv)
+        assert too_wide(shown, width) == [] and set(words(shown)) == whole
+
+
+def test_the_tally_of_a_class_fits(monkeypatch, capsys, tmp_path):
+    from nanokv.course import grading
+
+    rows = [{"file": f"{name}.ipynb", "score": 0, "of": 1, "error": "", "05.1": f"wrong: {name} {name} {name}"}
+            for name in ("last token fed", "prompt every step", "prompt is free")]  # fmt: skip
+    monkeypatch.setattr(grading, "grade", lambda *args: iter(rows))
+    for width in WIDTHS:
+        monkeypatch.setenv("COLUMNS", str(width))
+        assert main(["course", "grade", "submissions", "-o", str(tmp_path / "results.csv"), "--force"]) == 0
+        shown = capsys.readouterr()
+        assert too_wide(shown.out, width) == too_wide(shown.err, width) == [] and shown.out.count("wrong:") == 3
+
+
+def test_verify_fits(monkeypatch):
+    """A report with each kind of row: the layer that differs, what was skipped and why, config fields."""
+    from nanokv.cli.terminal import Style
+    from nanokv.cli.verify import as_text
+    from nanokv.study.debug import Step
+    from nanokv.verify.checks import Check
+
+    bad = [Step(i, "rope_k", 10.0**-i, 1e-2, 1.0, 7) for i in range(3)]
+    steps = [Step(None, "embed_tokens", 0.0, 1e-5, 1.0, 0), *bad]
+    checks = [
+        Check("cached = uncached, keys and values", "ok", "likewise, worst layer 2, cached_v", 2.8e-6, 8e-5),
+        Check("hidden states", "differs", "3 prompts, 110 operations, worst layer 0, rope_k", 1.0, 1e-2),
+        Check("published figures", "skipped", "none are known for this model, only for Qwen/Qwen3-0.6B"),
+    ]
+    hints = {"tie_word_embeddings": (False, True)}
+    report = types.SimpleNamespace(
+        name="tiny", dtype="float32", reference="transformers 5.23.0", checks=checks, steps=steps, first=steps[1],
+        first_unequal=steps[1], equal=False, hints=hints,
+    )  # fmt: skip
+    whole = as_text(report, Style(None, "never"))
+    for width in WIDTHS:
+        plain, painted = (as_text(report, Style(None, when), width) for when in ("never", "always"))
+        assert too_wide(plain, width) == [] and set(words(plain)) == set(words(whole))
+        assert re.sub(r"\x1b\[\d+m", "", painted) == plain
+    assert len(as_text(report, Style(None, "never"), 80).splitlines()) > len(whole.splitlines())
+
+
+def test_the_evaluation_fits(monkeypatch, capsys, tiny_folder):
+    from nanokv.training import evaluate
+
+    fault = {"fault": "start_pos restarted at 0", "recalled": 0.5, "same answer": 0.25, "max |Δlogit|": 1.5}
+    said = [("What is a KV cache?", "A KV cache stores the keys and values of all past tokens, word for word. " * 2)]
+    monkeypatch.setattr(evaluate, "evaluate", lambda *args: iter([(task, 0.5, []) for task in evaluate.TASKS]))
+    monkeypatch.setattr(evaluate, "broken_recall", lambda *args: [fault])
+    monkeypatch.setattr(evaluate, "examples", lambda *args: said)
+    shown = {}
+    for width in (200, *WIDTHS):
+        monkeypatch.setenv("COLUMNS", str(width))
+        assert main(["train", "--evaluate", "--model", str(tiny_folder), "--cases", "1"]) == 1
+        shown[width] = capsys.readouterr().out
+        assert too_wide(shown[width], width) == [] and set(words(shown[width])) == set(words(shown[200]))
+    assert ["recall", "50.0%", "95%"] in [line.split() for line in shown[60].splitlines()], "a table at 60 columns"
+
+
 # --- the chat -------------------------------------------------------------------------------------------------------
 
 

@@ -3,9 +3,10 @@
 The actions live in nanokv/course; this file only reads flags and prints. `claims` and `seal` need no notebook at all.
 """
 
+import sys
 from pathlib import Path
 
-from nanokv.cli import terminal
+from nanokv.cli import layout, terminal
 from nanokv.cli.arguments import integer, real
 from nanokv.cli.files import add_force, ask_to_replace
 from nanokv.errors import CourseError
@@ -72,7 +73,7 @@ def _run(args) -> int:
         problem = problem or (f"not right: {', '.join(bad)}" if bad else "")
         failed += bool(problem)
         line = f"{path.stem:<28} {done.processor:6.1f} s  {done.peak / 2**30:5.2f} GiB  {problem or 'ok'}\n"
-        terminal.write_out(terminal.sanitize(line))
+        write(line)
     return 2 if failed else 0
 
 
@@ -99,7 +100,7 @@ def _claims(args) -> None:
     from nanokv.course import claims
 
     _no_words(args)
-    terminal.write_out(claims.table())
+    write(claims.table())
 
 
 def _seal(args) -> None:
@@ -134,7 +135,11 @@ def _mistakes(args) -> None:
     from nanokv.course import mistakes, twins
 
     notebooks = [path.stem[:2] for path in twins.chosen(args.folder, args.words)]
-    terminal.write_out(mistakes.table(notebooks, args.folder / "teach" / "mistakes.md"))
+    written, width = args.folder / "teach" / "mistakes.md", layout.columns(sys.stdout, None)
+    if width is None:  # a pipe or a file gets Markdown
+        return terminal.write_out(mistakes.table(notebooks, written))
+    rows = mistakes.rows(notebooks, written)
+    terminal.write_out("\n".join(layout.table(mistakes.HEAD, rows, width, left=range(4))) + "\n")
 
 
 def _grade(args) -> None:
@@ -155,8 +160,13 @@ def _grade(args) -> None:
             terminal.notice(f"{row['file']}: {row['score']} of {row['of']}  {row['error']}".rstrip(), args)
     finally:
         grading.write(rows, out)  # whole, also when somebody interrupts while it is written
-    terminal.write_out(terminal.sanitize(grading.tally(rows)) + f"{out}\n")
+    write(grading.tally(rows) + f"{out}\n")
     terminal.notice(f"{len(rows)} submissions, {sum(bool(row['error']) for row in rows)} with an error", args)
+
+
+def write(text: str) -> None:
+    """To stdout, long lines broken between words on a terminal."""
+    terminal.write_out(layout.wrapped(terminal.sanitize(text), layout.columns(sys.stdout, None), " " * 8))
 
 
 def _no_words(args) -> None:

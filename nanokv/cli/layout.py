@@ -1,7 +1,8 @@
 """Text that fits the terminal: breaks stand between words or at ` · `, never inside a word.
 
 A table that is wider than the terminal becomes a record per row. Help and tables that go into a pipe or a file are
-made for 80 columns; a status line stays one line there. Standard library only: help is printed before any import.
+made for 80 columns; a status line, and a report that is searched line by line, have no limit there. Standard library
+only: help is printed before any import.
 """
 
 import os
@@ -23,8 +24,9 @@ def columns(stream, otherwise: int | None = 80) -> int | None:
 
 
 def cells(text: str) -> int:
-    """Columns that a text takes: two for a CJK character or an emoji, none for a combining mark."""
-    return sum(0 if unicodedata.combining(c) else 1 + (unicodedata.east_asian_width(c) in "WF") for c in text)
+    """Columns that a text takes: two for a CJK character or an emoji, none for a combining mark or a colour."""
+    plain = re.sub(r"\x1b\[\d+m", "", text)
+    return sum(0 if unicodedata.combining(c) else 1 + (unicodedata.east_asian_width(c) in "WF") for c in plain)
 
 
 def paragraph(text: str, width: int | None, indent: str = "", rest: str | None = None) -> str:
@@ -40,6 +42,11 @@ def paragraph(text: str, width: int | None, indent: str = "", rest: str | None =
             longer = rest + word
         line = longer
     return "\n".join([*lines, line])
+
+
+def wrapped(text: str, width: int | None, rest: str = "") -> str:
+    """Every line of a text as a paragraph."""
+    return "\n".join(paragraph(line, width, rest=rest) for line in text.split("\n"))
 
 
 def joined(parts, width: int | None, indent: str = "", rest: str | None = None) -> str:
@@ -80,14 +87,14 @@ def definitions(rows, width: int | None, indent: str = "  ", column: int | None 
             first, rest = head + " " * (column - cells(head)), " " * column
             lines.append(paragraph(text, width, first, rest).rstrip())
         else:
-            lines += [head] + ([paragraph(text, width, indent * 2)] if text else [])
+            lines += [paragraph(head, width, rest=indent * 2), *([paragraph(text, width, indent * 2)] if text else [])]
     return lines
 
 
 def table(head, rows, width: int | None, left: tuple = (0,)) -> list[str]:
     """Columns as wide as they must be, those in `left` flush left; headers on two lines where one is too wide.
 
-    Too wide for the terminal all the same: a record per row, its first cell as the title, `header value` pairs below.
+    Too wide for the terminal all the same: the first header, then per row its first cell and `header value` pairs.
     """
     head, rows = list(head), [[str(cell) for cell in row] for row in rows]
     one, two = [(h, "") for h in head], [_halves(h) for h in head]
@@ -99,7 +106,7 @@ def table(head, rows, width: int | None, left: tuple = (0,)) -> list[str]:
             if len(top) == 2:  # a header of one line stands on the lower one
                 top = [list(pair) for pair in zip(*((a, b) if b else ("", a) for a, b in heads), strict=True)]
             return [_line(row, wide, gap, left) for row in [*top, *rows]]
-    lines = []
+    lines = [paragraph(head[0], width)] if head[0] else []
     for row in rows:
         pairs = [f"{name} {cell}".strip() for name, cell in zip(head[1:], row[1:], strict=True) if cell]
         lines += [paragraph(row[0], width), joined(pairs, width, "    ")]

@@ -5,9 +5,10 @@ in train_log.py.
 """
 
 import json
+import sys
 from pathlib import Path
 
-from nanokv.cli import terminal
+from nanokv.cli import layout, terminal
 from nanokv.cli.arguments import integer, real
 from nanokv.cli.loading import check_address_space
 from nanokv.cli.text import to_json
@@ -219,19 +220,21 @@ def evaluate(args, name: str, seed: int) -> dict:
             terminal.write_out(text)
 
     about = f"{args.cases} cases a task · seed {seed} · greedy chat, names and list words never trained on"
-    write(f"{terminal.sanitize_line(name)} · {about}\n\n{'task':<32}{'right':>8}{'target':>9}\n")
+    width = layout.columns(sys.stdout, None)
+    write(layout.joined([terminal.sanitize_line(name), *about.split(" · ")], width) + "\n\n")
+    write(task_row("task", "right", "target", width))
     tasks, wrongs = {}, {}
     for task, share, wrong in evaluate(model, tokenizer, args.cases, seed, progress):
         tasks[task] = share
         wrongs[task] = [{"turns": case.turns, "expected": case.expected, "answer": answer} for case, answer in wrong]
         target = f"{TARGETS[task]:.0%}" if task in TARGETS else "none"
-        write(f"{task:<32}{share:>8.1%}{target:>9}\n")
+        write(task_row(task, f"{share:.1%}", target, width))
     faults = broken_recall(model, tokenizer, args.cases, seed, progress)
     missed = [task for task, target in TARGETS.items() if tasks[task] < target]
     said = examples(model, tokenizer)
-    write(fault_table(faults))
-    write("".join(f"> {question}\n{terminal.sanitize(answer)}\n" for question, answer in said))
-    write(f"\nmissed: {', '.join(missed)}\n" if missed else "")
+    write(fault_table(faults, width))
+    write(layout.wrapped("".join(f"> {question}\n{terminal.sanitize(answer)}\n" for question, answer in said), width))
+    write(layout.wrapped(f"\nmissed: {', '.join(missed)}\n", width) if missed else "")
     report = {"model": name, "cases": args.cases, "seed": seed, "tasks": tasks, "wrong": wrongs}
     report |= {"faults": faults, "said": said, "missed": missed}
     if args.json:
@@ -247,11 +250,16 @@ def write_card(folder: Path, recipe, report: dict) -> None:
     (folder / "README.md").write_text(card(Config.from_folder(folder), recipe, report), encoding="utf-8")
 
 
-def fault_table(faults: list[dict]) -> str:
+def task_row(task: str, right: str, target: str, width: int | None) -> str:
+    """A line of the table of tasks, which is printed row by row: a task may take minutes."""
+    return "\n".join(layout.definitions([(task, f"{right:>7}{target:>9}")], width, "", 33)) + "\n"
+
+
+def fault_table(faults: list[dict], width: int | None) -> str:
     """What a broken cache does to recall, a row a fault."""
-    head = f"\n{'recall when the last turn meets':<32}{'recalled':>9}{'same answer':>13}{'max |Δlogit|':>14}\n"
-    rows = (
-        f"{row['fault']:<32}{row['recalled']:>9.1%}{row['same answer']:>13.1%}{row['max |Δlogit|']:>14.2f}\n"
+    head = ("recall when the last turn meets", "recalled", "same answer", "max |Δlogit|")
+    rows = [
+        (row["fault"], f"{row['recalled']:.1%}", f"{row['same answer']:.1%}", f"{row['max |Δlogit|']:.2f}")
         for row in faults
-    )
-    return head + "".join(rows) + "\n"
+    ]
+    return "\n".join(["", *layout.table(head, rows, width), "", ""])

@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from nanokv.cli import terminal
+from nanokv.cli import layout, terminal
 from nanokv.training.run_folder import records
 
 EVERY_S = 10  # seconds between two lines where there is no terminal
@@ -84,7 +84,8 @@ class EvaluationProgress:
             return
         self.printed = now
         left = (now - self.began) / self.done * (self.total - self.done)
-        text = f"evaluating · {self.done:,}/{self.total:,} conversations · {left:,.0f} s left"
+        parts = ["evaluating", f"{self.done:,}/{self.total:,} conversations", f"{left:,.0f} s left"]
+        text = layout.joined(parts, layout.columns(sys.stderr, None)).split("\n")[0]  # two lines cannot be written over
         terminal.write_err(f"\r{text}\x1b[K" if self.tty else f"{text}\n")
 
     def clear(self) -> None:

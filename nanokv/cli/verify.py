@@ -9,7 +9,7 @@ import copy
 import sys
 from dataclasses import asdict
 
-from nanokv.cli import terminal
+from nanokv.cli import layout, terminal
 from nanokv.cli.arguments import DTYPES, environment, integer
 
 EXAMPLES = (
@@ -69,7 +69,8 @@ def run(args) -> int:
         plans[0].name, plans[0].folder, plans[1].folder if args.against else None, args.against,
         getattr(torch, plans[0].dtype_name), args.alone, say=lambda text: terminal.notice(f"{text} …", args),
     )  # fmt: skip
-    terminal.write_out(as_json(report) if args.json else as_text(report, terminal.Style(sys.stdout, args.color)))
+    style, width = terminal.Style(sys.stdout, args.color), layout.columns(sys.stdout, None)
+    terminal.write_out(as_json(report) if args.json else as_text(report, style, width))
     return 0 if report.equal else 1
 
 
@@ -97,49 +98,50 @@ def as_json(report) -> str:
     }) + "\n"  # fmt: skip
 
 
-def as_text(report, style) -> str:
+def as_text(report, style, width: int | None = None) -> str:
     """Checks, the layer table, the guilty layer's operations, the verdict. Everything read from files is sanitised."""
     title = f"{report.name} · {report.dtype} · reference: {report.reference or 'none'}"
-    lines = [style.bold(terminal.sanitize_line(title)), ""]
-    lines += [check_line(check, style) for check in report.checks]
+    lines = [style.bold(layout.joined(terminal.sanitize_line(title).split(" · "), width)), ""]
+    lines += layout.definitions([check_row(check, style) for check in report.checks], width, column=47)
     if report.steps:
-        lines += ["", *table("layer", worst_of_layers(report.steps), style)]
+        lines += ["", *table("by layer", worst_of_layers(report.steps), style, width)]
     first = report.first
     if first is not None and first.layer is not None:
         inside = [(step.operation, step) for step in report.steps if step.layer == first.layer]
-        lines += ["", *table(f"in layer {first.layer}", inside, style)]
-    lines += ["", *verdict_lines(report, style)]
+        lines += ["", *table(f"in layer {first.layer}", inside, style, width)]
+    lines += ["", *(layout.paragraph(line, width) for line in verdict_lines(report, style))]
     return "".join(line + "\n" for line in lines)
 
 
-def check_line(check, style) -> str:
-    """  ok       logits                  2.1e-06 of 1.0e-05   detail"""
+def check_row(check, style) -> tuple[str, str]:
+    """`ok       logits` and `2.1e-06 of 1.0e-05 · detail`."""
     paint = {"ok": style.green, "differs": style.red, "skipped": style.yellow}[check.status]
-    figures = "" if check.difference is None else f"{check.difference:.1e} of {check.tolerance:.1e}"
-    detail = style.dim(terminal.sanitize_line(check.detail))
-    return f"  {paint(check.status.ljust(8))} {check.name:<36}{figures:<20} {detail}".rstrip()
+    figures = [] if check.difference is None else [f"{check.difference:.1e} of {check.tolerance:.1e}"]
+    details = [terminal.sanitize_line(check.detail)] if check.detail else []
+    return f"{paint(check.status.ljust(8))} {check.name}", style.dim(" · ".join(figures + details))
 
 
 def worst_of_layers(steps) -> list:
-    """[(layer or name, its worst Step)] in the order of the forward pass."""
+    """[(`layer 3` or name, its worst Step)] in the order of the forward pass."""
     from nanokv.verify.checks import excess
 
     groups: dict = {}
     for step in steps:
-        groups.setdefault(step.operation if step.layer is None else str(step.layer), []).append(step)
+        groups.setdefault(step.operation if step.layer is None else f"layer {step.layer}", []).append(step)
     return [(name, max(group, key=excess)) for name, group in groups.items()]
 
 
-def table(title: str, rows, style) -> list[str]:
-    """Differences with their tolerances, one line a layer or an operation."""
-    lines = [style.bold(f"  {title:<26}{'max |Δ|':>9}{'tolerance':>11}{'position':>10}  worst operation".rstrip())]
+def table(title: str, rows, style, width: int | None) -> list[str]:
+    """Differences with their tolerances, one row per layer or operation."""
+    cells = []
     for name, step in rows:
         mark = "" if step.ok else " ← differs"
         position = "" if step.position is None else step.position
         what = ("" if step.operation == name or step.difference == 0 else step.operation) + mark
-        line = f"  {name:<26}{step.difference:>9.1e}{step.tolerance:>11.1e}{position:>10}  {what.strip()}".rstrip()
-        lines.append(line if step.ok else style.red(line))
-    return lines
+        cells.append((f"  {name}", f"{step.difference:.1e}", f"{step.tolerance:.1e}", position, what.strip()))
+    head = (f"  {title}", "max |Δ|", "tolerance", "position", "worst operation")
+    lines = layout.table(head, cells, width, left=(0, 4))
+    return [style.red(line) if "← differs" in line else line for line in lines]
 
 
 def verdict_lines(report, style) -> list[str]:

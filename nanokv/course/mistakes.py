@@ -16,6 +16,7 @@ from pathlib import Path
 from nanokv.course import checking
 
 ENTRY = re.compile(r"^- \*\*(.+?)\*\*(?: \(([^)]*)\))?: (.+(?:\n  .+)*)", re.MULTILINE)
+HEAD = ("check", "mistake", "the student is told", "met in")
 
 
 @dataclass(frozen=True)
@@ -81,16 +82,15 @@ def comments(text: str) -> dict[tuple[str, str], tuple[str, str]]:
     return found
 
 
-def table(notebooks: list[str], path: Path) -> str:
-    """Markdown: check, mistake, what the student is told, where it was met in public."""
+def rows(notebooks: list[str], path: Path) -> list[list[str]]:
+    """Check, mistake, what the student is told, where it was met in public: each on one line."""
     written = comments(path.read_text(encoding="utf-8")) if path.exists() else {}
-    rows = ["| check | mistake | the student is told | met in |", "|---|---|---|---|"]
-    for notebook in notebooks:
-        for known in registered(notebook):
-            echo = written.get((known.id, known.name), ("", ""))[0]
-            rows.append("| " + " | ".join(_cell(text) for text in (known.id, known.name, known.told, echo)) + " |")
-    return "\n".join(rows) + "\n"
+    known = [one for notebook in notebooks for one in registered(notebook)]
+    cells = [(one.id, one.name, one.told, written.get((one.id, one.name), [""])[0]) for one in known]
+    return [[" ".join(text.split()) for text in row] for row in cells]
 
 
-def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")
+def table(notebooks: list[str], path: Path) -> str:
+    """The rows as Markdown."""
+    cells = [[text.replace("|", "\\|") for text in row] for row in rows(notebooks, path)]
+    return "".join(f"| {' | '.join(row)} |\n" for row in (HEAD, ["---"] * len(HEAD), *cells))
