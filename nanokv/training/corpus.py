@@ -11,36 +11,14 @@ from dataclasses import dataclass, replace
 
 from nanokv.training import stories, words
 from nanokv.training.cache_questions import LATER_WRAPPERS, QUESTIONS, WRAPPERS, ask
-from nanokv.training.facts import (
-    CHANGED,
-    FACTS,
-    KIND_MISSING,
-    PET_ASKED,
-    PET_MISSING,
-    PET_NAME_ASKED,
-    PET_NAME_RECALLED,
-    PET_NOTED,
-    PET_RECALLED,
-    PET_TOLD,
-)
+from nanokv.training.facts import CHANGED, FACTS, PET
+from nanokv.training.phrases import phrases
 
+REQUESTS = phrases("requests")
 KINDS = tuple(FACTS)
 SENTENCE_STARTS = set(
     """My The You Call Please Remember In People This What What's Which Where Who How Do Can Tell Say Is Does Did
 Repeat Reverse Now Why When""".split()
-)
-LEAD_INS = (
-    "Hey, {}",
-    "So, {}",
-    "And {}",
-    "Now, {}",
-    "Ok, {}",
-    "Please tell me, {}",
-    "Quick question: {}",
-    "By the way, {}",
-    "Wait, {}",
-    "Hmm, {}",
-    "Let me test you: {}",
 )
 KIND_WEIGHTS = tuple(3 if kind == "name" else 1 for kind in KINDS)
 
@@ -88,10 +66,8 @@ def tell(talk: Conversation, kind: str | None = None):
         other = rng.choice([k for k in KINDS if k != kind])
         talk.facts[other], more = _statement(talk, other)
         joined = f"{sentence} {more}" if rng.random() < 0.5 else f"{sentence.rstrip('.!')} and {_lower_first(more)}"
-        noted = rng.choice(
-            (noted, "Thank you, I will remember that.", rng.choice(FACTS[other].noted).format(v=talk.facts[other]))
-        )
-        sentence = joined
+        also = rng.choice(FACTS[other].noted).format(v=talk.facts[other])
+        noted, sentence = rng.choice((noted, "Thank you, I will remember that.", also)), joined
     talk.say(sentence, noted[0].upper() + noted[1:])
 
 
@@ -110,16 +86,15 @@ def _lower_first(sentence: str) -> str:
 
 def _lead_in(rng, question: str) -> str:
     """Questions seldom come bare: "Hey, what is my name?"."""
-    return rng.choice(LEAD_INS).format(_lower_first(question)) if rng.random() < 0.15 else question
+    return rng.choice(REQUESTS["lead_ins"]).format(_lower_first(question)) if rng.random() < 0.15 else question
 
 
 def recall(talk: Conversation, kind: str | None = None):
     """The user asks for a fact: an old one, or one that he never told."""
     rng = talk.rng
     if kind is None:
-        kind = (
-            rng.choice(list(talk.facts)) if talk.facts and rng.random() < 0.88 else rng.choices(KINDS, KIND_WEIGHTS)[0]
-        )
+        known = talk.facts and rng.random() < 0.88
+        kind = rng.choice(list(talk.facts)) if known else rng.choices(KINDS, KIND_WEIGHTS)[0]
     fact = FACTS[kind]
     question = rng.choice(fact.asked)
     answer = rng.choice(fact.recalled).format(v=talk.facts[kind]) if kind in talk.facts else rng.choice(fact.missing)
@@ -136,12 +111,12 @@ def tell_pet(talk: Conversation):
     rng = talk.rng
     kind, name = rng.choice(words.ANIMALS), talk.name()
     talk.pets[kind] = name
-    told = rng.choice(PET_TOLD).format(k=kind, v=name)
+    told = rng.choice(PET["told"]).format(k=kind, v=name)
     if rng.random() < 0.25:
         other = rng.choices(KINDS, KIND_WEIGHTS)[0]
         talk.facts[other], more = _statement(talk, other)
         told = rng.choice((f"{more} {told}", f"{told} {more}", f"{more.rstrip('.!')} and {_lower_first(told)}"))
-    talk.say(told, rng.choice(PET_NOTED).format(k=kind, v=name))
+    talk.say(told, rng.choice(PET["noted"]).format(k=kind, v=name))
 
 
 def recall_pet(talk: Conversation):
@@ -149,37 +124,21 @@ def recall_pet(talk: Conversation):
     rng = talk.rng
     if not talk.pets or rng.random() < 0.1:
         kind = rng.choice([kind for kind in words.ANIMALS if kind not in talk.pets])
-        asked, answers = (
-            (PET_ASKED, PET_MISSING) if not talk.pets and rng.random() < 0.5 else (PET_NAME_ASKED, KIND_MISSING)
-        )
-        talk.say(rng.choice(asked).format(k=kind), rng.choice(answers).format(k=kind))
+        names = ("asked", "missing") if not talk.pets and rng.random() < 0.5 else ("name_asked", "kind_missing")
+        talk.say(*(rng.choice(PET[name]).format(k=kind) for name in names))
         return
     kind = rng.choice(list(talk.pets))
-    if len(talk.pets) == 1 and rng.random() < 0.3:
-        talk.say(_lead_in(rng, rng.choice(PET_ASKED)), PET_RECALLED.format(k=kind, v=talk.pets[kind]))
-    else:
-        talk.say(
-            _lead_in(rng, rng.choice(PET_NAME_ASKED).format(k=kind)),
-            PET_NAME_RECALLED.format(k=kind, v=talk.pets[kind]),
-        )
+    which = "" if len(talk.pets) == 1 and rng.random() < 0.3 else "name_"
+    question, answer = rng.choice(PET[f"{which}asked"]).format(k=kind), PET[f"{which}recalled"]
+    talk.say(_lead_in(rng, question), answer.format(k=kind, v=talk.pets[kind]))
 
 
 def everything(talk: Conversation):
     """What do you know about me?"""
     known = [kind for kind in talk.facts if kind in ("name", "city", "job", "age")][:3]
-    phrases = {
-        "name": "Your name is {v}.",
-        "city": "You live in {v}.",
-        "job": "You work as a {v}.",
-        "age": "You are {v} years old.",
-    }
-    answer = " ".join(phrases[kind].format(v=talk.facts[kind]) for kind in sorted(known, key=list(phrases).index))
-    talk.say(
-        talk.rng.choice(
-            ("What do you know about me?", "What did I tell you about me?", "Tell me what you know about me.")
-        ),
-        answer or "Nothing yet. Tell me something about you.",
-    )
+    answers = (FACTS[kind].recalled[0].format(v=talk.facts[kind]) for kind in KINDS if kind in known)
+    asked = ("What do you know about me?", "What did I tell you about me?", "Tell me what you know about me.")
+    talk.say(talk.rng.choice(asked), " ".join(answers) or "Nothing yet. Tell me something about you.")
 
 
 def tell_owner(talk: Conversation):
@@ -188,16 +147,9 @@ def tell_owner(talk: Conversation):
     colour, thing = rng.choice(words.COLOURS), words.pick(rng, words.NOUNS, talk.held_out)
     talk.owners[person] = (colour, thing)
     article = "an" if colour[0] in "aeiou" else "a"
-    talk.say(
-        rng.choice(
-            (
-                f"{person} has {article} {colour} {thing}.",
-                f"{person} bought {article} {colour} {thing}.",
-                f"{person} owns {article} {colour} {thing}.",
-            )
-        ),
-        rng.choice((f"Good for {person}.", "I will remember that.", f"So {person} has {article} {colour} {thing}.")),
-    )
+    verb = rng.choice(("has", "bought", "owns"))
+    noted = rng.choice((f"Good for {person}.", "I will remember that.", f"So {person} has {article} {colour} {thing}."))
+    talk.say(f"{person} {verb} {article} {colour} {thing}.", noted)
 
 
 def recall_owner(talk: Conversation):
@@ -208,27 +160,21 @@ def recall_owner(talk: Conversation):
     person = rng.choice(list(talk.owners))
     colour, thing = talk.owners[person]
     article = "an" if colour[0] in "aeiou" else "a"
-    talk.say(
-        *rng.choice(
-            (
-                (f"What does {person} have?", f"{person} has {article} {colour} {thing}."),
-                (f"Who has the {colour} {thing}?", f"{person} has the {colour} {thing}."),
-                (f"What colour is the {thing} of {person}?", f"The {thing} of {person} is {colour}."),
-            )
-        )
+    exchanges = (
+        (f"What does {person} have?", f"{person} has {article} {colour} {thing}."),
+        (f"Who has the {colour} {thing}?", f"{person} has the {colour} {thing}."),
+        (f"What colour is the {thing} of {person}?", f"The {thing} of {person} is {colour}."),
     )
+    talk.say(*rng.choice(exchanges))
 
 
 def tell_object(talk: Conversation):
     """A thing lies somewhere."""
     rng, thing, place = talk.rng, words.pick(talk.rng, words.NOUNS, talk.held_out), talk.rng.choice(words.PLACES)
     talk.objects[thing] = place
-    talk.say(
-        rng.choice(
-            (f"The {thing} is in the {place}.", f"I put the {thing} in the {place}.", f"My {thing} is in the {place}.")
-        ),
-        rng.choice((f"Ok, the {thing} is in the {place}.", "I will remember that.", f"The {place}, noted.")),
-    )
+    told = rng.choice((f"The {thing} is", f"I put the {thing}", f"My {thing} is"))
+    noted = rng.choice((f"Ok, the {thing} is in the {place}.", "I will remember that.", f"The {place}, noted."))
+    talk.say(f"{told} in the {place}.", noted)
 
 
 def recall_object(talk: Conversation):
@@ -265,40 +211,14 @@ def _new_list(talk: Conversation) -> list[str]:
 def repeat(talk: Conversation):
     """Repeat these words."""
     rng, items = talk.rng, _new_list(talk)
-    request = rng.choice(
-        (
-            "Repeat: {}",
-            "Repeat these words: {}",
-            "Say: {}",
-            "Repeat after me: {}",
-            "Please repeat: {}",
-            "repeat {}",
-            "Say these words: {}",
-            "Repeat this list: {}",
-            "Can you repeat {}?",
-            "Repeat the words {}.",
-        )
-    )
+    request = rng.choice(REQUESTS["list"]["repeat"])
     talk.say(request.format(_join(rng, items)), talk.stage.again.format(", ".join(items)))
 
 
 def reverse(talk: Conversation):
     """Say them backwards."""
     rng, items = talk.rng, _new_list(talk)
-    request = rng.choice(
-        (
-            "Reverse: {}",
-            "Reverse this list: {}",
-            "Say these words backwards: {}",
-            "Say backwards: {}",
-            "Reverse these words: {}",
-            "Say in reverse order: {}",
-            "reverse {}",
-            "Can you reverse {}?",
-            "Turn this list around: {}",
-            "Reverse the words {}.",
-        )
-    )
+    request = rng.choice(REQUESTS["list"]["reverse"])
     talk.say(request.format(_join(rng, items)), talk.stage.backwards.format(", ".join(items[::-1])))
 
 
@@ -306,19 +226,7 @@ def nth(talk: Conversation):
     """Which is the third?"""
     rng, items = talk.rng, _new_list(talk)
     where, item = _position(rng, items)
-    request = rng.choice(
-        (
-            "Which is the {o}: {l}?",
-            "Which word is the {o}: {l}?",
-            "What is the {o} word: {l}?",
-            "Here is a list: {l}. Which is the {o}?",
-            "List: {l}. What is the {o} word?",
-            "Which is the {o} of {l}?",
-            "{l}: which is the {o}?",
-            "Tell me the {o} word of this list: {l}",
-            "What is the {o} item: {l}?",
-        )
-    )
+    request = rng.choice(REQUESTS["list"]["nth"])
     talk.say(request.format(o=_digits(rng, where), l=_join(rng, items)), f"The {where} is {item}.")
 
 
@@ -339,78 +247,37 @@ def remember_list(talk: Conversation):
     """A list to be asked for later."""
     rng = talk.rng
     _new_list(talk)
-    request = rng.choice(
-        (
-            "Remember this list: {}",
-            "Remember these words: {}",
-            "My list is {}.",
-            "Please remember: {}",
-            "Here is my list: {}",
-            "I need to buy {}.",
-            "My shopping list: {}",
-        )
-    )
-    answer = rng.choice(
-        (
-            f"Ok, I will remember {', '.join(talk.list)}.",
-            f"I will remember these {words.NUMBER_WORDS[len(talk.list)]} words.",
-            "Ok, I will remember the list.",
-        )
-    )
+    request = rng.choice(REQUESTS["list"]["remember"])
+    length = words.NUMBER_WORDS[len(talk.list)]
+    all_of_it, count = f"Ok, I will remember {', '.join(talk.list)}.", f"I will remember these {length} words."
+    answer = rng.choice((all_of_it, count, "Ok, I will remember the list."))
     talk.say(request.format(_join(rng, talk.list)), answer)
-
-
-LIST_UNKNOWN = ("What is on my list?", "Repeat my list.", "What was the list?")
-LIST_NTH = (
-    "Which was the {o}?",
-    "What is the {o} word on my list?",
-    "Which is the {o}?",
-    "What is the {o} on the list?",
-    "What was the {o} word?",
-)
-LIST_AGAIN = (
-    "Repeat my list.",
-    "What is on my list?",
-    "What was the list?",
-    "Say the list again.",
-    "Repeat the list.",
-    "Which words did I tell you?",
-    "What do I need to buy?",
-)
-LIST_BACKWARDS = (
-    "Say my list backwards.",
-    "Reverse my list.",
-    "Say the list in reverse order.",
-    "Now backwards.",
-    "Reverse the list.",
-)
-LIST_LENGTH = ("How many words are on my list?", "How many items are on the list?", "How long is my list?")
-LIST_MEMBER = ("Is {} on my list?", "Is {} on the list?", "Does my list have {}?")
-LIST_NEXT = ("What comes after {}?", "Which word comes after {}?", "What is after {} on my list?")
 
 
 def ask_list(talk: Conversation):
     """Something about the remembered list."""
     if not talk.list:
-        talk.say(talk.rng.choice(LIST_UNKNOWN), "You have not given me a list yet.")
+        talk.say(talk.rng.choice(REQUESTS["remembered"]["unknown"]), "You have not given me a list yet.")
         return
     rng, items = talk.rng, talk.list
     where, item = _position(rng, items)
     i = rng.randrange(len(items) - 1)
     inside = rng.random() < 0.5
     probe = rng.choice(items) if inside else talk.word()
+    member = "Yes, {} is on the list." if probe in items else "No, {} is not on the list."
+
+    def asked(about: str) -> str:
+        return rng.choice(REQUESTS["remembered"][about])
+
     position = f"The {where} is {item}."
     exchanges = (  # all are made and one is taken: positions twice as often as the others
-        (rng.choice(LIST_NTH).format(o=_digits(rng, where)), position),
-        (rng.choice(LIST_NTH).format(o=_digits(rng, where)), position),
-        (rng.choice(LIST_AGAIN), talk.stage.again.format(", ".join(items))),
-        (rng.choice(LIST_BACKWARDS), talk.stage.backwards.format(", ".join(items[::-1]))),
-        (rng.choice(LIST_LENGTH), f"There are {words.NUMBER_WORDS[len(items)]}."),
-        (
-            rng.choice(LIST_MEMBER).format(probe),
-            f"Yes, {probe} is on the list." if probe in items else f"No, {probe} is not on the list.",
-        ),
-        (rng.choice(LIST_NEXT).format(items[i]), f"After {items[i]} comes {items[i + 1]}."),
+        (asked("nth").format(o=_digits(rng, where)), position),
+        (asked("nth").format(o=_digits(rng, where)), position),
+        (asked("again"), talk.stage.again.format(", ".join(items))),
+        (asked("backwards"), talk.stage.backwards.format(", ".join(items[::-1]))),
+        (asked("length"), f"There are {words.NUMBER_WORDS[len(items)]}."),
+        (asked("member").format(probe), member.format(probe)),
+        (asked("next").format(items[i]), f"After {items[i]} comes {items[i + 1]}."),
     )
     question, answer = rng.choice(exchanges)
     talk.say(_lead_in(rng, question), answer)
@@ -428,47 +295,16 @@ def count(talk: Conversation):
     if down:
         numbers.reverse()
     first, last = numbers[0], numbers[-1]
-    requests = (
-        ("Count down from {} to {}.", "Count backwards from {} to {}.")
-        if down
-        else (
-            "Count from {} to {}.",
-            "Count from {} to {}.",
-            "count from {} to {}",
-            "Please count from {} to {}.",
-            "Can you count from {} to {}?",
-            "Count up from {} to {}.",
-            "Say the numbers from {} to {}.",
-            "Count {} to {}.",
-        )
-    )
+    requests = REQUESTS["numbers"]["down" if down else "up"]
     talk.say(rng.choice(requests).format(first, last), ", ".join(map(str, numbers)) + ".")
 
 
 def add(talk: Conversation):
     """Two numbers of at most two digits."""
     rng = talk.rng
-    a, b = (
-        (rng.randint(0, 99), rng.randint(0, 99)) if rng.random() < 0.12 else (rng.randint(10, 99), rng.randint(10, 99))
-    )
-    request = rng.choice(
-        (
-            "What is {} + {}?",
-            "What is {} + {}?",
-            "{} + {}",
-            "{} + {} = ?",
-            "{}+{}",
-            "How much is {} + {}?",
-            "How much is {} plus {}?",
-            "What is {} plus {}?",
-            "Add {} and {}.",
-            "add {} and {}",
-            "Calculate {} + {}.",
-            "What is the sum of {} and {}?",
-            "{} plus {}?",
-            "what is {}+{}",
-        )
-    )
+    lowest = 0 if rng.random() < 0.12 else 10
+    a, b = rng.randint(lowest, 99), rng.randint(lowest, 99)
+    request = rng.choice(REQUESTS["numbers"]["add"])
     talk.say(request.format(a, b), f"{a} + {b} = {a + b}.")
 
 
@@ -490,14 +326,9 @@ def story(talk: Conversation):
         people = rng.sample(("Mira", "Tom", "the fox", "the owl", "Lina", "the old bear"), 2)
     rng.shuffle(people)
     a, b = people
-    form = {
-        "p": rng.choice(words.PLACES + ["river", "forest", "market", "harbour", "lake", "hill"]),
-        "t": rng.choice(words.NOUNS[:120]),
-    }
-    parts = (
-        rng.choice(part)
-        for part in (stories.OPENINGS, stories.TROUBLES, stories.ATTEMPTS, stories.SOLUTIONS, stories.ENDINGS)
-    )
+    places = words.PLACES + ["river", "forest", "market", "harbour", "lake", "hill"]
+    form = {"p": rng.choice(places), "t": rng.choice(words.NOUNS[:120])}
+    parts = (rng.choice(part) for part in stories.PARTS)
     if 0.6 < kind < 0.75:
         talk_request = rng.choice(stories.SINGLE_REQUESTS).format(a=a)
         b = rng.choice(("a fox", "an owl", "a small bear", "a friend"))
@@ -534,13 +365,9 @@ def small_talk(talk: Conversation):
 def unknown(talk: Conversation):
     """An honest "I don't know that"."""
     rng = talk.rng
-    form = {
-        "c": rng.choice(words.CITIES) if rng.random() < 0.5 else words.invent(rng, talk.held_out).capitalize(),
-        "n": talk.name(),
-        "w": words.invent(rng, talk.held_out),
-        "t": rng.choice(words.NOUNS),
-        "f": rng.choice(words.FOODS),
-    }
+    city = rng.choice(words.CITIES) if rng.random() < 0.5 else words.invent(rng, talk.held_out).capitalize()
+    form = {"c": city, "n": talk.name(), "w": words.invent(rng, talk.held_out)}
+    form |= {"t": rng.choice(words.NOUNS), "f": rng.choice(words.FOODS)}
     said, answers = (stories.UNKNOWN, stories.HONEST) if rng.random() < 0.8 else (stories.IMPOSSIBLE, stories.REFUSED)
     talk.say(_lead_in(rng, rng.choice(said).format(**form)), rng.choice(answers))
 
@@ -557,26 +384,10 @@ class Stage:
 
 
 SEGMENTS = {  # exchange → how often
-    tell: 15,
-    recall: 16,
-    tell_pet: 3,
-    recall_pet: 4,
-    everything: 1,
-    tell_owner: 2,
-    recall_owner: 2,
-    tell_object: 2,
-    recall_object: 2,
-    repeat: 5,
-    reverse: 6,
-    nth: 6,
-    remember_list: 3,
-    ask_list: 7,
-    count: 4,
-    add: 20,
-    cache_question: 12,
-    story: 3,
-    small_talk: 5,
-    unknown: 4,
+    tell: 15, recall: 16, tell_pet: 3, recall_pet: 4, everything: 1,
+    tell_owner: 2, recall_owner: 2, tell_object: 2, recall_object: 2,
+    repeat: 5, reverse: 6, nth: 6, remember_list: 3, ask_list: 7, count: 4, add: 20,
+    cache_question: 12, story: 3, small_talk: 5, unknown: 4,
 }
 FIRST = Stage(SEGMENTS, words.list_word, WRAPPERS)
 SECOND = Stage(  # lists of stranger words, and more of what is hard

@@ -20,24 +20,11 @@ from nanokv.training.cache_questions import HELD_OUT_WRAPPERS, QUESTIONS, ask
 from nanokv.training.facts import FACTS
 
 TARGETS = {
-    "recall": 0.95,
-    "repeat": 0.95,
-    "nth": 0.95,
-    "count": 0.95,
-    "reverse": 0.90,
-    "addition": 0.90,
+    "recall": 0.95, "repeat": 0.95, "nth": 0.95, "count": 0.95, "reverse": 0.90, "addition": 0.90,
     "cache questions": 0.95,
 }
-RECALLED = (
-    "name",
-    "city",
-    "colour",
-    "food",
-    "friend",
-    "sister",
-    "number",
-    "word",
-)  # kinds whose value is a word of its own
+# kinds whose value is a word of its own
+RECALLED = ("name", "city", "colour", "food", "friend", "sister", "number", "word")
 
 
 @dataclass(frozen=True)
