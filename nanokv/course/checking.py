@@ -3,18 +3,20 @@
     value("05.1", right=lambda case: …, wrong=[Mistake("…", lambda case: …, "You counted … ")])
     function("05.2", right=reference, inputs=lambda rng: (…), wrong=[…])     tried on random inputs
     judged("06.3", judge)                                                    a function answer, case → Outcome
-    Question("05.q1", text, {"a": (option, comment), …}, right="<seal>")
 
-Each notebook has a module nanokv/course/checks/nbNN.py with CHECKS and QUESTIONS. An answer is judged and never raises.
+Each notebook has a module nanokv/course/checks/nbNN.py with its CHECKS, and its questions in nbNN.toml beside that. An
+answer is judged and never raises.
 """
 
 import copy
 import importlib
 import itertools
 import random
+import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial, wraps
+from importlib.resources import files
 from types import SimpleNamespace
 
 from nanokv.course.answers import Sealed, as_set, has_nan, is_blank, same
@@ -257,6 +259,12 @@ class Question:
         if same(letter, Sealed(self.id, self.right)):
             return Outcome("right", comment)
         return Outcome("wrong", comment, letter)
+
+
+def questions(notebook: str) -> tuple[Question, ...]:
+    """The multiple choice of a notebook, from nanokv/course/checks/nbNN.toml."""
+    texts = tomllib.loads((files("nanokv.course.checks") / f"nb{notebook}.toml").read_text(encoding="utf-8"))
+    return tuple(Question(f"{notebook}.{number}", **fields) for number, fields in texts.items())
 
 
 # --- finding them -------------------------------------------------------------------------------------------------

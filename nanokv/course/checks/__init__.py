@@ -1,1 +1,4 @@
-"""The exercises, one module a notebook: CHECKS and QUESTIONS. Right answers are computed or sealed, never written."""
+"""The exercises, one module per notebook with CHECKS, and QUESTIONS from the TOML file beside it.
+
+Right answers are computed or sealed, never written.
+"""

@@ -1,6 +1,6 @@
 """Notebook 01, text and tokens: joining bytes, cutting characters, choosing a token, stopping."""
 
-from nanokv.course.checking import Mistake, Question, function, value
+from nanokv.course.checking import Mistake, function, questions, value
 
 RULES = (("a", "n"), ("b", "a"), ("n", "a"))
 
@@ -168,39 +168,4 @@ CHECKS = (
     ),
 )  # fmt: skip
 
-QUESTIONS = (
-    Question(
-        "01.q1",
-        "Why does the same question take more tokens in capitals?",
-        {
-            "a": ("Capital letters need more bytes.", "A letter from A to Z has one byte either way."),
-            "b": ("The joining rules were learned from text in which such sequences are rare.",
-                  "What is rare stays in small pieces, in a tokenizer and in what a model has learned."),
-            "c": ("The model reads capitals letter by letter to be careful.",
-                  "The model has no say in it. The text is cut before it arrives."),
-        },
-        right="3b0d74e9e182a347b4ce",
-    ),
-    Question(
-        "01.q2",
-        "The likeliest token has a probability of 0.95, and top-p is 0.9. How many tokens can be drawn?",
-        {
-            "a": ("One.", "It reaches 0.9 alone, and as few as possible are kept."),
-            "b": ("None, because 0.95 is more than 0.9.", "The token that crosses p stays. There is always one."),
-            "c": ("All: top-p only matters where the model is unsure.",
-                  "It matters most here: the other 5 percent are cut off."),
-        },
-        right="c1bda72965bf96fc17c8",
-    ),
-    Question(
-        "01.q3",
-        "A chat program lets the model finish its answer and then write the user's next question. What is wrong?",
-        {
-            "a": ("The temperature is too high.", "It happened at temperature 0 here."),
-            "b": ("The model was trained badly.", "It was trained on whole talks, and continues one. That is its job."),
-            "c": ("The token that ends a turn is not among the stop ids.",
-                  "A model never stops by itself; a program does."),
-        },
-        right="df344650ad96e04c5510",
-    ),
-)  # fmt: skip
+QUESTIONS = questions("01")

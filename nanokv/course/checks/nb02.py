@@ -3,7 +3,7 @@
 import math
 
 from nanokv.course.answers import is_blank
-from nanokv.course.checking import RIGHT, UNANSWERED, Mistake, Question, function, judged, value, wrong
+from nanokv.course.checking import RIGHT, UNANSWERED, Mistake, function, judged, questions, value, wrong
 
 
 def _weights(scores):
@@ -175,40 +175,4 @@ CHECKS = (
     judged("02.4", _judge_leak_test),
 )  # fmt: skip
 
-QUESTIONS = (
-    Question(
-        "02.q1",
-        "Why must a mask be added, with −∞, and not multiplied, with 0?",
-        {
-            "a": ("A score of 0 still gets a weight, because e to the 0 is 1.",
-                  "And where the allowed scores are negative, the forbidden ones even win."),
-            "b": ("It need not: what is multiplied by 0 is gone, so both are the same.",
-                  "The common wrong answer. The score is gone, the weight is not."),
-            "c": ("Adding is faster than multiplying.", "No difference worth a thought."),
-        },
-        right="aadafe9a42f089fb0a84",
-    ),
-    Question(
-        "02.q2",
-        "A finished model is run with a multiplied mask. What did you see?",
-        {
-            "a": ("Nonsense instead of text.", "The text stayed the same, and so did nearly all first choices."),
-            "b": ("An error, because the rows no longer sum to 1.", "They do: softmax sees to that."),
-            "c": ("Hardly anything, until a later token was changed and earlier logits moved.",
-                  "Only that test is sure. In training the same bug lets the model read the answer."),
-        },
-        right="e4ed0972dec7a8ba3122",
-    ),
-    Question(
-        "02.q3",
-        "What is the division by the root of D for?",
-        {
-            "a": ("It makes each row of weights sum to 1.", "Softmax does that, with any scale."),
-            "b": ("It keeps the size of the scores the same for every D, so that softmax does not pick a single token.",
-                  "A sum of D terms grows like the root of D."),
-            "c": ("It gives queries and keys length 1.",
-                  "It does not touch them. (Qwen3 norms them besides, and still divides.)"),
-        },
-        right="67b944e0394f833033fb",
-    ),
-)  # fmt: skip
+QUESTIONS = questions("02")

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from nanokv.course.checking import RIGHT, Mistake, Question, function, judged, value, wrong
+from nanokv.course.checking import RIGHT, Mistake, function, judged, questions, value, wrong
 
 
 def _shapes(case):
@@ -202,40 +202,4 @@ CHECKS = (
     judged("03.5", _judge_weights),
 )  # fmt: skip
 
-QUESTIONS = (
-    Question(
-        "03.q1",
-        "Every position of a text is counted from 1 instead of from 0. What happens to the logits?",
-        {
-            "a": ("All of them move a lot, because every angle is another one.",
-                  "The common wrong answer. Queries and keys turn together, and only the distance is left."),
-            "b": ("Nothing but rounding.", "RoPE depends on distances. That is why the start does not matter."),
-            "c": ("Only the first token's move.", "The first token alone attends to itself: distance 0, as before."),
-        },
-        right="79081955cb018f003b60",
-    ),
-    Question(
-        "03.q2",
-        "A port of Qwen3 pairs dimension 2i with 2i + 1. Which test shows it?",
-        {
-            "a": ("A forward of one token, compared with the reference.",
-                  "At position 0 nothing is turned: the logits are equal to the last bit or two."),
-            "b": ("A check of all shapes.", "Both pairings give the same shapes."),
-            "c": ("A forward of several tokens, compared number by number.",
-                  "From the second position on the logits differ. The text alone may stay fluent."),
-        },
-        right="bb7dd4b3cdd6490452ba",
-    ),
-    Question(
-        "03.q3",
-        "What is done to queries, keys and values before attention, in this order?",
-        {
-            "a": ("Queries and keys are normed, then rotated; values are left as projected.",
-                  "What a value carries is mixed, not compared: it needs neither."),
-            "b": ("Queries and keys are rotated, then normed; values are normed.",
-                  "The other order changes logits by about one without changing the text, and values have no norm."),
-            "c": ("All three are normed and rotated.", "Values are neither normed nor rotated."),
-        },
-        right="88e486b6a264dc0971b5",
-    ),
-)  # fmt: skip
+QUESTIONS = questions("03")

@@ -4,7 +4,7 @@ import tempfile
 from pathlib import Path
 
 from nanokv.course.answers import as_number, is_blank, plain, same
-from nanokv.course.checking import RIGHT, UNANSWERED, Mistake, Question, function, judged, value, wrong
+from nanokv.course.checking import RIGHT, UNANSWERED, Mistake, function, judged, questions, value, wrong
 
 
 def _tensors(L, tied):
@@ -197,43 +197,4 @@ CHECKS = (
     ),
 )
 
-QUESTIONS = (
-    Question(
-        "04.q1",
-        "Your port answers twenty questions word for word like the reference. What does that show?",
-        {
-            "a": ("The same numbers: other logits would give other words.",
-                  "The common wrong answer. Words change only where the best token changes."),
-            "b": ("That it is right in fp32; bf16 has to be looked at separately.",
-                  "Words show neither. A wrong theta gave the right answer in fp32."),
-            "c": ("That no logit is so wrong that another token wins in these texts, and no more.",
-                  "So compare logits: they differ long before the words do."),
-        },
-        right="dbf7a2cd986741c7ee3c",
-    ),
-    Question(
-        "04.q2",
-        "In bf16 your logits differ from the reference by 0.1. What do you do?",
-        {
-            "a": ("Look for the bug: 0.1 is far too much.",
-                  "It may be rounding alone. How far is the reference in bf16 from itself in fp32?"),
-            "b": ("Compare in fp32, and in bf16 with the distance between the reference's own bf16 and fp32.",
-                  "In fp32 rounding is thousands of times smaller, so what is left is a bug."),
-            "c": ("Raise the tolerance to 0.2.",
-                  "The common wrong answer. The wrong eps would pass, and so would much else."),
-        },
-        right="48d7378258058a8a2eae",
-    ),
-    Question(
-        "04.q3",
-        "The logits differ. Which operation do you look at?",
-        {
-            "a": ("The first one, in the order of the forward pass, that differs by more than rounding.",
-                  "Everything after it only hands the difference on."),
-            "b": ("The one with the largest difference.",
-                  "The common wrong answer. A difference is handed on and may grow: the largest can be layers away."),
-            "c": ("The head, because the logits come from it.", "It is the last of many, and only one of them."),
-        },
-        right="5e5094d1d60ef5a910a4",
-    ),
-)  # fmt: skip
+QUESTIONS = questions("04")

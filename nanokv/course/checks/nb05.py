@@ -1,7 +1,7 @@
 """Notebook 05, the waste: counting what is computed twice."""
 
 from nanokv.course.answers import Sealed
-from nanokv.course.checking import Mistake, Question, function, value
+from nanokv.course.checking import Mistake, function, questions, value
 from nanokv.course.work import rows_with_cache, rows_without_cache
 
 
@@ -99,43 +99,4 @@ CHECKS = (
     ),
 )
 
-QUESTIONS = (
-    Question(
-        "05.q1",
-        "Why may keys and values of old tokens be kept?",
-        {
-            "a": ("Because keys and values are computed from the embedding of one token alone.",
-                  "True in the first layer only. Above it they come from hidden states that have attended."),
-            "b": ("Because an old token never sees a newer one, in any layer.",
-                  "Causality, and nothing else. Experiment 3 took it away, and the keys moved."),
-            "c": ("Because they hardly change, and the difference does no harm.",
-                  "With a causal mask they do not change at all, up to rounding; without it they change a lot."),
-        },
-        right="4283fd3e4dcf63dd6177",
-    ),
-    Question(
-        "05.q2",
-        "A cache makes a step cost one token. What still grows with the length of the text?",
-        {
-            "a": ("Nothing, every step costs the same.",
-                  "The common wrong answer. The new query still meets every key in the cache."),
-            "b": ("The projections to q, k and v.", "These work on the one new token."),
-            "c": ("The scores and the mix of values: one for each key that is visible.",
-                  "Yes: a step is linear in the length, so a generation is still quadratic in its attention part."),
-        },
-        right="9392da9a85e5722740a6",
-    ),
-    Question(
-        "05.q3",
-        "Queries of old tokens do not change either. Why is there no query cache?",
-        {
-            "a": ("Nobody asks for them again: a step needs the query of the new token only.",
-                  "Keys and values are read by every later token, a query by its own token, once."),
-            "b": ("Queries are larger than keys, so they do not fit.",
-                  "They are larger under grouped queries, but that is no reason: they are not needed."),
-            "c": ("Queries do change, because RoPE turns them.",
-                  "RoPE turns a query by its own position, which stays."),
-        },
-        right="715b666a7d4e82b07f4a",
-    ),
-)  # fmt: skip
+QUESTIONS = questions("05")

@@ -5,7 +5,7 @@ import random
 import traceback
 
 from nanokv.course.answers import is_blank
-from nanokv.course.checking import RIGHT, UNANSWERED, Mistake, Question, failing, judged, no_class, value, wrong
+from nanokv.course.checking import RIGHT, UNANSWERED, Mistake, failing, judged, no_class, questions, value, wrong
 
 
 def _shapes(case, H=None, S=None):
@@ -159,41 +159,4 @@ CHECKS = (
     judged("06.4", _judge_loop),
 )
 
-QUESTIONS = (
-    Question(
-        "06.q1",
-        "In which state is a key cached?",
-        {
-            "a": ("As it leaves k_proj; norm and rotation are applied when it is read.",
-                  "It would work, but every step would rotate every old key again. Some caches do it to move tokens."),
-            "b": ("Normed, but not rotated, because its position will change.",
-                  "The position of a token does not change when others follow."),
-            "c": ("Normed and rotated to its own position.",
-                  "So a cached key never moves again, and only the new one has to be rotated."),
-        },
-        right="d50760109194d4589612",
-    ),
-    Question(
-        "06.q2",
-        "You write N tokens after a prompt. How many forwards are there?",
-        {
-            "a": ("One prefill and N − 1 decodes.",
-                  "The prefill gives the first token, and what follows the last token is not asked for."),
-            "b": ("One prefill and N decodes.",
-                  "The common wrong answer, and a common bug: the last forward is thrown away."),
-            "c": ("N decodes; the prefill writes no token.", "It does: its last row gives the first one."),
-        },
-        right="a9429b4ec4bbeaec7b40",
-    ),
-    Question(
-        "06.q3",
-        "A server forgets to make a new cache for the next user and passes start_pos=cache.length. What happens?",
-        {
-            "a": ("The model raises an error.", "Not here: the position agrees with the cache, so nothing is amiss."),
-            "b": ("The second question becomes a part of the first talk, and the answer may repeat what was said.",
-                  "Experiment 5 showed it. Nothing in the shapes is wrong."),
-            "c": ("Nothing: old keys are overwritten.", "A cache is appended to. The old keys stay and are seen."),
-        },
-        right="d68803fd4b5adeb181ea",
-    ),
-)  # fmt: skip
+QUESTIONS = questions("06")

@@ -3,7 +3,7 @@
 import itertools
 
 from nanokv.course import checking
-from nanokv.course.checking import UNANSWERED, Mistake, Outcome, Question, function, judged, wrong
+from nanokv.course.checking import UNANSWERED, Mistake, Outcome, function, judged, questions, wrong
 
 WANTED = 16  # faults that the test of exercise 07.4 has to kill
 SECONDS = 20  # that a run of it may take; the model is small
@@ -175,40 +175,4 @@ CHECKS = (
     judged("07.5", _judge_cache),
 )
 
-QUESTIONS = (
-    Question(
-        "07.q1",
-        "After your change the chat still answers every question as before. What do you know about the cache?",
-        {
-            "a": ("It is right: a wrong cache gives nonsense.",
-                  "The common wrong answer. Half of the bugs here leave every word as it was."),
-            "b": ("That no bug changed the best token in these chats. Compare logits with a run without a cache.",
-                  "Bugs that do not change a word here are in every probability and show in another text."),
-            "c": ("Nothing, because greedy decoding is random.", "It is not: the same input gives the same tokens."),
-        },
-        right="f707980a8c3311b2ce46",
-    ),
-    Question(
-        "07.q2",
-        "A test compares cached decoding with a run without a cache, one prompt, one request. What does it never see?",
-        {
-            "a": ("Bugs of chunks, batches, truncation and second requests, and whatever costs only memory.",
-                  "A bug needs its situation. Most columns of the table belong to other tests."),
-            "b": ("Wrong positions, because RoPE is relative.",
-                  "The shift between prompt and answer is no common shift: it sees them."),
-            "c": ("Nothing: equal logits mean a right cache.",
-                  "The common wrong answer. Equal in this situation only."),
-        },
-        right="dafbc05bbf43a5cc4692",
-    ),
-    Question(
-        "07.q3",
-        "In layer 0 query, key and value of new tokens are right, and what attention gives is wrong. Where is the bug?",
-        {
-            "a": ("In the projections of layer 0.", "Then the new keys and values would be wrong."),
-            "b": ("In the rotation.", "Then rope_k or rope_q would be the first to differ."),
-            "c": ("In what comes from the cache, or in the mask.", "These are all that attention sees besides them."),
-        },
-        right="365aa02d39807d067e68",
-    ),
-)  # fmt: skip
+QUESTIONS = questions("07")

@@ -2,7 +2,7 @@
 
 from nanokv import costs
 from nanokv.costs.memory import FAMILY, Estimate
-from nanokv.course.checking import Mistake, Question, function, value
+from nanokv.course.checking import Mistake, function, questions, value
 from nanokv.course.claims.article1 import TABLE, kib_a_token
 from nanokv.course.claims.shapes import LLAMA_2_70B, LLAMA_2_70B_MHA, shape
 from nanokv.study.mla import deepseek_v2_savings, values_per_token
@@ -138,41 +138,4 @@ CHECKS = (
     ),
 )
 
-QUESTIONS = (
-    Question(
-        "08.q1",
-        "Two models have the same number of parameters. Whose cache takes fewer bytes per token?",
-        {
-            "a": ("Equal, because they are equally large.",
-                  "The common wrong answer. The number of parameters does not occur in the formula."),
-            "b": ("That with the smaller product of layers, KV heads and head size.",
-                  "Nothing else counts, apart from the bytes a number: Qwen3-0.6B and 1.7B have the same cache."),
-            "c": ("That with fewer query heads.", "Queries are not cached; query heads may share keys."),
-        },
-        right="32746608aa5751df8189",
-    ),
-    Question(
-        "08.q2",
-        "A server holds 64 talks of 2,000 tokens each with Qwen3-0.6B in bf16. What takes most of its memory?",
-        {
-            "a": ("The weights, because 2,000 tokens are few.",
-                  "The common wrong answer: for one talk it would be true. The tokens of all talks count together."),
-            "b": ("Both take about the same.", "128,000 tokens are twelve times the number at which they would."),
-            "c": ("The cache: some 14.7 GB against 1.2 GB.",
-                  "Weights are shared by all talks, a cache by none."),
-        },
-        right="1730a987f28a2e2fa834",
-    ),
-    Question(
-        "08.q3",
-        "A paper says: our cache is 90 percent smaller. What do you need to know first?",
-        {
-            "a": ("Than which cache: whose layers, heads and bits?",
-                  "The same cache saved 98, 93, 82, 72 or minus 125 percent, depending on that."),
-            "b": ("On which hardware it was measured.",
-                  "Speed depends on the hardware. Bytes follow from the shape."),
-            "c": ("How long the text was.", "Both caches grow in proportion to it, so the ratio stays."),
-        },
-        right="2d2c6bf66e181331db03",
-    ),
-)  # fmt: skip
+QUESTIONS = questions("08")

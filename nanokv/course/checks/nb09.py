@@ -6,7 +6,7 @@ import statistics
 from nanokv import costs
 from nanokv.costs.memory import FAMILY
 from nanokv.course.answers import same
-from nanokv.course.checking import RIGHT, UNANSWERED, Mistake, Question, function, judged, value, wrong
+from nanokv.course.checking import RIGHT, UNANSWERED, Mistake, function, judged, questions, value, wrong
 from nanokv.course.claims.article1 import profiled_rate
 
 
@@ -176,40 +176,4 @@ CHECKS = (
     ),
 )
 
-QUESTIONS = (
-    Question(
-        "09.q1",
-        "A blog post says: the cache made it 38 percent faster. What does that tell you?",
-        {
-            "a": ("1.38 times as many tokens per second.",
-                  "A common reading. But with 38 percent less time it would be 1.61 times as many."),
-            "b": ("38 percent less time.", "A common reading too. The same words are used for a rate."),
-            "c": ("Too little: of time or of rate, for which prompt, answer, batch and machine?",
-                  "With a long enough answer the same code gives almost any factor."),
-        },
-        right="b504d9124368d50e40d5",
-    ),
-    Question(
-        "09.q2",
-        "Why does a second sequence cost hardly any time in a decode step of a large model?",
-        {
-            "a": ("Because a step waits for weights, and one reading of them serves both.",
-                  "Until there are so many that the arithmetic, or all their caches, become what it waits for."),
-            "b": ("Because both share one cache.", "Each has its own, and reads it."),
-            "c": ("Because there is a second core.", "The common wrong answer. You measured with one thread."),
-        },
-        right="611604fe0615af16034e",
-    ),
-    Question(
-        "09.q3",
-        "You time cache A a hundred times, then cache B a hundred times. B is 10 percent slower. What is wrong?",
-        {
-            "a": ("Nothing: a hundred runs average out everything.",
-                  "The common wrong answer. They average out what changes from run to run, not a slow minute."),
-            "b": ("A and B met different minutes of the machine: take turns.",
-                  "In rotation, what slows the machine for a while slows both."),
-            "c": ("A hundred is too few.", "A thousand in the same order have the same flaw."),
-        },
-        right="b11064f79d766c331895",
-    ),
-)  # fmt: skip
+QUESTIONS = questions("09")

@@ -2,7 +2,7 @@
 
 import random
 
-from nanokv.course.checking import RIGHT, UNANSWERED, Mistake, Question, function, judged, value, wrong
+from nanokv.course.checking import RIGHT, UNANSWERED, Mistake, function, judged, questions, value, wrong
 from nanokv.course.work import copied_by_cat
 
 
@@ -125,41 +125,4 @@ CHECKS = (
     judged("10.5", _judge_free),
 )
 
-QUESTIONS = (
-    Question(
-        "10.q1",
-        "Why does one large slab for each request waste memory, even though nothing is ever copied?",
-        {
-            "a": ("Because the slab has to be cleared.", "That takes time, and no memory."),
-            "b": ("Because its size has to be chosen before anybody knows how long the answer will be.",
-                  "And what is left over lies in the middle of a reservation, where nobody else can use it."),
-            "c": ("Because it doubles when it is full.", "That is the growing cache, which wastes at most half."),
-        },
-        right="9deab333405f3f100e33",
-    ),
-    Question(
-        "10.q2",
-        "What do pages of 16 tokens still waste?",
-        {
-            "a": ("The unused end of each request's last page, at most 15 slots.",
-                  "And a few bytes for the table. Smaller pages waste less, and make longer tables."),
-            "b": ("Nothing: unused slots stay in the pool.",
-                  "The common wrong answer, and an article's. A page is the smallest thing that is handed out."),
-            "c": ("The holes between requests.", "There are none that matter: a page fits wherever a page was."),
-        },
-        right="760716dfb021da4abf24",
-    ),
-    Question(
-        "10.q3",
-        "A paged cache gathers its pages into one tensor for every attention. What does that mean?",
-        {
-            "a": ("It gives wrong answers when pages are out of order.", "The table gives the order."),
-            "b": ("It needs as much memory as a slab for every request.",
-                  "Only for one layer at a time, and only for what is in use."),
-            "c": ("It copies as many bytes as cat or more, and saves memory all the same.",
-                  "Where memory is held and what is moved in a step are two questions. A kernel that reads pages in "
-                  "place answers both."),
-        },
-        right="851edc6b4fa4bafe4f90",
-    ),
-)  # fmt: skip
+QUESTIONS = questions("10")

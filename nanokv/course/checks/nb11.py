@@ -1,7 +1,7 @@
 """Notebook 11, reuse and rollback: masks of chunks, shared prefixes, guesses that are taken back."""
 
 from nanokv.attention import causal_mask
-from nanokv.course.checking import Mistake, Question, function, value
+from nanokv.course.checking import Mistake, function, questions, value
 from nanokv.course.work import prefilled_after_prefix
 from nanokv.text.ids import common_prefix
 
@@ -132,41 +132,4 @@ CHECKS = (
     ),
 )
 
-QUESTIONS = (
-    Question(
-        "11.q1",
-        "Two prompts of 1,000 tokens differ in the third one only. What of the first one's cache can the second use?",
-        {
-            "a": ("All but one token.", "The common wrong answer. Every token after the third has attended to it, so "
-                  "its keys and values are others, from the second layer on."),
-            "b": ("The keys, but not the values.", "Both are computed from the hidden state, which has changed."),
-            "c": ("Two tokens.", "What stands before the difference, and nothing behind it."),
-        },
-        right="650685647d50b20de68e",
-    ),
-    Question(
-        "11.q2",
-        "The model rejected three of four guesses. What about their keys and values?",
-        {
-            "a": ("They were never written: only accepted tokens get into the cache.",
-                  "They were written by the check. It has to compute them to say what it thinks of the guesses."),
-            "b": ("They are in the cache, and have to be taken back before the next forward.",
-                  "truncate(start + 1 + kept), in every layer."),
-            "c": ("They do no harm: the mask hides them.",
-                  "The mask hides what comes later. To the next token they are the past."),
-        },
-        right="0ff71f30140ae1390419",
-    ),
-    Question(
-        "11.q3",
-        "A guesser is right 60 percent of the time. Is generation faster?",
-        {
-            "a": ("Yes, more than half of the forwards are saved.",
-                  "The common wrong answer. The guesses are not free, and a rejected one costs a place in the check."),
-            "b": ("That depends on what a guess costs, and on what a check of several tokens costs.",
-                  "The nearly complete model of experiment 4 guessed best and took more work than plain decoding."),
-            "c": ("No, and four of ten tokens are worse.", "The tokens are those of the model alone, to the last one."),
-        },
-        right="31bbd16740925cc32ba8",
-    ),
-)  # fmt: skip
+QUESTIONS = questions("11")

@@ -3,7 +3,7 @@
 import random
 
 from nanokv.course.answers import is_blank, plain
-from nanokv.course.checking import RIGHT, UNANSWERED, Mistake, Question, failing, judged, value, wrong
+from nanokv.course.checking import RIGHT, UNANSWERED, Mistake, failing, judged, questions, value, wrong
 
 # --- 12.1: the rectangle ------------------------------------------------------------------------------------------
 
@@ -296,41 +296,4 @@ CHECKS = (
     judged("12.5", _judge_capstone),
 )
 
-QUESTIONS = (
-    Question(
-        "12.q1",
-        "Why is a batch of prompts padded on the left for generation?",
-        {
-            "a": ("So that all rows end in the last column, where the next token follows.",
-                  "And then the padding has to be masked, in every step."),
-            "b": ("Because padding on the right costs more.", "Both cost the same: every column is computed."),
-            "c": ("So that no mask is needed.",
-                  "The common wrong answer. Without a mask every token sees the padding; the words may hide it."),
-        },
-        right="7008f963da30ccbfb2c5",
-    ),
-    Question(
-        "12.q2",
-        "With a sliding window the perplexity of your test texts is unchanged. What do you know?",
-        {
-            "a": ("That the window is large enough.",
-                  "The common wrong answer. In experiment 2 the mean hardly moved, and the name was gone."),
-            "b": ("That the model has forgotten nothing.", "It cannot see beyond the window, in no layer directly."),
-            "c": ("That few tokens of these texts needed what lies outside of it.",
-                  "A mean over all tokens. Ask about what is outside."),
-        },
-        right="45f1e2b48fa5d78c1f76",
-    ),
-    Question(
-        "12.q3",
-        "Why do keys get one scale per channel, and values one a token?",
-        {
-            "a": ("Because keys are larger.", "How large all of them are does not matter: a scale takes care of that."),
-            "b": ("Because keys of many models have a few channels that are far larger than the others.",
-                  "In one group with them the other channels would have hardly any levels left."),
-            "c": ("Because keys are rotated and values are not.",
-                  "True, but not the reason: rotation mixes pairs of channels and leaves large ones large."),
-        },
-        right="53ca68e9cb5086218734",
-    ),
-)  # fmt: skip
+QUESTIONS = questions("12")
