@@ -294,8 +294,8 @@ def test_wheel_holds_the_two_packages_and_the_model(wheel):
     assert {name.split("/")[0] for name in names} == top
     model = {n.removeprefix("weights_loader/checkpoints/tiny/") for n in names if "/checkpoints/tiny/" in n}
     assert {*BUNDLED, "README.md"} <= model
-    packages = [p for d in ("nanokv", "weights_loader") for p in (ROOT / d).rglob("*") if p.suffix in (".py", ".toml")]
-    sources = {str(p.relative_to(ROOT)) for p in packages}
+    files = [p for d in ("nanokv", "weights_loader") for p in (ROOT / d).rglob("*.*")]
+    sources = {str(p.relative_to(ROOT)) for p in files if p.suffix in (".py", ".toml", ".css", ".js", ".html", ".cpp")}
     assert sources | {"nanokv/py.typed", "weights_loader/py.typed"} <= set(names)
     assert [n for n in names if n.endswith((".pyc", ".bin", ".pt", ".pth")) or "test" in n] == []
     assert any(n.endswith("licenses/LICENSE") for n in names)

@@ -5,42 +5,16 @@ Light and dark follow the reader's system. Formulas are Unicode or code, so no m
 
 import html
 import re
+from importlib.resources import files
 from pathlib import Path
 
 from nanokv.course import claims, running, twins
 from nanokv.errors import CourseError
 
-CSS = """
-:root { color-scheme: light dark; --text: #1b1b1b; --page: #ffffff; --soft: #f3f4f6; --line: #c9ccd1; --link: #0057a3 }
-@media (prefers-color-scheme: dark) {
-  :root { --text: #e6e6e6; --page: #15171a; --soft: #202429; --line: #454b53; --link: #8cc4ff } }
-* { box-sizing: border-box }
-body { margin: 0; font: 17px/1.6 system-ui, sans-serif; color: var(--text); background: var(--page) }
-main, header, footer { max-width: 52rem; margin: 0 auto; padding: 0 1rem }
-header { padding-top: 1rem } footer { padding: 2rem 1rem; border-top: 1px solid var(--line); margin-top: 3rem }
-a { color: var(--link) } a.anchor-link { display: none } h1, h2, h3 { line-height: 1.25; margin-top: 2rem }
-.skip { position: absolute; left: -999rem } .skip:focus { left: 1rem }
-pre { overflow-x: auto; padding: .7rem .9rem; border-radius: .4rem; font: 14px/1.45 ui-monospace, monospace; margin: 0 }
-.highlight pre { background: var(--soft); border-left: 3px solid var(--line) }
-.output_text pre, .output_subarea pre { white-space: pre-wrap; border-left: 3px solid var(--link) }
-.prompt { display: none } .code_cell { margin: 1rem 0 } code { font: .9em ui-monospace, monospace }
-img { max-width: 100%; height: auto; background: #ffffff; border-radius: .4rem; margin-top: .5rem }
-.scroll { overflow-x: auto } table { border-collapse: collapse; font-size: .9em }
-th, td { text-align: left; vertical-align: top; padding: .4rem .6rem; border-bottom: 1px solid var(--line) }
-:focus-visible { outline: 3px solid var(--link); outline-offset: 2px }
-"""
-PAGE = """<!doctype html>
-<html lang="en">
-<head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title><link rel="stylesheet" href="style.css"></head>
-<body><a class="skip" href="#main">Skip to the text</a>
-<header><nav aria-label="Course"><a href="index.html">Contents</a> · <a href="glossary.html">Glossary</a> ·
-<a href="claims.html">What the articles say</a></nav></header>
-<main id="main">
-{body}
-</main>
-<footer>Every number, plot and answer on this page comes from running the notebook.</footer></body></html>
-"""
+
+def asset(name: str) -> str:
+    """A style sheet, a script or the frame of a page, from nanokv/course/assets."""
+    return (files("nanokv.course") / "assets" / name).read_text(encoding="utf-8")
 
 
 def build(folder, out, limit: float = running.TIME_LIMIT) -> list[Path]:
@@ -58,7 +32,7 @@ def build(folder, out, limit: float = running.TIME_LIMIT) -> list[Path]:
     pages["glossary"] = ("Glossary", markdown((Path(folder) / "glossary.md").read_text(encoding="utf-8")))
     pages["claims"] = ("What the articles say", claims_body())
     pages["index"] = ("nanokv: the course", contents(sources))
-    (out / "style.css").write_text(CSS + highlighting(), encoding="utf-8")
+    (out / "style.css").write_text(asset("book.css") + highlighting(), encoding="utf-8")
     return [write(out / f"{name}.html", title, body) for name, (title, body) in pages.items()]
 
 
@@ -72,7 +46,7 @@ def write(path: Path, title: str, body: str) -> Path:
     """One page, with links to notebooks and texts turned into links to pages."""
     body = re.sub(r'href="(\w[\w./-]*)\.(?:ipynb|md)(#[^"]*)?"', r'href="\1.html\2"', body)
     body = re.sub(r'<(h[1-6]) id="([^"]*)"', lambda m: f'<{m[1]} id="{slug(m[2])}"', body)
-    path.write_text(PAGE.format(title=html.escape(title), body=body), encoding="utf-8")
+    path.write_text(asset("book.html").format(title=html.escape(title), body=body), encoding="utf-8")
     return path
 
 

@@ -22,85 +22,6 @@ SILENT = re.compile(r"course\.(check|answer|predict)\(")  # cells that print a j
 HEADING = re.compile(r"^(?:#{1,3} (?P<heading>.+)|(?=\*\*(?P<exercise>\d\d\.\d+)\*\*))", re.MULTILINE)
 BLOCK = re.compile(r"```.*?```|(?:(?!\n\s*\n).)+", re.DOTALL)
 
-CSS = """
-* { box-sizing: border-box }
-html { color-scheme: light; font: 18px/1.45 system-ui, sans-serif; color: #1b1b1b; background: #ffffff }
-body { margin: 0 } h1, h2 { line-height: 1.2; margin: 0 0 .5em; text-wrap: balance } h2 { font-size: 1.45em }
-section { padding: 1.6em 2.4em; border-bottom: 1px solid #c9ccd1; display: flex; flex-direction: column }
-section.first { justify-content: center } section.first h1 { font-size: 2.4em }
-p, ul, ol, pre { margin: 0 0 .6em } pre, code { font-family: ui-monospace, monospace; font-size: .86em }
-pre { white-space: pre-wrap; padding: .5em .8em; background: #f3f4f6; border-left: 4px solid #0072b2 }
-figure { margin: 0; flex: 1; min-height: 0; display: flex; flex-direction: column }
-figure img { flex: 1; min-height: 0; max-width: 100%; object-fit: contain; object-position: left }
-figcaption { font-size: .72em; color: #454b53; padding-top: .5em }
-table { border-collapse: collapse } th, td { text-align: left; padding: .2em .6em; border-bottom: 1px solid #c9ccd1 }
-a { color: #0057a3 } section:focus { outline: none } :focus-visible { outline: 3px solid #0057a3; outline-offset: -3px }
-aside { font-size: .7em; color: #454b53; border-top: 2px dashed #c9ccd1; margin-top: 1em; padding-top: .6em }
-aside::before { content: "Notes"; font-weight: bold } footer { display: none }
-.deck { overflow: hidden } .deck html, .deck body { height: 100% }
-.deck section { position: absolute; inset: 0 0 1.8rem; font-size: min(2.3vw, 4vh); border: 0; overflow: auto }
-.deck section:not(.now), .deck:not(.notes) aside { display: none }
-.deck footer { position: fixed; inset: auto 0 0; height: 1.8rem; display: flex; gap: .6rem; align-items: center;
-  padding: 0 .8rem; font-size: .8rem; color: #454b53; background: #f3f4f6 }
-footer button { font: inherit; min-width: 2.2rem } #title { flex: 1 }
-@media print {
-  @page { size: 13.33in 7.5in; margin: 0 }
-  .deck, .deck body { overflow: visible; height: auto }
-  section, .deck section, .deck section:not(.now) { display: flex; position: static; height: 7.4in; overflow: hidden;
-    font-size: 20pt; break-after: page; border: 0 }
-  .deck footer, .deck:not(.notes) aside { display: none } section { print-color-adjust: exact } }
-"""
-SCRIPT = """
-const root = document.documentElement, slides = [...document.querySelectorAll('section')];
-const count = document.getElementById('count');
-let at = Math.min(slides.length, Math.max(1, parseInt(location.hash.slice(1)) || 1)) - 1;
-function fit(slide) {                          // smaller type where a slide holds too much
-  for (let size = 100; size >= 60 && slide.scrollHeight > slide.clientHeight; size -= 5)
-    slide.style.zoom = size / 100;
-}
-function show(i, focus = true) {
-  at = Math.min(slides.length - 1, Math.max(0, i));
-  slides.forEach((s, n) => s.classList.toggle('now', n === at));
-  slides[at].style.zoom = ''; fit(slides[at]);
-  slides[at].scrollTop = 0;
-  count.textContent = `${at + 1} / ${slides.length}`;
-  history.replaceState(null, '', '#' + (at + 1));
-  if (focus) slides[at].focus();
-}
-function notes() { root.classList.toggle('notes'); show(at); }
-const keys = { ArrowRight: 1, ArrowDown: 1, PageDown: 1, ' ': 1, ArrowLeft: -1, ArrowUp: -1, PageUp: -1 };
-addEventListener('keydown', event => {
-  if (event.ctrlKey || event.metaKey || event.altKey) return;
-  if (event.key === ' ' && event.target.closest('button')) return;
-  const step = keys[event.key];
-  if (step) show(at + (event.shiftKey && event.key === ' ' ? -1 : step));
-  else if (event.key === 'Home') show(0);
-  else if (event.key === 'End') show(slides.length - 1);
-  else if (event.key === 'n' || event.key === 'N') notes();
-  else return;
-  event.preventDefault();
-});
-document.getElementById('back').onclick = () => show(at - 1, false);
-document.getElementById('on').onclick = () => show(at + 1, false);
-document.getElementById('notes').onclick = notes;
-addEventListener('hashchange', () => show((parseInt(location.hash.slice(1)) || 1) - 1));
-addEventListener('resize', () => show(at, false));
-root.classList.add('deck');
-show(at);
-"""
-PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy"
- content="default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{hash}'">
-<title>{title}</title><style>{css}</style></head><body>
-<main>
-{slides}
-</main>
-<footer><button id="back" aria-label="previous slide">←</button><button id="on" aria-label="next slide">→</button>
-<span id="count"></span><span id="title">{title}</span><button id="notes">Notes (N)</button></footer>
-<script>{script}</script></body></html>
-"""
-
 
 @dataclass
 class Slide:
@@ -221,8 +142,9 @@ def _add_outputs(slides: list[Slide], outputs: list) -> None:
 def page(title: str, slides: list[Slide]) -> str:
     """The whole deck as one file."""
     parts = [_section(slide, i, len(slides)) for i, slide in enumerate(slides)]
-    digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
-    return PAGE.format(title=html.escape(title), css=CSS, script=SCRIPT, hash=digest, slides="\n".join(parts))
+    css, script, template = (book.asset(f"slides.{kind}") for kind in ("css", "js", "html"))
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return template.format(title=html.escape(title), css=css, script=script, hash=digest, slides="\n".join(parts))
 
 
 def _section(slide: Slide, i: int, of: int) -> str:
