@@ -51,29 +51,14 @@ if TYPE_CHECKING:  # for editors and type checkers: the names of _HOME and _MODU
 
 __version__ = "0.1.0"
 
-_HOME = {
-    "CACHES": "nanokv.cache",
-    "Config": "nanokv.config",
-    "Engine": "nanokv.engine",
-    "GenerationConfig": "nanokv.config",
-    "KVCache": "nanokv.cache",
-    "NoCache": "nanokv.cache",
-    "Qwen3": "nanokv.model",
-    "Session": "nanokv.chat.session",
-    "Tokenizer": "nanokv.text.tokenizer",
-    "beam_search": "nanokv.decoding.beam",
-    "decode": "nanokv.inference",
-    "generate": "nanokv.decoding.generation",
-    "optimize": "nanokv.fast",
-    "generate_padded": "nanokv.decoding.batching",
-    "generate_ragged": "nanokv.decoding.batching",
-    "load": "nanokv.loading",
-    "make_cache": "nanokv.cache",
-    "prefill": "nanokv.inference",
-    "prefill_chunks": "nanokv.inference",
-    "score": "nanokv.inference",
-    "speculate": "nanokv.decoding.speculative",
-}
+_NAMES = {  # module → the names that `nanokv` has from it
+    "cache": "CACHES KVCache NoCache make_cache", "chat.session": "Session", "config": "Config GenerationConfig",
+    "decoding.batching": "generate_padded generate_ragged", "decoding.beam": "beam_search",
+    "decoding.generation": "generate", "decoding.speculative": "speculate", "engine": "Engine", "fast": "optimize",
+    "inference": "decode prefill prefill_chunks score", "loading": "load", "model": "Qwen3",
+    "text.tokenizer": "Tokenizer",
+}  # fmt: skip
+_HOME = {name: f"nanokv.{module}" for module, names in _NAMES.items() for name in names.split()}
 _MODULES = {  # nanokv.NAME → the module, for `import nanokv` alone
     name: f"nanokv.{name}"
     for name in ("attention", "cache", "config", "costs", "course", "engine", "errors", "faults", "inference", "model")

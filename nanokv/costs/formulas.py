@@ -9,6 +9,10 @@ from nanokv.cache.options import check_options
 from nanokv.config import Config
 from nanokv.errors import CacheError, CapacityError
 
+__all__ = [
+    "ITEMSIZE", "attention_parameters", "cache_bytes", "cache_slots", "decode_flops", "kv_bytes", "kv_bytes_per_token",
+    "layer_parameters", "parameters", "prefill_flops", "quantized_bytes", "quantized_parts", "weight_bytes",
+]  # fmt: skip
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 

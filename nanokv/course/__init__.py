@@ -14,21 +14,7 @@ if TYPE_CHECKING:  # for editors and type checkers
     from nanokv.course.figures import COLORS, show, subplots
     from nanokv.course.session import answer, case, check, chosen, claim, figure, predict, quiz, reveal, start
 
-_HOME = {
-    "COLORS": "nanokv.course.figures",
-    "answer": "nanokv.course.session",
-    "case": "nanokv.course.session",
-    "check": "nanokv.course.session",
-    "chosen": "nanokv.course.session",
-    "claim": "nanokv.course.session",
-    "figure": "nanokv.course.session",
-    "predict": "nanokv.course.session",
-    "quiz": "nanokv.course.session",
-    "reveal": "nanokv.course.session",
-    "show": "nanokv.course.figures",
-    "start": "nanokv.course.session",
-    "subplots": "nanokv.course.figures",
-}
+_FIGURES = ("COLORS", "show", "subplots")  # the other names are in session.py
 __all__ = [
     "COLORS", "answer", "case", "check", "chosen", "claim", "figure", "predict", "quiz", "reveal", "show", "start",
     "subplots",
@@ -37,6 +23,7 @@ __all__ = [
 if not TYPE_CHECKING:  # it would hide a name that is mistyped
 
     def __getattr__(name: str):
-        if name not in _HOME:
+        if name not in __all__:
             raise AttributeError(f"module 'nanokv.course' has no attribute {name!r}")
-        return getattr(importlib.import_module(_HOME[name]), name)
+        home = "figures" if name in _FIGURES else "session"
+        return getattr(importlib.import_module(f"nanokv.course.{home}"), name)
