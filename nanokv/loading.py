@@ -63,6 +63,15 @@ def build(config: Config, state_dict: dict[str, torch.Tensor]) -> Qwen3:
     return model.requires_grad_(False).eval()
 
 
+def random_model(config: Config, dtype: torch.dtype, device: str | torch.device = "cpu") -> Qwen3:
+    """The same weights every time on one kind of device, for timing and memory; nothing is downloaded."""
+    generator, state = torch.Generator(device).manual_seed(0), {}
+    for name, empty in skeleton(config).named_parameters():
+        matrix = torch.empty(empty.shape, dtype=dtype, device=device)
+        state[name] = matrix.normal_(0, 0.02, generator=generator) if empty.dim() > 1 else matrix.fill_(1)
+    return build(config, state)
+
+
 class NotInitialised(TorchFunctionMode):
     """torch.nn.init does nothing. (On the meta device it would do nothing either, but import torch's compiler first:
     1.7 s.)"""

@@ -28,7 +28,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from nanokv import costs
 from nanokv.attention import causal_attention, causal_mask, decode_attention, prefill_attention
-from nanokv.bench.machine import Bandwidth, gemm_peak, now
+from nanokv.bench.machine import Bandwidth, gemm_peak, now, timed
 from nanokv.bench.runners import CHUNK, Ours, Transformers
 from nanokv.cache import make_cache
 from nanokv.config import Config
@@ -36,8 +36,7 @@ from nanokv.costs.memory import FAMILY
 from nanokv.errors import NanoKVError
 from nanokv.fast.compiled import Compiled
 from nanokv.inference import decode, prefill, prefill_chunks
-from nanokv.loading import build
-from nanokv.model import Qwen3
+from nanokv.loading import random_model
 
 TINY = Config(
     vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
@@ -119,18 +118,6 @@ def versions() -> dict:
     """Of everything that is compared."""
     own = {"python": platform.python_version(), "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
     return own | {name: metadata.version(name) for name in ("nanokv", "torch", "transformers")}
-
-
-def random_model(config: Config, dtype, device: str) -> Qwen3:
-    """The same weights every time on one kind of device; nothing is downloaded."""
-    generator = torch.Generator(device).manual_seed(0)
-    with torch.device("meta"):
-        shapes = {name: p.shape for name, p in Qwen3(config).named_parameters()}
-    state = {}
-    for name, shape in shapes.items():
-        matrix = torch.empty(shape, dtype=dtype, device=device)
-        state[name] = matrix.normal_(0, 0.02, generator=generator) if len(shape) > 1 else matrix.fill_(1)
-    return build(config, state)
 
 
 def random_ids(config: Config, batch: int, tokens: int, device: str):
@@ -319,13 +306,9 @@ def offload(model, plan: Plan) -> list[dict]:
 
 def transfer_rate(device: str, pin: bool, size: int = 1 << 28) -> float:
     """Bytes per second from host memory to the device, median of 5."""
-    source, times = torch.ones(size, dtype=torch.uint8, pin_memory=pin), []
+    source = torch.ones(size, dtype=torch.uint8, pin_memory=pin)
     target = torch.empty(size, dtype=torch.uint8, device=device)
-    for _ in range(6):
-        began = now(device)
-        target.copy_(source, non_blocking=True)
-        times.append(now(device) - began)
-    return size / statistics.median(times[1:])
+    return size / statistics.median(timed(lambda: target.copy_(source, non_blocking=True), 5, device))
 
 
 # --- the report -----------------------------------------------------------------------------------------------------

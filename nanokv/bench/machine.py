@@ -28,12 +28,17 @@ class Bandwidth:
 def gemm_peak(dtype, device="cpu", repeat: int = 5) -> float:
     """FLOPs a second of a square product, best of `repeat`."""
     a, b = (torch.randn(SIDE, SIDE, device=device).to(dtype) for _ in "ab")
+    return 2 * SIDE**3 / min(timed(lambda: a @ b, repeat, device))
+
+
+def timed(run, repeat: int, device="cpu") -> list[float]:
+    """Seconds of each of `repeat` runs, after one that warms up."""
     times = []
     for _ in range(repeat + 1):
-        began = now(a.device)
-        a @ b
-        times.append(now(a.device) - began)
-    return 2 * SIDE**3 / min(times[1:])
+        began = now(device)
+        run()
+        times.append(now(device) - began)
+    return times[1:]
 
 
 def now(device) -> float:

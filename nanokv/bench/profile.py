@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanokv import costs
-from nanokv.bench.machine import Bandwidth, gemm_peak
+from nanokv.bench.machine import Bandwidth, gemm_peak, timed
 from nanokv.cache import make_cache
 from nanokv.fast import native
 from nanokv.inference import decode, prefill
@@ -81,13 +81,7 @@ def phases(model, cache_name: str, options: dict, context: int, weight_bytes: in
 
 def measure(name: str, run, cache, floors: dict) -> Phase:
     """Wall time without a profiler, then the shares of the parts with one; what is in no part is the rest."""
-    run()
-    times = []
-    for _ in range(REPEAT):
-        began = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - began)
-    total = statistics.median(times)
+    total = statistics.median(timed(run, REPEAT))
     spent = min((parts_of(run, cache) for _ in range(3)), key=lambda parts: sum(parts.values()))
     parts = [Part(part, spent[part], *floors.get(part, (0.0, ""))) for part in spent if part in floors or spent[part]]
     rest = max(0.0, total - sum(spent.values()))

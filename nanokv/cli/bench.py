@@ -75,12 +75,7 @@ def run(args) -> int:
         runners = make_runners(args, loaded, weights, batches, against, max(contexts) + args.steps, Path(folder))
         peak, others = gemm_peak(loaded.dtype, loaded.device), Others()
         rotation = Rotation(runners, contexts, loaded.config.vocab_size, loaded.device, args.repeat, args.steps)
-        with terminal.Interrupt() as stop:  # until here there is nothing to print, and Ctrl-C just leaves
-            began = time.perf_counter()
-            for done, _ in enumerate(rotation.run(), start=1):
-                progress(done, rotation.total, time.perf_counter() - began, args)
-                if stop.requested:
-                    break
+        stop = carry_out(rotation.run(), rotation.total, args)  # until here Ctrl-C just leaves: nothing to print
     report(args, loaded, rotation, peak, others.cores())
     stop.finish()
     return 130 if stop.requested else 0
@@ -118,12 +113,7 @@ def serve(args, loaded, weights, against, longest: int) -> int:
     if against:
         theirs = serving.generate_batch(Transformers(loaded.model, "dynamic", 1).model, prompts, args.steps)
         served.append(serving.Served("transformers generate_batch", theirs, tokens))
-    with terminal.Interrupt() as stop:
-        began, total = time.perf_counter(), (args.repeat + 1) * len(served)
-        for done, _ in enumerate(serving.rounds(served, args.repeat), start=1):
-            progress(done, total, time.perf_counter() - began, args)
-            if stop.requested:
-                break
+    stop = carry_out(serving.rounds(served, args.repeat), (args.repeat + 1) * len(served), args)
     rows = [one.figures() for one in served if one.seconds]
     if args.json:
         facts = {"model": loaded.name, "dtype": loaded.dtype_name, "threads": loaded.threads, "requests": args.requests}
@@ -227,6 +217,17 @@ def names(flag: str, text: str, known) -> list[str]:
     if wrong:
         raise NanoKVError(f"{flag}: {wrong[0]!r} is not one of {', '.join(known)}", hint=f"{flag} {known[0]}")
     return found
+
+
+def carry_out(rounds, total: int, args) -> terminal.Interrupt:
+    """All rounds, with a bar; Ctrl-C ends after the one that runs, and is in what is returned."""
+    with terminal.Interrupt() as stop:
+        began = time.perf_counter()
+        for done, _ in enumerate(rounds, start=1):
+            progress(done, total, time.perf_counter() - began, args)
+            if stop.requested:
+                break
+    return stop
 
 
 def progress(done: int, total: int, seconds: float, args) -> None:

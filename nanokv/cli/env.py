@@ -20,16 +20,9 @@ from nanokv.costs.free_memory import available_memory
 EXAMPLES = ("nanokv env", "nanokv env --json", "NANOKV_THREADS=1 nanokv env")
 DESCRIPTION = "Print versions, paths and settings, each with its origin."
 PACKAGES = (
-    "torch",
-    "numpy",
-    "tokenizers",
-    "safetensors",
-    "huggingface_hub",
-    "jinja2",
-    "rich",
-    "prompt_toolkit",
+    "torch", "numpy", "tokenizers", "safetensors", "huggingface_hub", "jinja2", "rich", "prompt_toolkit",
     "transformers",
-)
+)  # fmt: skip
 VARIABLES = (
     "NANOKV_MODEL", "NANOKV_THREADS", "NANOKV_NO_HISTORY", "NANOKV_DEBUG", "NANOKV_KERNELS", "NANOKV_CACHE", "CXX",
     "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "NO_COLOR", "FORCE_COLOR", "TERM", "COLUMNS", "PYTHONIOENCODING",

@@ -33,12 +33,8 @@ def _build(args) -> Loaded:
 
     check_memory(plan, available_memory("cpu"))
     torch.set_num_threads(plan.threads)
-    from nanokv.loading import build, skeleton
+    from nanokv.loading import random_model
 
-    dtype, generator = getattr(torch, dtype_name), torch.Generator().manual_seed(0)
-    state = {}
-    for name, empty in skeleton(config).named_parameters():
-        matrix = torch.empty(empty.shape, dtype=dtype)
-        state[name] = matrix.normal_(0, 0.02, generator=generator) if empty.dim() > 1 else matrix.fill_(1)
-    model = build(config, state)
+    dtype = getattr(torch, dtype_name)
+    model = random_model(config, dtype)
     return Loaded(**vars(plan), model=model, tokenizer=None, dtype=dtype, load_s=time.perf_counter() - start)

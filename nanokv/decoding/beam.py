@@ -74,8 +74,7 @@ class BeamGeneration(Generation):
         self.seed = None
         eos = torch.tensor(sorted(set(self.eos_token_ids)), dtype=torch.int64)
         _check(self.model.config.vocab_size, beams, length_penalty, early_stopping, len(eos))
-        most = min(self.max_new_tokens, self.context - self.cached_tokens - len(self.ids) + 1)  # the last is never fed
-        self.search = Search(beams, most, float(length_penalty), early_stopping, eos)
+        self.search = Search(beams, min(self.max_new_tokens, self.room), float(length_penalty), early_stopping, eos)
 
     def find(self) -> list[Beam]:
         """All beams, best first; the cache keeps the prompt only."""

@@ -57,32 +57,14 @@ def train_tokenizer(seed: int, vocab_size: int, conversations: int = 6000) -> To
 
 def save_tokenizer(tokenizer: Tokenizer, folder):
     """tokenizer.json and tokenizer_config.json, as transformers writes them."""
+    special = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
     config = {
-        "tokenizer_class": "Qwen2Tokenizer",
-        "model_max_length": 2048,
-        "add_prefix_space": False,
-        "add_bos_token": False,
-        "bos_token": None,
-        "eos_token": "<|im_end|>",
-        "pad_token": "<|endoftext|>",
-        "unk_token": None,
-        "errors": "replace",
-        "clean_up_tokenization_spaces": False,
-        "split_special_tokens": False,
-        "chat_template": CHAT_TEMPLATE,
-        "additional_special_tokens": ["<|im_start|>", "<|im_end|>"],
-        "added_tokens_decoder": {
-            str(tokenizer.token_to_id(token)): {
-                "content": token,
-                "lstrip": False,
-                "normalized": False,
-                "rstrip": False,
-                "single_word": False,
-                "special": True,
-            }
-            for token in SPECIAL_TOKENS
-        },
-    }
+        "tokenizer_class": "Qwen2Tokenizer", "model_max_length": 2048, "add_prefix_space": False,
+        "add_bos_token": False, "bos_token": None, "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>",
+        "unk_token": None, "errors": "replace", "clean_up_tokenization_spaces": False, "split_special_tokens": False,
+        "chat_template": CHAT_TEMPLATE, "additional_special_tokens": ["<|im_start|>", "<|im_end|>"],
+        "added_tokens_decoder": {str(tokenizer.token_to_id(t)): {"content": t} | special for t in SPECIAL_TOKENS},
+    }  # fmt: skip
     write_tokenizer(Path(folder), tokenizer, config)
 
 

@@ -236,12 +236,7 @@ def examples(model, tokenizer) -> list[tuple[str, str]]:
     """A fixed conversation, to see at a glance what the model says."""
     session = Session(model, tokenizer, params={"max_new_tokens": 60})
     turns = (
-        "Hello!",
-        "My name is Zorbla.",
-        "I have a cat called Miso.",
-        "What is my name?",
-        "What is 27 + 48?",
-        "What is a KV cache?",
-        "What is my cat called?",
-    )
+        "Hello!", "My name is Zorbla.", "I have a cat called Miso.", "What is my name?", "What is 27 + 48?",
+        "What is a KV cache?", "What is my cat called?",
+    )  # fmt: skip
     return [(turn, session.ask(turn)) for turn in turns]
