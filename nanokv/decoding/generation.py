@@ -23,6 +23,7 @@ from nanokv.decoding.sample import check_sampling, logprob
 from nanokv.errors import ContextError, GenerationError, TokenIdsError, UnsupportedError
 from nanokv.inference import check_cache, decode, prefill
 from nanokv.text.ids import Ids, id_list
+from nanokv.text.thinking import overlap
 from nanokv.text.tokenizer import StreamDecoder, Tokenizer
 
 EosIds = int | Iterable[int] | None  # None = the checkpoint's
@@ -289,7 +290,7 @@ class StopStrings:
             end, at = min(ends)
             shown, self.found, self._held = self._held[:at], self._held[at:end], ""
             return shown
-        keep = max((_overlap(self._held, stop) for stop in self.stop), default=0)
+        keep = max((overlap(self._held, stop) for stop in self.stop), default=0)
         shown = self._held[: len(self._held) - keep]
         self._held = self._held[len(shown) :]
         return shown
@@ -315,11 +316,6 @@ class LoopGuard:
             repeats = len(self._recent) > p and self._recent[-1 - p] == token
             self._same[p] = self._same[p] + 1 if repeats else 0
         return any(count >= p * (self.times - 1) for p, count in enumerate(self._same) if p)
-
-
-def _overlap(text, stop):
-    """Length of the longest end of text that is a beginning of stop."""
-    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
 
 def prompt_ids(ids: Ids, vocab_size: int) -> list[int]:

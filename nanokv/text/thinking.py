@@ -48,7 +48,7 @@ class ThinkSplitter:
                 self.state = "answer"
         if self.state == "think":
             thought, closed, rest = self.held.partition("</think>")
-            keep = 0 if closed else _tail_that_may_become("</think>", thought)
+            keep = 0 if closed else overlap(thought, "</think>")
             self._emit(out, thought[:len(thought) - keep])
             self.held = rest if closed else thought[len(thought) - keep:]
             self.state = "gap" if closed else "think"
@@ -72,8 +72,9 @@ class ThinkSplitter:
             out.append(("think" if self.state == "think" else "answer", text))
 
 
-def _tail_that_may_become(tag, text):
-    return next((k for k in range(len(tag) - 1, 0, -1) if text.endswith(tag[:k])), 0)
+def overlap(text: str, tag: str) -> int:
+    """Characters at the end of the text that are the beginning of the tag, and not all of it."""
+    return next((n for n in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:n])), 0)
 
 
 def split_thinking(text: str, opened: bool = False) -> tuple[str, str]:
