@@ -110,8 +110,7 @@ def _until(stream, stop):
 
 CHECKS = (
     value(
-        "01.1",
-        right=lambda case: _pieces(case.word),
+        "01.1", right=lambda case: _pieces(case.word),
         parameters={"word": ("banana", "cabana", "nabana")},
         wrong=(
             Mistake("longest first", lambda c: _longest_first(c.word),
@@ -143,8 +142,7 @@ CHECKS = (
         ),
     ),
     value(
-        "01.4",
-        right=lambda case: _times_as_likely(case.d, case.T),
+        "01.4", right=lambda case: _times_as_likely(case.d, case.T),
         parameters={"d": (3.0, 2.0, 4.0), "T": (0.5, 2.0)},
         wrong=(
             Mistake("temperature ignored", lambda c: _times_as_likely(c.d, 1.0), "That is at temperature 1."),
@@ -152,8 +150,7 @@ CHECKS = (
                     "Logits are divided by the temperature, not multiplied."),
             Mistake("no softmax", lambda c: c.d / c.T, "That is the difference of the scaled logits: now e to it."),
         ),
-        otherwise="Softmax of two numbers: only their difference counts.",
-        rel=5e-3,
+        otherwise="Softmax of two numbers: only their difference counts.", rel=5e-3,
     ),
     function(
         "01.5", right=_until, inputs=_stream,

@@ -125,8 +125,7 @@ def _late_row(q, k, v):
 
 CHECKS = (
     value(
-        "02.1",
-        right=lambda c: _weights((math.log(c.a), math.log(c.b), -math.inf)),
+        "02.1", right=lambda c: _weights((math.log(c.a), math.log(c.b), -math.inf)),
         parameters={"a": (1, 2), "b": (3, 5), "c": (4, 6, 7)},
         wrong=(
             Mistake("no mask", lambda c: _weights((math.log(c.a), math.log(c.b), math.log(c.c))),
@@ -138,8 +137,7 @@ CHECKS = (
                     "You masked after softmax. The weights no longer add up to 1."),
             Mistake("scores, not weights", lambda c: (c.a, c.b, 0), "Divide by their sum: weights add up to 1."),
         ),
-        otherwise="e to each score, 0 for the forbidden one, divided by the sum.",
-        rel=5e-3,
+        otherwise="e to each score, 0 for the forbidden one, divided by the sum.", rel=5e-3,
         atol=1e-4,
     ),
     function(
@@ -159,8 +157,7 @@ CHECKS = (
         ),
     ),
     value(
-        "02.3",
-        right=lambda case: case.config.head_dim**-0.5,
+        "02.3", right=lambda case: case.config.head_dim**-0.5,
         wrong=(
             Mistake("head size derived", lambda c: (c.config.hidden_size / c.config.num_attention_heads) ** -0.5,
                     "You took hidden size over heads for the head size. D is a number of its own."),
@@ -169,8 +166,7 @@ CHECKS = (
             Mistake("no root", lambda c: 1 / c.config.head_dim, "That is 1/D: the root is missing."),
             Mistake("times", lambda c: c.config.head_dim**0.5, "The scores are divided by it, not multiplied."),
         ),
-        otherwise="One over the root of the head size, to three digits.",
-        rel=5e-3,
+        otherwise="One over the root of the head size, to three digits.", rel=5e-3,
     ),
     judged("02.4", _judge_leak_test),
 )  # fmt: skip

@@ -149,8 +149,7 @@ def _judge_weights(answer, case):
 
 CHECKS = (
     value(
-        "03.1",
-        right=_shapes,
+        "03.1", right=_shapes,
         parameters={"C": (192, 384, 96), "H": (6, 12), "Hk": (2, 3), "D": (48, 40)},
         wrong=(
             Mistake("head size derived", _derived,

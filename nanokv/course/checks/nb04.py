@@ -162,9 +162,7 @@ def _judge_place(answer, case):
 
 CHECKS = (
     function(
-        "04.1",
-        right=_tensors,
-        inputs=lambda rng: (rng.randint(1, 80), rng.random() < 0.5),
+        "04.1", right=_tensors, inputs=lambda rng: (rng.randint(1, 80), rng.random() < 0.5),
         wrong=(
             Mistake("head always", lambda L, tied: 11 * L + 3, "A tied head is the embedding: it is not stored again."),
             Mistake("head never", lambda L, tied: 11 * L + 2, "A head that is not tied is one tensor more."),
@@ -183,8 +181,7 @@ CHECKS = (
         key=lambda case: (_place(case), case.cause), hidden=True,
     ),
     value(
-        "04.5",
-        right=_hidden_by_bf16,
+        "04.5", right=_hidden_by_bf16,
         wrong=(
             Mistake("all found", lambda case: set(),
                     "Compare the changes of the logits in Experiment 4 with the rounding of bf16 in Experiment 3."),
@@ -192,8 +189,7 @@ CHECKS = (
                     "Those give the same words. Do both stay below the rounding of bf16 in their logits?"),
         ),
         otherwise="Go through the three, one at a time: is the change of its logits in Experiment 4 larger than the "
-        "rounding of bf16 in Experiment 3?",
-        names=("theta", "eps", "head"),
+        "rounding of bf16 in Experiment 3?", names=("theta", "eps", "head"),
     ),
 )
 

@@ -45,9 +45,7 @@ CHECKS = (
         otherwise="Write down how many tokens each step feeds, and add them up.",
     ),
     function(
-        "05.2",
-        right=rows_without_cache,
-        inputs=_text_lengths,
+        "05.2", right=rows_without_cache, inputs=_text_lengths,
         wrong=(
             Mistake("no growth", lambda P, N: P * N, "This feeds the prompt N times. The text grows by one each step."),
             Mistake(
@@ -58,9 +56,7 @@ CHECKS = (
         ),
     ),
     value(
-        "05.3",
-        right=lambda case: ((case.n + 1) ** 2, case.n + 1),
-        parameters={"n": (5, 7, 9, 12)},
+        "05.3", right=lambda case: ((case.n + 1) ** 2, case.n + 1), parameters={"n": (5, 7, 9, 12)},
         wrong=(
             Mistake(
                 "row and column", lambda c: ((c.n + 1) ** 2, 2 * c.n + 1),
@@ -75,9 +71,7 @@ CHECKS = (
         otherwise="The first number is a square, the second one row of it.",
     ),
     function(
-        "05.4",
-        right=_mlp_rows,
-        inputs=lambda rng: (rng.randint(1, 40), rng.randint(1, 500)),
+        "05.4", right=_mlp_rows, inputs=lambda rng: (rng.randint(1, 40), rng.randint(1, 500)),
         wrong=(
             Mistake("all rows", lambda L, S: L * S, "This has all rows in the last layer too. Who reads them there?"),
             Mistake("no row", lambda L, S: (L - 1) * S, "The newest token does need the last layer's MLP: one row."),
@@ -85,8 +79,7 @@ CHECKS = (
         ),
     ),
     value(
-        "05.5",
-        right=Sealed("05.5", "513d41ae1abd2c59b557"),
+        "05.5", right=Sealed("05.5", "513d41ae1abd2c59b557"),
         wrong=(
             Mistake(
                 "no queries", lambda c: {"K", "V"},

@@ -126,8 +126,7 @@ def _loop_outcome(given, expected, prompt, rows, P, n):
 
 CHECKS = (
     value(
-        "06.1",
-        right=_shapes,
+        "06.1", right=_shapes,
         parameters={"B": (2, 3, 1), "H": (4, 8, 6), "Hk": (2, 1), "D": (16, 32), "t": (5, 7, 9)},
         wrong=(
             Mistake("query heads cached", lambda c: _shapes(c, H=c.H),
@@ -141,8 +140,7 @@ CHECKS = (
         otherwise="Go through the three in turn: which heads, how many rows, how wide.",
     ),
     value(
-        "06.2",
-        right=lambda case: (case.P + case.N - 1, case.M + 1),
+        "06.2", right=lambda case: (case.P + case.N - 1, case.M + 1),
         parameters={"P": (20, 30, 41), "N": (8, 12, 5), "M": (10, 6, 15)},
         wrong=(
             Mistake("all fed", lambda c: (c.P + c.N, c.M),

@@ -147,9 +147,7 @@ OPTIONAL = ("A file", "32 tokens take")  # cases that need save and nbytes, whic
 
 CHECKS = (
     function(
-        "07.1",
-        right=_position_of,
-        inputs=_key,
+        "07.1", right=_position_of, inputs=_key,
         wrong=(
             Mistake("counted from 1", lambda *a: _position_of(*a) + 1, "One too many: positions are counted from 0."),
             Mistake("first is nearest", lambda *a: 0, "Always 0: are you comparing the rotated key with itself?"),
@@ -158,8 +156,7 @@ CHECKS = (
     ),
     judged("07.2", _judge_name, {"fault": ("no_mask_on_chunk", *SUSPECTS)}, key=lambda case: case.fault, hidden=True),
     function(
-        "07.3",
-        right=lambda H, Hk: ((H + 2 * Hk) / (2 * Hk), H / Hk),
+        "07.3", right=lambda H, Hk: ((H + 2 * Hk) / (2 * Hk), H / Hk),
         inputs=lambda rng: (lambda Hk: (Hk * rng.randint(2, 8), Hk))(rng.randint(1, 8)),
         wrong=(
             Mistake("as if H = Hk", lambda H, Hk: (1.5, H / Hk),

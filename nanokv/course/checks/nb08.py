@@ -52,9 +52,7 @@ def _fitting(case, memory=None):
 
 CHECKS = (
     function(
-        "08.1",
-        right=_per_token,
-        inputs=_sizes,
+        "08.1", right=_per_token, inputs=_sizes,
         wrong=(
             Mistake("derived head size", lambda C, L, H, Hk, D, itemsize: 2 * L * Hk * (C // H) * itemsize,
                     "You derived the head size as C / H. It is a number of its own in the config: D."),
@@ -73,9 +71,7 @@ CHECKS = (
         ),
     ),
     value(
-        "08.2",
-        right=_llama,
-        parameters={"tokens": (8192, 4096, 2048), "batch": (32, 16, 24)},
+        "08.2", right=_llama, parameters={"tokens": (8192, 4096, 2048), "batch": (32, 16, 24)},
         rel=5e-3,
         wrong=(
             Mistake("a tenth", lambda c: _llama(c, share=0.1), "That is the article's slip: a factor of ten is lost."),
@@ -90,10 +86,7 @@ CHECKS = (
         "three digits are enough.",
     ),
     value(
-        "08.3",
-        right=_table,
-        parameters={"itemsize": (2, 4, 1)},
-        rel=2e-3,
+        "08.3", right=_table, parameters={"itemsize": (2, 4, 1)}, rel=2e-3,
         wrong=(
             Mistake("as printed", lambda c: list(TABLE.values()), "These are the printed numbers. Compute the first "
                     "row by hand: 2 · 12 · 12 · 64 numbers."),
@@ -104,11 +97,7 @@ CHECKS = (
         otherwise="2 · layers · KV heads · head size · bytes a number, divided by 1024; four rows in their order.",
     ),
     value(
-        "08.4",
-        right=_published,
-        parameters={"bits": (6, 8, 4)},
-        rel=0,
-        atol=0.1,
+        "08.4", right=_published, parameters={"bits": (6, 8, 4)}, rel=0, atol=0.1,
         wrong=(
             Mistake("bits forgotten", lambda c: _savings(c, bits=16),
                     "In (a) the new cache is stored in fewer bits than the old one: that counts too."),
@@ -123,8 +112,7 @@ CHECKS = (
         otherwise="For each: numbers a token of both caches, over all layers, times bits; then 1 − new / old.",
     ),
     value(
-        "08.5",
-        right=_fitting,
+        "08.5", right=_fitting,
         parameters={"name": ("Qwen/Qwen3-4B", "Qwen/Qwen3-1.7B", "Qwen/Qwen3-8B"), "tokens": (8192, 4096),
                     "gib": (24, 40)},
         wrong=(

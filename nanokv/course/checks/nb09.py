@@ -109,8 +109,7 @@ def _shown(seconds) -> str:
 
 CHECKS = (
     value(
-        "09.1",
-        right=lambda c: (profiled_rate(c.prefill, c.step, c.n), 1 / c.step),
+        "09.1", right=lambda c: (profiled_rate(c.prefill, c.step, c.n), 1 / c.step),
         parameters={"prefill": (2.0, 0.5, 0.8), "step": (0.025, 0.04, 0.0125), "n": (41, 33, 60)},
         rel=3.5e-3,  # three digits; "one step too many" is this near
         wrong=(
@@ -128,10 +127,8 @@ CHECKS = (
     ),
     judged("09.2", _judge_profile),
     value(
-        "09.3",
-        right=_attention_equals_weights,
-        parameters={"name": ("Qwen/Qwen3-4B", "Qwen/Qwen3-14B", "Qwen/Qwen3-32B")},
-        rel=0.01,
+        "09.3", right=_attention_equals_weights,
+        parameters={"name": ("Qwen/Qwen3-4B", "Qwen/Qwen3-14B", "Qwen/Qwen3-32B")}, rel=0.01,
         wrong=(
             Mistake("KV heads", lambda c: _attention_equals_weights(c) * _heads(c),
                     "Every query head computes scores: H, not Hk. (With Hk it is the length at which the bytes are "
@@ -144,9 +141,7 @@ CHECKS = (
         otherwise="FLOPs of all matrices for one row, divided by the FLOPs of attention for one visible token.",
     ),
     function(
-        "09.4",
-        right=_limit,
-        inputs=_server,
+        "09.4", right=_limit, inputs=_server,
         wrong=(
             Mistake("one sequence", lambda w, p, S, B, bw: bw / (w + S * p),
                     "That is one sequence alone, or every sequence reading the weights anew. One reading serves the "
@@ -159,10 +154,8 @@ CHECKS = (
         ),
     ),
     value(
-        "09.5",
-        right=lambda c: (c.a + c.b * c.S) / (c.a + c.b),
-        parameters={"a": (3.0, 4.0, 2.5), "b": (0.2, 0.1, 0.5), "S": (64, 48, 80)},
-        rel=5e-3,
+        "09.5", right=lambda c: (c.a + c.b * c.S) / (c.a + c.b),
+        parameters={"a": (3.0, 4.0, 2.5), "b": (0.2, 0.1, 0.5), "S": (64, 48, 80)}, rel=5e-3,
         wrong=(
             Mistake("rows", lambda c: c.S, "That is the ratio of rows. Both steps pay `a` as well."),
             Mistake("free with a cache", lambda c: (c.a + c.b * c.S) / c.b,

@@ -66,9 +66,7 @@ def _one_free(answer, table, owners, free):
 
 CHECKS = (
     value(
-        "10.1",
-        right=lambda case: copied_by_cat(case.N),
-        parameters={"N": (100, 64, 200, 500)},
+        "10.1", right=lambda case: copied_by_cat(case.N), parameters={"N": (100, 64, 200, 500)},
         wrong=(
             Mistake("all rows", lambda c: c.N * (c.N + 1) // 2,
                     "You counted the new rows too; they are written once each, that is N of them."),
@@ -80,8 +78,7 @@ CHECKS = (
         otherwise="Step 2 copies 1 row, step 3 copies 2. Add them up.",
     ),
     value(
-        "10.2",
-        right=lambda case: (case.P + case.n, case.P + case.n - 1),
+        "10.2", right=lambda case: (case.P + case.n, case.P + case.n - 1),
         parameters={"P": (4, 7, 20), "n": (10, 5, 8)},
         wrong=(
             Mistake("prompt forgotten", lambda c: (c.n + 1, c.n),
@@ -96,8 +93,7 @@ CHECKS = (
         otherwise="Write down the lengths before and after step 1.",
     ),
     value(
-        "10.3",
-        right=_wasted,
+        "10.3", right=_wasted,
         parameters={"used": (100, 77, 999), "capacity": (2048, 4096), "page": (16, 32)},
         wrong=(
             Mistake("pages waste nothing", lambda c: (c.capacity - c.used, 0),
@@ -109,9 +105,7 @@ CHECKS = (
         otherwise="How many pages does it take? What do they hold together?",
     ),
     function(
-        "10.4",
-        right=lambda table, i, page: (table[i // page], i % page),
-        inputs=_table,
+        "10.4", right=lambda table, i, page: (table[i // page], i % page), inputs=_table,
         wrong=(
             Mistake("no table", lambda table, i, page: (i // page, i % page),
                     "That is the place in the table. The page's number in the pool is what the table says there."),

@@ -51,9 +51,7 @@ def _accept(guesses, best):
 
 CHECKS = (
     function(
-        "11.1",
-        right=_chunk_mask,
-        inputs=_split,
+        "11.1", right=_chunk_mask, inputs=_split,
         wrong=(
             Mistake("top left", lambda n, T: _ones(T, n + T).tril(),
                     "This begins in the top left corner: query 0 of the chunk sees key 0 only. Its own key is number "
@@ -68,8 +66,7 @@ CHECKS = (
         ),
     ),
     value(
-        "11.2",
-        right=lambda case: prefilled_after_prefix(case.system, case.question, case.page),
+        "11.2", right=lambda case: prefilled_after_prefix(case.system, case.question, case.page),
         parameters={"system": (397, 333, 251), "question": (20, 33, 45), "page": (16, 32, 8)},
         wrong=(
             Mistake("half pages", lambda c: c.question,
@@ -81,8 +78,7 @@ CHECKS = (
         otherwise="How many full pages are there in the shared part? The rest is fed.",
     ),
     value(
-        "11.3",
-        right=lambda case: (case.n + 1 + case.g, case.n + 1 + case.k),
+        "11.3", right=lambda case: (case.n + 1 + case.g, case.n + 1 + case.k),
         parameters={"n": (40, 57, 33), "g": (4, 5, 6), "k": (2, 1)},  # g = k + 1: two mistakes would look alike
         wrong=(
             Mistake("newest forgotten", lambda c: (c.n + c.g, c.n + c.k),
@@ -100,9 +96,7 @@ CHECKS = (
         otherwise="Count what is fed: the newest token and all guesses. Then count what of it is right.",
     ),
     function(
-        "11.4",
-        right=_keep,
-        inputs=_two_lists,
+        "11.4", right=_keep, inputs=_two_lists,
         wrong=(
             Mistake("nothing left to feed", common_prefix,
                     "If the whole prompt is in the cache, nothing is left to feed, and so there are no logits. One "
@@ -116,9 +110,7 @@ CHECKS = (
         ),
     ),
     function(
-        "11.5",
-        right=_accept,
-        inputs=_guessed,
+        "11.5", right=_accept, inputs=_guessed,
         wrong=(
             Mistake("no token of its own", lambda g, b: g[: common_prefix(g, b)],
                     "The model's own choice after the last good guess is known too: a round adds at least one token."),

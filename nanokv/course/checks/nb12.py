@@ -264,9 +264,7 @@ CAPSTONES = {"static": _judge_static, "prefix": _judge_prefix, "mqa": _judge_mqa
 CHECKS = (
     judged("12.1", _judge_rectangle),
     value(
-        "12.2",
-        right=_window,
-        parameters={"w": (16, 32, 24), "s": (4, 2, 6), "t": (100, 77, 150)},
+        "12.2", right=_window, parameters={"w": (16, 32, 24), "s": (4, 2, 6), "t": (100, 77, 150)},
         wrong=(
             Mistake("no sinks", lambda c: (c.w, c.t - c.w + 1), "The sinks are seen as well."),
             Mistake("one too many", lambda c: (c.w + c.s + 1, c.t - c.w),
@@ -280,10 +278,8 @@ CHECKS = (
         otherwise="List the positions that it sees: t, t − 1, … and the sinks.",
     ),
     value(
-        "12.3",
-        right=lambda case: 16 / (case.bits + 2 * 16 / case.group),
-        parameters={"bits": (4, 8, 2), "group": (64, 32, 128)},
-        rel=5e-3,
+        "12.3", right=lambda case: 16 / (case.bits + 2 * 16 / case.group),
+        parameters={"bits": (4, 8, 2), "group": (64, 32, 128)}, rel=5e-3,
         wrong=(
             Mistake("no scales", lambda c: 16 / c.bits, "Every group has a scale and a zero point too."),
             Mistake("scale only", lambda c: 16 / (c.bits + 16 / c.group), "There is a zero point besides the scale."),
