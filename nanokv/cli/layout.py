@@ -49,18 +49,16 @@ def wrapped(text: str, width: int | None, rest: str = "") -> str:
     return "\n".join(paragraph(line, width, rest=rest) for line in text.split("\n"))
 
 
-def joined(parts, width: int | None, indent: str = "", rest: str | None = None) -> str:
+def joined(parts, width: int | None, indent: str = "") -> str:
     """Parts with ` · ` between them; where a line is full, the next one begins at such a place and without the dot."""
-    rest = indent if rest is None else rest
-    lines, line = [], ""
+    lines = []
     for part in parts:
-        longer = f"{line} · {part}" if line else (rest if lines else indent) + part
-        if line and width is not None and cells(longer) > width:
-            lines.append(line)
-            longer = rest + part
-        line = longer
-    return "\n".join(paragraph(one.lstrip(), width, one[: len(one) - len(one.lstrip())], rest)
-                     for one in [*lines, line])  # fmt: skip
+        longer = f"{lines[-1]} · {part}" if lines else part
+        if lines and (width is None or cells(indent + longer) <= width):
+            lines[-1] = longer
+        else:
+            lines.append(part)
+    return "\n".join(paragraph(line, width, indent) for line in lines)
 
 
 def shell(line: str, width: int | None, indent: str = "  ") -> str:

@@ -20,10 +20,9 @@ from nanokv.cli.terminal import bytes_text, loading, notice, sanitize_line
 from nanokv.config import Config
 from nanokv.costs import ITEMSIZE, cache_bytes, kv_bytes_per_token, parameters, weight_bytes
 from nanokv.costs.free_memory import available_memory, free_address_space
-from nanokv.costs.memory import most_tokens
+from nanokv.costs.memory import SHORT, most_tokens
 from nanokv.errors import ContextError, NanoKVError
 
-SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 PAGE = 16  # tokens per page where --cache does not say
 TORCH_BYTES = 600_000_000  # address space that importing torch takes on a CPU; measured, 2.13
 NOTHING_FITS = "no context fits; -m tiny does"

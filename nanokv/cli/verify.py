@@ -81,18 +81,14 @@ def as_json(report) -> str:
     """One object; figures that are not finite become null, `note` says why."""
     from nanokv.cli.text import to_json
 
-    def finite(fields: dict) -> dict:
-        bad = (float("inf"), float("-inf"))
-        return {k: None if isinstance(v, float) and (v != v or v in bad) else v for k, v in fields.items()}
-
     def row(step):
-        return None if step is None else {**finite(asdict(step)), "ok": step.ok}
+        return None if step is None else asdict(step) | {"ok": step.ok}
 
     return to_json({
         "model": report.name, "reference": report.reference, "dtype": report.dtype,
         "verdict": "equal" if report.equal else "differs",
         "first_divergence": row(report.first), "first_unequal": row(report.first_unequal),
-        "checks": [finite(asdict(check)) for check in report.checks],
+        "checks": [asdict(check) for check in report.checks],
         "config_differences": {name: [str(x), str(y)] for name, (x, y) in report.hints.items()},
         "operations": [row(step) for step in report.steps],
     }) + "\n"  # fmt: skip
