@@ -106,12 +106,7 @@ class BeamGeneration(Generation):
                 with self._listening():
                     logits = decode(self.model, search.tokens[:, -1:], rows, start_pos=rows.length)  # (k,V)
 
-    def _run(self):
-        began = perf_counter()
-        logits = self._prefill()
-        self.timings.prefill_seconds = perf_counter() - began
-        if logits is None:
-            return
+    def _answer(self, logits, began):
         self._explore(logits)
         ids = self.search.best()[0].ids
         logprobs = self._feed(logits, ids)

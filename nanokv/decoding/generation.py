@@ -132,8 +132,11 @@ class Generation:
         began = perf_counter()
         logits = self._prefill()
         self.timings.prefill_seconds = perf_counter() - began
-        if logits is None:
-            return
+        if logits is not None:  # else it was interrupted
+            yield from self._answer(logits, began)
+
+    def _answer(self, logits, began):
+        """The Steps that follow the prompt, from its logits (1,V) on."""
         steps = self._choose(logits)
         self.timings.first_token_seconds = perf_counter() - began
         while True:
