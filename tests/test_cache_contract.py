@@ -126,7 +126,7 @@ def test_a_new_cache_is_empty(new, model):
     cache = new()
     assert isinstance(cache, KVCache)
     assert len(cache) == model.config.num_hidden_layers
-    assert cache.length == 0 and cache.reuse([1, 2, 3]) == 0
+    assert cache.length == cache.nbytes == cache.reuse([1, 2, 3]) == 0
     assert all(isinstance(layer, LayerCache) and layer.length == 0 for layer in cache)
     assert len({id(layer) for layer in cache}) == len(cache)
 
@@ -231,6 +231,19 @@ def test_truncate_equals_never_happened(new, name, model, keep):
         assert cache.nbytes == clean.nbytes
     assert torch.equal(feed(model, rest, cache), feed(model, rest, clean))
     assert same(contents(cache), contents(clean))
+
+
+def test_a_layer_goes_back_by_itself(new, model):
+    """As `rollback` does it for most caches."""
+    ids, cache, other = random_ids(8, 2, 9), new(2), new(2)
+    feed(model, ids, cache)
+    feed(model, ids[:, :5], other)
+    new_k, new_v = torch.randn(2, 2, 2, 1, 32, generator=torch.Generator().manual_seed(0))
+    for layer, expected in zip(cache, other, strict=True):
+        layer.truncate(5)
+        assert layer.length == 5
+        for ours, theirs in zip(layer.append(new_k, new_v), expected.append(new_k, new_v), strict=True):
+            assert gap(ours, theirs) <= TOLERANCE
 
 
 def test_truncate_is_absolute_and_idempotent(new, name, model):

@@ -107,6 +107,14 @@ def test_bytes_are_what_the_bits_say(model, options):
         assert sum(x.nbytes for x in codes) == 24 * 2 * 3 * 2 * 32 * bits // 8  # tokens · rows · L · Hk · D
 
 
+def test_the_defaults_are_8_bits_groups_of_32_and_32_exact_tokens(model):
+    cache = make_cache("quantized", model.config)
+    prefill(model, random_ids(0, 1, 100), cache)
+    decode(model, random_ids(1, 1, 1), cache, start_pos=100)
+    assert all(layer.blocks == [32, 32] and layer.bits == (8, 8) and layer.newest == 37 for layer in cache)
+    assert cache.nbytes == costs.cache_bytes("quantized", model.config, 101, 1, 4)
+
+
 def test_four_bits_take_a_quarter_of_bf16_and_a_little(model):
     assert costs.cache_bytes("quantized", model.config, 4096, 1, 2, bits=4) < 0.36 * costs.cache_bytes(
         "dict", model.config, 4096, 1, 2
@@ -185,6 +193,8 @@ def test_truncate_forgets_and_leaves_the_rest_alone(model, keep):
     cache.truncate(keep)
     assert cache.length == keep
     for layer, (k, v) in zip(cache, before, strict=True):
+        assert layer.blocks == [len(block) for block in torch.arange(min(keep, 16)).split(4) if len(block)]
+        assert not keep or layer.scales[0].shape[2] == len(layer.blocks)
         keys, values = layer.dense() if keep else (k[:, :, :0], v[:, :, :0])
         assert torch.equal(keys, k[:, :, :keep])
         assert torch.equal(values, v[:, :, :keep])

@@ -30,7 +30,7 @@ from nanokv.cache.capabilities import Pages
 from nanokv.cache.paged_batch import PagedBatch
 from nanokv.errors import ConfigError
 from nanokv.fast import native, optimize, private, torch_ops, weights
-from nanokv.fast.model import Block
+from nanokv.fast.model import Block, alike
 from nanokv.inference import decode, prefill, prefill_chunks, score, verify_draft
 from nanokv.study.quality import log_likelihood
 from nanokv.training.corpus import conversation
@@ -277,6 +277,14 @@ def test_bytes_of_the_formats():
     weight = torch.randn(64, 288)
     assert weights.Int8(weight).nbytes == 64 * 288 + 64 * 4
     assert weights.Int4(weight).nbytes == 64 * 320 // 2 + 64 * 10 * 2  # 9 groups, filled up to 10
+
+
+def test_only_keys_and_values_like_the_new_ones_go_to_a_kernel():
+    """It takes rows, heads, width and dtype on trust."""
+    new, old = torch.zeros(2, 4, 1, 8), torch.zeros(2, 4, 9, 8)
+    assert alike(new, old, old)
+    for other in (old[:1], old[:, :2], old[..., :4], old.bfloat16(), old[:, :, :5]):
+        assert not alike(new, old, other) and (other.shape[2] == 5 or not alike(new, other, other))
 
 
 def test_torch_packs_four_bits_where_it_can():
@@ -708,18 +716,24 @@ def test_the_key_names_the_processor_on_arm_too(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["_weight_int8pack_mm", "_weight_int4pack_mm_for_cpu"])
-def test_low_bit_operators_exist_and_mean_what_they_meant(name):
+def test_low_bit_operators_exist_and_mean_what_they_meant(name, monkeypatch):
+    """Each is used, and a plain product in its place gives the same."""
     assert torch_ops.has(torch.ops.aten, name), f"torch {torch.__version__} has no {name}: torch_ops falls back"
     codes = torch.randint(-8, 8, (64, 128), dtype=torch.int8, generator=torch.Generator().manual_seed(0))
     x = torch.randn(1, 128, generator=torch.Generator().manual_seed(1))
     if "int8" in name:
         scale = torch.rand(64) + 0.5
         expected = x.bfloat16().double() @ (codes * scale[:, None].bfloat16()).double().T
-        assert gap(torch_ops.linear_int8(x, codes, scale).double(), expected) <= 0.01
+        product, limit = (lambda: torch_ops.linear_int8(x, codes, scale)), 0.01
     else:
         scale = (torch.rand(64, 4) + 0.5).bfloat16()
         expected = x.bfloat16().double() @ (codes.double() * scale.double().repeat_interleave(32, 1)).T
-        assert gap(torch_ops.linear_int4(x, torch_ops.pack_int4(codes, scale), 32).double(), expected) <= 0.02
+        product, limit = (lambda: torch_ops.linear_int4(x, torch_ops.pack_int4(codes, scale), 32)), 0.02
+    for used in (True, False):
+        with torch.profiler.profile() as profiler:
+            assert gap(product().double(), expected) <= limit
+        assert used == (f"aten::{name}" in {event.key for event in profiler.key_averages()})
+        monkeypatch.setattr(torch_ops, "has", lambda *_: False)
 
 
 def test_pointwise_operator_of_onednn():
