@@ -6,6 +6,7 @@ here and nowhere at run time.
 """
 
 import gc
+import inspect
 from contextlib import contextmanager
 
 import torch
@@ -179,6 +180,16 @@ def gap(ours, theirs) -> float:
     """Largest absolute difference; refuses to compare different shapes by broadcasting."""
     assert ours.shape == theirs.shape, (tuple(ours.shape), tuple(theirs.shape))
     return (ours.double() - theirs.double()).abs().max().item()
+
+
+SAMPLING = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+ANSWER = {"max_new_tokens": 64, "eos_token_ids": None}  # what all ways to an answer begin with
+
+
+def defaults(function) -> dict:
+    """What a caller gets who says nothing: a promise as much as the result is."""
+    parameters = inspect.signature(function).parameters.items()
+    return {name: p.default for name, p in parameters if p.default is not p.empty and not callable(p.default)}
 
 
 def put(layer, k, v):

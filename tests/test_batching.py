@@ -18,7 +18,7 @@ from nanokv.decoding.batching import generate_padded, generate_ragged
 from nanokv.decoding.generation import SamplingParams, generate
 from nanokv.errors import CacheError, CapacityError, ContextError, GenerationError, UnsupportedError
 from nanokv.inference import prefill, prefill_chunks, score
-from oracle import SHAPES, TOLERANCE, gap, interrupt_at, pair, random_ids
+from oracle import ANSWER, SHAPES, TOLERANCE, defaults, gap, interrupt_at, pair, random_ids
 
 pytestmark = pytest.mark.sampled
 
@@ -303,3 +303,8 @@ def test_chunks_bound_the_peak_memory():
     assert gap(logits[0], logits[256]) <= TOLERANCE
     assert peaks[0] > 100e6  # otherwise nothing was measured
     assert peaks[256] < peaks[0] / 4
+
+
+def test_who_says_nothing_gets_64_greedy_tokens_per_row():
+    for function in (generate_padded, generate_ragged):
+        assert defaults(function) == ANSWER | {"cache": None, "params": SamplingParams(), "chunk": 512}

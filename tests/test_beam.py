@@ -20,7 +20,7 @@ from nanokv.decoding.generation import generate
 from nanokv.errors import ContextError, GenerationError
 from nanokv.inference import prefill
 from nanokv.text.ids import common_prefix
-from oracle import SHAPES, log_probability, pair, random_ids
+from oracle import ANSWER, SHAPES, defaults, log_probability, pair, random_ids
 
 pytestmark = pytest.mark.sampled
 
@@ -206,6 +206,14 @@ def test_a_failed_prefill_leaves_the_cache_as_it_was(models, monkeypatch):
     with pytest.raises(ZeroDivisionError):
         beam_search(model, random_ids(9, 1, 6, V), 2, cache=cache)
     assert cache.length == 4
+
+
+def test_who_says_nothing_gets_four_beams_of_64_tokens():
+    search = {"beams": 4, "length_penalty": 1.0, "early_stopping": False}
+    assert defaults(BeamGeneration) == search
+    assert defaults(beam_search) == ANSWER | search | {
+        "num_return": 1, "cache": None, "repetition_penalty": 1.0, "chunk": 512
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

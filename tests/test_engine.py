@@ -16,7 +16,7 @@ import nanokv
 from nanokv.cache import make_cache
 from nanokv.engine import Engine
 from nanokv.errors import CapacityError, ContextError, GenerationError
-from oracle import SHAPES, interrupt_at, pair, random_ids
+from oracle import ANSWER, SAMPLING, SHAPES, defaults, interrupt_at, pair, random_ids
 
 SAMPLED = {"temperature": 0.9, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.3}
 
@@ -182,6 +182,11 @@ def test_what_can_never_fit_is_refused_with_numbers(model):
     assert engine.idle
     with pytest.raises(GenerationError, match="page_size is 0"):
         Engine(model, page_size=0)
+
+
+def test_who_says_nothing_gets_64_greedy_tokens_of_a_pool_of_256_pages():
+    assert defaults(Engine) == {"pages": 256, "page_size": 16, "step_tokens": 256, "max_running": 32}
+    assert defaults(Engine.submit) == ANSWER | SAMPLING | {"seed": None, "salt": "", "on_token": None}
 
 
 def test_foreign_pages_are_reported_instead_of_waiting_for_ever(model):

@@ -279,6 +279,15 @@ def test_bytes_of_the_formats():
     assert weights.Int4(weight).nbytes == 64 * 320 // 2 + 64 * 10 * 2  # 9 groups, filled up to 10
 
 
+def test_many_rows_are_multiplied_in_parts_so_that_ctrl_c_is_heard(monkeypatch):
+    """At most 2³² products in one call: 2,048 rows of a matrix with 2²¹ weights."""
+    parts, linear = [], F.linear
+    monkeypatch.setattr(F, "linear", lambda x, *rest: (parts.append(len(x)), linear(x, *rest))[1])
+    matrix = weights.Dense(torch.empty(2048, 1024, device="meta"))
+    assert matrix.product(torch.empty(2, 2500, 1024, device="meta")).shape == (2, 2500, 2048)
+    assert parts == [2048, 2048, 904]
+
+
 def test_only_keys_and_values_like_the_new_ones_go_to_a_kernel():
     """It takes rows, heads, width and dtype on trust."""
     new, old = torch.zeros(2, 4, 1, 8), torch.zeros(2, 4, 9, 8)

@@ -11,7 +11,7 @@ from nanokv.config import GenerationConfig
 from nanokv.decoding.generation import Generation, LoopGuard, SamplingParams, StopStrings, TextStream, generate
 from nanokv.errors import CapacityError, ContextError, GenerationError
 from nanokv.text.tokenizer import Tokenizer
-from oracle import Press, pair
+from oracle import ANSWER, SAMPLING, Press, defaults, pair
 
 pytestmark = pytest.mark.sampled
 
@@ -522,3 +522,10 @@ def test_stop_strings_cut_the_same_text_however_it_is_split(cut):
     for wrong in ([""], [3]):
         with pytest.raises(GenerationError, match="non-empty"):
             StopStrings(wrong)
+
+
+def test_who_says_nothing_gets_64_greedy_tokens():
+    assert defaults(generate) == ANSWER | SAMPLING | {"seed": None, "cache": None}
+    assert defaults(Generation) == ANSWER | {"params": SamplingParams(), "history": None, "chunk": 256}
+    assert defaults(SamplingParams) == SAMPLING | {"seed": None}
+    assert defaults(LoopGuard) == {"period": 16, "times": 20}

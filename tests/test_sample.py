@@ -18,6 +18,7 @@ from transformers.generation.logits_process import (
 from nanokv.decoding import sample as module
 from nanokv.decoding.sample import logprob, sample
 from nanokv.errors import GenerationError
+from oracle import SAMPLING, defaults
 
 pytestmark = pytest.mark.sampled
 
@@ -161,3 +162,8 @@ def test_logprob_is_that_of_the_raw_logits():
     x = logits_of("normal").bfloat16()
     token = torch.tensor([0, 5, 9, 96])
     assert torch.allclose(logprob(x, token), x.float().log_softmax(-1)[torch.arange(4), token], atol=1e-6)
+
+
+def test_who_says_nothing_gets_the_likeliest_token():
+    assert defaults(sample) == SAMPLING | {"previous": None, "generator": None}
+    assert defaults(module.probabilities) == SAMPLING | {"previous": None}

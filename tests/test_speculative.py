@@ -24,7 +24,7 @@ from nanokv.decoding.speculative import Draft, DraftModel, EarlyExit, PromptLook
 from nanokv.errors import CapacityError, ContextError, GenerationError
 from nanokv.inference import prefill, score, verify_draft
 from nanokv.loading import load
-from oracle import TOLERANCE, gap, pair, random_ids, reference_logits
+from oracle import ANSWER, SAMPLING, TOLERANCE, defaults, gap, pair, random_ids, reference_logits
 
 pytestmark = pytest.mark.sampled
 
@@ -381,6 +381,12 @@ def test_should_stop_is_read_between_the_tokens_of_a_run(model):
 def test_wrong_values_raise_at_the_call(model, make, words):
     with pytest.raises(GenerationError, match=words):
         make(model)
+
+
+def test_who_says_nothing_gets_the_guesses_of_the_documentation():
+    assert defaults(speculate) == ANSWER | SAMPLING | {"seed": None, "cache": None}
+    assert defaults(PromptLookup) == {"max_ngram": 2, "tokens": 10}
+    assert defaults(DraftModel) == defaults(EarlyExit) == {"cache": None, "tokens": 4}
 
 
 # --- the counts -----------------------------------------------------------------------------------------------------
