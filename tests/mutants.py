@@ -52,7 +52,7 @@ TESTS = {
     "nanokv/cache/sliding.py": f"caches_window {CONTRACT} interrupts_caches",
     "nanokv/cache/static.py": f"{CONTRACT} compiled fast caches_place",
     "nanokv/cache/stores.py": f"caches_place caches_quantized {CONTRACT}",
-    "nanokv/cache/view.py": f"trace session {CONTRACT} debug",
+    "nanokv/cache/view.py": f"caches_place caches_paged {CONTRACT} engine",
     "nanokv/decoding/batching.py": "batching batch_command beam",
     "nanokv/decoding/beam.py": "beam",
     "nanokv/decoding/draw.py": "generation speculative engine batching session",

@@ -48,6 +48,13 @@ def test_each_prompt_is_as_if_it_were_alone(models, kind, fast):
         assert gap(decode(model, [[7]], mine, mine.length), decode(model, [[7]], own, own.length)) <= TOLERANCE
 
 
+def test_one_prompt_may_go_alone(models):
+    model, ids = models[1], prompts(5)[1]
+    (cache, *_), own = caches("dict", model), make_cache("dict", model.config)
+    assert gap(prefill_packed(model, [ids], [cache], [0]), prefill(model, [ids], own)) <= TOLERANCE
+    assert cache.length == len(ids)
+
+
 def test_the_logits_are_those_of_transformers(models):
     """Of a first chunk, and of a second one whose queries see the first."""
     (reference, model), four, known = models, caches("dict", models[1]), [[] for _ in LENGTHS]

@@ -22,15 +22,15 @@ import torch
 import torch.nn.functional as F
 
 import nanokv
-from nanokv.attention import causal_attention, causal_mask
+from nanokv.attention import Causal, Decode, causal_attention, causal_mask
 from nanokv.bench.profile import parts_of
-from nanokv.cache import BatchCache, make_cache
+from nanokv.cache import BatchCache, PagePool, make_cache
 from nanokv.cache.base import NoCache
 from nanokv.cache.capabilities import Pages
 from nanokv.cache.paged_batch import PagedBatch
 from nanokv.errors import ConfigError
 from nanokv.fast import native, optimize, private, torch_ops, weights
-from nanokv.fast.model import Block, alike
+from nanokv.fast.model import Block, alike, sees_its_row
 from nanokv.inference import decode, prefill, prefill_chunks, score, verify_draft
 from nanokv.study.quality import log_likelihood
 from nanokv.training.corpus import conversation
@@ -286,6 +286,22 @@ def test_many_rows_are_multiplied_in_parts_so_that_ctrl_c_is_heard(monkeypatch):
     matrix = weights.Dense(torch.empty(2048, 1024, device="meta"))
     assert matrix.product(torch.empty(2, 2500, 1024, device="meta")).shape == (2, 2500, 2048)
     assert parts == [2048, 2048, 904]
+
+
+def test_a_kernel_takes_a_mask_that_shows_each_row_its_own_tokens():
+    """Read where they lie; any other mask is left to torch."""
+    model, ids = small()
+    pool, rows = PagePool(model.config, 16, 4), []
+    for n in (3, 7):
+        rows.append(make_cache("paged", model.config, pool=pool))
+        prefill(model, ids[:1, :n], rows[-1])
+    batch, dense = PagedBatch(rows, model.config), BatchCache(rows, model.config)
+    mask = batch.mask(1)
+    hidden, wider = mask.clone(), F.pad(mask, (1, 0))
+    hidden[1, ..., -1 - 7] = False  # its oldest token
+    assert sees_its_row(Decode(mask), batch[0]) and sees_its_row(Decode(), batch[0])
+    assert not any(sees_its_row(Decode(other), batch[0]) for other in (hidden, wider))
+    assert not sees_its_row(Decode(mask), dense[0]) and not sees_its_row(Causal(), batch[0])
 
 
 def test_only_keys_and_values_like_the_new_ones_go_to_a_kernel():
@@ -649,6 +665,17 @@ def test_what_another_user_owns_is_not_loaded(fresh, monkeypatch):
     monkeypatch.setattr(private.os, "fstat", lambda descriptor: status)
     monkeypatch.setattr(private, "check_folder", lambda folder: None)
     assert "belongs to another user" in native.library()[1]
+
+
+def test_a_file_that_is_not_whole_is_closed_again(tmp_path, monkeypatch):
+    opened, real = [], os.open
+    monkeypatch.setattr(os, "open", lambda *arguments: (opened.append(real(*arguments)), opened[-1])[1])
+    path = tmp_path / f"kernels-{'0' * 64}.so"
+    path.touch(mode=0o600)
+    opened.clear()
+    assert private.open_checked(path) is None and len(opened) == 1
+    with pytest.raises(OSError):
+        os.fstat(opened[0])
 
 
 def test_folders_are_made_for_this_user_alone(tmp_path):
