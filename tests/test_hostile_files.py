@@ -134,6 +134,11 @@ def test_a_cache_file_with_a_right_checksum_and_wrong_facts(tmp_path):
         save_file(tensors, tmp_path / "d", metadata=changed | {"sha256": saving._digest(changed, tensors)})
         with pytest.raises(NanoKVError):
             KVCache.load(tmp_path / "d", model.config)
+    for rows in ("0", "65537"):
+        changed = meta | {"rows": rows}
+        save_file(tensors, tmp_path / "d", metadata=changed | {"sha256": saving._digest(changed, tensors)})
+        with pytest.raises(CacheError, match=f"says {rows} rows; 1 to 65,536 are read"):
+            KVCache.load(tmp_path / "d", model.config)
     for less in ("rows", "tokens", "cache"):
         changed = {key: text for key, text in meta.items() if key != less}
         save_file(tensors, tmp_path / "d", metadata=changed | {"sha256": saving._digest(changed, tensors)})

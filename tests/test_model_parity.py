@@ -359,6 +359,11 @@ def test_prefill_attention_equals_the_formula(H, Hk):
     assert gap(prefill_attention(q, k, v, mask=rows), by_hand(q, k, v, rows)) <= 1e-6
 
 
+def test_without_a_mask_every_query_sees_every_key():
+    q, k, v = qkv(4, 2, 3, 8)
+    assert gap(Masked(None)(q, k, v), by_hand(q, k, v, torch.ones(3, 8, dtype=torch.bool))) <= 1e-6
+
+
 def test_attention_refuses_keys_that_its_mask_does_not_speak_of():
     q, k, v = qkv(4, 2, 3, 8)
     assert gap(Causal(keys=8)(q, k, v), causal_attention(q, k, v)) == 0
@@ -377,7 +382,7 @@ def test_one_object_serves_chunks_of_any_size():
 
 
 @pytest.mark.parametrize(("T", "S"), [(1600, 1600), (1543, 1543), (500, 2100)])
-def test_many_queries_go_in_blocks_and_give_the_same(T, S):
+def test_many_queries_go_in_blocks_and_give_the_same(T, S, monkeypatch):
     """So that Ctrl-C is heard in between; a whole prompt gives the same bits as in one call."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, heads, n, 128, generator=generator) for heads, n in ((16, T), (8, S), (8, S)))
@@ -386,7 +391,11 @@ def test_many_queries_go_in_blocks_and_give_the_same(T, S):
     assert all(start % 256 == 0 and start == end for (_, end), (start, _) in itertools.pairwise(blocks))
     mask = causal_mask(T, S)
     whole = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+    rows = []  # of each call
+    monkeypatch.setattr(attention, "prefill_attention", lambda q, *rest: (
+        rows.append(q.shape[2]), prefill_attention(q, *rest))[1])  # fmt: skip
     assert gap(Causal()(q, k, v), whole) <= 1e-6 and gap(Masked(mask)(q, k, v), whole) <= 1e-6
+    assert rows == [end - start for start, end in blocks] * 2
     if T == S:
         assert torch.equal(Causal()(q, k, v), F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True))
 
