@@ -272,6 +272,22 @@ def test_each_cache_has_a_recording_of_its_own(traced, monkeypatch):
     assert len(fast.recorded) == 0
 
 
+class OnGpu(torch.Tensor):
+    is_cuda = True
+
+
+def test_only_the_decode_step_of_a_gpu_is_recorded(monkeypatch):
+    """Which way is taken, on a machine without one: no width is compiled here, and no graph recorded."""
+    fast = Compiled(small()[0], CAPACITY, backend="eager")
+    fast.regions = {width: lambda model, tokens, positions, slabs: tokens for width in fast.widths}
+    monkeypatch.setattr(Compiled, "replay", lambda self, *args: "recorded")
+    tokens = torch.arange(5)[None]
+    for T, gpu_too in ((1, True), (1, False), (2, True), (5, True), (5, False)):
+        part = tokens[:, :T].as_subclass(OnGpu) if gpu_too else tokens[:, :T]
+        found = fast.run(part, 0, fast.make_cache(), [])
+        assert found == "recorded" if (T, gpu_too) == (1, True) else found.tolist() == [list(range(T))]
+
+
 # --- the default backend --------------------------------------------------------------------------------------------
 
 
