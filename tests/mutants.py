@@ -55,6 +55,7 @@ TESTS = {
     "nanokv/cache/view.py": f"caches_place caches_paged {CONTRACT} engine",
     "nanokv/decoding/batching.py": "batching batch_command beam",
     "nanokv/decoding/beam.py": "beam",
+    "nanokv/decoding/completion.py": "completion cli",
     "nanokv/decoding/draw.py": "generation speculative engine batching session",
     "nanokv/decoding/generation.py": "generation session speculative cli batching",
     "nanokv/decoding/sample.py": "sample generation beam speculative",
