@@ -230,6 +230,7 @@ def test_bench_table_never_shows_speed_without_bandwidth():
     assert "nanokv plain dict" in text and "nanokv fast dict" in text
 
 
+@pytest.mark.slow
 def test_requests_go_through_the_engine_and_through_transformers():
     result = run_cli(
         "bench", "--requests", "5", "--contexts", "20", "--steps", "3", "--repeat", "1", "--threads", "1",
@@ -245,6 +246,7 @@ def test_requests_go_through_the_engine_and_through_transformers():
         assert row["tok_s"] == pytest.approx(15 / row["seconds"])
 
 
+@pytest.mark.slow
 def test_quality_tells_what_the_formats_cost():
     result = run_cli("bench", "--quality", "--weights", "plain,fast,int8,int4", "--threads", "1", "--json")
     assert result.returncode == 0, result.stderr

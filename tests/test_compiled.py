@@ -333,6 +333,7 @@ def test_bf16_is_as_near_to_fp32_as_the_plain_model():
 # --- the GPU script -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_gpu_script_runs_dry(tmp_path, capsys):
     assert gpu.main(["--dry-run", "--out", str(tmp_path / "dry")]) == 0
     report = json.loads((tmp_path / "dry.json").read_text())

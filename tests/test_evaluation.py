@@ -335,10 +335,10 @@ def test_exit_code_says_whether_targets_are_reached(folder, capsys, monkeypatch,
 
 
 def test_the_bundled_model_answers():
-    """Twelve cases a task: at most one or two wrong where the target allows 5 % or 10 %."""
+    """Six cases per task, at most one wrong; four times a hundred below."""
     model, tokenizer = nanokv.load("tiny")
-    found = {task: share for task, share, _ in evaluate.evaluate(model, tokenizer, 12, seed=100)}
-    assert {task: found[task] for task in TARGETS if found[task] < 10 / 12} == {}
+    found = {task: share for task, share, _ in evaluate.evaluate(model, tokenizer, 6, seed=100)}
+    assert {task: found[task] for task in TARGETS if found[task] < 5 / 6} == {}
 
 
 @pytest.mark.slow
