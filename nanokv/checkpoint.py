@@ -1,6 +1,6 @@
 """What a model can do besides computing: say where it is and how large, and be written to a folder.
 
-The base class of `model.Qwen3`. Reading is nanokv/loading.py; how the files are written is weights_loader/writing.py.
+The base class of `model.Transformer`. Reading is nanokv/loading.py; the files are written by weights_loader/writing.py.
 """
 
 import os
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Model(Protocol):
-    """What prefill, decode and generate need: a Qwen3, plain, optimized or compiled."""
+    """What prefill, decode and generate need: a Transformer, plain, optimized or compiled."""
 
     @property
     def config(self) -> Config: ...

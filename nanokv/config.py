@@ -1,40 +1,43 @@
 """The shape of a model, read from a published config.json.
 
 Field names are Hugging Face's own, so a config.json is all that is needed. What would change the maths and is not
-implemented here (another rope type, sliding layers, another activation, mixture of experts) raises with the
-field's name and value: a model that runs with the wrong formula is worse than one that does not run. A field is
-read, or implemented for ONE value, or known to be harmless; a field that is none of these raises unless it is null.
-Defaults follow transformers' Qwen3Config (theta 10,000, head_dim 128, 32 KV heads); any other absent size is an error.
+implemented here (another rope type, sliding layers, another activation) raises with the field's name and value: a
+model that runs with the wrong formula is worse than one that does not run. A field is read, or implemented for ONE
+value, or known to be harmless; a field that is none of these raises unless it is null. Defaults follow the config
+class of the family in transformers (Qwen3: head_dim 128, Llama: hidden / heads); any other absent size is an error.
 """
 
 import os
 import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from nanokv.errors import ConfigError
-from weights_loader import names
+from weights_loader import families, names
 from weights_loader.strict import CheckpointError, CheckpointWarning, read_object
 
 POSITIONS = 100_000_000  # the most positions that are plausible; names.SIZES has the other sizes
 DTYPES = ("float32", "bfloat16", "float16")
-YARN_FIELDS = {"factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"}
+ROPE_FIELDS = {  # rope_type → its fields
+    "default": set(),
+    "yarn": {"factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"},
+    "llama3": {"factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"},
+}
 READ = names.SIZES.keys() | {
     "max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "layer_types",
-    "attention_bias", "tie_word_embeddings", "dtype", "torch_dtype",
+    "attention_bias", "tie_word_embeddings", "dtype", "torch_dtype", "model_type",
 }  # fmt: skip
+READ_EXPERTS = names.EXPERT_SIZES.keys() | {"norm_topk_prob", "mlp_only_layers"}
 ONLY = {  # fields that change the maths, with the one value that this model implements
-    "model_type": "qwen3",
     "hidden_act": "silu",
     "use_sliding_window": False,
     "partial_rotary_factor": 1.0,
-    "qk_norm": True,
-    "use_qk_norm": True,
     "mlp_bias": False,
     "use_mrope": False,
+    "rope_interleaved": False,
     "is_encoder_decoder": False,
     "add_cross_attention": False,
-    "num_experts": 0,
     "pruned_heads": {},
 }
 HARMLESS = frozenset(  # sampling, training, labels and bookkeeping: the logits do not depend on them
@@ -48,7 +51,8 @@ HARMLESS = frozenset(  # sampling, training, labels and bookkeeping: the logits 
     max_length min_length max_new_tokens do_sample early_stopping num_beams num_beam_groups diversity_penalty
     temperature top_k top_p min_p typical_p repetition_penalty length_penalty no_repeat_ngram_size bad_words_ids
     encoder_no_repeat_ngram_size num_return_sequences remove_invalid_values exponential_decay_length_penalty
-    suppress_tokens begin_suppress_tokens
+    suppress_tokens begin_suppress_tokens output_router_logits router_aux_loss_coef
+    is_llama_config transformers.js_config
     """.split()
 )
 TYPES = {  # of harmless fields, as transformers checks them: another type says that the file is damaged
@@ -96,6 +100,28 @@ class Yarn:
 
 
 @dataclass(frozen=True)
+class Llama3Rope:
+    """Llama 3.1's context extension, as transformers' `rope_type: llama3`: slow pairs of dimensions turn slower."""
+
+    factor: float
+    original_max_position_embeddings: int
+    low_freq_factor: float
+    high_freq_factor: float
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of experts: each token goes through `num_experts_per_tok` of `num_experts` small MLPs."""
+
+    num_experts: int  # E
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    norm_topk_prob: bool = False  # the weights of the chosen experts sum to 1
+    decoder_sparse_step: int = 1  # every so many layers have experts, the others one MLP
+    mlp_only_layers: tuple[int, ...] = ()  # these have one MLP too
+
+
+@dataclass(frozen=True)
 class Config:
     """H query heads of width D share Hk KV heads; D is a field of its own: for Qwen3-0.6B H·D = 2048, C = 1024."""
 
@@ -113,6 +139,33 @@ class Config:
     attention_bias: bool = False
     tie_word_embeddings: bool = False
     torch_dtype: str = "float32"
+    model_type: str = "qwen3"
+    llama3: Llama3Rope | None = None
+    experts: Experts | None = None
+
+    @property
+    def family(self) -> families.Family:
+        """What config.json does not say."""
+        return families.FAMILIES[self.model_type]
+
+    @property
+    def qk_norm(self) -> bool:
+        """Is there a norm over each head of q and k?"""
+        return self.family.qk_norm
+
+    @property
+    def qkv_bias(self) -> bool:
+        """Have the projections to q, k and v a bias?"""
+        return self.attention_bias if self.family.qkv_bias is None else self.family.qkv_bias
+
+    @property
+    def output_bias(self) -> bool:
+        """Has the projection of attention's output a bias?"""
+        return self.attention_bias if self.family.output_bias is None else self.family.output_bias
+
+    def experts_of(self, layer: int) -> Experts | None:
+        """The experts of this layer; None: it has one MLP."""
+        return self.experts if self.experts and names.is_sparse(asdict(self.experts), layer) else None
 
     @classmethod
     def from_folder(cls, folder: str | os.PathLike) -> "Config":
@@ -126,20 +179,24 @@ class Config:
         """Check every field that changes the maths; raises ConfigError with the field's name and value."""
         if not isinstance(fields, dict):
             raise ConfigError(f"config.json holds a {type(fields).__name__}, not an object")
-        _refuse_unimplemented(fields)
+        fields = _by_loader(names.one_spelling, fields)
+        family = _by_loader(families.family_of, fields)
+        _refuse_unimplemented(fields, family)
         sizes = _by_loader(names.sizes, fields)
         if sizes["head_dim"] % 2:
             raise ConfigError(f"head_dim {sizes['head_dim']} is odd: RoPE rotates pairs of dimensions")
-        theta, yarn = _rope(fields)
+        theta, scaling = _rope(fields)
         return cls(
-            **sizes,
+            **{name: sizes[name] for name in names.SIZES},
             max_position_embeddings=_by_loader(names.size, fields, "max_position_embeddings", POSITIONS),
             rms_norm_eps=_positive(fields, "rms_norm_eps", 1e-6, largest=1.0),
             rope_theta=theta,
-            yarn=yarn,
+            **scaling,
             attention_bias=_flag(fields, "attention_bias"),
             tie_word_embeddings=_flag(fields, "tie_word_embeddings"),
             torch_dtype=_dtype(fields),
+            model_type=family.model_type,
+            experts=_experts(fields, sizes) if family.experts else None,
         )
 
     def __repr__(self) -> str:
@@ -147,21 +204,29 @@ class Config:
         sizes = f"V {self.vocab_size} C {self.hidden_size} I {self.intermediate_size} L {self.num_hidden_layers}"
         heads = f"H {self.num_attention_heads} Hk {self.num_key_value_heads} D {self.head_dim}"
         rope = f"context {self.max_position_embeddings}, rope_theta={self.rope_theta:g}"
-        yarn = f", yarn ×{self.yarn.factor:g}" if self.yarn else ""
-        flags = ", bias" * self.attention_bias + ", tied" * self.tie_word_embeddings
-        return f"Config({sizes} {heads}, {rope}{yarn}{flags})"
+        rope += f", yarn ×{self.yarn.factor:g}" if self.yarn else ""
+        rope += f", llama3 ×{self.llama3.factor:g}" if self.llama3 else ""
+        if self.experts:
+            sizes += f" experts {self.experts.num_experts_per_tok}/{self.experts.num_experts}"
+        flags = ", bias" * self.qkv_bias + ", tied" * self.tie_word_embeddings
+        return f"Config({self.family.title}: {sizes} {heads}, {rope}{flags})"
 
     def to_dict(self) -> dict:
         """The config.json of this model: `from_dict(to_dict())` gives an equal config."""
         fields = asdict(self)
-        yarn, theta = fields.pop("yarn"), fields.pop("rope_theta")
-        rope = {"rope_type": "default"} if yarn is None else {"rope_type": "yarn"} | yarn
-        rope = {name: value for name, value in rope.items() if value is not None}
+        yarn, llama3, experts = (fields.pop(name) for name in ("yarn", "llama3", "experts"))
+        theta, scaling = fields.pop("rope_theta"), yarn or llama3 or {}
+        kind = "yarn" if yarn else "llama3" if llama3 else "default"
+        rope = {"rope_type": kind} | {name: value for name, value in scaling.items() if value is not None}
+        if self.family.qkv_bias is not None:
+            del fields["attention_bias"]
+        if experts:
+            experts["mlp_only_layers"] = list(experts["mlp_only_layers"])
         return {
-            "architectures": ["Qwen3ForCausalLM"],
-            "model_type": "qwen3",
+            "architectures": [self.family.architecture],
             "hidden_act": "silu",
             **fields,
+            **(experts or {}),
             "rope_theta": theta,
             "rope_parameters": rope | {"rope_theta": theta},
         }
@@ -242,11 +307,17 @@ def _warn_unused(fields: dict, neutral: dict):
                       CheckpointWarning, stacklevel=4)  # fmt: skip
 
 
-def _refuse_unimplemented(fields: dict):
-    for name, only in ONLY.items():
-        value = fields.get(name, only)
-        if value != only and (value is not None or name in ("model_type", "hidden_act")):
-            raise ConfigError(f"{name} {shown(value)} is not implemented: this model has {name} {only!r} only")
+def _refuse_unimplemented(fields: dict, family: families.Family):
+    only = ONLY | {"qk_norm": family.qk_norm, "use_qk_norm": family.qk_norm}
+    read = READ | (READ_EXPERTS if family.experts else set())
+    if not family.experts:
+        only["num_experts"] = 0
+    if family.qkv_bias is not None:
+        only["attention_bias"] = family.qkv_bias
+    for name, one in only.items():
+        value = fields.get(name, one)
+        if value != one and (value is not None or name == "hidden_act"):
+            raise ConfigError(f"{name} {shown(value)} is not implemented: {family.title} has {name} {one!r} only")
     for name, kinds in TYPES.items():
         if name in fields and not any(type(fields[name]) is (kind or type(None)) for kind in kinds):
             words = " or ".join("null" if kind is None else kind.__name__ for kind in kinds)
@@ -256,11 +327,11 @@ def _refuse_unimplemented(fields: dict):
     if other := sorted({str(kind) for kind in layers} - {"full_attention"}):
         raise ConfigError(f"layer_types holds {', '.join(other)}: only full_attention is implemented")
     for name, value in fields.items():
-        known = name in READ or name in ONLY or name in HARMLESS or name.startswith("_")
+        known = name in read or name in only or name in HARMLESS or name.startswith("_")
         if value is not None and not known:
             label = shown(name)[1:-1]
             raise ConfigError(
-                f"{label} {shown(value)} is not implemented: it is no field of a Qwen3 config and may change "
+                f"{label} {shown(value)} is not implemented: it is no field of a {family.title} config and may change "
                 "the maths",
                 hint=f"where it does not, remove {label} from config.json",
             )
@@ -310,8 +381,8 @@ def _dtype(fields: dict) -> str:
     return name
 
 
-def _rope(fields: dict) -> tuple[float, Yarn | None]:
-    """theta and the context extension, from v5's `rope_parameters` or from `rope_theta` + `rope_scaling`.
+def _rope(fields: dict) -> tuple[float, dict[str, Any]]:
+    """theta and {} or {"yarn" or "llama3": …}, from v5's `rope_parameters` or from `rope_theta` + `rope_scaling`.
 
     Both spellings may be present; where they disagree the file contradicts itself, which raises.
     """
@@ -327,28 +398,52 @@ def _rope(fields: dict) -> tuple[float, Yarn | None]:
     if (outer := _positive(fields, "rope_theta", theta)) != theta:
         raise ConfigError(f"rope_theta is {shown(outer)}, but rope_parameters says {shown(theta)}")
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "yarn"):
-        raise ConfigError(f"rope_type {shown(kind)} is not implemented: 'default' and 'yarn' are")
-    known = {"rope_type", "type", "rope_theta"} | (YARN_FIELDS if kind == "yarn" else set())
+    if not isinstance(kind, str) or kind not in ROPE_FIELDS:
+        raise ConfigError(f"rope_type {shown(kind)} is not implemented: 'default', 'yarn' and 'llama3' are")
+    known = {"rope_type", "type", "rope_theta"} | ROPE_FIELDS[kind]
     no_effect = {"partial_rotary_factor": 1.0, "truncate": True}.items()  # what transformers assumes anyway
     for name, value in rope.items():
         if name not in known and value is not None and (name, value) not in no_effect:
             raise ConfigError(f"rope_type {shown(kind)} with {name} {shown(value)} is not implemented")
-    return theta, _yarn(fields, rope, theta) if kind == "yarn" else None
+    rope = {key: value for key, value in rope.items() if value is not None}
+    if kind == "default":
+        return theta, {}
+    return theta, {kind: _yarn(fields, rope, theta) if kind == "yarn" else _llama3(fields, rope)}
+
+
+def _original_context(fields: dict, rope: dict) -> int:
+    """The context before it was extended; where the rope does not say, all of it, as in transformers."""
+    name = "original_max_position_embeddings"
+    return _by_loader(names.size, {name: fields["max_position_embeddings"]} | rope, name, POSITIONS)
+
+
+def _llama3(fields: dict, rope: dict) -> Llama3Rope:
+    for name in ("factor", "low_freq_factor", "high_freq_factor"):
+        if name not in rope:
+            raise ConfigError(f"rope_type 'llama3' lacks {name}")
+    low, high = (_positive(rope, f"{name}_freq_factor", 1.0) for name in ("low", "high"))
+    if low >= high:
+        raise ConfigError(f"rope_type 'llama3': low_freq_factor {low:g} is not below high_freq_factor {high:g}")
+    return Llama3Rope(_positive(rope, "factor", 1.0), _original_context(fields, rope), low, high)
+
+
+def _experts(fields: dict, sizes: dict[str, int]) -> Experts:
+    layers = tuple(fields.get("mlp_only_layers") or ())
+    return Experts(
+        **{name: sizes[name] for name in names.EXPERT_SIZES},
+        norm_topk_prob=_flag(fields, "norm_topk_prob"),
+        mlp_only_layers=layers,
+    )
 
 
 def _yarn(fields: dict, rope: dict, theta: float) -> Yarn:
-    name = "original_max_position_embeddings"
-    rope = {key: value for key, value in rope.items() if value is not None}
     if "factor" not in rope:
         raise ConfigError("rope_type 'yarn' lacks factor")
     if theta <= 1:
         raise ConfigError(f"rope_type 'yarn' needs a rope_theta above 1, not {shown(theta)}")
     return Yarn(
         factor=_positive(rope, "factor", 1.0),
-        original_max_position_embeddings=_by_loader(
-            names.size, {name: fields["max_position_embeddings"]} | rope, name, POSITIONS
-        ),
+        original_max_position_embeddings=_original_context(fields, rope),
         beta_fast=_positive(rope, "beta_fast", 32.0),
         beta_slow=_positive(rope, "beta_slow", 1.0),
         attention_factor=_positive(rope, "attention_factor", 1.0) if "attention_factor" in rope else None,

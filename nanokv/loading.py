@@ -7,14 +7,14 @@ from torch.overrides import TorchFunctionMode
 
 import weights_loader
 from nanokv.config import Config, GenerationConfig
-from nanokv.model import Qwen3
+from nanokv.model import Transformer
 from nanokv.text.tokenizer import Tokenizer
 from weights_loader import CheckpointError, names
 
 
 def load(source: str | os.PathLike = "tiny", dtype: torch.dtype | None = torch.float32,
          device: str | torch.device = "cpu", revision: str | None = None,
-         check_finite: bool = False) -> tuple[Qwen3, Tokenizer]:  # fmt: skip
+         check_finite: bool = False) -> tuple[Transformer, Tokenizer]:  # fmt: skip
     """("tiny" | folder | "Qwen/Qwen3-0.6B") → (model in eval mode, tokenizer).
 
     dtype None keeps what the checkpoint stores. The model is built on the meta device and the loaded tensors are
@@ -37,7 +37,7 @@ def load(source: str | os.PathLike = "tiny", dtype: torch.dtype | None = torch.f
     return model, tokenizer
 
 
-def unfinite(model: Qwen3) -> list[str]:
+def unfinite(model: Transformer) -> list[str]:
     """["model.layers.0.self_attn.q_proj.weight holds 3 NaN and 1 infinite of 4,096 values", …]; [] if all is well.
 
     The smallest and the largest value tell without a second tensor: a NaN is both.
@@ -52,8 +52,8 @@ def unfinite(model: Qwen3) -> list[str]:
     return found
 
 
-def build(config: Config, state_dict: dict[str, torch.Tensor]) -> Qwen3:
-    """A Qwen3 in eval mode that owns exactly these tensors; a missing, left-over or misshapen one raises."""
+def build(config: Config, state_dict: dict[str, torch.Tensor]) -> Transformer:
+    """A model in eval mode that owns exactly these tensors; a missing, left-over or misshapen one raises."""
     model = skeleton(config)
     if config.tie_word_embeddings:
         state_dict = {**state_dict, "lm_head.weight": state_dict["embed_tokens.weight"]}
@@ -63,7 +63,7 @@ def build(config: Config, state_dict: dict[str, torch.Tensor]) -> Qwen3:
     return model.requires_grad_(False).eval()
 
 
-def random_model(config: Config, dtype: torch.dtype, device: str | torch.device = "cpu") -> Qwen3:
+def random_model(config: Config, dtype: torch.dtype, device: str | torch.device = "cpu") -> Transformer:
     """The same weights every time on one kind of device, for timing and memory; nothing is downloaded."""
     generator, state = torch.Generator(device).manual_seed(0), {}
     for name, empty in skeleton(config).named_parameters():
@@ -82,8 +82,8 @@ class NotInitialised(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def skeleton(config: Config) -> Qwen3:
-    """A Qwen3 on the meta device: every parameter has its name and shape, and no values. Loaded tensors are assigned to
+def skeleton(config: Config) -> Transformer:
+    """A model on the meta device: every parameter has its name and shape, and no values. Loaded tensors are assigned to
     it, so no weight exists twice and none is drawn in vain."""
     with torch.device("meta"), NotInitialised():
-        return Qwen3(config)
+        return Transformer(config)

@@ -1,12 +1,12 @@
-"""Qwen3, the architecture and nothing else: read it top to bottom.
+"""The decoder-only transformer of Qwen3, Qwen2, Llama 3 and Qwen3-MoE, and nothing else: read it top to bottom.
 
     B batch · T tokens in this call · S keys visible = cached + T · C hidden size · V vocabulary
     H query heads · Hk KV heads · G = H // Hk · D head dim (a number of its own: H·D need not be C) · L layers
 
 No cache, no kernel and no sampling live here. A cache and an attention function come in as arguments, so that every
-cache and every fast path plugs into this one model. The rotation of positions is in rope.py. Module names are Hugging
-Face's, so loading a checkpoint is a prefix strip. Reference: transformers' models/qwen3/modeling_qwen3.py, equal to
-1e-5 in fp32.
+cache and every fast path plugs into this one model. The rotation of positions is in rope.py. What differs between
+families (a norm, a bias, experts) is chosen where a block is built. Module names are Hugging Face's, so loading a
+checkpoint is a prefix strip. Reference: modeling_qwen3.py and its kin in transformers, equal to 1e-5 in fp32.
 """
 
 import torch
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanokv.checkpoint import PretrainedModel  # an nn.Module that can be saved, and says where it is
-from nanokv.config import Config
+from nanokv.config import Config, Experts
 from nanokv.rope import apply_rope, rope_angles
 
 
@@ -41,14 +41,14 @@ class Attention(nn.Module):
         super().__init__()
         C, D = config.hidden_size, config.head_dim
         H, Hk = config.num_attention_heads, config.num_key_value_heads
-        bias = config.attention_bias
         self.head_dim = D
-        self.q_proj = nn.Linear(C, H * D, bias)
-        self.k_proj = nn.Linear(C, Hk * D, bias)
-        self.v_proj = nn.Linear(C, Hk * D, bias)
-        self.o_proj = nn.Linear(H * D, C, bias)
-        self.q_norm = RMSNorm(D, config.rms_norm_eps)
-        self.k_norm = RMSNorm(D, config.rms_norm_eps)
+        self.q_proj = nn.Linear(C, H * D, config.qkv_bias)
+        self.k_proj = nn.Linear(C, Hk * D, config.qkv_bias)
+        self.v_proj = nn.Linear(C, Hk * D, config.qkv_bias)
+        self.o_proj = nn.Linear(H * D, C, config.output_bias)
+        # Qwen3 norms each head of q and k, Llama and Qwen2 do not
+        self.q_norm = RMSNorm(D, config.rms_norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(D, config.rms_norm_eps) if config.qk_norm else nn.Identity()
 
     def forward(self, x, rope, cache, attend):
         B, T, _ = x.shape
@@ -70,9 +70,8 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """SwiGLU (Shazeer 2020, arXiv 2002.05202): one half decides how much of the other half passes."""
 
-    def __init__(self, config: Config):
+    def __init__(self, C: int, width: int):
         super().__init__()
-        C, width = config.hidden_size, config.intermediate_size
         self.gate_proj = nn.Linear(C, width, bias=False)
         self.up_proj = nn.Linear(C, width, bias=False)
         self.down_proj = nn.Linear(width, C, bias=False)
@@ -81,15 +80,40 @@ class MLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))  # (B,T,width) → (B,T,C)
 
 
+class MixtureOfExperts(nn.Module):
+    """A router sends each token through k of E small MLPs (Shazeer et al. 2017, arXiv 1701.06538; Qwen3-MoE's form)."""
+
+    def __init__(self, C: int, sizes: Experts):
+        super().__init__()
+        self.sizes = sizes
+        self.gate = nn.Linear(C, sizes.num_experts, bias=False)  # the router
+        self.experts = nn.ModuleList(MLP(C, sizes.moe_intermediate_size) for _ in range(sizes.num_experts))
+
+    def forward(self, x):
+        rows = x.flatten(0, 1)  # (N,C) with N = B·T: each token by itself
+        scores = self.gate(rows).softmax(-1, dtype=torch.float32)  # (N,E)
+        weights, chosen = scores.topk(self.sizes.num_experts_per_tok)  # (N,k) ×2
+        if self.sizes.norm_topk_prob:
+            weights = weights / weights.sum(-1, keepdim=True)
+        weights = weights.to(x.dtype)
+        y = torch.zeros_like(rows)
+        for expert in chosen.unique().tolist():  # the weights of the others are not read
+            slot, row = torch.where(chosen.T == expert)  # the tokens that chose it, and as their how-manieth
+            part = self.experts[expert](rows[row])
+            y.index_add_(0, row, part * weights[row, slot, None])
+        return y.view_as(x)  # (B,T,C)
+
+
 class Block(nn.Module):
     """Attention mixes positions, the MLP works on each alone; both only add to the residual stream."""
 
-    def __init__(self, config: Config):
+    def __init__(self, config: Config, layer: int):
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = Attention(config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config)
+        C, width, experts = config.hidden_size, config.intermediate_size, config.experts_of(layer)
+        self.mlp: nn.Module = MLP(C, width) if experts is None else MixtureOfExperts(C, experts)
 
     def forward(self, x, rope, cache, attend):
         y = self.input_layernorm(x)
@@ -98,14 +122,14 @@ class Block(nn.Module):
         return x + self.mlp(y)
 
 
-class Qwen3(PretrainedModel):
+class Transformer(PretrainedModel):
     """Tokens in, hidden states out; `lm_head` is applied by the caller, to the rows that it needs."""
 
     def __init__(self, config: Config):
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
@@ -140,3 +164,6 @@ class Qwen3(PretrainedModel):
             raise ValueError(
                 f"the cache was made for another model, with {cache.config}: make_cache(name, model.config)"
             )
+
+
+Qwen3 = Transformer  # the name of the first release

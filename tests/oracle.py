@@ -1,4 +1,4 @@
-"""Tiny random Qwen3 models of transformers, and ours with the same weights: the two sides of every parity test.
+"""Tiny random models of transformers, and ours with the same weights: the two sides of every parity test.
 
 The norm weights are random (all ones would hide a norm that is skipped or swapped), the init range is 0.12 (with 0.02
 a random model's logits are nearly equal), and head_dim differs from hidden / heads. transformers is the reference
@@ -10,7 +10,7 @@ import inspect
 from contextlib import contextmanager
 
 import torch
-from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from nanokv.config import Config
 from nanokv.inference import score
@@ -31,10 +31,25 @@ SHAPES = {  # name → what it differs in; G = query heads per KV head
             "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64,
         },
     },
+    "llama-G2": {"model_type": "llama", "head_dim": None},
+    "llama-G4-rope-bias": {
+        "model_type": "llama", "num_key_value_heads": 1, "tie_word_embeddings": False, "attention_bias": True,
+        "rope_parameters": {
+            "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    },
+    "qwen2-G2": {"model_type": "qwen2"},
+    "moe-normed": {"model_type": "qwen3_moe", "norm_topk_prob": True},
+    "moe-every-2nd": {
+        "model_type": "qwen3_moe", "decoder_sparse_step": 2, "num_hidden_layers": 4, "mlp_only_layers": [3],
+        "num_experts_per_tok": 3, "attention_bias": True, "tie_word_embeddings": False,
+    },
 }  # fmt: skip
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 
 
-def tiny_config(**changes) -> Qwen3Config:
+def tiny_config(model_type: str = "qwen3", **changes):
     """A transformers config: V 151, C 64, H 4, Hk 2, D 32 (H·D = 128 ≠ C), 3 layers."""
     fields = {
         "vocab_size": 151, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
@@ -42,7 +57,8 @@ def tiny_config(**changes) -> Qwen3Config:
         "tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
         "initializer_range": 0.12, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0,
     } | changes  # fmt: skip
-    return Qwen3Config(**fields)
+    experts = EXPERTS if model_type == "qwen3_moe" else {}
+    return AutoConfig.for_model(model_type, **experts | fields)
 
 
 def randomise_(model, seed: int):
@@ -55,11 +71,11 @@ def randomise_(model, seed: int):
             weight.data.normal_(0, 0.3, generator=generator)
 
 
-def tiny_reference(seed: int = 0, **changes) -> Qwen3ForCausalLM:
+def tiny_reference(seed: int = 0, **changes):
     """A random transformers model in eval mode, sdpa attention; does not touch the global random state."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(tiny_config(**changes))
+        model = AutoModelForCausalLM.from_config(tiny_config(**changes), experts_implementation="eager")
     randomise_(model, seed)
     model.generation_config.eos_token_id = None  # fixed-length answers
     return model.requires_grad_(False).eval()
@@ -67,10 +83,24 @@ def tiny_reference(seed: int = 0, **changes) -> Qwen3ForCausalLM:
 
 def copy_of(reference):
     """Our model on the very tensors of a transformers model, by name; every name must match."""
-    state = {name.removeprefix("model."): tensor for name, tensor in reference.state_dict().items()}
+    state = {}
+    for name, tensor in reference.state_dict().items():
+        state |= unfused(name.removeprefix("model."), tensor)
     if reference.config.tie_word_embeddings:
         state.pop("lm_head.weight", None)
     return build(Config.from_dict(reference.config.to_dict()), state)
+
+
+def unfused(name: str, tensor) -> dict:
+    """transformers keeps the experts of a layer in two tensors; checkpoints, and we, in three for each expert."""
+    prefix, _, leaf = name.rpartition(".")
+    if not prefix.endswith("mlp.experts"):
+        return {name: tensor}
+    names = ("gate_proj", "up_proj") if leaf == "gate_up_proj" else ("down_proj",)
+    return {
+        f"{prefix}.{expert}.{part}.weight": matrix
+        for expert, both in enumerate(tensor) for part, matrix in zip(names, both.chunk(len(names)), strict=True)
+    }  # fmt: skip
 
 
 def pair(seed: int = 0, **changes):
@@ -86,7 +116,8 @@ def pair_from_disk(folder, seed: int = 0, dtype=torch.bfloat16, **changes):
     `from_pretrained(dtype=…)` keeps them in fp32, which is what a user of transformers gets.
     """
     tiny_reference(seed, **changes).save_pretrained(folder)
-    reference = Qwen3ForCausalLM.from_pretrained(folder, dtype=dtype).requires_grad_(False).eval()
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, experts_implementation="eager")
+    reference.requires_grad_(False).eval()
     assert reference.model.rotary_emb.inv_freq.dtype == torch.float32
     reference.generation_config.eos_token_id = None
     return reference, copy_of(reference)

@@ -19,12 +19,20 @@ from nanokv.study import debug
 from oracle import SHAPES, pair, pair_from_disk, random_ids, tiny_reference
 
 IDS = random_ids(7, 2, 12)
-WEIGHTS = [name for name, place in debug.OPERATIONS.items() if place and place[0] and place[1] == "output"]
+PLACES = {name: place for name, place in debug.OPERATIONS.items() if place}
+WEIGHTS = [name for name, (module, side) in PLACES.items() if module not in ("", "mlp") and side == "output"]
 
 
 @pytest.fixture(scope="module")
 def models():
     return pair(3, tie_word_embeddings=False)
+
+
+def operations(config, layer: int) -> list[str]:
+    """Those that this layer has: norms of q and k or none, an MLP or experts."""
+    absent = {"gate_proj", "up_proj", "swiglu", "down_proj"} if config.experts_of(layer) else {"experts"}
+    absent |= set() if config.qk_norm else {"q_norm", "k_norm"}
+    return [name for name in debug.OPERATIONS if name not in absent]
 
 
 def broken(model, fault):
@@ -40,7 +48,7 @@ def test_equal_models_have_no_divergence_and_every_operation_was_compared(shape)
     reference, ours = pair(1, **SHAPES[shape])
     steps = debug.compare(debug.record(ours, IDS), debug.record(reference, IDS))
     layers = range(ours.config.num_hidden_layers)
-    names = [(None, "embed_tokens"), *((i, name) for i in layers for name in debug.OPERATIONS)]
+    names = [(None, "embed_tokens"), *((i, name) for i in layers for name in operations(ours.config, i))]
     assert [(s.layer, s.operation) for s in steps] == [*names, (None, "norm"), (None, "lm_head")]
     assert [str(s) for s in steps if not s.ok] == []
     assert max(s.difference for s in steps) < 1e-5

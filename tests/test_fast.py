@@ -232,7 +232,7 @@ def test_optimizing_twice_and_what_cannot_be_optimized():
     first, second = optimize(model), optimize(model)
     assert gap(score(first, ids), expected) <= 1e-5 and gap(score(second, ids), expected) <= 1e-5
     for wrong in (first, optimize(model, compile=64), torch.nn.Linear(2, 2)):
-        with pytest.raises(ConfigError, match="optimized already, or not a Qwen3"):
+        with pytest.raises(ConfigError, match="optimized already, or not a Transformer"):
             optimize(wrong)
     for name in (None, "int8"):
         with pytest.raises(ConfigError, match="float16"):

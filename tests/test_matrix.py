@@ -58,10 +58,13 @@ def new(config, spec: str, rows: int = 1):
 # --- the models: each with the plain fp32 model that holds the same numbers -----------------------------------------
 
 
+FAMILIES = {"": "G2-untied-bias", "llama": "llama-G4-rope-bias", "qwen2": "qwen2-G2", "moe": "moe-every-2nd"}
+
+
 @functools.cache
-def plain():
-    """G = 2, biases, untied, 3 layers; widths that come in groups of 32."""
-    return pair(**SHAPES["G2-untied-bias"])[1]
+def plain(family: str = ""):
+    """3 or 4 layers; widths that come in groups of 32. Qwen3's: G = 2, biases, untied."""
+    return pair(**SHAPES[FAMILIES[family]])[1]
 
 
 def dequantized(fast):
@@ -72,7 +75,7 @@ def dequantized(fast):
     for i, layer in enumerate(fast.layers):
         sizes, names = (H * D, Hk * D, Hk * D), ("q_proj", "k_proj", "v_proj")
         for kind, fused in (("weight", layer.qkv.dense()), ("bias", layer.qkv.bias)):
-            for name, part in zip(names, fused.split(sizes), strict=True):
+            for name, part in zip(names, [None] * 3 if fused is None else fused.split(sizes), strict=True):
                 state[f"layers.{i}.self_attn.{name}.{kind}"] = part
         state[f"layers.{i}.self_attn.o_proj.weight"] = layer.o.dense()
         state[f"layers.{i}.self_attn.o_proj.bias"] = layer.o.bias
@@ -82,32 +85,40 @@ def dequantized(fast):
         norms = {"input_layernorm": layer.norm, "post_attention_layernorm": layer.mlp_norm,
                  "self_attn.q_norm": layer.q_norm, "self_attn.k_norm": layer.k_norm}  # fmt: skip
         state |= {f"layers.{i}.{name}.weight": weight for name, weight in norms.items()}
-    return build(fast.config, {name: tensor.float().clone() for name, tensor in state.items()})
+    there = {name: tensor for name, tensor in state.items() if tensor is not None}
+    return build(fast.config, {name: tensor.float().clone() for name, tensor in there.items()})
 
 
-def copied(dtype):
+def copied(dtype, family: str = ""):
     """The plain model once more: optimize makes views of the weights that it is given."""
-    return build(plain().config, {name: x.to(dtype).clone() for name, x in plain().state_dict().items()})
+    model = plain(family)
+    return build(model.config, {name: x.to(dtype).clone() for name, x in model.state_dict().items()})
 
 
 @functools.cache
-def fast(weights: str):
-    return optimize(copied(torch.bfloat16 if weights == "bf16" else torch.float32), weights)
+def fast(name: str):
+    weights, _, family = name.partition(" ")
+    return optimize(copied(torch.bfloat16 if weights == "bf16" else torch.float32, family), weights)
 
 
 @functools.cache
-def compiled(rows: int):
-    return Compiled(plain(), CAPACITY, batch_size=rows, backend="eager")
+def compiled(family: str, rows: int):
+    return Compiled(plain(family), CAPACITY, batch_size=rows, backend="eager")
 
 
 @functools.cache
 def same_numbers(name: str):
-    return plain() if name in ("plain", "compiled") else dequantized(fast(name))
+    weights, _, family = name.partition(" ")
+    return plain(family) if weights in NO_KERNELS else dequantized(fast(name))
 
 
 # name → largest distance from the truth (see `distance`). bf16 rounds keys, values and queries to 8 bits; products of
 # few rows by int8 and int4 weights round activations to 8 bits, and to bf16 where no kernel is.
-MODELS = {"plain": 1e-5, "compiled": 1e-5, "fp32": 1e-5, "bf16": 0.015, "int8": 0.03, "int4": 0.03}
+NO_KERNELS = {"plain": 1e-5, "compiled": 1e-5}
+MODELS = NO_KERNELS | {"fp32": 1e-5, "bf16": 0.015, "int8": 0.03, "int4": 0.03} | {
+    "plain llama": 1e-5, "fp32 llama": 1e-5, "int8 llama": 0.03, "compiled qwen2": 1e-5, "fp32 qwen2": 1e-5,
+    "bf16 qwen2": 0.015, "plain moe": 1e-5,
+}  # fmt: skip
 STEP = {"8": 0.01, "4": 0.03, "2": 0.06}  # a key that is rounded otherwise may get the next code of a quantized cache
 
 
@@ -120,9 +131,10 @@ def tolerance(model: str, spec: str) -> float:
 
 
 def candidate(name: str, rows: int):
-    if name == "plain":
-        return plain()
-    return compiled(rows) if name == "compiled" else fast(name)
+    weights, _, family = name.partition(" ")
+    if weights == "plain":
+        return plain(family)
+    return compiled(family, rows) if weights == "compiled" else fast(name)
 
 
 # --- the situations: run(model, new(rows) → cache) → logits ---------------------------------------------------------
@@ -360,13 +372,13 @@ def check(model: str, situation: str):
 
 
 @pytest.mark.parametrize("situation", SITUATIONS)
-@pytest.mark.parametrize("model", ["plain", "compiled"])  # which know no kernels
+@pytest.mark.parametrize("model", [name for name in MODELS if name.split()[0] in NO_KERNELS])
 def test_all_caches(model, situation):
     check(model, situation)
 
 
 @pytest.mark.parametrize("situation", SITUATIONS)
-@pytest.mark.parametrize("model", [name for name in MODELS if name not in ("plain", "compiled")])
+@pytest.mark.parametrize("model", [name for name in MODELS if name.split()[0] not in NO_KERNELS])
 def test_all_caches_on_fused_weights(model, situation, code):
     check(model, situation)
 
@@ -393,12 +405,13 @@ def test_the_numbers_of_a_dequantized_model_are_those_that_the_fast_one_holds():
 @pytest.mark.parametrize("attend", [causal_attention, lambda q, k, v: causal_attention(q, k, v)])
 def test_causal_attention_is_causal_over_a_cache_without_a_mask(model, attend):
     """As the function that it always was, and inside one of the caller's own: T < S needs no mask from outside."""
-    ids, mine, theirs = ids_of(1), new(plain().config, "dict"), new(plain().config, "dict")
+    tried, ids = candidate(model, 1), ids_of(1)
+    mine, theirs = new(tried.config, "dict"), new(tried.config, "dict")
     for cache in (mine, theirs):
-        prefill(candidate(model, 1), ids[:, :7], cache)
+        prefill(tried, ids[:, :7], cache)
     with torch.inference_mode():
-        got = candidate(model, 1).lm_head(candidate(model, 1)(ids[:, 7:12], mine, 7, attend))
-    assert distance(got, verify_draft(candidate(model, 1), ids[:, 7:12], theirs, 7)) <= 1e-6
+        got = tried.lm_head(tried(ids[:, 7:12], mine, 7, attend))
+    assert distance(got, verify_draft(tried, ids[:, 7:12], theirs, 7)) <= 1e-6
 
 
 # --- what a kernel must not take on trust ---------------------------------------------------------------------------

@@ -41,7 +41,7 @@ from oracle import (
 
 pytestmark = pytest.mark.sampled
 
-KV_TOLERANCE = 1e-6
+KV_TOLERANCE = 2e-6  # measured 1e-6 with experts, whose gate and up transformers multiplies as one; 6e-7 without
 # Where sums run in another order than in the reference: decode groups G heads into one block, and a chunk multiplies
 # other matrix shapes than the whole. Measured 6e-6 (values up to 6); transformers' own chunks and whole differ as much.
 REORDERED = 1e-5

@@ -1,4 +1,4 @@
-"""Which tensors a Qwen3 checkpoint must hold (names and shapes, from config.json alone), and which files hold them.
+"""Which tensors a checkpoint must hold (names and shapes, from config.json alone), and which files hold them.
 
 The map between Hugging Face's names and ours is one prefix: "model.layers.0..." there, "layers.0..." here;
 only lm_head has no prefix. Plain arithmetic: no tensor is read and no memory is taken.
@@ -8,6 +8,7 @@ Not checked here: anything about the maths (rope, activation, window); that is n
 import re
 from pathlib import Path
 
+from .families import family_of
 from .strict import CheckpointError, quote, read_object
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -21,7 +22,13 @@ SIZES = {  # field: largest plausible value. 10**12 is a typo or an attack; it m
     "num_key_value_heads": 10_000,
     "head_dim": 65_536,
 }
-DEFAULTS = {"num_key_value_heads": 32, "head_dim": 128}  # transformers' Qwen3Config where the file is silent
+EXPERT_SIZES = {  # of families that have experts
+    "num_experts": 10_000,
+    "num_experts_per_tok": 10_000,
+    "moe_intermediate_size": 4_000_000,
+    "decoder_sparse_step": 10_000,
+}
+MOST_EXPERTS = 200_000  # in all layers; Qwen3-235B-A22B has 12,032
 HEAD = "lm_head.weight"
 EMBEDDING = "embed_tokens.weight"
 IGNORED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")  # old buffer: RoPE recomputes it
@@ -40,43 +47,83 @@ def to_hugging_face(name: str) -> str:
 def expected(config: dict) -> dict[str, tuple[int, ...]]:
     """Hugging Face name → shape of every tensor, lm_head included (a tied checkpoint may leave it out).
 
-    Source: the parameters of transformers' Qwen3ForCausalLM. Raises CheckpointError naming field and value.
+    Source: the parameters of transformers' class for this family. Raises CheckpointError naming field and value.
     """
-    V, C, I, L, H, Hk, D = sizes(config).values()  # noqa: E741, I: the width of the MLP
-    linears = {  # leaf: (out, in)
-        "self_attn.q_proj": (H * D, C),
-        "self_attn.k_proj": (Hk * D, C),
-        "self_attn.v_proj": (Hk * D, C),
-        "self_attn.o_proj": (C, H * D),
-        "mlp.gate_proj": (I, C),
-        "mlp.up_proj": (I, C),
-        "mlp.down_proj": (C, I),
-    }
-    layer = {f"{leaf}.weight": shape for leaf, shape in linears.items()}
-    layer |= {"self_attn.q_norm.weight": (D,), "self_attn.k_norm.weight": (D,)}
+    family, found = family_of(config), sizes(config)
+    V, C, I, L, H, Hk, D = (found[field] for field in SIZES)  # noqa: E741, I: the width of the MLP
+    attention = {"q_proj": (H * D, C), "k_proj": (Hk * D, C), "v_proj": (Hk * D, C), "o_proj": (C, H * D)}
+    layer = {f"self_attn.{leaf}.weight": shape for leaf, shape in attention.items()}  # leaf: (out, in)
+    if family.qk_norm:
+        layer |= {"self_attn.q_norm.weight": (D,), "self_attn.k_norm.weight": (D,)}
     layer |= {"input_layernorm.weight": (C,), "post_attention_layernorm.weight": (C,)}
-    if flag(config, "attention_bias"):
-        layer |= {f"{leaf}.bias": shape[:1] for leaf, shape in linears.items() if leaf.startswith("self_attn")}
+    bias = flag(config, "attention_bias")
+    for leaf, shape in attention.items():
+        own = family.output_bias if leaf == "o_proj" else family.qkv_bias
+        if bias if own is None else own:
+            layer[f"self_attn.{leaf}.bias"] = shape[:1]
+    mlp, sparse = mlp_shapes("mlp.", C, I), {}
+    if family.experts:
+        E, width = found["num_experts"], found["moe_intermediate_size"]
+        sparse = {"mlp.gate.weight": (E, C)}
+        for expert in range(E):
+            sparse |= mlp_shapes(f"mlp.experts.{expert}.", C, width)
     shapes = {EMBEDDING: (V, C)}
-    shapes |= {f"layers.{i}.{leaf}": shape for i in range(L) for leaf, shape in layer.items()}
+    for i in range(L):
+        leaves = layer | (sparse if family.experts and is_sparse(config, i) else mlp)
+        shapes |= {f"layers.{i}.{leaf}": shape for leaf, shape in leaves.items()}
     shapes |= {"norm.weight": (C,), HEAD: (V, C)}
     return {to_hugging_face(name): shape for name, shape in shapes.items()}
 
 
+def mlp_shapes(prefix: str, C: int, width: int) -> dict[str, tuple[int, ...]]:
+    """The three matrices of SwiGLU."""
+    shapes = {"gate_proj": (width, C), "up_proj": (width, C), "down_proj": (C, width)}
+    return {f"{prefix}{leaf}.weight": shape for leaf, shape in shapes.items()}
+
+
+def is_sparse(config: dict, layer: int) -> bool:
+    """Has this layer experts in the place of an MLP? Every decoder_sparse_step-th has, but those of mlp_only_layers."""
+    step = config.get("decoder_sparse_step", 1)
+    return (layer + 1) % step == 0 and layer not in (config.get("mlp_only_layers") or ())
+
+
 def sizes(config: dict) -> dict[str, int]:
-    """The seven sizes that decide every shape, each a whole number within SIZES."""
-    kind = config.get("model_type", "qwen3")
-    if kind != "qwen3":
-        raise CheckpointError(
-            f"config.json: model_type is {quote(kind)}; only dense Qwen3 (model_type \"qwen3\") is implemented"
-        )
-    found = {field: size(config, field, limit) for field, limit in SIZES.items()}
+    """The sizes that decide every shape, each a whole number within its limit; those of experts where there are any."""
+    config, family = one_spelling(config), family_of(config)
+    limits = SIZES | (EXPERT_SIZES if family.experts else {})
+    found = {name: size(config, name, limit) for name, limit in limits.items()}
     heads, kv_heads = found["num_attention_heads"], found["num_key_value_heads"]
     if heads % kv_heads:
         raise CheckpointError(
             f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
         )
+    if family.experts:
+        check_experts(config, found)
     return found
+
+
+def one_spelling(config: dict) -> dict:
+    """transformers 5 writes num_local_experts for num_experts."""
+    if "num_local_experts" not in config:
+        return config
+    config = dict(config)
+    count = config.pop("num_local_experts")
+    if config.setdefault("num_experts", count) != count:
+        raise CheckpointError(
+            f"config.json: num_experts {quote(config['num_experts'])} contradicts num_local_experts {quote(count)}"
+        )
+    return config
+
+
+def check_experts(config: dict, found: dict[str, int]) -> None:
+    """The experts of a token are some of all; layers without experts are named by their numbers."""
+    chosen, experts, layers = found["num_experts_per_tok"], found["num_experts"], config.get("mlp_only_layers") or []
+    if (pairs := experts * found["num_hidden_layers"]) > MOST_EXPERTS:
+        raise CheckpointError(f"config.json: {pairs:,} experts in all layers, at most {MOST_EXPERTS:,} are plausible")
+    if chosen > experts:
+        raise CheckpointError(f"config.json: num_experts_per_tok {chosen} is more than num_experts {experts}")
+    if not isinstance(layers, list) or not all(type(layer) is int for layer in layers):
+        raise CheckpointError(f"config.json: mlp_only_layers is {quote(layers)}, not a list of layer numbers")
 
 
 def flag(config: dict, field: str) -> bool:
@@ -88,12 +135,16 @@ def flag(config: dict, field: str) -> bool:
 
 
 def size(config: dict, field: str, limit: int) -> int:
-    """A whole number from 1 to `limit`; a field that is absent has its default, if it has one."""
-    if field not in config and field not in DEFAULTS:
+    """A whole number from 1 to `limit`; a field that is absent has its family's default, if it has one."""
+    defaults = family_of(config).defaults
+    if field not in config and field not in defaults:
         raise CheckpointError(f"config.json: {field} is missing", hint=f"it has {len(config)} fields; is it a model's?")
-    value = config.get(field, DEFAULTS.get(field))
+    value = config.get(field, defaults.get(field))
     if value is None and field == "num_key_value_heads":  # null: as many as query heads, as in transformers
         return size(config, "num_attention_heads", limit)
+    if value is None and field == "head_dim" and defaults[field] is None:
+        C, heads = (size(config, name, SIZES[name]) for name in ("hidden_size", "num_attention_heads"))
+        value = C // heads
     if type(value) is not int or not 1 <= value <= limit:
         raise CheckpointError(
             f"config.json: {field} is {repr(value)[:40]}; it must be a whole number from 1 to {limit:,}"

@@ -97,10 +97,11 @@ class Transformers(Runner):
             import transformers
         except ImportError:
             raise NanoKVError("transformers is not installed", "pip install transformers") from None
-        config = transformers.Qwen3Config(**{**model.config.to_dict(), "dtype": None})
+        fields = {**model.config.to_dict(), "dtype": None}
+        config = transformers.AutoConfig.for_model(**fields)
         own = model.embed_tokens.weight
         with torch.device("meta"):
-            self.model = transformers.Qwen3ForCausalLM(config)
+            self.model = transformers.AutoModelForCausalLM.from_config(config)
         names = {name: p for name, p in model.state_dict().items() if name != "lm_head.weight"}
         state = {f"model.{name}": tensor for name, tensor in names.items()}
         self.model.load_state_dict(state | {"lm_head.weight": model.lm_head.weight}, assign=True)

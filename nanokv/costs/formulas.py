@@ -10,31 +10,52 @@ from nanokv.config import Config
 from nanokv.errors import CacheError, CapacityError
 
 __all__ = [
-    "ITEMSIZE", "attention_parameters", "cache_bytes", "cache_slots", "decode_flops", "kv_bytes", "kv_bytes_per_token",
-    "layer_parameters", "parameters", "prefill_flops", "quantized_bytes", "quantized_parts", "weight_bytes",
+    "ITEMSIZE", "active_weights", "attention_parameters", "cache_bytes", "cache_slots", "decode_flops", "kv_bytes",
+    "kv_bytes_per_token", "layer_parameters", "parameters", "prefill_flops", "quantized_bytes", "quantized_parts",
+    "weight_bytes",
 ]  # fmt: skip
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def attention_parameters(config: Config) -> int:
-    """q, k, v and o projections, their biases and the two head norms of one layer."""
+    """q, k, v and o projections of one layer, with the biases and the two head norms that the family has."""
     C, D = config.hidden_size, config.head_dim
     H, Hk = config.num_attention_heads, config.num_key_value_heads
-    biases = (H + 2 * Hk) * D + C if config.attention_bias else 0
-    return 2 * C * H * D + 2 * C * Hk * D + 2 * D + biases
+    biases = (H + 2 * Hk) * D * config.qkv_bias + C * config.output_bias
+    return 2 * C * H * D + 2 * C * Hk * D + 2 * D * config.qk_norm + biases
 
 
-def layer_parameters(config: Config) -> int:
-    """Attention, the three SwiGLU matrices and the two layer norms."""
-    C = config.hidden_size
-    return attention_parameters(config) + 3 * C * config.intermediate_size + 2 * C
+def mlp_parameters(config: Config, layer: int = 0) -> int:
+    """The three SwiGLU matrices; with experts those of all of them, and the router."""
+    C, experts = config.hidden_size, config.experts_of(layer)
+    if experts is None:
+        return 3 * C * config.intermediate_size
+    return experts.num_experts * (3 * C * experts.moe_intermediate_size + C)
+
+
+def layer_parameters(config: Config, layer: int = 0) -> int:
+    """Attention, MLP or experts, and the two layer norms."""
+    return attention_parameters(config) + mlp_parameters(config, layer) + 2 * config.hidden_size
 
 
 def parameters(config: Config) -> int:
     """All parameters; a tied head counts once. Qwen3-0.6B: 596,049,920."""
     table = config.vocab_size * config.hidden_size
     tables = table if config.tie_word_embeddings else 2 * table
-    return tables + config.num_hidden_layers * layer_parameters(config) + config.hidden_size
+    layers = sum(layer_parameters(config, layer) for layer in range(config.num_hidden_layers))
+    return tables + layers + config.hidden_size
+
+
+def active_weights(config: Config) -> int:
+    """Weights of the layers' matrices that one token is multiplied with: of the experts those that it is sent to."""
+    C, D = config.hidden_size, config.head_dim
+    total = config.num_hidden_layers * 2 * C * D * (config.num_attention_heads + config.num_key_value_heads)
+    for experts in map(config.experts_of, range(config.num_hidden_layers)):
+        if experts is None:
+            total += 3 * C * config.intermediate_size
+        else:
+            total += 3 * C * experts.moe_intermediate_size * experts.num_experts_per_tok + C * experts.num_experts
+    return total
 
 
 def weight_bytes(config: Config, itemsize: int) -> int:
@@ -54,17 +75,16 @@ def kv_bytes(config: Config, tokens: int, batch_size: int, itemsize: int) -> int
 
 def decode_flops(config: Config, context: int) -> int:
     """2 FLOPs for each weight of every matrix, and 4·H·D for each visible key (scores and mix) in every layer."""
-    C, D, H, L = config.hidden_size, config.head_dim, config.num_attention_heads, config.num_hidden_layers
-    matrices = 2 * C * D * (H + config.num_key_value_heads) + 3 * C * config.intermediate_size
-    return 2 * (L * matrices + config.vocab_size * C) + 4 * L * H * D * context
+    D, H, L = config.head_dim, config.num_attention_heads, config.num_hidden_layers
+    return 2 * (active_weights(config) + config.vocab_size * config.hidden_size) + 4 * L * H * D * context
 
 
 def prefill_flops(config: Config, tokens: int, start_pos: int = 0) -> int:
     """T rows through every layer, causal attention over what each row sees, one row through the head."""
-    C, D, H, L = config.hidden_size, config.head_dim, config.num_attention_heads, config.num_hidden_layers
-    matrices = 2 * C * D * (H + config.num_key_value_heads) + 3 * C * config.intermediate_size
+    D, H, L = config.head_dim, config.num_attention_heads, config.num_hidden_layers
     seen = tokens * start_pos + tokens * (tokens + 1) // 2
-    return 2 * L * matrices * tokens + 4 * L * H * D * seen + 2 * config.vocab_size * C
+    head = 2 * config.vocab_size * config.hidden_size
+    return 2 * active_weights(config) * tokens + 4 * L * H * D * seen + head
 
 
 def cache_bytes(name: str, config: Config, tokens: int, batch_size: int = 1, itemsize: int = 2,

@@ -23,7 +23,7 @@ from nanokv.decoding.sample import check_sampling, logprob, probabilities
 from nanokv.errors import CapacityError, GenerationError
 from nanokv.inference import decode, prefill_chunks, verify_draft
 from nanokv.loading import skeleton
-from nanokv.model import Qwen3
+from nanokv.model import Transformer
 from nanokv.text.ids import Ids, common_prefix
 
 Distribution = Callable[[Tensor, list[int]], Tensor]  # logits (1,V), guesses so far → (1,V)
@@ -98,11 +98,11 @@ class DraftModel(Draft):
 class EarlyExit(DraftModel):
     """The model's own first `layers` layers, then its norm and head: no second checkpoint, no weight stored twice."""
 
-    def __init__(self, model: Qwen3, layers: int, cache: KVCache | None = None, tokens: int = 4):
+    def __init__(self, model: Transformer, layers: int, cache: KVCache | None = None, tokens: int = 4):
         super().__init__(first_layers(model, layers), cache, tokens)
 
 
-def first_layers(model: Qwen3, layers: int) -> Qwen3:
+def first_layers(model: Transformer, layers: int) -> Transformer:
     """A model of the first `layers` layers on the very parameters of `model`: no copy."""
     check_sampling(layers=layers)
     deep = model.config.num_hidden_layers

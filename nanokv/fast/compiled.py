@@ -61,7 +61,7 @@ def hidden_states(model, tokens, positions, slabs):
 
 
 class Compiled(nn.Module):
-    """A Qwen3 for prefill, decode and generate, compiled for `batch_size` rows over a slab of `capacity` slots.
+    """A model for prefill, decode and generate, compiled for `batch_size` rows over a slab of `capacity` slots.
 
     Static caches of exactly that size, `make_cache()`, run compiled: one compile for decode and one for each width of
     `buckets` that is used (default: powers of two from 16 to 2,048), listed in `compiles`; a longer prompt goes in
@@ -104,7 +104,7 @@ class Compiled(nn.Module):
         return torch.compile(hidden_states, fullgraph=True, dynamic=False, backend=counted, isolate_recompiles=True)
 
     def forward(self, tokens, cache, start_pos: int, attend):
-        """As Qwen3.forward: tokens (B,T) → (B,T,C)."""
+        """As Transformer.forward: tokens (B,T) → (B,T,C)."""
         if not self.takes(tokens, cache, start_pos, attend):
             return self.model(tokens, cache, start_pos, attend)
         with torch.inference_mode():

@@ -20,7 +20,7 @@ from nanokv.errors import ConfigError
 from nanokv.fast import native
 from nanokv.fast.weights import FEW_ROWS, FORMATS, Addressed, Dense, Int8
 from nanokv.loading import skeleton
-from nanokv.model import Qwen3
+from nanokv.model import Transformer
 from nanokv.rope import apply_rope
 
 if TYPE_CHECKING:
@@ -43,13 +43,14 @@ class Block(Addressed):
         self.down = make_matrix(mlp.down_proj.weight)
         norms = plain.input_layernorm, attention.q_norm, attention.k_norm, plain.post_attention_layernorm
         for name, norm in zip(("norm", "q_norm", "k_norm", "mlp_norm"), norms, strict=True):
-            self.register_buffer(name, norm.weight.detach().float().contiguous())
+            weight = getattr(norm, "weight", None)  # not every family norms q and k
+            self.register_buffer(name, None if weight is None else weight.detach().float().contiguous())
 
     @functools.cached_property
     def struct(self):
         """The layer as the kernels take it; made once."""
         matrices = (matrix.struct for matrix in (self.qkv, self.o, self.gate_up, self.down))
-        norms = (norm.data_ptr() for norm in (self.norm, self.q_norm, self.k_norm, self.mlp_norm))
+        norms = map(native.pointer, (self.norm, self.q_norm, self.k_norm, self.mlp_norm))
         return native.Layer(*matrices, *norms, *self.heads, self.eps, native.FORMATS[self.dtype])
 
     def forward(self, x, rope, cache, attend):
@@ -87,8 +88,9 @@ class Block(Addressed):
         (cos, sin), form = (angle.contiguous() for angle in rope), native.FORMATS[dtype]
         qkv = self.qkv.product(self.rows_normed(kernels, x, self.norm))  # (B,T,(H+2Hk)·D)
         kernels.split_rows(
-            qkv.data_ptr(), B, T, H, Hk, D, self.q_norm.data_ptr(), self.k_norm.data_ptr(), self.eps, cos.data_ptr(),
-            sin.data_ptr(), T * D if cos.numel() > T * D else 0, q.data_ptr(), k.data_ptr(), v.data_ptr(), form,
+            qkv.data_ptr(), B, T, H, Hk, D, native.pointer(self.q_norm), native.pointer(self.k_norm), self.eps,
+            cos.data_ptr(), sin.data_ptr(), T * D if cos.numel() > T * D else 0, q.data_ptr(), k.data_ptr(),
+            v.data_ptr(), form,
         )  # fmt: skip
         y = self.attended(kernels, attend, q, *cache.append(k, v))  # (B,H,T,D)
         y = self.o.product(y.transpose(1, 2).reshape(B, T, H * D))  # (B,T,C)
@@ -145,7 +147,8 @@ class Block(Addressed):
         return x + self.down(F.silu(gate) * up)
 
     def normed(self, x, weight):
-        return F.rms_norm(x, weight.shape, weight, self.eps)
+        """As it is where the family has no such norm."""
+        return x if weight is None else F.rms_norm(x, weight.shape, weight, self.eps)
 
 
 def sees_its_row(attend, cache) -> bool:
@@ -197,12 +200,12 @@ class Norm(Addressed):
 
 
 @overload
-def optimize(model: Qwen3, weights: str | None = None, compile: None = None) -> Qwen3: ...
+def optimize(model: Transformer, weights: str | None = None, compile: None = None) -> Transformer: ...
 @overload
-def optimize(model: Qwen3, weights: str | None = None, *, compile: int) -> "Compiled": ...
+def optimize(model: Transformer, weights: str | None = None, *, compile: int) -> "Compiled": ...
 @torch.inference_mode(False)  # or the plain model, whose weights become views, could not be trained any more
 @torch.no_grad()
-def optimize(model: Qwen3, weights: str | None = None, compile: int | None = None):
+def optimize(model: Transformer, weights: str | None = None, compile: int | None = None):
     """A model that decodes faster and answers the same: for every function and cache that takes the plain one.
 
     `weights`: None (as loaded), "fp32", "bf16", "int8" or "int4". int4 keeps the embedding and the head in int8, as
@@ -224,12 +227,14 @@ def optimize(model: Qwen3, weights: str | None = None, compile: int | None = Non
             raise ConfigError(f"weights={weights!r} and compile={compile!r}: kernels are compiled already, choose one")
         from nanokv.fast.compiled import Compiled
 
+        check_dense(model)
         return Compiled(model, compile)
     if not all(hasattr(layer, "self_attn") for layer in getattr(model, "layers", [None])):
         raise ConfigError(
-            f"{type(model).__name__} has no plain blocks to fuse: it is optimized already, or not a Qwen3",
+            f"{type(model).__name__} has no plain blocks to fuse: it is optimized already, or not a Transformer",
             hint="optimize the model that nanokv.load returns",
         )
+    check_dense(model)
     dtype = model.embed_tokens.weight.dtype
     own = {torch.float32: "fp32", torch.bfloat16: "bf16"}
     name = str(dtype).removeprefix("torch.")
@@ -252,6 +257,15 @@ def optimize(model: Qwen3, weights: str | None = None, compile: int | None = Non
     fast.layers = nn.ModuleList(Block(layer, model.config, make_matrix) for layer in model.layers)
     fast.generation_config, fast.weights = model.generation_config, weights
     return fast.requires_grad_(False).eval()
+
+
+def check_dense(model) -> None:
+    """ConfigError for a mixture of experts: which weights a token needs is known in the middle of a layer only."""
+    if getattr(model.config, "experts", None):
+        raise ConfigError(
+            f"{model.config.family.title} has experts, and neither kernels nor compiled blocks route tokens to them",
+            hint="use the plain model: leave out --fast (or nanokv.optimize)",
+        )
 
 
 def fused(*linears):

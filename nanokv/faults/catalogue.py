@@ -22,7 +22,7 @@ from nanokv.cache.sliding import SlidingCache
 from nanokv.cache.static import StaticCache
 from nanokv.faults.substitute import PerObject, between, has_cache, in_all, positions
 from nanokv.inference import prefill_chunks
-from nanokv.model import Attention, Qwen3
+from nanokv.model import Attention, Transformer
 from nanokv.rope import apply_rope
 
 TABLE = 32  # rows of the RoPE table that is too short
@@ -188,7 +188,7 @@ def one_dict_for_all_layers():
 )  # fmt: skip
 def last_layer_closure():
     """`[lambda …: block(…) for block in layers]`, called after the loop."""
-    right = Qwen3.forward
+    right = Transformer.forward
 
     def forward(self, tokens, cache, start_pos, attend):
         if not has_cache(cache):
@@ -198,7 +198,7 @@ def last_layer_closure():
         bound.layers = nn.ModuleList([self.layers[-1]] * len(self.layers))
         return right(bound, tokens, cache, start_pos, attend)
 
-    return [(Qwen3, "forward", forward)]
+    return [(Transformer, "forward", forward)]
 
 
 @fault(

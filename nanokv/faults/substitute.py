@@ -11,7 +11,7 @@ from functools import partial
 import nanokv.model
 from nanokv.attention import Causal
 from nanokv.cache import KVCache, LayerCache
-from nanokv.model import Qwen3
+from nanokv.model import Transformer
 
 
 class PerObject(dict):
@@ -83,7 +83,7 @@ def has_cache(cache) -> bool:
 
 def between(append=right_append, attend=None) -> list:
     """Swap for the model's forward: other keys and values for attention, or `attend(right)` instead of attention."""
-    right = Qwen3.forward
+    right = Transformer.forward
 
     def forward(self, tokens, cache, start_pos, attention):
         if has_cache(cache):
@@ -92,7 +92,7 @@ def between(append=right_append, attend=None) -> list:
                 attention = StandIn(attention, attend)
         return right(self, tokens, cache, start_pos, attention)
 
-    return [(Qwen3, "forward", forward)]
+    return [(Transformer, "forward", forward)]
 
 
 def positions(wrong) -> list:

@@ -38,6 +38,7 @@ OPERATIONS = {
     "up_proj": ("mlp.up_proj", "output"),
     "swiglu": ("mlp.down_proj", "input"),
     "down_proj": ("mlp.down_proj", "output"),
+    "experts": ("mlp", "output"),  # of a layer that has a router, in the place of the four above
     "mlp_residual": ("", "output"),  # the layer's output
 }
 ENDS = {"embed_tokens": -1, "norm": 1, "lm_head": 2}  # before and after all layers
@@ -208,9 +209,11 @@ def _hooks(model, keep):
         for name, module in (("embed_tokens", body.embed_tokens), ("norm", body.norm), ("lm_head", model.lm_head)):
             handles.append(_hook(module, "output", keep, (None, name)))
         for i, layer in enumerate(body.layers):
+            modules = dict(layer.named_modules())
+            absent = set() if "mlp.experts" in modules else {"experts"}
             for operation, place in OPERATIONS.items():
-                if place:
-                    handles.append(_hook(layer.get_submodule(place[0]), place[1], keep, (i, operation)))
+                if place and place[0] in modules and operation not in absent:  # a family may lack a norm
+                    handles.append(_hook(modules[place[0]], place[1], keep, (i, operation)))
         yield
     finally:
         for handle in handles:

@@ -22,7 +22,7 @@ from nanokv.decoding.batching import generate_padded
 from nanokv.decoding.generation import generate
 from nanokv.errors import CacheError, CapacityError, NanoKVError, UnsupportedError
 from nanokv.inference import decode, prefill, score, verify_draft
-from nanokv.model import Qwen3
+from nanokv.model import Transformer
 from nanokv.study.debug import compare, earliest, watch
 
 TOLERANCE = 1e-4  # on logits of size 10 in fp32; equal code on another path differs by 1e-5 at most
@@ -123,14 +123,14 @@ def maker(make):
     return of_layers
 
 
-def small_model(seed: int = 0) -> Qwen3:
+def small_model(seed: int = 0) -> Transformer:
     """A random Qwen3 whose logits react to everything: H·D ≠ C, G = 2, random norms, weights far from zero."""
     config = Config.from_dict({
         "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "head_dim": 12,
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "rms_norm_eps": 1e-6,
     })  # fmt: skip
     generator = torch.Generator().manual_seed(seed)
-    model = Qwen3(config)
+    model = Transformer(config)
     for name, weight in model.named_parameters():
         if "norm" in name:
             weight.data.uniform_(0.5, 1.5, generator=generator)

@@ -20,7 +20,7 @@ from nanokv.attention import Causal
 from nanokv.cache import NoCache
 from nanokv.config import Config
 from nanokv.errors import NanoKVError
-from nanokv.model import Qwen3
+from nanokv.model import Transformer
 from nanokv.training.corpus import SECOND, THIRD
 from nanokv.training.data import Rows, save_tokenizer, train_tokenizer
 from nanokv.training.run_folder import checkpoints, damaged, drop_old, new_checkpoint, read_state, saving
@@ -88,7 +88,7 @@ class Trainer:
         torch.manual_seed(recipe.seed)
         self.recipe, self.device, self.config, self.step = recipe, device, config, 0
         self.tokenizer = tokenizer or train_tokenizer(recipe.seed, config.vocab_size)
-        self.model = initialise(Qwen3(config)).to(device).train()
+        self.model = initialise(Transformer(config)).to(device).train()
         matrices = [p for name, p in self.model.named_parameters() if p.dim() == 2 and name != "embed_tokens.weight"]
         rest = [p for name, p in self.model.named_parameters() if p.dim() != 2 or name == "embed_tokens.weight"]
         rate, decay = recipe.learning_rate, recipe.weight_decay
@@ -204,7 +204,7 @@ class Trainer:
         save_tokenizer(self.tokenizer, folder)
 
 
-def initialise(model: Qwen3) -> Qwen3:
+def initialise(model: Transformer) -> Transformer:
     """Normal(0, 0.02); the two projections that write to the residual stream smaller by sqrt(2L) (GPT-2)."""
     shrink = (2 * model.config.num_hidden_layers) ** -0.5
     with torch.no_grad():

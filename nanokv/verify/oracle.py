@@ -27,7 +27,7 @@ def version() -> str | None:
 
 
 def answers(folder: Path, questions: Questions, dtype) -> Evidence:
-    """Question transformers' Qwen3ForCausalLM and its tokenizer."""
+    """Question transformers' model of this family, and its tokenizer."""
     model, tokenizer = load(folder, dtype)
     return Evidence(
         f"transformers {version()}",
@@ -42,18 +42,19 @@ def answers(folder: Path, questions: Questions, dtype) -> Evidence:
 
 
 def load(folder: Path, dtype):
-    """(Qwen3ForCausalLM in eval mode, its tokenizer); NanoKVError if transformers cannot be used or refuses it."""
+    """(the family's model in eval mode, its tokenizer); NanoKVError if transformers cannot be used or refuses it."""
     try:
         import transformers
-        from transformers import AutoTokenizer, GenerationConfig, Qwen3ForCausalLM
+        from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
     except ImportError as error:
         message = f"transformers {version()} is installed but cannot be used: {error}"
         raise NanoKVError(message, "pip install transformers==5.23.0, or --alone") from error
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     try:
-        model = Qwen3ForCausalLM.from_pretrained(
-            folder, dtype=dtype, attn_implementation="sdpa", use_safetensors=True, local_files_only=True
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, attn_implementation="sdpa", use_safetensors=True, local_files_only=True,
+            trust_remote_code=False,
         )
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, RuntimeError) as error:

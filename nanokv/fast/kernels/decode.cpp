@@ -245,13 +245,13 @@ static void multiply(float* y, const float* x, int64_t M, const Weight& w, bool 
 
 struct Layer {  // as nanokv/fast/native.py fills it
     Weight qkv, o, gate_up, down;
-    const float *norm, *q_norm, *k_norm, *mlp_norm;
+    const float *norm, *q_norm, *k_norm, *mlp_norm;  // q_norm and k_norm may be null
     int64_t H, Hk, D;
     float eps;
     int32_t format;  // of cached keys and values
 };
 
-// qkv (M,(H+2·Hk)·D) → q (M,H,D), k and v (M,Hk,D): q and k normed and rotated, v as it is
+// qkv (M,(H+2·Hk)·D) → q (M,H,D), k and v (M,Hk,D): q and k normed (if at all) and rotated, v as it is
 template <class T>
 static void split_heads(const Layer& layer, const float* qkv, int64_t M, const float* cos, const float* sin,
                         int64_t rope_stride, float* q, T* k, T* v) {
@@ -259,14 +259,9 @@ static void split_heads(const Layer& layer, const float* qkv, int64_t M, const f
     std::vector<float> head(D);
     for (int64_t m = 0; m < M; m++) {
         const float *row = qkv + m * (H + 2 * Hk) * D, *c = cos + m * rope_stride, *s = sin + m * rope_stride;
-        for (int64_t h = 0; h < H; h++) {
-            float* to = q + (m * H + h) * D;
-            rms_norm(to, row + h * D, layer.q_norm, D, layer.eps);
-            rotate(to, c, s, D);
-        }
+        for (int64_t h = 0; h < H; h++) place_head(q + (m * H + h) * D, row + h * D, layer.q_norm, c, s, D, layer.eps);
         for (int64_t h = 0; h < Hk; h++) {
-            rms_norm(head.data(), row + (H + h) * D, layer.k_norm, D, layer.eps);
-            rotate(head.data(), c, s, D);
+            place_head(head.data(), row + (H + h) * D, layer.k_norm, c, s, D, layer.eps);
             for (int64_t i = 0; i < D; i++) {
                 store(k + (m * Hk + h) * D + i, head[i]);
                 store(v + (m * Hk + h) * D + i, row[(H + Hk + h) * D + i]);

@@ -32,8 +32,7 @@ static void split_all(const T* qkv, int64_t B, int64_t tokens, int64_t H, int64_
                     memcpy(v + ((b * Hk + h - H - Hk) * tokens + t) * D, from, D * sizeof(T));
                     continue;
                 }
-                rms_norm(head.data(), from, h < H ? q_norm : k_norm, D, eps);
-                rotate(head.data(), c, s, D);
+                place_head(head.data(), from, h < H ? q_norm : k_norm, c, s, D, eps);
                 T* to = h < H ? q + ((b * H + h) * tokens + t) * D : k + ((b * Hk + h - H) * tokens + t) * D;
                 for (int64_t i = 0; i < D; i++) store(to + i, head[i]);
             }

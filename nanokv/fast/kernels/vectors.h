@@ -123,6 +123,17 @@ static void rotate(float* x, const float* cos, const float* sin, int64_t D) {  /
     }
 }
 
+// A head of q or k: normed if the model has a weight for that, then turned to its position.
+template <class In>
+static void place_head(float* y, const In* x, const float* weight, const float* cos, const float* sin, int64_t D, float eps) {
+    if (weight) {
+        rms_norm(y, x, weight, D, eps);
+    } else {
+        for (int64_t i = 0; i < D; i++) y[i] = to_float(x[i]);
+    }
+    rotate(y, cos, sin, D);
+}
+
 // --- where the time goes -----------------------------------------------------------------------------------------------
 
 enum Part { QKV, ATTENTION, O, MLP, HEAD, BETWEEN };  // of a decode step; BETWEEN: norms, rotation and gates of a prefill

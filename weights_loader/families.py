@@ -1,0 +1,47 @@
+"""The model families that share one skeleton, and what each has of its own that its config.json does not say.
+
+Source: the config and attention classes of transformers 5.23 (models/llama, qwen2, qwen3, qwen3_moe). A family whose
+maths differs in more than this table can say is not in it, and its `model_type` is refused.
+"""
+
+from dataclasses import dataclass, field
+
+from .strict import CheckpointError, quote
+
+
+@dataclass(frozen=True)
+class Family:
+    """A row of the table; `defaults`: sizes where config.json is silent, None = derived from the others."""
+
+    model_type: str
+    title: str
+    architecture: str  # the class of transformers, as config.json names it
+    qk_norm: bool = False  # RMSNorm over each head of q and k
+    qkv_bias: bool | None = None  # None: as the field attention_bias says
+    output_bias: bool | None = None  # of o_proj
+    experts: bool = False  # a router and experts in the place of some MLPs
+    defaults: dict[str, int | None] = field(default_factory=dict)
+
+
+QWEN3_DEFAULTS = {"num_key_value_heads": 32, "head_dim": 128}
+EXPERT_DEFAULTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "decoder_sparse_step": 1}
+FAMILIES = {
+    family.model_type: family
+    for family in (
+        Family("qwen3", "Qwen3", "Qwen3ForCausalLM", qk_norm=True, defaults=QWEN3_DEFAULTS),
+        Family("qwen3_moe", "Qwen3-MoE", "Qwen3MoeForCausalLM", qk_norm=True, experts=True,
+               defaults={"num_key_value_heads": 4, "head_dim": None} | EXPERT_DEFAULTS),
+        Family("qwen2", "Qwen2", "Qwen2ForCausalLM", qkv_bias=True, output_bias=False,
+               defaults={"num_key_value_heads": 32, "head_dim": None}),
+        Family("llama", "Llama", "LlamaForCausalLM", defaults={"num_key_value_heads": None, "head_dim": None}),
+    )
+}  # fmt: skip
+
+
+def family_of(config: dict) -> Family:
+    """By its model_type; CheckpointError names one that is not in the table."""
+    kind = config.get("model_type", "qwen3")
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        known = ", ".join(f"{family.title} ({family.model_type})" for family in FAMILIES.values())
+        raise CheckpointError(f"config.json: model_type {quote(kind)} is not implemented", hint=f"known: {known}")
+    return FAMILIES[kind]
