@@ -77,4 +77,5 @@ class PretrainedModel(nn.Module):
         c = self.config
         heads = f"{c.num_attention_heads}/{c.num_key_value_heads}×{c.head_dim}"
         where = f"{self.nbytes:,} B {str(self.dtype).removeprefix('torch.')} on {self.device}"
-        return f"<{type(self).__name__}: {c.num_hidden_layers} layers, C {c.hidden_size}, heads {heads}; {where}>"
+        what = f"{type(self).__name__} {c.family.title}: {c.num_hidden_layers} layers, C {c.hidden_size}"
+        return f"<{what}, heads {heads}; {where}>"

@@ -127,7 +127,7 @@ def tolerance(model: str, spec: str) -> float:
     if "quantized" not in spec:
         return MODELS[model]
     lowest = min((digit for digit in STEP if f"bits={digit}" in spec), default="8")
-    return MODELS[model] + (STEP[lowest] if MODELS[model] > 1e-5 else 1e-4)
+    return MODELS[model] + (STEP[lowest] if MODELS[model] > 1e-5 else 1e-3)
 
 
 def candidate(name: str, rows: int):

@@ -40,8 +40,8 @@ nanokv.generate(model, 5)
 nanokv.lod("tiny")
 """
 SEEN = [
-    "nanokv.model.Qwen3", "nanokv.text.tokenizer.Tokenizer", "torch._C.device", "nanokv.cache.base.KVCache", "int",
-    "torch._tensor.Tensor", "typing.Iterator[int]", "nanokv.chat.session.Session", "str", "typing.Iterator[str]",
+    "nanokv.model.Transformer", "nanokv.text.tokenizer.Tokenizer", "torch._C.device", "nanokv.cache.base.KVCache",
+    "int", "torch._tensor.Tensor", "typing.Iterator[int]", "nanokv.chat.session.Session", "str", "typing.Iterator[str]",
     "list[int]", "str",
 ]  # fmt: skip
 

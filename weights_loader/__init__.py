@@ -82,6 +82,10 @@ def resolve(source: Source, revision: str | None = None) -> Path:
         return download.snapshot(text, revision, known=tuple(BUNDLED))
     if revision is not None:
         raise CheckpointError(f"revision {quote(revision)} was given, but {quote(text)} is a local folder")
+    if folder.suffix == ".gguf" and folder.is_file():
+        from . import gguf_model
+
+        return gguf_model.materialize(folder)
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is a file, not a model folder" if folder.exists() else
                               f"the bundled model {quote(text)} is not installed in {folder}", LAYOUT)  # fmt: skip
@@ -97,7 +101,8 @@ def config_file(source: Source, revision: str | None = None) -> Path:
     text = str(source)
     path = BUNDLED.get(text) or Path(os.path.expanduser(text))
     if text in BUNDLED or (text and os.path.exists(path)):
-        return path if path.is_file() and revision is None else resolve(source, revision) / "config.json"
+        is_config = path.is_file() and path.suffix != ".gguf"
+        return path if is_config and revision is None else resolve(source, revision) / "config.json"
     from . import download
 
     return download.config_file(text, revision, known=tuple(BUNDLED))

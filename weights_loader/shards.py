@@ -6,17 +6,23 @@ and not by the safetensors package because errors must name file, tensor and num
 Format: https://huggingface.co/docs/safetensors (8 bytes header length, JSON header, raw little-endian values).
 """
 
+import functools
 import math
 import mmap
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy
 import torch
 
+from .gguf_file import TensorInfo
+from .gguf_model import POINTER, places
 from .names import INDEX, SINGLE, read_weight_map
 from .strict import LIMITS, CheckpointError, parse_object, quote
 
+STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # of a GGUF file
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 CHUNK = 1 << 24  # bytes of the file that a conversion maps at once: all it costs beyond the result
 MOST_TENSORS = 50_000  # of one file; a shard of a large mixture of experts has some hundreds
@@ -34,6 +40,8 @@ class Entry:
     start: int
     nbytes: int
 
+    as_stored = True  # the file holds these very values, in this order
+
     def mapped(self, offset: int, nbytes: int) -> torch.Tensor:
         """Bytes [offset, offset + nbytes) of this tensor → (n,) of its dtype, a private mapping: no copy."""
         start = self.start + offset
@@ -49,6 +57,59 @@ class Entry:
         """(first element, (n,) values) over the whole tensor; each mapping is gone when the next one is made."""
         for offset in range(0, self.nbytes, CHUNK):
             yield offset // self.dtype.itemsize, self.mapped(offset, min(CHUNK, self.nbytes - offset))
+
+
+@dataclass(frozen=True)
+class GgufEntry(Entry):
+    """Rows of a tensor in a GGUF file that are blocks of few bits, or in another order: llama.cpp stores the rows of
+    Llama's q and k so that the pairs which RoPE turns lie side by side."""
+
+    type: Any = None  # gguf.GGMLQuantizationType
+    heads: int = 0  # of q or k whose rows are permuted; 0: they are not
+
+    @classmethod
+    def of(cls, path: Path, name: str, info: TensorInfo, first: int, rows: int, heads: int) -> Entry:
+        """`rows` rows from `first` on; plain numbers in their own order are an Entry like those of safetensors."""
+        dtype = STORED.get(info.type.name, torch.float32)
+        shape = (rows, *info.shape[-1:]) if len(info.shape) > 1 else info.shape
+        each = info.nbytes // math.prod(info.shape[:-1]) if len(info.shape) > 1 else info.nbytes // rows
+        place = path, name, dtype, shape, info.start + first * each, rows * each
+        if heads and rows % (2 * heads):
+            raise CheckpointError(f"{path}: tensor {quote(name)} has {rows:,} rows, no pairs for {heads} heads")
+        if info.type.name in STORED and not heads:
+            return Entry(*place)
+        if not dequantizes(info.type):
+            raise CheckpointError(f"{path}: tensor {quote(name)} has type {info.type.name}, which the gguf package does"
+                                  " not turn into numbers", "take a file with other quantization")  # fmt: skip
+        return cls(*place, info.type, heads)
+
+    as_stored = False
+
+    def chunks(self):
+        """(first element, (n,) fp32 values), whole heads or rows at a time."""
+        import gguf
+
+        rows, width = self.shape[0], math.prod(self.shape[1:])
+        unit = rows // self.heads if self.heads else 1
+        step = max(1, CHUNK // (4 * width * unit)) * unit
+        blocks = numpy.memmap(self.path, numpy.uint8, "r", self.start, (rows, self.nbytes // rows))
+        for first in range(0, rows, step):
+            values = torch.from_numpy(gguf.quants.dequantize(blocks[first : first + step], self.type).copy())
+            if self.heads:  # (heads,D/2,2,K) → (heads,2,D/2,K)
+                values = values.view(-1, unit // 2, 2, width).transpose(1, 2)
+            yield first * width, values.reshape(-1)
+
+
+@functools.cache
+def dequantizes(type_) -> bool:
+    """Does the gguf package know how? It says so when asked for a block of zeros."""
+    import gguf
+
+    try:
+        gguf.quants.dequantize(numpy.zeros((1, gguf.GGML_QUANT_SIZES[type_][1]), numpy.uint8), type_)
+    except NotImplementedError:
+        return False
+    return True
 
 
 def weight_files(folder: Path) -> tuple[list[str], dict[str, str] | None]:
@@ -68,6 +129,9 @@ def weight_files(folder: Path) -> tuple[list[str], dict[str, str] | None]:
 
 def read_entries(folder: Path) -> dict[str, Entry]:
     """Every tensor of the checkpoint in the folder by its stored name; headers read and checked, no values."""
+    if (folder / POINTER).is_file():
+        path, tensors = places(folder)
+        return {name: GgufEntry.of(path, name, *place) for name, place in tensors.items()}
     files, weight_map = weight_files(folder)
     missing = [file for file in files if not (folder / file).is_file()]
     if missing:
@@ -155,7 +219,7 @@ def _naturals(value) -> bool:
 
 def materialize(entry: Entry, dtype: torch.dtype | None, device: torch.device) -> torch.Tensor:
     """The tensor: a view of the file if dtype and device allow it, else converted chunk by chunk."""
-    if dtype in (None, entry.dtype) and device.type == "cpu":
+    if entry.as_stored and dtype in (None, entry.dtype) and device.type == "cpu":
         return entry.mapped(0, entry.nbytes).view(entry.shape)  # 0 bytes now; pages come in when touched
     result = torch.empty(entry.shape, dtype=dtype or entry.dtype, device=device)
     flat = result.view(-1)
@@ -172,6 +236,6 @@ def materialize(entry: Entry, dtype: torch.dtype | None, device: torch.device) -
 
 def equal(a: Entry, b: Entry) -> bool:
     """Same values? Reads both, 16 MiB at a time, and keeps neither."""
-    if a.shape != b.shape or a.dtype != b.dtype:
+    if a.shape != b.shape or a.dtype != b.dtype or type(a) is not type(b):
         return False
     return all(torch.equal(x, y) for (_, x), (_, y) in zip(a.chunks(), b.chunks(), strict=True))

@@ -227,14 +227,9 @@ def optimize(model: Transformer, weights: str | None = None, compile: int | None
             raise ConfigError(f"weights={weights!r} and compile={compile!r}: kernels are compiled already, choose one")
         from nanokv.fast.compiled import Compiled
 
-        check_dense(model)
+        check_plain(model)
         return Compiled(model, compile)
-    if not all(hasattr(layer, "self_attn") for layer in getattr(model, "layers", [None])):
-        raise ConfigError(
-            f"{type(model).__name__} has no plain blocks to fuse: it is optimized already, or not a Transformer",
-            hint="optimize the model that nanokv.load returns",
-        )
-    check_dense(model)
+    check_plain(model)
     dtype = model.embed_tokens.weight.dtype
     own = {torch.float32: "fp32", torch.bfloat16: "bf16"}
     name = str(dtype).removeprefix("torch.")
@@ -259,9 +254,15 @@ def optimize(model: Transformer, weights: str | None = None, compile: int | None
     return fast.requires_grad_(False).eval()
 
 
-def check_dense(model) -> None:
-    """ConfigError for a mixture of experts: which weights a token needs is known in the middle of a layer only."""
-    if getattr(model.config, "experts", None):
+def check_plain(model) -> None:
+    """ConfigError for what has no plain blocks, and for a mixture of experts: which weights a token needs is known in
+    the middle of a layer only."""
+    if not all(hasattr(layer, "self_attn") for layer in getattr(model, "layers", [None])):
+        raise ConfigError(
+            f"{type(model).__name__} has no plain blocks to fuse: it is optimized already, or not a Transformer",
+            hint="optimize the model that nanokv.load returns",
+        )
+    if model.config.experts:
         raise ConfigError(
             f"{model.config.family.title} has experts, and neither kernels nor compiled blocks route tokens to them",
             hint="use the plain model: leave out --fast (or nanokv.optimize)",

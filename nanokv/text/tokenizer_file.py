@@ -45,9 +45,15 @@ def read_backend(path: Path) -> tokenizers.Tokenizer:
     if not path.is_file():
         raise TokenizerError(f"{path.parent} has no {path.name}", "the folder of a checkpoint holds one")
     data = read_bytes(path, TokenizerError)
-    check_fields(path, parse_object(data, str(path), TokenizerError))
+    fields = parse_object(data, str(path), TokenizerError)
+    check_fields(path, fields)
     with foreign(f"{path} cannot be read", TokenizerError):
-        return tokenizers.Tokenizer.from_buffer(data)
+        backend = tokenizers.Tokenizer.from_buffer(data)
+    for token in fields.get("added_tokens") or []:  # one that is not in the vocabulary gets the next free id
+        if (id := backend.token_to_id(token["content"])) != token.get("id"):
+            raise TokenizerError(f"{path}: added token {quote(token['content'])} says id {quote(token.get('id'))}, but "
+                                 f"comes to be {id:,}: ids are missing before it")  # fmt: skip
+    return backend
 
 
 def write_tokenizer(folder: Path, backend: tokenizers.Tokenizer, config: dict, chat_template: str | None = None):

@@ -1,0 +1,139 @@
+"""Tiny GGUF files with the `gguf` package's own writer: metadata as llama.cpp's converter writes it, a real tokenizer,
+weights of a tiny transformers model in any type that the package can write."""
+
+import json
+
+import gguf
+import numpy as np
+import torch
+
+from oracle import unfused
+
+ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"}
+LEAVES = {
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "mlp.gate": "ffn_gate_inp",
+}  # fmt: skip
+ENDS = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight",
+        "lm_head.weight": "output.weight"}  # fmt: skip
+
+
+def write_gguf(path, reference, tokenizer_folder=None, kind: str = "F32", changes=()):
+    """The file of a transformers model; `changes`: (key, value or None) that are set, or left out, at the end."""
+    config = reference.config
+    architecture = ARCHITECTURES[config.model_type]
+    writer = gguf.GGUFWriter(str(path), architecture)
+    values = metadata(config, architecture) | (tokenizer(tokenizer_folder) if tokenizer_folder else {})
+    for key, value in changes:
+        values.pop(key, None)
+        if value is not None:
+            values[key] = value
+    for key, value in values.items():
+        add(writer, key, value)
+    for name, array in arrays(reference).items():
+        if array.ndim == 1 or array.shape[-1] % 32 or kind == "F32":
+            writer.add_tensor(name, array)
+        else:
+            type_ = gguf.GGMLQuantizationType[kind]
+            writer.add_tensor(name, gguf.quants.quantize(array, type_), raw_dtype=type_)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def add(writer, key: str, value) -> None:
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    else:
+        writer.add_array(key, value)
+
+
+def metadata(config, architecture: str) -> dict:
+    heads = config.num_attention_heads
+    found = {
+        "block_count": config.num_hidden_layers, "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size, "feed_forward_length": config.intermediate_size,
+        "attention.head_count": heads, "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": getattr(config, "head_dim", None) or config.hidden_size // heads,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "rope.freq_base": float(config.rope_parameters["rope_theta"]), "vocab_size": config.vocab_size,
+    }  # fmt: skip
+    found["attention.value_length"] = found["rope.dimension_count"] = found["attention.key_length"]
+    if config.rope_parameters["rope_type"] == "yarn":
+        rope = config.rope_parameters
+        found |= {"rope.scaling.type": "yarn", "rope.scaling.factor": rope["factor"],
+                  "rope.scaling.original_context_length": rope["original_max_position_embeddings"]}  # fmt: skip
+    if architecture == "qwen3moe":
+        found |= {"expert_count": config.num_experts, "expert_used_count": config.num_experts_per_tok,
+                  "expert_feed_forward_length": config.moe_intermediate_size}  # fmt: skip
+    return {f"{architecture}.{key}": value for key, value in found.items()}
+
+
+def tokenizer(folder) -> dict:
+    """From tokenizer.json of tiny_checkpoint.py: ids 0, 1, 2 are control tokens, text is cut by GPT-2's rule."""
+    fields = json.loads((folder / "tokenizer.json").read_text())
+    tokens = sorted(fields["model"]["vocab"].items(), key=lambda item: item[1])
+    special = {token["id"] for token in fields["added_tokens"]}
+    merges = [" ".join(pair) if isinstance(pair, list) else pair for pair in fields["model"]["merges"]]
+    template = json.loads((folder / "tokenizer_config.json").read_text())["chat_template"]
+    return {
+        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": [token for token, _ in tokens],
+        "tokenizer.ggml.token_type": [3 if id in special else 1 for _, id in tokens], "tokenizer.ggml.merges": merges,
+        "tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.padding_token_id": 0, "tokenizer.chat_template": template,
+    }  # fmt: skip
+
+
+def arrays(reference) -> dict:
+    """GGUF name → fp32 array, as convert_hf_to_gguf.py arranges them: q and k of Llama permuted, experts stacked."""
+    config, found = reference.config, {}
+    state = {}
+    for name, tensor in reference.state_dict().items():
+        state |= unfused(name, tensor)
+    if config.tie_word_embeddings:
+        state.pop("lm_head.weight", None)
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    stacks = {}
+    for name, tensor in state.items():
+        array = tensor.float().numpy()
+        if name in ENDS:
+            found[ENDS[name]] = array
+            continue
+        _, _, layer, rest = name.split(".", 3)
+        part, kind = rest.rsplit(".", 1)
+        if part.startswith("mlp.experts."):
+            stacks.setdefault((layer, part.rsplit(".", 1)[1]), []).append(array)
+            continue
+        leaf = LEAVES[part]
+        if config.model_type == "llama" and leaf in heads:
+            array = permuted(array, heads[leaf])
+        found[f"blk.{layer}.{leaf}.{kind}"] = array
+    for (layer, part), experts in stacks.items():
+        found[f"blk.{layer}.ffn_{part.removesuffix('_proj')}_exps.weight"] = np.stack(experts)
+    if config.rope_parameters["rope_type"] == "llama3":
+        found["rope_freqs.weight"] = rope_factors(reference)
+    return found
+
+
+def permuted(array, heads: int):
+    """Rows of a head: first half and second half → pairs side by side."""
+    halves = array.reshape(heads, 2, array.shape[0] // heads // 2, *array.shape[1:])
+    return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(array.shape))
+
+
+def rope_factors(reference):
+    """What Llama 3.1's frequencies are divided by."""
+    rotary, theta = reference.model.rotary_emb, reference.config.rope_parameters["rope_theta"]
+    D = 2 * len(rotary.inv_freq)
+    plain = 1.0 / theta ** (torch.arange(0, D, 2).float() / D)
+    return (plain / rotary.inv_freq).numpy().astype(np.float32)

@@ -1,0 +1,272 @@
+"""GGUF files: config, weights, tokenizer and template from the file's own metadata. The oracle of the weights is
+transformers' own GGUF reader; that of tokenizers and templates is llama.cpp (test_smollm2.py).
+"""
+
+import json
+import os
+import struct
+from pathlib import Path
+
+import gguf
+import pytest
+import torch
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+import nanokv
+import weights_loader
+from gguf_files import write_gguf
+from nanokv.errors import NanoKVError
+from nanokv.inference import score
+from oracle import gap, random_ids, reference_logits, tiny_reference
+from tiny_checkpoint import write_tokenizer
+from weights_loader import CheckpointError
+from weights_loader.gguf_file import read_gguf
+
+SIZES = {"vocab_size": 320, "tie_word_embeddings": False}
+SHAPES = {
+    "qwen3": SIZES, "qwen3-tied": SIZES | {"tie_word_embeddings": True}, "qwen2": SIZES | {"model_type": "qwen2"},
+    "llama": SIZES | {"model_type": "llama", "head_dim": None, "num_key_value_heads": 1},
+    "llama-3.1": SIZES | {"model_type": "llama", "rope_parameters": {
+        "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192}},
+    "moe": SIZES | {"model_type": "qwen3_moe", "norm_topk_prob": True, "moe_intermediate_size": 64},
+    "yarn": SIZES | {"rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}},
+}  # fmt: skip
+TYPES = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"]  # what the gguf package can write
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("NANOKV_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def make(tmp_path):
+    """make(shape, kind, changes) → (transformers model, path of its file)."""
+
+    def make(shape="llama", kind="F32", changes=(), tokenizer=True):
+        reference = tiny_reference(**SHAPES[shape])
+        write_tokenizer(tmp_path)
+        return reference, write_gguf(tmp_path / "model.gguf", reference, tmp_path if tokenizer else None, kind, changes)
+
+    return make
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_model_of_each_family_gives_the_logits_of_the_one_that_was_written(shape, make):
+    reference, path = make(shape)
+    model, _ = nanokv.load(path)
+    ids = random_ids(1, 2, 40, 320)
+    assert gap(score(model, ids), reference_logits(reference, ids)) <= 1e-5
+    assert model.config.tie_word_embeddings == reference.config.tie_word_embeddings
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_every_type_gives_the_numbers_that_transformers_reads(kind, make):
+    reference, path = make("llama", kind)
+    theirs = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=reference)["tensors"]
+    _, ours = weights_loader.load(path, dtype=torch.float32)
+    state = {name.removeprefix("model."): tensor for name, tensor in theirs.items()}
+    assert ours.keys() == state.keys()
+    assert all(torch.equal(ours[name], state[name]) for name in ours)
+
+
+@pytest.mark.parametrize(("kind", "stored"), [("F32", "float32"), ("F16", "float16"), ("BF16", "bfloat16"),
+                                              ("Q8_0", "bfloat16")])  # fmt: skip
+def test_the_dtype_that_a_chat_takes(kind, stored, make):
+    _, path = make("qwen3", kind)
+    config, _ = weights_loader.load(path)
+    assert config["torch_dtype"] == stored
+
+
+def test_plain_numbers_are_mapped_and_not_copied(make):
+    """Rows that are not permuted lie in the file as they are needed."""
+    _, path = make("qwen3", "BF16")
+    entries = weights_loader.shards.read_entries(weights_loader.resolve(path))
+    assert {entry.as_stored for name, entry in entries.items() if "norm" not in name} == {True}
+    _, path = make("llama", "BF16")
+    entries = weights_loader.shards.read_entries(weights_loader.resolve(path))
+    copied = {name.split(".")[-2] for name, entry in entries.items() if not entry.as_stored}
+    assert copied == {"q_proj", "k_proj"}
+
+
+def test_a_large_matrix_is_read_in_pieces(make, monkeypatch):
+    _, path = make("llama", "Q8_0")
+    _, whole = weights_loader.load(path, dtype=torch.float32)
+    monkeypatch.setattr(weights_loader.shards, "CHUNK", 4_096)
+    _, pieces = weights_loader.load(path, dtype=torch.float32)
+    assert all(torch.equal(whole[name], pieces[name]) for name in whole)
+
+
+# --- tokenizer, template, stop ids ------------------------------------------------------------------------------------
+
+
+def test_tokenizer_and_template_are_those_that_were_written(make, tmp_path):
+    _, path = make()
+    _, tokenizer = nanokv.load(path)
+    own = nanokv.Tokenizer.from_folder(tmp_path)
+    for text in ("My name is Zorbla.", "a  2 12\n\n\t x", "<|im_start|>user", "héllo 🙂", ""):
+        assert tokenizer.encode(text) == own.encode(text)
+    messages = [{"role": "user", "content": "hi"}]
+    assert tokenizer.render(messages) == own.render(messages)
+    assert tokenizer.control_ids == own.control_ids and tokenizer.eos_token == "<|im_end|>"
+
+
+@pytest.mark.parametrize(("changes", "stops"), [
+    ((), (0, 2)),  # <|im_end|> is named, <|endoftext|> is known
+    ([("tokenizer.ggml.eot_token_id", 1)], (0, 1, 2)),
+    ([("tokenizer.ggml.eos_token_id", None)], (0, 2)),
+])  # fmt: skip
+def test_stop_ids(changes, stops, make):
+    _, path = make(changes=changes)
+    model, _ = nanokv.load(path)
+    assert model.generation_config.eos_token_ids == stops
+
+
+def test_the_small_files_are_made_once_and_anew_for_another_file(make, tmp_path):
+    _, path = make()
+    folder = weights_loader.resolve(path)
+    made = (folder / "config.json").stat().st_mtime_ns
+    assert weights_loader.resolve(path) == folder and (folder / "config.json").stat().st_mtime_ns == made
+    make(changes=[("llama.context_length", 64)])
+    assert weights_loader.resolve(path) != folder
+    os.remove(path)
+    with pytest.raises(CheckpointError, match="is gone"):
+        weights_loader.load(folder)
+
+
+def test_without_a_folder_that_can_be_written(make, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("NANOKV_CACHE", str(tmp_path / "file"))
+    _, path = make()
+    assert nanokv.load(path)[0].config.model_type == "llama"
+
+
+# --- refused by name --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("key", "value", "words"), [
+    ("split.count", 3, "one of 3 files"), ("tokenizer.ggml.model", "llama", "byte-level BPE"),
+    ("tokenizer.ggml.pre", "tekken", "tekken"), ("tokenizer.ggml.pre", None, "tokenizer.ggml.pre"),
+    ("llama.attention.sliding_window", 4096, "sliding_window"), ("llama.expert_count", 8, "mixture of experts"),
+    ("llama.logit_scale", 0.5, "logit_scale"), ("llama.rope.dimension_count", 8, "rope.dimension_count"),
+    ("llama.attention.value_length", 64, "value_length"), ("llama.rope.scaling.type", "linear", "linear"),
+    ("llama.vocab_size", 7, "vocab_size"), ("llama.attention.head_count", [4, 4, 4], "head_count"),
+    ("llama.context_length", None, "max_position_embeddings is missing"),
+    ("llama.block_count", 4, "tensors are missing"), ("llama.block_count", 2, "does not ask for"),
+    ("llama.embedding_length", 32, "has shape"), ("tokenizer.ggml.eos_token_id", 999, "999"),
+    ("tokenizer.ggml.tokens", ["a", "b", "c"], "token types"), ("tokenizer.ggml.merges", ["q z"], "merge"),
+    ("tokenizer.ggml.token_type", None, "token_type"), ("tokenizer.chat_template", 7, "chat_template"),
+    ("tokenizer.ggml.add_bos_token", 1, "add_bos_token"), ("general.alignment", 12, "general.alignment"),
+])  # fmt: skip
+def test_what_is_not_implemented_or_contradicts_itself_is_refused_by_name(key, value, words, make):
+    changes = [("llama.rope.scaling.factor", 2.0)] if value == "linear" else []
+    _, path = make(changes=[*changes, (key, value)])
+    with pytest.raises((CheckpointError, NanoKVError), match=words) as caught:
+        nanokv.load(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_another_architecture(tmp_path):
+    writer = gguf.GGUFWriter(str(tmp_path / "x.gguf"), "gemma3")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(CheckpointError, match=r'general\.architecture is "gemma3"'):
+        nanokv.load(tmp_path / "x.gguf")
+
+
+def test_factors_that_are_not_those_of_llama_3(make, monkeypatch):
+    import gguf_files
+
+    right = gguf_files.rope_factors
+    monkeypatch.setattr(gguf_files, "rope_factors", lambda reference: right(reference)[::-1].copy())
+    _, path = make("llama-3.1")
+    with pytest.raises(CheckpointError, match=r"does not follow Llama 3\.1's rule"):
+        nanokv.load(path)
+
+
+def test_a_type_that_nobody_turns_into_numbers(make):
+    _, path = make("qwen3", "Q8_0")
+    data = bytearray(path.read_bytes())
+    name = b"blk.0.attn_q.weight"
+    at = data.index(name) + len(name) + 4 + 16
+    assert struct.unpack_from("<I", data, at) == (8,)
+    struct.pack_into("<I", data, at, 9)  # Q8_1, 36 bytes a block
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError):
+        nanokv.load(path)
+
+
+# --- hostile headers --------------------------------------------------------------------------------------------------
+
+
+def small(*parts) -> bytes:
+    """A header of one key."""
+    return b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + b"".join(parts)
+
+
+KEY = struct.pack("<Q", 1) + b"k"
+HOSTILE = {
+    "nothing": b"", "another format": b"PK\3\4" + bytes(40), "cut after the magic": b"GGUF\3\0\0\0",
+    "version 1": b"GGUF" + struct.pack("<IQQ", 1, 0, 0), "big endian": b"GGUF" + struct.pack(">IQQ", 3, 0, 0),
+    "2**60 tensors": b"GGUF" + struct.pack("<IQQ", 3, 1 << 60, 0),
+    "2**60 keys": b"GGUF" + struct.pack("<IQQ", 3, 0, 1 << 60),
+    "a key of 2**60 bytes": small(struct.pack("<Q", 1 << 60)), "a key that ends late": small(struct.pack("<Q", 900)),
+    "a text of 2**60 bytes": small(KEY, struct.pack("<IQ", 8, 1 << 60)),
+    "a text that is no UTF-8": small(KEY, struct.pack("<IQ", 8, 2), b"\xff\xfe"),
+    "a list of 2**60 numbers": small(KEY, struct.pack("<IIQ", 9, 4, 1 << 60)),
+    "a list of 2**20 texts": small(KEY, struct.pack("<IIQ", 9, 8, 1 << 20)),
+    "a list of lists": small(KEY, struct.pack("<IIQ", 9, 9, 1), bytes(40)),
+    "an unknown type": small(KEY, struct.pack("<I", 77), bytes(40)),
+    "a key twice": b"GGUF" + struct.pack("<IQQ", 3, 0, 2) + 2 * (KEY + struct.pack("<II", 4, 1)),
+    "a tensor of nine dimensions": b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + KEY + struct.pack("<I", 9) + bytes(90),
+    "a tensor of 2**256 values": b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + KEY
+    + struct.pack("<I4QIQ", 4, *[(1 << 64) - 1] * 4, 0, 0),
+    "an unknown tensor type": b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + KEY + struct.pack("<IQIQ", 1, 4, 999, 0),
+    "a tensor of no values": b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + KEY + struct.pack("<IQIQ", 1, 0, 0, 0),
+    "half a block": b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + KEY + struct.pack("<IQIQ", 1, 40, 8, 0) + bytes(64),
+    "an offset that is not aligned": b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + KEY
+    + struct.pack("<IQIQ", 1, 4, 0, 7) + bytes(99),
+    "a tensor beyond the end": b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + KEY + struct.pack("<IQIQ", 1, 4096, 0, 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("data", HOSTILE.values(), ids=HOSTILE)
+def test_hostile_headers_are_refused_in_one_line(data, tmp_path):
+    path = tmp_path / "x.gguf"
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError) as caught:
+        read_gguf(path)
+    message = str(caught.value)
+    assert len(message) < 400 and message.isprintable()
+
+
+def test_every_cut_of_a_whole_file_is_refused(make):
+    """At each byte of the header, and in the weights."""
+    _, path = make(tokenizer=False)
+    data = path.read_bytes()
+    header = read_gguf(path).header
+    for end in [*range(0, header, 7), header + 1, len(data) - 5_000]:
+        Path(path).write_bytes(data[:end])
+        with pytest.raises(CheckpointError):
+            read_gguf(path)
+
+
+def test_what_the_library_reads_is_what_was_written(make):
+    """Against gguf.GGUFReader: every key, and where each tensor lies."""
+    _, path = make("qwen3", "Q4_0")
+    ours, theirs = read_gguf(path), gguf.GGUFReader(str(path))
+    keys = {name: field.contents() for name, field in theirs.fields.items() if not name.startswith("GGUF.")}
+    assert ours.metadata == keys
+    for tensor in theirs.tensors:
+        info = ours.tensors[tensor.name]
+        assert (info.start, info.nbytes, list(info.shape)) == (
+            tensor.data_offset, tensor.n_bytes, tensor.shape.tolist()[::-1],
+        )  # fmt: skip
+    assert json.loads((weights_loader.resolve(path) / "gguf.json").read_text())["path"] == str(path)

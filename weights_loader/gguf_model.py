@@ -1,0 +1,249 @@
+"""GGUF metadata → the files of a Hugging Face folder: config.json, tokenizer.json, tokenizer_config.json,
+generation_config.json; and GGUF tensor names → Hugging Face's.
+
+    folder = materialize(Path("model.gguf"))     # the four small files; the weights stay where they are
+    path, tensors = places(folder)               # Hugging Face name → where its values lie
+
+A key of the architecture that is not known here is refused, as an unknown field of config.json is: it may change the
+maths. Sources: llama.cpp's gguf-py/gguf/constants.py (keys), convert_hf_to_gguf.py (permuted rows), llama-vocab.cpp
+(pre-tokenizers), llama-model.cpp (what each architecture reads).
+"""
+
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from .gguf_file import GgufFile, TensorInfo, read_gguf
+from .strict import CheckpointError, quote, read_object
+
+POINTER = "gguf.json"  # in the folder: which file holds the weights
+WRITTEN = 1  # goes up when other files are made of the same metadata
+FAMILY_OF = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe"}
+KEYS = {  # after the architecture's name → field of config.json
+    "context_length": "max_position_embeddings", "embedding_length": "hidden_size", "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size", "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads", "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps", "rope.freq_base": "rope_theta", "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok", "expert_feed_forward_length": "moe_intermediate_size",
+}  # fmt: skip
+CHECKED = {"attention.value_length", "rope.dimension_count", "vocab_size"}  # must say what the others say
+ROPE_SCALING = {"rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length",
+                "rope.scaling.attn_factor", "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"}  # fmt: skip
+HARMLESS = {"rope.scaling.finetuned", "expert_weights_scale"}
+FLOATS = {"rms_norm_eps", "rope_theta"}
+NAMES = {  # of a layer
+    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm", "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj", "ffn_gate_inp": "mlp.gate",
+}  # fmt: skip
+STACKED = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}  # all experts in one
+ENDS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+ROPE_FACTORS = "rope_freqs.weight"  # Llama 3.1's context extension, as the divisors that it comes to
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+DTYPES = {"F32": "float32", "F16": "float16"}  # of the matrices; blocks of few bits were bf16 once
+
+
+def materialize(path: Path) -> Path:
+    """The folder with the small files, made once for each header, in the user's cache or a temporary folder."""
+    found = read_gguf(path)
+    with open(path, "rb") as file:
+        digest = hashlib.sha256(file.read(found.header))
+    digest.update(f"{WRITTEN} {path.resolve()}".encode())
+    folder = cache_folder() / f"{path.stem}-{digest.hexdigest()[:16]}"
+    if (folder / POINTER).is_file():
+        return folder
+    files = small_files(found) | {POINTER: {"path": str(path.resolve())}}
+    temporary = Path(tempfile.mkdtemp(prefix=".new-", dir=folder.parent))
+    for name, fields in files.items():
+        (temporary / name).write_text(json.dumps(fields, ensure_ascii=False) + "\n", encoding="utf-8")
+    try:
+        os.replace(temporary, folder)
+    except OSError:  # another process was faster, or half a folder is there
+        shutil.rmtree(temporary if (folder / POINTER).is_file() else folder, ignore_errors=True)
+        if temporary.exists():
+            os.replace(temporary, folder)
+    return folder
+
+
+def cache_folder() -> Path:
+    """$NANOKV_CACHE or the user's cache; where neither can be written, a folder that goes with the machine's next
+    start."""
+    base = os.environ.get("NANOKV_CACHE") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    try:
+        folder = Path(base) / "nanokv" / "gguf"
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            return folder
+    except OSError:
+        pass
+    return Path(tempfile.mkdtemp(prefix="nanokv-gguf-"))
+
+
+def small_files(found: GgufFile) -> dict[str, dict]:
+    """File name → what it holds, all checked."""
+    from .gguf_tokenizer import generation_config, tokenizer_files
+
+    parts = found.metadata.get("split.count", 0)
+    if parts not in (0, 1):
+        raise CheckpointError(f"{found.path} is one of {parts} files; models in one file are read",
+                              "llama-gguf-split --merge FIRST.gguf WHOLE.gguf")  # fmt: skip
+    config = model_config(found)
+    names_of(found, config)  # every tensor has a place
+    return {
+        "config.json": config, "generation_config.json": generation_config(found), **tokenizer_files(found),
+    }  # fmt: skip
+
+
+def architecture(found: GgufFile) -> str:
+    """One of FAMILY_OF."""
+    name = found.metadata.get("general.architecture")
+    if not isinstance(name, str) or name not in FAMILY_OF:
+        raise CheckpointError(f"{found.path}: general.architecture is {quote(name)}, which is not implemented",
+                              f"known: {', '.join(FAMILY_OF)}")  # fmt: skip
+    return name
+
+
+def model_config(found: GgufFile) -> dict:
+    """config.json: the fields that the metadata say, under Hugging Face's names."""
+    kind = architecture(found)
+    own = {key.removeprefix(f"{kind}."): value for key, value in found.metadata.items() if key.startswith(f"{kind}.")}
+    fields: dict[str, Any] = {"model_type": FAMILY_OF[kind], "hidden_act": "silu"}
+    for key, value in own.items():
+        if key in KEYS:
+            fields[KEYS[key]] = decimal(value) if KEYS[key] in FLOATS else value
+        elif key not in CHECKED | ROPE_SCALING | HARMLESS:
+            raise CheckpointError(f"{found.path}: {kind}.{quote(key)[1:-1]} {quote(value)} is not implemented: it may "
+                                  "change the maths")  # fmt: skip
+    embedding = tensor(found, "token_embd.weight", 2)
+    fields["vocab_size"] = embedding.shape[0]
+    fields["tie_word_embeddings"] = "output.weight" not in found.tensors
+    matrix = tensor(found, "blk.0.attn_q.weight", 2)
+    fields["torch_dtype"] = DTYPES.get(matrix.type.name, "bfloat16")
+    check_lengths(found, own, fields)
+    if kind == "qwen3moe":
+        fields |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}  # as llama.cpp computes it
+        fields.setdefault("intermediate_size", fields.get("moe_intermediate_size"))
+    elif fields.pop("num_experts", 0):
+        raise CheckpointError(f"{found.path}: a mixture of experts of architecture {quote(kind)} is not implemented")
+    fields["rope_parameters"] = rope(found, own, fields)
+    del fields["rope_theta"]
+    return fields
+
+
+def decimal(value) -> Any:
+    """The short decimal that this float32 stands for: 9.999999747378752e-06 was 1e-05."""
+    import numpy
+
+    return float(str(numpy.float32(value))) if isinstance(value, float) else value
+
+
+def check_lengths(found: GgufFile, own: dict, fields: dict) -> None:
+    """Sizes that could differ from what this model assumes, and may not."""
+    fields.setdefault("rope_theta", 10_000.0)
+    heads, width = fields.get("num_attention_heads"), fields.get("hidden_size")
+    if type(heads) is not int or type(width) is not int or heads < 1:  # per layer, in OpenELM and others
+        raise CheckpointError(f"{found.path}: head_count {quote(heads)} and embedding_length {quote(width)} are no two "
+                              "whole numbers")  # fmt: skip
+    fields.setdefault("num_key_value_heads", heads)
+    head_dim = fields.setdefault("head_dim", width // heads)
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if own.get(key, head_dim) != head_dim:
+            raise CheckpointError(
+                f"{found.path}: {key} is {quote(own[key])}, the heads have {quote(head_dim)} dimensions"
+            )
+    if own.get("vocab_size", fields["vocab_size"]) != fields["vocab_size"]:
+        raise CheckpointError(
+            f"{found.path}: vocab_size is {quote(own['vocab_size'])}, the embedding has {fields['vocab_size']:,} rows"
+        )
+
+
+def rope(found: GgufFile, own: dict, fields: dict) -> dict:
+    """rope_parameters: theta, and how the context was extended."""
+    theta, kind = {"rope_theta": fields["rope_theta"]}, own.get("rope.scaling.type", "none")
+    if ROPE_FACTORS in found.tensors:
+        return theta | {"rope_type": "llama3"} | llama3(found, fields)
+    if kind == "none" or (kind == "linear" and own.get("rope.scaling.factor", 1.0) in (0.0, 1.0)):
+        return theta | {"rope_type": "default"}
+    if kind != "yarn":
+        raise CheckpointError(f"{found.path}: rope.scaling.type {quote(kind)} is not implemented: yarn is")
+    names = {"factor": "factor", "original_context_length": "original_max_position_embeddings",
+             "attn_factor": "attention_factor", "yarn_beta_fast": "beta_fast",
+             "yarn_beta_slow": "beta_slow"}  # fmt: skip
+    given = {field: decimal(own[f"rope.scaling.{key}"]) for key, field in names.items() if f"rope.scaling.{key}" in own}
+    return theta | {"rope_type": "yarn"} | given
+
+
+def llama3(found: GgufFile, fields: dict) -> dict:
+    """The factor that makes these divisors; CheckpointError if no factor of Llama 3.1's rule does."""
+    import numpy
+
+    info = tensor(found, ROPE_FACTORS, 1)
+    if info.type.name != "F32" or info.shape != (fields["head_dim"] // 2,):
+        raise CheckpointError(f"{found.path}: {ROPE_FACTORS} is {info.type.name} {list(info.shape)}, not F32 "
+                              f"[{fields['head_dim'] // 2}]")  # fmt: skip
+    stored = numpy.fromfile(found.path, "<f4", info.shape[0], offset=info.start).astype(float)
+    rule = {"factor": float(stored.max())} | LLAMA3
+    turn = 2 * math.pi * fields["rope_theta"] ** (numpy.arange(0, fields["head_dim"], 2) / fields["head_dim"])
+    low, high, context = (rule[name] for name in LLAMA3)
+    keep = ((context / turn - low) / (high - low)).clip(0, 1)
+    expected = 1 / ((1 - keep) / rule["factor"] + keep)
+    if not numpy.allclose(stored, expected, rtol=1e-4):
+        raise CheckpointError(f"{found.path}: {ROPE_FACTORS} does not follow Llama 3.1's rule with factor "
+                              f"{rule['factor']:g}, which is the one that is implemented")  # fmt: skip
+    return rule
+
+
+def tensor(found: GgufFile, name: str, dimensions: int) -> TensorInfo:
+    """One that must be there."""
+    info = found.tensors.get(name)
+    if info is None or len(info.shape) != dimensions:
+        have = "is missing" if info is None else f"has shape {list(info.shape)}"
+        raise CheckpointError(f"{found.path}: tensor {quote(name)} {have}")
+    return info
+
+
+# --- tensors --------------------------------------------------------------------------------------------------------
+
+
+def names_of(found: GgufFile, config: dict) -> dict[str, tuple[TensorInfo, int, int]]:
+    """Hugging Face name → (tensor, first row, rows): of a stack of experts each is a slice."""
+    places = {}
+    for name, info in found.tensors.items():
+        part, _, kind = name.rpartition(".")
+        layer = re.fullmatch(r"blk\.(\d{1,5})\.(\w+)", part)
+        if name == ROPE_FACTORS:
+            continue
+        if part in ENDS and kind == "weight":
+            places[f"{ENDS[part]}.weight"] = info, 0, info.shape[0]
+        elif layer and layer[2] in NAMES and kind in ("weight", "bias"):
+            places[f"model.layers.{layer[1]}.{NAMES[layer[2]]}.{kind}"] = info, 0, info.shape[0]
+        elif layer and layer[2] in STACKED and kind == "weight" and len(info.shape) == 3:
+            experts, rows, _ = info.shape
+            prefix = f"model.layers.{layer[1]}.mlp.experts"
+            places |= {f"{prefix}.{e}.{STACKED[layer[2]]}.weight": (info, e * rows, rows) for e in range(experts)}
+        else:
+            raise CheckpointError(f"{found.path}: tensor {quote(name)} {list(info.shape)} has no place in "
+                                  f"{quote(config['model_type'])}")  # fmt: skip
+    return places
+
+
+def places(folder: Path) -> tuple[Path, dict[str, tuple[TensorInfo, int, int, int]]]:
+    """(the GGUF file that the folder points to, Hugging Face name → (tensor, first row, rows, heads)).
+
+    heads: of a matrix whose rows llama.cpp has permuted, so that pairs which RoPE turns lie side by side; else 0.
+    """
+    path = Path(str(read_object(folder / POINTER).get("path")))
+    if not path.is_file():
+        raise CheckpointError(f"{path} is gone: {folder} holds its tokenizer and config only")
+    found, config = read_gguf(path), read_object(folder / "config.json")
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    heads = heads if config["model_type"] == "llama" else {}
+    named = names_of(found, config).items()
+    return path, {name: (*place, heads.get(name.split(".")[-2], 0)) for name, place in named}

@@ -1,0 +1,153 @@
+"""The tokenizer that lies in a GGUF file → tokenizer.json, tokenizer_config.json and the stop ids.
+
+Byte-level BPE only. How a text is cut before the merges is not in the file: `tokenizer.ggml.pre` names a rule that
+llama.cpp knows by heart (src/llama-vocab.cpp), and so do we, for the names below. Another name is refused: a default
+would give other ids for digits and spaces, and a worse model without an error.
+"""
+
+from typing import Any
+
+from .gguf_file import GgufFile
+from .strict import CheckpointError, quote
+
+CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+REST = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+WORDS = CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*" + REST
+
+
+def split(regex: str) -> dict:
+    """A step of the `tokenizers` library: pieces that match stay whole."""
+    return {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
+
+
+def byte_level(use_regex: bool) -> dict:
+    """Bytes as printable characters; with GPT-2's regex before it, if that is the rule."""
+    return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": use_regex}
+
+
+DIGITS = {"type": "Digits", "individual_digits": True}
+STEPS = {  # tokenizer.ggml.pre → the steps of the pre-tokenizer
+    "gpt-2": [byte_level(True)],
+    "smollm": [DIGITS, byte_level(True)],
+    "qwen2": [split(WORDS % ""), byte_level(False)],
+    "llama-bpe": [split(WORDS % "{1,3}"), byte_level(False)],
+}
+ALIASES = {"llama3": "llama-bpe", "llama-v3": "llama-bpe"}
+NORMALIZED = {"qwen2"}  # NFC first
+WHOLE_WORDS = BOS_FIRST = {"llama-bpe"}  # a piece that is a token is not merged up to it; and texts begin with bos
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+STOPS = ("eos", "eot", "eom")
+STOP_TOKENS = {"<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"}  # as llama.cpp knows them
+SPECIAL = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
+
+
+def tokenizer_files(found: GgufFile) -> dict[str, dict]:
+    """tokenizer.json and tokenizer_config.json."""
+    pre, tokens, kinds = rule(found), listed(found, "tokens", str), listed(found, "token_type", int)
+    merges, bos = listed(found, "merges", str), add_bos(found)
+    if len(kinds) != len(tokens):
+        raise CheckpointError(f"{found.path}: {len(kinds):,} token types for {len(tokens):,} tokens")
+    vocabulary = {token: id for id, token in enumerate(tokens) if kinds[id] != UNUSED}
+    if len(vocabulary) != sum(kind != UNUSED for kind in kinds):
+        twice = next(token for id, token in enumerate(tokens) if kinds[id] != UNUSED and vocabulary[token] != id)
+        raise CheckpointError(f"{found.path}: the token {quote(twice)} has two ids")
+    added = [
+        {"id": id, "content": token, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
+         "special": kinds[id] == CONTROL}
+        for id, token in enumerate(tokens) if kinds[id] in (CONTROL, USER_DEFINED)
+    ]  # fmt: skip
+    model = {
+        "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+        "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": pre in WHOLE_WORDS,
+        "vocab": vocabulary, "merges": [pair(found, merge, vocabulary) for merge in merges],
+    }  # fmt: skip
+    config = token_names(found, tokens)
+    return {
+        "tokenizer.json": {
+            "version": "1.0", "truncation": None, "padding": None, "added_tokens": added,
+            "normalizer": {"type": "NFC"} if pre in NORMALIZED else None,
+            "pre_tokenizer": {"type": "Sequence", "pretokenizers": STEPS[pre]},
+            "post_processor": begin(config["bos_token"], tokens) if bos else None,
+            "decoder": byte_level(True), "model": model,
+        },
+        "tokenizer_config.json": config | {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": bos},
+    }  # fmt: skip
+
+
+def rule(found: GgufFile) -> str:
+    """The name of the rule that cuts texts, one of STEPS."""
+    kind, pre = (found.metadata.get(f"tokenizer.ggml.{key}") for key in ("model", "pre"))
+    if kind != "gpt2":
+        raise CheckpointError(f"{found.path}: tokenizer.ggml.model is {quote(kind)}, only byte-level BPE (gpt2) is "
+                              "implemented", "SentencePiece models (Llama 2, Mistral, Gemma) are not")  # fmt: skip
+    name = ALIASES.get(pre, pre) if isinstance(pre, str) else pre
+    if not isinstance(name, str) or name not in STEPS:
+        raise CheckpointError(f"{found.path}: tokenizer.ggml.pre is {quote(pre)}, and how that one cuts a text is not "
+                              f"known here: {', '.join([*STEPS, *ALIASES])}")  # fmt: skip
+    return name
+
+
+def add_bos(found: GgufFile) -> bool:
+    """Does a text begin with bos? As the file says, else as the rule's models do."""
+    value = found.metadata.get("tokenizer.ggml.add_bos_token", rule(found) in BOS_FIRST)
+    if type(value) is not bool:
+        raise CheckpointError(f"{found.path}: tokenizer.ggml.add_bos_token is {quote(value)}, not true or false")
+    return value
+
+
+def listed(found: GgufFile, key: str, kind: type) -> list:
+    """A list of the tokenizer."""
+    value = found.metadata.get(f"tokenizer.ggml.{key}")
+    if not isinstance(value, list) or not all(type(item) is kind for item in value):
+        raise CheckpointError(f"{found.path}: tokenizer.ggml.{key} is no list of {kind.__name__}")
+    return value
+
+
+def pair(found: GgufFile, merge: str, vocabulary: dict) -> list[str]:
+    """"Ġ t" → two tokens that are there, as their sum is; the `tokenizers` library panics otherwise."""
+    left, _, right = merge.partition(" ")
+    if left not in vocabulary or right not in vocabulary or left + right not in vocabulary:
+        raise CheckpointError(f"{found.path}: the merge {quote(merge)} is not made of tokens")
+    return [left, right]
+
+
+def token_names(found: GgufFile, tokens: list[str]) -> dict[str, Any]:
+    """bos_token, eos_token, … and the chat template."""
+    names: dict[str, Any] = {"bos_token": None}
+    for key, name in SPECIAL.items():
+        if (id := token_id(found, key, len(tokens))) is not None:
+            names[f"{name}_token"] = tokens[id]
+    template = found.metadata.get("tokenizer.chat_template")
+    if template is not None and not isinstance(template, str):
+        raise CheckpointError(f"{found.path}: tokenizer.chat_template is no text")
+    return names if template is None else names | {"chat_template": template}
+
+
+def token_id(found: GgufFile, key: str, count: int) -> int | None:
+    """One of the special ids, checked."""
+    id = found.metadata.get(f"tokenizer.ggml.{key}_token_id")
+    if id is not None and (type(id) is not int or not 0 <= id < count):
+        raise CheckpointError(f"{found.path}: tokenizer.ggml.{key}_token_id is {quote(id)}, there are {count:,} tokens")
+    return id
+
+
+def begin(bos: str | None, tokens: list[str]) -> dict | None:
+    """The step that puts bos before a text, if special tokens are asked for."""
+    if bos is None:
+        return None
+    text = {"Sequence": {"id": "A", "type_id": 0}}
+    first = {"SpecialToken": {"id": bos, "type_id": 0}}
+    return {
+        "type": "TemplateProcessing", "single": [first, text],
+        "pair": [first, text, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {bos: {"id": bos, "ids": [tokens.index(bos)], "tokens": [bos]}},
+    }  # fmt: skip
+
+
+def generation_config(found: GgufFile) -> dict[str, Any]:
+    """Where an answer ends: what the file names, and the control tokens that llama.cpp takes for an end too."""
+    tokens, kinds = listed(found, "tokens", str), listed(found, "token_type", int)
+    stops = {token_id(found, key, len(tokens)) for key in STOPS} - {None}
+    stops |= {id for id, (token, kind) in enumerate(zip(tokens, kinds, strict=False))
+              if kind == CONTROL and token in STOP_TOKENS}  # fmt: skip
+    return {"eos_token_id": sorted(stops)}
