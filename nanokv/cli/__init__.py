@@ -34,6 +34,7 @@ COMMANDS = {  # name → (module, what it does)
     "profile": ("nanokv.cli.profile", "where a prefill and a decode step spend their time"),
     "trace": ("nanokv.cli.trace", "record a run and write it as one HTML page"),
     "train": ("nanokv.cli.train", "train the bundled model from nothing"),
+    "convert": ("nanokv.cli.convert", "write a GGUF file, or any model, as a Hugging Face folder"),
     "verify": ("nanokv.cli.verify", "compare a checkpoint with transformers, layer by layer"),
     "course": ("nanokv.cli.course", "the notebooks: build, execute, render, grade; the claims of the articles"),
     "env": ("nanokv.cli.env", "show the settings that apply and where they come from"),

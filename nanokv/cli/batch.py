@@ -143,7 +143,7 @@ def encode(args, loaded, fields: dict) -> list[int]:
     tokenizer = loaded.tokenizer
     if "prompt" in fields:
         refuse_special(fields["prompt"], tokenizer, args.allow_special)
-        return tokenizer.encode(fields["prompt"])
+        return tokenizer.encode(fields["prompt"], add_special_tokens=True)
     messages = fields["messages"]
     if not isinstance(messages, list) or not messages:
         raise NanoKVError("messages is no list of messages", '[{"role": "user", "content": "…"}]')

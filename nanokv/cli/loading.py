@@ -152,8 +152,8 @@ def check_device(name: str) -> None:
 
 
 def display_name(source: str) -> str:
-    """A folder's last part, or the name as given; never a control character."""
-    return sanitize_line(Path(source).resolve().name if Path(source).is_dir() else source)
+    """The last part of a path, or the name as given; never a control character."""
+    return sanitize_line(Path(source).resolve().name if os.path.exists(source) else source)
 
 
 def choose_context(wanted: int | None, config: Config) -> int:

@@ -88,7 +88,7 @@ def encode(args, loaded: Loaded, prompt: str) -> list[int]:
         for flag, given in (("--system", args.system), ("--thinking", args.thinking)):
             if given:
                 raise NanoKVError(f"{flag} is part of a chat template", f"{without}, or leave {flag} out")
-        return tokenizer.encode(prompt)
+        return tokenizer.encode(prompt, add_special_tokens=True)
     if not prompt.strip():
         raise NanoKVError("the prompt is empty", "--raw continues blanks")
     options = template_options(args)

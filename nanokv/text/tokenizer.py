@@ -80,17 +80,22 @@ class Tokenizer:
     def eos_token_id(self) -> int | None:
         return None if self.eos_token is None else self.backend.token_to_id(self.eos_token)
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of `text`, nothing added. A control token typed in the text becomes that token, as in transformers:
-        look at `special_tokens_in` first when the text is a stranger's.
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        """Ids of `text`. A control token typed in the text becomes that token, as in transformers: look at
+        `special_tokens_in` first when the text is a stranger's.
+
+        add_special_tokens: with what the checkpoint puts around a text, Llama's bos for instance, but never twice. For
+        a text that a base model continues; a chat template brings its own.
         """
         if not isinstance(text, str):
             raise TokenizerError(f"only text can be encoded, got {type(text).__name__}")
         with foreign(f"text of {len(text):,} characters cannot be encoded", TokenizerError):
             try:
-                return self.backend.encode(text, add_special_tokens=False).ids
+                ids = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
             except (TypeError, UnicodeError) as error:
                 raise TokenizerError(f"text cannot be encoded: {_bad_character(text) or error}") from error
+        bos = self.backend.token_to_id(self.bos_token) if self.bos_token else None
+        return ids[1:] if add_special_tokens and bos is not None and ids[:2] == [bos, bos] else ids
 
     def special_tokens_in(self, text: str) -> list[str]:
         """The control tokens that `encode` would make of pieces of this text, each once, in order of appearance."""

@@ -6,14 +6,19 @@ its final dtype, because `.to(bfloat16)` would round the rotary frequencies too.
 
 import importlib.metadata
 import importlib.util
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
 from nanokv.config import Config
 from nanokv.errors import NanoKVError
+from nanokv.loading import load as load_ours
 from nanokv.study.debug import record
 from nanokv.verify.evidence import Evidence, Questions
+from weights_loader.gguf_model import POINTER
 
 
 def version() -> str | None:
@@ -28,7 +33,8 @@ def version() -> str | None:
 
 def answers(folder: Path, questions: Questions, dtype) -> Evidence:
     """Question transformers' model of this family, and its tokenizer."""
-    model, tokenizer = load(folder, dtype)
+    with readable(folder) as place:
+        model, tokenizer = load(place, dtype)
     return Evidence(
         f"transformers {version()}",
         Config.from_dict(model.config.to_dict()),
@@ -39,6 +45,21 @@ def answers(folder: Path, questions: Questions, dtype) -> Evidence:
         [tokenizer.decode(ids, skip_special_tokens=False) for ids in questions.id_lists],
         None if tokenizer.chat_template is None else [_render(tokenizer, c) for c in questions.conversations],
     )
+
+
+@contextmanager
+def readable(folder: Path) -> Iterator[Path]:
+    """A folder that transformers opens: of a GGUF file a copy with plain numbers, 4 bytes each, while it is needed.
+
+    Its own reader of GGUF would be another oracle, but cuts texts by one rule whatever the file says.
+    """
+    if not (folder / POINTER).is_file():
+        yield folder
+        return
+    with tempfile.TemporaryDirectory(prefix="nanokv-verify-") as copy:
+        model, tokenizer = load_ours(folder)
+        model.save(copy, tokenizer)
+        yield Path(copy)
 
 
 def load(folder: Path, dtype):

@@ -1,0 +1,57 @@
+"""`nanokv convert MODEL FOLDER`: any model that can be loaded → an ordinary Hugging Face folder.
+
+From GGUF the blocks become plain numbers, so the folder is larger than the file. transformers opens the result.
+"""
+
+from pathlib import Path
+
+from nanokv.cli import terminal
+from nanokv.cli.arguments import DTYPE_NAMES, DTYPES, environment
+from nanokv.cli.files import ask_to_replace
+from nanokv.costs import ITEMSIZE, weight_bytes
+from nanokv.costs.free_memory import available_memory
+
+EXAMPLES = (
+    "nanokv convert model.gguf ./model",
+    "nanokv convert model.gguf ./model --dtype float32",
+    "nanokv convert Qwen/Qwen3-0.6B ./qwen --dtype float16",
+)
+DESCRIPTION = (
+    "Write a model as a Hugging Face folder: config.json, generation_config.json, model.safetensors and the tokenizer. "
+    "Blocks of a GGUF file become plain numbers. float32 keeps each of them exactly."
+)
+
+
+def add_arguments(parser) -> None:
+    """From, to, and in which type."""
+    parser.add_argument("source", metavar="MODEL", help="a GGUF file, a folder, tiny, or a name on the hub")
+    parser.add_argument("folder", metavar="FOLDER", type=Path, help="where the files go; it is made if it is not there")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="auto", metavar="TYPE", type=lambda name: DTYPE_NAMES.get(name, name),
+        help="float32, bfloat16 or float16 (default: the checkpoint's own, bfloat16 for quantized GGUF)",
+    )  # fmt: skip
+    parser.add_argument("--force", action="store_true", help="replace a model that is in FOLDER without asking")
+    parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a hub MODEL")
+    parser.add_argument("--offline", action="store_true", help="never ask the network")
+
+
+def run(args) -> int:
+    """Plan, ask, load, write."""
+    from nanokv.cli.loading import check_address_space, check_memory, plan_model
+
+    args.model = args.source or environment("NANOKV_MODEL")
+    args.device, args.cache, args.context, args.threads = "cpu", ("dict", {}), 2, None
+    plan = plan_model(args)
+    check_memory(plan, available_memory("cpu"))
+    ask_to_replace(args.force, args.folder / "config.json")
+    check_address_space()
+    import torch
+
+    from nanokv.loading import load
+
+    model, tokenizer = load(plan.folder, dtype=getattr(torch, plan.dtype_name))
+    model.save(args.folder, tokenizer, force=True)
+    size = terminal.bytes_text(weight_bytes(plan.config, ITEMSIZE[plan.dtype_name]))
+    terminal.notice(f"{plan.config.family.title}, {size} in {plan.dtype_name}", args)
+    terminal.write_out(f"{args.folder}\n")
+    return 0
