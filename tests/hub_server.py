@@ -15,7 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-LFS_SUFFIXES = (".safetensors", ".bin")
+LFS_SUFFIXES = (".safetensors", ".bin", ".gguf")
 
 
 class HubServer(ThreadingHTTPServer):

@@ -224,6 +224,67 @@ def test_a_gated_repository_points_to_the_licence_and_the_token(hub, client):
     assert "HTTP 403" in answer["error"] and "the token in HF_TOKEN has no access" in answer["hint"]
 
 
+@pytest.fixture
+def llama(repos, tmp_path):
+    """Two repositories that a short name and a file name lead to, both gated as Meta's are."""
+    from gguf_files import write_gguf
+    from oracle import tiny_reference
+    from tiny_checkpoint import write_tokenizer
+
+    reference = tiny_reference(model_type="llama", head_dim=None, vocab_size=320)
+    folder = repos / "meta-llama" / "Llama-3.2-1B-Instruct"
+    folder.mkdir(parents=True)
+    reference.save_pretrained(folder)
+    write_tokenizer(folder)
+    quantized = repos / "org" / "llama-GGUF"
+    quantized.mkdir()
+    write_gguf(quantized / "llama.Q8_0.gguf", reference, folder, "Q8_0")
+    return folder
+
+
+def test_a_gated_llama_by_its_short_name(hub, client, llama):
+    hub.gated.add("meta-llama/Llama-3.2-1B-Instruct")
+    answer = client("llama3.2-1b")
+    assert "meta-llama/Llama-3.2-1B-Instruct is gated (HTTP 401)" in answer["error"]
+    assert "set HF_TOKEN" in answer["hint"]
+    assert "HTTP 403" in client("Llama3.2-1B", HF_TOKEN="hf_known_but_not_allowed")["error"]
+    hub.gated.clear()
+    assert set(client("llama3.2-1b", HF_TOKEN="hf_right")["files"]) >= {"config.json", "model.safetensors"}
+
+
+def test_one_gguf_file_of_a_repository(hub, client, llama, tmp_path):
+    small = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "gguf.json"}
+    cache = {"NANOKV_CACHE": str(tmp_path / "nanokv")}
+    answer = client("org/llama-GGUF:llama.Q8_0.gguf", **cache)
+    assert set(answer["files"]) == small
+    assert {Path(r["path"]).name for r in hub.gets()} == {"llama.Q8_0.gguf"}
+    hub.broken = 503
+    assert client("org/llama-GGUF:llama.Q8_0.gguf", **cache)["folder"] == answer["folder"]
+    assert client("org/llama-GGUF:llama.Q8_0.gguf", HF_HUB_OFFLINE="1", **cache)["folder"] == answer["folder"]
+    hub.broken = 0
+    assert "org/llama-GGUF has no other.gguf" in client("org/llama-GGUF:other.gguf", **cache)["error"]
+
+
+def test_a_family_that_is_not_implemented_is_refused_before_its_weights_travel(hub, client, repos):
+    config = repos / "org" / "tiny" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"model_type": "gemma3_text"}))
+    assert 'model_type "gemma3_text" is not implemented' in client("org/tiny")["error"]
+    assert not hub.gets("model.safetensors")
+
+
+def test_a_download_says_what_it_takes(hub, inside, monkeypatch, caplog):
+    """Parameters and memory, then the size of each large file and where it goes."""
+    import weights_loader
+    from weights_loader import download
+
+    monkeypatch.setattr(download, "WORTH_SAYING", 1_000)
+    with caplog.at_level("INFO", "weights_loader"):
+        folder = weights_loader.resolve("org/tiny")
+    values = sum(tensor.numel() for tensor in weights_loader.load(folder)[1].values())
+    assert f"org/tiny: {values:,} parameters, " in caplog.messages[0] and "bfloat16" in caplog.messages[0]
+    assert any("model.safetensors" in text and "models--org--tiny" in text for text in caplog.messages[1:])
+
+
 def test_the_token_is_sent_with_every_request(hub, client):
     hub.token = "hf_right"
     assert "HTTP 401" in client("org/tiny")["error"]

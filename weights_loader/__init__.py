@@ -1,9 +1,9 @@
-"""A bundled name, a folder or a hub id → config.json as a dict, and the tensors under our names.
+"""A bundled name, a folder, a GGUF file or a hub id → config.json as a dict, and the tensors under our names.
 
     config, state_dict = weights_loader.load("Qwen/Qwen3-0.6B")
 
 Everything is checked before memory is taken: config, file headers, names, shapes, tokenizer ids. Knows the tensors
-of dense Qwen3 and nothing of nanokv; it does not build a model. torch is imported by `load` only.
+of the families in families.py and nothing of nanokv; it does not build a model. torch is imported by `load` only.
 """
 
 import os
@@ -21,7 +21,7 @@ __all__ = [
     "BUNDLED", "CheckpointError", "CheckpointWarning", "check_hashes", "check_target", "config_file", "load", "resolve",
 ]  # fmt: skip
 
-Source = str | os.PathLike  # a bundled name, a folder or a hub id
+Source = str | os.PathLike  # a bundled name, a folder, a GGUF file, a hub id, "owner/name:file.gguf"
 BUNDLED = {"tiny": Path(__file__).parent / "checkpoints" / "tiny"}
 SPELLED = {"fp16": "float16", "half": "float16", "float16": "float16", "bf16": "bfloat16", "bfloat16": "bfloat16"}
 LAYOUT = (
@@ -73,19 +73,23 @@ def check_target(dtype: "torch.dtype | None" = None, device: "str | torch.device
 
 
 def resolve(source: Source, revision: str | None = None) -> Path:
-    """The folder that holds the model: the bundled one, a local one, or the hub's cache after a download."""
+    """The folder that holds the model: the bundled one, a local one, or the hub's cache after a download.
+
+    A GGUF file, on this disk or as "owner/name:file.gguf" on the hub, has one with its small files in the user's cache.
+    """
     text = str(source)
     folder = BUNDLED.get(text) or Path(os.path.expanduser(text))
     if not text or (text not in BUNDLED and not os.path.exists(folder)):  # os.path's never raises, Path's may
         from . import download
 
-        return download.snapshot(text, revision, known=tuple(BUNDLED))
+        repo, _, file = text.partition(":")
+        if file.endswith(".gguf") and "/" in repo and "/" not in file:
+            return gguf_folder(download.gguf_file(repo, file, revision, known=tuple(BUNDLED)))
+        return download.snapshot(download.SHORT.get(text.lower(), text), revision, known=tuple(BUNDLED))
     if revision is not None:
         raise CheckpointError(f"revision {quote(revision)} was given, but {quote(text)} is a local folder")
     if folder.suffix == ".gguf" and folder.is_file():
-        from . import gguf_model
-
-        return gguf_model.materialize(folder)
+        return gguf_folder(folder)
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is a file, not a model folder" if folder.exists() else
                               f"the bundled model {quote(text)} is not installed in {folder}", LAYOUT)  # fmt: skip
@@ -94,6 +98,13 @@ def resolve(source: Source, revision: str | None = None) -> Path:
         found = f"it has {', '.join(files[:8])}{' ...' if len(files) > 8 else ''}" if files else "it is empty"
         raise CheckpointError(f"folder {folder} has no config.json: {found}", LAYOUT)
     return folder
+
+
+def gguf_folder(path: Path) -> Path:
+    """The folder with the small files of a GGUF file."""
+    from . import gguf_model
+
+    return gguf_model.materialize(path)
 
 
 def config_file(source: Source, revision: str | None = None) -> Path:
@@ -105,7 +116,9 @@ def config_file(source: Source, revision: str | None = None) -> Path:
         return path if is_config and revision is None else resolve(source, revision) / "config.json"
     from . import download
 
-    return download.config_file(text, revision, known=tuple(BUNDLED))
+    if text.endswith(".gguf"):
+        return resolve(source, revision) / "config.json"
+    return download.config_file(download.SHORT.get(text.lower(), text), revision, known=tuple(BUNDLED))
 
 
 def check_hashes(folder: str | os.PathLike) -> list[str]:

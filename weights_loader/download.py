@@ -12,6 +12,8 @@ Small files are hashed again at every resolve (20 ms for Qwen3's); weights by `c
 import difflib
 import errno
 import hashlib
+import logging
+import math
 import os
 import re
 import shutil
@@ -19,11 +21,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from . import names
 from .names import INDEX, SINGLE, missing_weights, read_weight_map
-from .strict import LIMITS, CheckpointError, quote
+from .strict import LIMITS, CheckpointError, quote, read_object
 
 SMALL = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")  # optional
 FAMILY = tuple(f"Qwen/Qwen3-{size}" for size in ("0.6B", "1.7B", "4B", "8B", "14B", "32B"))
+SHORT = {  # what people type → the repository
+    "smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct", "smollm2-360m": "HuggingFaceTB/SmolLM2-360M-Instruct",
+    "smollm2-1.7b": "HuggingFaceTB/SmolLM2-1.7B-Instruct", "llama3.2-1b": "meta-llama/Llama-3.2-1B-Instruct",
+    "llama3.2-3b": "meta-llama/Llama-3.2-3B-Instruct", "qwen2.5-0.5b": "Qwen/Qwen2.5-0.5B-Instruct",
+    "qwen2.5-1.5b": "Qwen/Qwen2.5-1.5B-Instruct",
+} | {name.split("/")[1].lower(): name for name in FAMILY}  # fmt: skip
+LOG = logging.getLogger("weights_loader")
+WORTH_SAYING = 50_000_000  # bytes of one file: a download of this size is announced
 KEPT = 1 << 16  # bytes: what arrives is written in pieces of this size, and a cut costs at most one
 OFFLINE_HINT = "nanokv chat -m tiny works offline"
 MIRROR_HINT = "unset HF_ENDPOINT to ask huggingface.co itself"
@@ -71,6 +82,28 @@ def snapshot(repo: str, revision: str | None, known: tuple[str, ...]) -> Path:
     return _intact(folder)
 
 
+def gguf_file(repo: str, name: str, revision: str | None, known: tuple[str, ...]) -> Path:
+    """One GGUF file of a repository, in the cache."""
+    from huggingface_hub import is_offline_mode, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError, RevisionNotFoundError
+
+    revision = _check_revision(revision or "main")
+    try:
+        cached = try_to_load_from_cache(repo, name, revision=revision)
+        if isinstance(cached, str) and is_offline_mode():
+            return Path(cached)
+        return _file(repo, name, revision)
+    except CheckpointError:
+        raise
+    except HFValidationError:
+        raise _unknown(repo, known) from None
+    except Exception as error:
+        cached = try_to_load_from_cache(repo, name, revision=revision)
+        if isinstance(cached, str) and not isinstance(error, RevisionNotFoundError):
+            return Path(cached)
+        raise _explain(error, repo, revision, [name], known) from error
+
+
 def config_file(repo: str, revision: str | None, known: tuple[str, ...]) -> Path:
     """config.json alone, enough for arithmetic; one that is in the cache costs no request."""
     from huggingface_hub import try_to_load_from_cache
@@ -108,6 +141,7 @@ def _fetch(repo: str, revision: str) -> Path:
     commit = folder.name
     if not _cached(repo, commit)[1]:  # weights come last: with them, all of it is there
         return folder
+    _announce(repo, folder)
     for name in SMALL:
         _optional(repo, name, commit)
     if _optional(repo, SINGLE, commit):
@@ -123,6 +157,15 @@ def _fetch(repo: str, revision: str) -> Path:
     for shard in shards:
         _file(repo, shard, commit)
     return folder
+
+
+def _announce(repo: str, folder: Path) -> None:
+    """What the weights will take in memory; a family that is not implemented is refused before they travel."""
+    config = read_object(folder / "config.json")
+    tied = config.get("tie_word_embeddings")
+    shapes = names.expected(config)
+    count = sum(math.prod(shape) for name, shape in shapes.items() if not (tied and name == names.HEAD))
+    LOG.info("%s: %s parameters, %s MB in memory as bfloat16", repo, f"{count:,}", f"{2 * count / 1e6:,.0f}")
 
 
 def _optional(repo: str, name: str, commit: str) -> Path | None:
@@ -193,6 +236,9 @@ def _fetch_blob(repo: str, name: str, remote: Remote, blob: Path):
             if file.tell() > remote.size:
                 file.truncate(0)
             _check_free(repo, [(name, remote.size - file.tell())])
+            if remote.size >= WORTH_SAYING:
+                rest = f"{(remote.size - file.tell()) / 1e6:,.0f} MB"
+                LOG.info("%s/%s: %s go into %s", repo, name, rest, _storage(repo))
         _receive(repo, name, remote, Bounded(file, _most(name, remote), f"{repo}/{name}"))
         file.flush()
         if wrong := _wrong_hash(part, remote.etag):  # resuming would keep the damage
@@ -408,7 +454,7 @@ def _nearest(source: str, known: tuple[str, ...]) -> str:
     """A hint with the known name that is closest in letters and digits: qwen3-06b → Qwen/Qwen3-0.6B."""
     if source.startswith(("/", ".", "~")):
         return "check the path: there is no such folder"
-    names = {re.sub("[^a-z0-9]", "", name.split("/")[-1].lower()): name for name in known + FAMILY}
+    names = {re.sub("[^a-z0-9]", "", name.split("/")[-1].lower()): name for name in (*SHORT, *known, *FAMILY)}
     wanted = re.sub("[^a-z0-9]", "", source.split("/")[-1].lower())
     close = difflib.get_close_matches(wanted, names, n=1, cutoff=0.5)
     return f"did you mean {names[close[0]]}?" if close else f"known: {', '.join(known)}, {FAMILY[0]}, ..."

@@ -229,7 +229,8 @@ def add_model_arguments(parser) -> None:
     group = parser.add_argument_group("model")
     group.add_argument(
         "-m", "--model", metavar="NAME", default=environment("NANOKV_MODEL") or "tiny",
-        help="tiny (bundled), a folder, or a hub name: Qwen/Qwen3-0.6B (default: $NANOKV_MODEL, else tiny)",
+        help="tiny (bundled), a folder, FILE.gguf, a short name (nanokv models), or a hub name: Qwen/Qwen3-0.6B, "
+        "owner/name:FILE.gguf (default: $NANOKV_MODEL, else tiny)",
     )  # fmt: skip
     group.add_argument("--revision", metavar="REV", help="branch, tag or commit of a hub model")
     group.add_argument(

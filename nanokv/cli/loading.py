@@ -4,10 +4,12 @@ The plan needs only config.json and arithmetic, so the banner is on the screen b
 that does not fit is refused before a byte of it is allocated. Nothing here computes; `nanokv.loading.load` does it.
 """
 
+import logging
 import math
 import os
 import re
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -136,13 +138,29 @@ def plan_model(args) -> Plan:
     threads = args.threads or thread_count()
     import weights_loader
 
-    folder = Path(weights_loader.resolve(args.model, revision=args.revision))
+    with said(args):
+        folder = Path(weights_loader.resolve(args.model, revision=args.revision))
     config = Config.from_folder(folder)
     plan = Plan(
         display_name(args.model), folder, config, choose_dtype(args, config, "cpu"), threads, "cpu",
         choose_context(args.context, config), name, options,
     )  # fmt: skip
     return plan
+
+
+@contextmanager
+def said(args):
+    """What the loader logs, a download for instance, is told as a notice."""
+    logger, handler = logging.getLogger("weights_loader"), logging.Handler()
+    handler.emit = lambda record: notice(record.getMessage(), args)
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 def check_device(name: str) -> None:

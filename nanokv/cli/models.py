@@ -16,11 +16,12 @@ from nanokv.config import Config
 from nanokv.costs import ITEMSIZE, parameters, weight_bytes
 from nanokv.errors import NanoKVError
 from weights_loader import CheckpointError, inventory
+from weights_loader.download import SHORT as SHORT_NAMES
 
 EXAMPLES = ("nanokv models", "nanokv models --json", "HF_HOME=/data/hf nanokv models")
 DESCRIPTION = (
     "List the models that can be loaded here without a download, with the argument to type for each. A folder in "
-    "Hugging Face format is loaded by its path: nanokv chat -m ./folder."
+    "Hugging Face format, or a GGUF file, is loaded by its path: nanokv chat -m ./folder, nanokv chat -m FILE.gguf."
 )
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 ANY, SHAPES = ("chat", "generate", "batch", "memory", "bench", "profile", "trace", "verify"), ("bench", "profile")
@@ -44,7 +45,7 @@ class Model:
 
 def add_arguments(parser) -> None:
     """--json."""
-    parser.add_argument("--json", action="store_true", help='one JSON object on stdout: {"cache": …, "models": […]}')
+    parser.add_argument("--json", action="store_true", help='one JSON object on stdout: {"cache": …, "models": […], …}')
 
 
 def run(args) -> int:
@@ -54,7 +55,9 @@ def run(args) -> int:
     models += [on_disk(one, "cache") for one in cached]
     models += [random_shape(name) for name in RANDOM]
     if args.json:
-        terminal.write_out(to_json({"cache": str(place), "models": [asdict(model) for model in models]}) + "\n")
+        terminal.write_out(to_json(
+            {"cache": str(place), "models": [asdict(model) for model in models], "short_names": SHORT_NAMES}
+        ) + "\n")
     else:
         terminal.write_out(text(models, place, terminal.Style(sys.stdout, args.color)))
     return 0
@@ -107,6 +110,8 @@ def text(models, place, style) -> str:
         if broken := [(broken_name(model), terminal.message_line(model.problem)) for model in here if model.problem]:
             lines += ["  cannot be loaded:", *layout.definitions(broken, width, "    ")]
         lines.append("")
+    lines.append(style.bold("short names, fetched when they are first used"))
+    lines += [*layout.definitions([(f"-m {short}", name) for short, name in SHORT_NAMES.items()], width), ""]
     used = terminal.sanitize_line(environment("NANOKV_MODEL") or "tiny")
     lines.append(layout.paragraph(f"Without -m it is {used}. For example: nanokv chat -m tiny", width))
     return "\n".join(lines) + "\n"
