@@ -29,6 +29,7 @@ COMMANDS = {  # each as short as it can be; FOLDER is a random model, OUT an emp
     "bench": "bench -m FOLDER --contexts 8 --steps 1 --repeat 1 --weights plain",
     "profile": "profile -m FOLDER --tokens 8",
     "verify": "verify FOLDER --alone",
+    "convert": "convert FOLDER OUT/new",
 }
 QUIET = ("help", "memory", "batch")  # run in `make test`, the others in `make check`
 ALL = [name if name in QUIET else pytest.param(name, marks=pytest.mark.slow) for name in COMMANDS]

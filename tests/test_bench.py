@@ -21,6 +21,7 @@ from nanokv.bench.rotation import Rotation
 from nanokv.bench.runners import Ours, Runner, Transformers, Uncached
 from nanokv.cache import make_cache
 from nanokv.cli import random_model
+from nanokv.errors import NanoKVError
 from nanokv.fast import native, optimize
 from nanokv.fast.weights import FEW_ROWS
 from nanokv.inference import decode, prefill
@@ -160,6 +161,31 @@ def test_gguf_holds_the_same_weights_under_their_names(tmp_path):
     fields = {key: field.contents() for key, field in reader.fields.items() if key.startswith("qwen3.")}
     assert fields["qwen3.attention.head_count_kv"] == 2 and fields["qwen3.attention.key_length"] == 32
     assert fields["qwen3.block_count"] == 3 and fields["qwen3.rope.freq_base"] == model.config.rope_theta
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_gguf_of_the_other_dense_families_is_read_back(family, tmp_path):
+    """By the reader of weights_loader, which test_gguf.py holds to transformers'."""
+    from weights_loader import gguf_file, gguf_model, shards
+
+    model, _ = small(torch.bfloat16, tie_word_embeddings=False, model_type=family)
+    found = gguf_file.read_gguf(gguf.write(model, tmp_path / "model.gguf"))
+    config = gguf_model.model_config(found)
+    assert nanokv.Config.from_dict(config | {"torch_dtype": "float32"}) == model.config
+    heads = {"q_proj": 4, "k_proj": 2} if family == "llama" else {}
+    for name, place in gguf_model.names_of(found, config).items():
+        entry = shards.GgufEntry.of(found.path, name, *place, heads.get(name.split(".")[-2], 0))
+        ours = model.state_dict()[name.removeprefix("model.")]
+        assert torch.equal(shards.materialize(entry, torch.float32, torch.device("cpu")), ours.float()), name
+
+
+@pytest.mark.parametrize("changes", [
+    {"yarn": nanokv.config.Yarn(4.0, 128)},
+    {"model_type": "qwen3_moe", "experts": nanokv.config.Experts(4, 2, 32)},
+])  # fmt: skip
+def test_what_is_not_written_for_llama_cpp_is_refused(changes, tmp_path):
+    with pytest.raises(NanoKVError, match="is not written for"):
+        gguf.write(small(torch.bfloat16, **changes)[0], tmp_path / "model.gguf")
 
 
 def test_llama_cpp_gives_the_same_logits(tmp_path):

@@ -1,46 +1,39 @@
-"""A Qwen3 as a GGUF file, so that llama.cpp runs the very same weights; without a tokenizer. Needs `gguf`."""
+"""A model as a GGUF file, so that llama.cpp runs the very same weights; without a tokenizer."""
 
 from pathlib import Path
 
+import gguf
 import torch
 
 from nanokv.errors import NanoKVError
+from weights_loader.gguf_model import ENDS, FAMILY_OF, KEYS, NAMES
 
-NAMES = {  # ours: llama.cpp's
-    "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm", "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
-}  # fmt: skip
-ENDS = {
-    "embed_tokens.weight": "token_embd.weight", "norm.weight": "output_norm.weight", "lm_head.weight": "output.weight",
-}  # fmt: skip
+ARCHITECTURES = {family: name for name, family in FAMILY_OF.items()}
+THEIRS = {ours: theirs for theirs, ours in NAMES.items()}
+THEIR_ENDS = {ours.removeprefix("model."): theirs for theirs, ours in ENDS.items()}
 QUANTIZED = {"q8_0": "LLAMA_FTYPE_MOSTLY_Q8_0", "q4_0": "LLAMA_FTYPE_MOSTLY_Q4_0"}
 
 
 def write(model, path) -> Path:
-    """Matrices in bf16, vectors in fp32."""
-    try:
-        import gguf
-    except ImportError:
-        raise NanoKVError("the gguf package is not installed", "pip install llama-cpp-python gguf") from None
-    config, writer = model.config, gguf.GGUFWriter(str(path), "qwen3")
+    """Matrices in bf16, vectors in fp32. NanoKVError for experts and for a context that was extended: not written."""
+    config = model.config
+    if config.experts or config.yarn or config.llama3:
+        raise NanoKVError(f"{config} is not written for llama.cpp: experts or an extended context",
+                          "leave llama.cpp out of --against")  # fmt: skip
+    writer = gguf.GGUFWriter(str(path), ARCHITECTURES[config.model_type])
     writer.add_name("nanokv")
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim)
+    for key, field in KEYS.items():
+        value = getattr(config, field, None)
+        if value is not None:
+            add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
+            add(f"{writer.arch}.{key}", value)
     writer.add_value_length(config.head_dim)
-    writer.add_rope_freq_base(config.rope_theta)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("no_vocab")
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
+        tensor = permuted(name, tensor, config)
         if tensor.dim() == 1:
             writer.add_tensor(their_name(name), tensor.float().numpy())
         else:
@@ -53,13 +46,21 @@ def write(model, path) -> Path:
     return Path(path)
 
 
+def permuted(name: str, tensor, config):
+    """Rows of Llama's q and k: the halves of a head → pairs side by side, as llama.cpp turns them."""
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
+    if config.model_type != "llama" or not heads:
+        return tensor
+    return tensor.view(heads, 2, config.head_dim // 2, -1).transpose(1, 2).reshape(tensor.shape)
+
+
 def their_name(name: str) -> str:
     """layers.3.self_attn.q_proj.weight → blk.3.attn_q.weight"""
-    if name in ENDS:
-        return ENDS[name]
-    _, layer, rest = name.split(".", 2)
-    part, kind = rest.rsplit(".", 1)
-    return f"blk.{layer}.{NAMES[part]}.{kind}"
+    part, kind = name.rsplit(".", 1)
+    if part in THEIR_ENDS:
+        return f"{THEIR_ENDS[part]}.{kind}"
+    _, layer, rest = part.split(".", 2)
+    return f"blk.{layer}.{THEIRS[rest]}.{kind}"
 
 
 def quantize(path: Path, kind: str) -> Path:
