@@ -34,7 +34,7 @@ def cache(tmp_path, tiny_folder):
 
     add("org/whole")
     (add("org/half") / "model.safetensors").unlink()
-    add("org/llama", model_type="llama")
+    add("org/other", model_type="gemma3")
     add("org/data", kind="datasets")
     (add("org/bare") / "config.json").unlink()
     return place
@@ -50,14 +50,14 @@ def test_what_is_there_is_listed_with_sizes_and_with_what_is_wrong(cache, tiny_f
     found = json.loads(models(cache, "--json"))
     by_name = {model["name"]: model for model in found["models"]}
     assert found["cache"] == str(cache) and next(iter(by_name)) == "tiny"
-    assert set(by_name) == {"tiny", "org/whole", "org/half", "org/llama", *RANDOM}
+    assert set(by_name) == {"tiny", "org/whole", "org/half", "org/other", *RANDOM}
     whole = by_name["org/whole"]
     on_disk = sum(path.stat().st_size for path in (cache / "models--org--whole" / "snapshots").rglob("*.*"))
     assert (whole["argument"], whole["where"], whole["dtype"]) == ("-m org/whole", "cache", "float32")
     assert whole["disk_bytes"] == on_disk and whole["memory_bytes"] == 4 * whole["parameters"]
     assert whole["parameters"] == parameters_by_torch(tiny_folder) and whole["problem"] is None
     assert by_name["org/half"]["problem"] == "incomplete: model.safetensors" and not by_name["org/half"]["commands"]
-    assert "llama" in by_name["org/llama"]["problem"] and by_name["org/llama"]["parameters"] == whole["parameters"]
+    assert "gemma3" in by_name["org/other"]["problem"] and by_name["org/other"]["parameters"] == whole["parameters"]
     assert by_name["tiny"]["dtype"] == "bfloat16" and by_name["tiny"]["parameters"] == 3_050_496
 
 
@@ -71,10 +71,10 @@ def parameters_by_torch(folder):
 def test_the_table_says_what_to_type(cache):
     out = models(cache)
     lines = {line.split()[1]: line for line in out.splitlines() if line.startswith("  -m ")}
-    assert "fp32" in lines["org/whole"] and not {"org/half", "org/llama"} & set(lines)
-    assert re.search(r"cannot be loaded:\n +org/half, [\d.]+ kB +incomplete: model.safetensors\n +org/llama", out)
+    assert "fp32" in lines["org/whole"] and not {"org/half", "org/other"} & set(lines)
+    assert re.search(r"cannot be loaded:\n +org/half, [\d.]+ kB +incomplete: model.safetensors\n +org/other", out)
     assert "596 M" in lines["qwen3-0.6b-random"] and "1.19 GB" in lines["qwen3-0.6b-random"]
-    assert all(len(line) <= 80 for line in out.splitlines() if str(cache) not in line and "llama" not in line)
+    assert all(len(line) <= 80 for line in out.splitlines() if str(cache) not in line and "gemma3" not in line)
 
 
 def test_an_empty_cache_says_how_to_fill_it(tmp_path):

@@ -213,8 +213,8 @@ def commands() -> list[str]:
 
 
 HELP = [
-    [], ["batch"], ["bench"], ["chat"], ["course"], ["env"], ["generate"], ["memory"], ["models"], ["profile"],
-    ["trace"], ["train"], ["verify"],
+    [], ["batch"], ["bench"], ["chat"], ["convert"], ["course"], ["env"], ["generate"], ["memory"], ["models"],
+    ["profile"], ["trace"], ["train"], ["verify"],
 ]  # fmt: skip
 
 
