@@ -452,8 +452,8 @@ def _unknown(source: str, known: tuple[str, ...]) -> CheckpointError:
 
 def _nearest(source: str, known: tuple[str, ...]) -> str:
     """A hint with the known name that is closest in letters and digits: qwen3-06b → Qwen/Qwen3-0.6B."""
-    if source.startswith(("/", ".", "~")):
-        return "check the path: there is no such folder"
+    if source.startswith(("/", ".", "~")) or source.endswith(".gguf"):
+        return f"check the path: there is no such {'file' if source.endswith('.gguf') else 'folder'}"
     names = {re.sub("[^a-z0-9]", "", name.split("/")[-1].lower()): name for name in (*SHORT, *known, *FAMILY)}
     wanted = re.sub("[^a-z0-9]", "", source.split("/")[-1].lower())
     close = difflib.get_close_matches(wanted, names, n=1, cutoff=0.5)

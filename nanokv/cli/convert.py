@@ -42,6 +42,8 @@ def run(args) -> int:
     args.model = args.source or environment("NANOKV_MODEL")
     args.device, args.cache, args.context, args.threads = "cpu", ("dict", {}), 2, None
     plan = plan_model(args)
+    if args.dtype == "auto":  # what is stored, not what computes best here
+        plan.dtype_name = plan.config.torch_dtype
     check_memory(plan, available_memory("cpu"))
     ask_to_replace(args.force, args.folder / "config.json")
     check_address_space()

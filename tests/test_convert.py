@@ -1,0 +1,70 @@
+"""`nanokv convert`: a GGUF file, or any model, as a Hugging Face folder with the same numbers and answers."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import nanokv
+from gguf_files import write_gguf
+from nanokv.cli import main
+from nanokv.inference import score
+from oracle import gap, random_ids, reference_logits, tiny_reference
+from tiny_checkpoint import write_tokenizer
+
+
+@pytest.fixture
+def gguf_file(tmp_path, monkeypatch):
+    monkeypatch.setenv("NANOKV_CACHE", str(tmp_path / "cache"))
+    write_tokenizer(tmp_path)
+    reference = tiny_reference(model_type="llama", head_dim=None, vocab_size=320)
+    return write_gguf(tmp_path / "model.gguf", reference, tmp_path, "Q8_0")
+
+
+@pytest.fixture
+def convert(capsys, monkeypatch):
+    """convert(*arguments) → (exit code, stdout, stderr)."""
+    monkeypatch.setattr("sys.stdin", open("/dev/null"))
+
+    def convert(*argv):
+        code = main(["convert", *map(str, argv)])
+        return code, *capsys.readouterr()
+
+    return convert
+
+
+def test_transformers_opens_the_folder_and_gives_our_logits(convert, gguf_file, tmp_path):
+    out = tmp_path / "new"
+    assert convert(gguf_file, out, "--dtype", "fp32") == (0, f"{out}\n", "Llama, 452 kB in float32\n")
+    model, tokenizer = nanokv.load(gguf_file)
+    reference, ids = AutoModelForCausalLM.from_pretrained(out).eval(), random_ids(1, 2, 30, 320)
+    assert gap(score(model, ids), reference_logits(reference, ids)) <= 1e-5
+    again = nanokv.Tokenizer.from_folder(out)
+    assert again.encode("My name is Zorbla.") == tokenizer.encode("My name is Zorbla.")
+    assert again.chat_template == tokenizer.chat_template
+
+
+@pytest.mark.parametrize(("source", "dtype"), [("tiny", "bfloat16"), ("gguf", "bfloat16")])
+def test_the_default_is_what_is_stored(source, dtype, convert, gguf_file, tmp_path):
+    out = tmp_path / "new"
+    code, _, _ = convert(gguf_file if source == "gguf" else source, out)
+    assert code == 0 and json.loads((out / "config.json").read_text())["torch_dtype"] == dtype
+    assert nanokv.load(out, dtype=None)[0].dtype == getattr(torch, dtype)
+
+
+def test_nothing_is_replaced_unasked(convert, gguf_file, tmp_path):
+    out = tmp_path / "new"
+    assert convert(gguf_file, out)[0] == 0
+    before = (out / "model.safetensors").read_bytes()
+    code, _, err = convert("tiny", out)
+    assert code == 2 and "would be replaced" in err and "--force" in err
+    assert (out / "model.safetensors").read_bytes() == before
+    assert convert("tiny", out, "--force")[0] == 0
+    assert nanokv.load(out)[0].config.model_type == "qwen3"
+
+
+@pytest.mark.parametrize("source", ["missing.gguf", "./missing.gguf"])
+def test_a_file_that_is_not_there(source, convert, tmp_path):
+    code, _, err = convert(source, tmp_path / "new")
+    assert code == 2 and "check the path: there is no such file" in err and not (tmp_path / "new").exists()
