@@ -8,6 +8,7 @@
 `start_pos` is always stated by the caller and checked against the cache by the model.
 """
 
+import math
 import warnings
 
 import torch
@@ -53,6 +54,19 @@ def prefill_chunks(model: Model, tokens: Rows, cache: KVCache, start_pos: Positi
         logits = prefill(model, part, cache, start_pos)
         start_pos = start_pos + part.shape[1]
     return logits  # (B,V)
+
+
+def prefill_chunk(model: Model) -> int:
+    """Tokens per forward of a long prompt, for whoever may be interrupted: chat, generate, Session.
+
+    Ctrl-C is heard inside a forward, between two operators, so one product must be short: 8 GFLOP, 0.2 s of a slow
+    CPU. The longest makes gate and up of all tokens, 4·C·I FLOPs for each. At least 64, because from 33 rows on a
+    forward is bound by arithmetic and no longer by reading the weights; 512 cost no more per token than 2,048.
+    """
+    if model.embed_tokens.weight.device.type != "cpu":
+        return 2048
+    wanted = 8e9 / (4 * model.config.hidden_size * model.config.intermediate_size)
+    return min(512, max(64, 2 ** int(math.log2(wanted))))
 
 
 @torch.inference_mode()

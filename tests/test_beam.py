@@ -212,7 +212,7 @@ def test_who_says_nothing_gets_four_beams_of_64_tokens():
     search = {"beams": 4, "length_penalty": 1.0, "early_stopping": False}
     assert defaults(BeamGeneration) == search
     assert defaults(beam_search) == ANSWER | search | {
-        "num_return": 1, "cache": None, "repetition_penalty": 1.0, "chunk": 512
+        "num_return": 1, "cache": None, "repetition_penalty": 1.0, "chunk": None
     }  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from nanokv.cache import make_cache
 from nanokv.config import GenerationConfig
 from nanokv.decoding.generation import Generation, LoopGuard, SamplingParams, StopStrings, TextStream, generate
 from nanokv.errors import CapacityError, ContextError, GenerationError
+from nanokv.inference import prefill_chunk
 from nanokv.text.tokenizer import Tokenizer
 from oracle import ANSWER, SAMPLING, Press, defaults, pair
 
@@ -526,6 +527,27 @@ def test_stop_strings_cut_the_same_text_however_it_is_split(cut):
 
 def test_who_says_nothing_gets_64_greedy_tokens():
     assert defaults(generate) == ANSWER | SAMPLING | {"seed": None, "cache": None}
-    assert defaults(Generation) == ANSWER | {"params": SamplingParams(), "history": None, "chunk": 256}
+    assert defaults(Generation) == ANSWER | {"params": SamplingParams(), "history": None, "chunk": None}
     assert defaults(SamplingParams) == SAMPLING | {"seed": None}
     assert defaults(LoopGuard) == {"period": 16, "times": 20}
+
+
+@pytest.mark.parametrize(("name", "tokens"), [
+    ("Qwen/Qwen3-0.6B", 512), ("Qwen/Qwen3-1.7B", 128), ("Qwen/Qwen3-32B", 64),
+])  # fmt: skip
+def test_a_chunk_is_as_long_as_one_product_may_take(name, tokens):
+    """At most 8 GFLOP for gate and up together, but never so few rows that reading the weights decides."""
+    from nanokv.costs.memory import FAMILY
+    from nanokv.loading import skeleton
+
+    config = FAMILY[name]
+    model = skeleton(config)
+    model.embed_tokens.weight = torch.nn.Parameter(torch.empty(1, 1))  # on the CPU
+    assert prefill_chunk(model) == tokens
+    flops = 4 * tokens * config.hidden_size * config.intermediate_size
+    assert flops <= 8e9 or tokens == 64
+
+
+def test_the_chunk_of_an_answer_is_that_of_the_one_policy(model):
+    generation = Generation(model, prompt(1), make_cache("dict", model.config))
+    assert generation.chunk == prefill_chunk(model) == 512

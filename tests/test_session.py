@@ -337,7 +337,7 @@ def test_interrupt_in_prefill_takes_the_message_back(loaded, fed):
 
 def test_ctrl_c_inside_a_prefill_chunk_keeps_the_chunks_before_it(loaded, fed, monkeypatch):
     """The message is taken back, and asking again goes on where the last whole chunk ended."""
-    monkeypatch.setattr("nanokv.chat.session.prefill_chunk", lambda model: 32)
+    monkeypatch.setattr("nanokv.decoding.generation.prefill_chunk", lambda model: 32)
     session, undisturbed = (Session(*loaded, params={"max_new_tokens": 4}) for _ in range(2))
     press = Press()
     with monkeypatch.context() as patch:

@@ -19,7 +19,6 @@ import torch
 from nanokv.cache import KVCache, make_cache
 from nanokv.chat.history import Role, token_roles, why_broken
 from nanokv.checkpoint import Model
-from nanokv.costs import parameters
 from nanokv.decoding.generation import Generation, LoopGuard, SamplingParams, TextStream, context_limit, never
 from nanokv.errors import ContextError, SessionError, UnsupportedError
 from nanokv.loading import load
@@ -157,7 +156,7 @@ class Session:
         return self.make_generation(
             self.model, torch.tensor([ids[n:]]), self.cache, SamplingParams(**sampling),
             max_new_tokens=min(self.params.get("max_new_tokens") or DEFAULT_NEW_TOKENS, room),
-            history=self.cached_ids, should_stop=should_stop, chunk=prefill_chunk(self.model),
+            history=self.cached_ids, should_stop=should_stop,
         )
 
     def _record(self, turn, generation, stream, messages, reply, before):
@@ -285,8 +284,3 @@ class Session:
             raise SessionError(f"the saved cache holds {cache.length:,} tokens, its list of ids {len(ids):,}")
         self.cache, self.prompt_ids, self._generation = cache, list(ids), None  # in one line
         self._labelled, self._edited = self.messages, True
-
-
-def prefill_chunk(model: Model) -> int:
-    """Prompt tokens per forward: about 0.1 s at 50 GFLOP/s (2 FLOPs per weight and token)."""
-    return int(min(max(0.1 * 50e9 / (2 * parameters(model.config)), 16), 256))

@@ -71,7 +71,7 @@ def search(args, loaded, ids: list[int], room: int, should_stop) -> Found:
     start = time.perf_counter()
     generation = BeamGeneration(
         loaded.model, ids, loaded.make_cache(), SamplingParams(repetition_penalty=penalty), room,
-        should_stop=should_stop, chunk=loaded.prefill_chunk, **options(args),
+        should_stop=should_stop, **options(args),
     )  # fmt: skip
     beams = generation.find() or [Beam([], float("nan"))]  # null in JSON
     seconds = time.perf_counter() - start

@@ -51,9 +51,7 @@ def run(args) -> int:
     cache = loaded.make_cache()
     params = arguments.resolve_sampling(args, loaded.model.generation_config)
     with terminal.Interrupt() as stop:
-        generation = make_generation(
-            loaded.model, ids, cache, params, room(args, loaded, ids), should_stop=stop, chunk=loaded.prefill_chunk
-        )
+        generation = make_generation(loaded.model, ids, cache, params, room(args, loaded, ids), should_stop=stop)
         stream = TextStream(generation, loaded.tokenizer, stop=args.stop)
         out = JsonOutput() if args.json else TextOutput(args, loaded, ids)
         for chunk in stream:

@@ -5,7 +5,6 @@ that does not fit is refused before a byte of it is allocated. Nothing here comp
 """
 
 import logging
-import math
 import os
 import re
 import time
@@ -59,17 +58,6 @@ class Loaded(Plan):
     tokenizer: Any
     dtype: Any  # torch.dtype
     load_s: float
-
-    @property
-    def prefill_chunk(self) -> int:
-        """Tokens per prefill chunk, so that Ctrl-C is answered soon: 8 GFLOP are at most about 0.2 s of a CPU.
-
-        A power of two between 16 (below it a chunk costs the reading of all weights and little else) and 512.
-        """
-        if self.device != "cpu":
-            return 2048
-        wanted = 8e9 / (2 * parameters(self.config))  # 2 FLOPs per weight and token
-        return 2 ** min(9, max(4, round(math.log2(wanted))))
 
     def make_cache(self):
         """An empty cache of the kind that --cache asked for, with room for the whole context."""

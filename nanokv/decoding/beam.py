@@ -39,7 +39,7 @@ class Beam(NamedTuple):
 
 def beam_search(model: Model, ids: Ids, beams: int = 4, max_new_tokens: int = 64, length_penalty: float = 1.0,
                 early_stopping: bool | str = False, eos_token_ids: EosIds = None, num_return: int = 1,
-                cache: KVCache | None = None, repetition_penalty: float = 1.0, chunk: int = 512,
+                cache: KVCache | None = None, repetition_penalty: float = 1.0, chunk: int | None = None,
                 should_stop: Callable[[], bool] = never) -> list[Beam]:  # fmt: skip
     """The `num_return` best of `beams` continuations of ids (a list, (T,) or (1,T); not yet in the cache), best first.
 

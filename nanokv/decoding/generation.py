@@ -21,7 +21,7 @@ from nanokv.checkpoint import Model
 from nanokv.decoding.draw import GREEDY, SamplingParams, Step, draw, reason_to_end
 from nanokv.decoding.sample import check_sampling, logprob
 from nanokv.errors import ContextError, GenerationError, TokenIdsError, UnsupportedError
-from nanokv.inference import check_cache, decode, prefill
+from nanokv.inference import check_cache, decode, prefill, prefill_chunk
 from nanokv.text.ids import Ids, id_list
 from nanokv.text.thinking import overlap
 from nanokv.text.tokenizer import StreamDecoder, Tokenizer
@@ -70,25 +70,26 @@ def context_limit(model: Model, cache: KVCache) -> int:
 class Generation:
     """One answer, token by token: an iterator of Steps that also says, at its end, why it ended.
 
-    `should_stop` is read before each prefill chunk and each decode; chunks that were finished stay in the cache. If it
-    has a context manager `raising`, forwards run inside of it: a KeyboardInterrupt raised there, while should_stop()
-    is true, ends the answer between two operators instead of after the forward. `history` = the ids already in the
+    `should_stop` is read before each prefill chunk (of as many tokens as inference.prefill_chunk says, unless `chunk`
+    does) and each decode; chunks that were finished stay in the cache. If it has a context manager `raising`, forwards
+    run inside of it: a KeyboardInterrupt raised there, while should_stop() is true, ends the answer between two
+    operators instead of after the forward. `history` = the ids already in the
     cache, for the repetition penalty only; without it the penalty sees ids and what is generated. Raises in the
     constructor, before any work.
     """
 
     def __init__(self, model: Model, ids: Ids, cache: KVCache, params: SamplingParams = GREEDY,
                  max_new_tokens: int = 64, eos_token_ids: EosIds = None, history: Sequence[int] | None = None,
-                 should_stop: Callable[[], bool] = never, chunk: int = 256):  # fmt: skip
+                 should_stop: Callable[[], bool] = never, chunk: int | None = None):  # fmt: skip
         check_sampling(max_new_tokens=max_new_tokens)
         check_cache(cache)
         self.model, self.cache, self.params, self.should_stop = model, cache, params, should_stop
         self.ids = prompt_ids(ids, model.config.vocab_size)
-        self.max_new_tokens, self.chunk = max_new_tokens, chunk
+        self.max_new_tokens, self.chunk = max_new_tokens, prefill_chunk(model) if chunk is None else chunk
         self.eos_token_ids = eos_ids(model.generation_config.eos_token_ids if eos_token_ids is None else eos_token_ids)
         self.prompt_tokens, self.cached_tokens = len(self.ids), cache.length
         self.context = context_limit(model, cache)
-        if type(chunk) is not int or chunk < 1:
+        if type(self.chunk) is not int or self.chunk < 1:
             raise GenerationError(f"chunk is {chunk!r}: it must be an integer ≥ 1")
         if history is not None and len(history) != cache.length:
             raise GenerationError(f"history has {len(history)} tokens, but the cache holds {cache.length}")
