@@ -44,7 +44,7 @@ fuzz: $(VENV)/.fuzz ## when you changed what reads files: hostile input, minutes
 	@$(BIN)/python tests/fuzz/runner.py $(ARGS)
 
 .PHONY: mutants
-mutants: $(VENV)/.dev ## to see what the tests miss: plants small faults in a copy, hours; ARGS="--count 40" for minutes
+mutants: $(VENV)/.dev ## to see what the tests miss: plants small faults in a copy, an hour; ARGS="--count 40" for minutes
 	@$(BIN)/python tests/mutants.py $(ARGS)
 
 .PHONY: lint

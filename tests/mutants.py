@@ -1,8 +1,10 @@
 """Mutants: one small fault at a time is planted in a copy of the package, and the tests of that file must notice.
 
-By hand, `make mutants`: 400 seeded mutants of the core take hours; ARGS="--count 40" takes the first 40 of the same
-list. A mutant that survives is equivalent (no answer can differ) or shows a missing assertion. The parent imports torch
-and transformers once and forks for each mutant; the working tree is only read.
+By hand, `make mutants`: 400 seeded mutants of the core take an hour; ARGS="--count 40" takes the first 40 of the same
+list. A mutant that survives is equivalent (no answer can differ) or shows a missing assertion. One run without a fault
+records which test runs which line, and how long it takes; then each mutant meets the tests that run its line, quick
+ones first, up to the first that fails. The parent imports torch and transformers once and forks for each mutant; the
+working tree is only read.
 """
 
 import argparse

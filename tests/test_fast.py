@@ -304,6 +304,16 @@ def test_a_kernel_takes_a_mask_that_shows_each_row_its_own_tokens():
     assert not sees_its_row(Decode(mask), dense[0]) and not sees_its_row(Causal(), batch[0])
 
 
+def test_a_kernel_reads_a_part_of_a_slab_where_it_lies():
+    """A copy of keys and values per step would cost what the kernel saves; only another order of values is copied."""
+    slabs = torch.zeros(2, 1, 4, 9, 8)
+    part, turned = Pages(*slabs[:, :, :, :5], [5]), Pages(*slabs.mT.contiguous().mT[:, :, :, :5], [5])
+    for pages, copied in ((part, False), (turned, True)):
+        native.pages_struct(pages)
+        for read, given in zip(native.STRUCTS[pages][1:], (pages.keys, pages.values), strict=True):
+            assert (read.data_ptr() != given.data_ptr()) == copied
+
+
 def test_only_keys_and_values_like_the_new_ones_go_to_a_kernel():
     """It takes rows, heads, width and dtype on trust."""
     new, old = torch.zeros(2, 4, 1, 8), torch.zeros(2, 4, 9, 8)
