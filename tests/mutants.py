@@ -191,7 +191,8 @@ class Recorder:
         code = frame.f_code
         if code.co_filename not in self.paths or not code.co_flags & inspect.CO_OPTIMIZED:  # a module, or a class body
             return None
-        self.lines.add((code.co_filename, frame.f_lineno))
+        if event == "line":
+            self.lines.add((code.co_filename, frame.f_lineno))
         return self.trace
 
     def pytest_collection_finish(self):
@@ -241,11 +242,11 @@ class InOrder:
 
 
 def covering(lines: dict, path: str, line: int) -> list[str]:
-    """The tests that run this line, those of less than half a second first; a line that runs while the file is imported
-    belongs to all of the file."""
+    """The tests that run this line, those of less than half a second first; all that are about the file for a line that
+    runs while it is imported: a default, a table."""
     files = tests_of(path)
-    about = [test for test in lines if test.partition("::")[0] in files and path in lines[test]["lines"]]
-    chosen = [test for test in about if line in lines[test]["lines"][path]] or about
+    about = [test for test in lines if test.partition("::")[0] in files]
+    chosen = [test for test in about if line in lines[test]["lines"].get(path, ())] or about
     rank = {test: (lines[test]["s"] > 0.5, files.index(test.partition("::")[0]), lines[test]["s"]) for test in chosen}
     return sorted(chosen, key=rank.get)
 

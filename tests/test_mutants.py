@@ -69,8 +69,8 @@ def test_a_mutant_meets_the_tests_that_run_its_line_quick_and_close_ones_first()
     }
     assert mutants.covering(lines, "nanokv/attention.py", 8) == [close, quick, slow]
     assert mutants.covering(lines, "nanokv/attention.py", 7) == [slow]
-    assert mutants.covering(lines, "nanokv/attention.py", 1) == [close, quick, slow]  # runs at import: all of the file
-    assert mutants.covering(lines, "nanokv/inference.py", 8) == []
+    assert mutants.covering(lines, "nanokv/attention.py", 1) == [close, quick, slow]  # a default: nobody runs the line
+    assert mutants.covering(lines, "nanokv/inference.py", 8) == [quick]
 
 
 CODE = """
