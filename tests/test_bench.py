@@ -5,6 +5,7 @@ The guards at the end count operators and bytes exactly, and compare times only 
 
 import json
 import math
+import os
 import signal
 import time
 from collections import Counter
@@ -280,6 +281,27 @@ def test_quality_tells_what_the_formats_cost():
     change = {row["weights"]: row["mean_change"] for row in found["rows"]}
     assert change["plain"] == 0 and change["fast"] < 1e-5 < change["int8"] < 0.02 < change["int4"] < 0.2
     assert all(abs(row["bias"]) <= row["mean_change"] for row in found["rows"])
+    assert {row["cache"] for row in found["rows"]} == {None} and found["text"] == "held-out conversation"
+
+
+def test_quality_tells_what_caches_cost_on_a_text_of_ones_own(cli, tmp_path):
+    """Bytes per token are the formula's, perplexity is the exponential of the mean."""
+    (tmp_path / "text").write_text("My name is Zorbla. What is my name? Your name is Zorbla.\n" * 20)
+    caches = "dict,quantized:bits=8,quantized:bits=2,sliding:window=16"
+    argv = ("bench", "--quality", "--text", tmp_path / "text", "--context", 201, "--weights", "plain", "--dtype",
+            "float32", "--caches", caches)  # fmt: skip
+    code, out, _ = cli(*argv, "--json")
+    found = json.loads(out)
+    exact, eight, two, window = found["rows"]
+    assert code == 0 and found["tokens"] == 201 and [row["cache"] for row in found["rows"]] == caches.split(",")
+    assert exact["kv_bytes_per_token"] == 4_608 and window["kv_bytes_per_token"] == 4_608 * 15 / 200
+    assert 4_608 / 4 < eight["kv_bytes_per_token"] < 4_608 / 2 and exact["mean_change"] < 1e-5
+    assert exact["mean_change"] < eight["mean_change"] < two["mean_change"] < window["mean_change"]
+    model, tokenizer = nanokv.load("tiny")
+    ids = torch.tensor([tokenizer.encode((tmp_path / "text").read_text())[:201]])
+    loss = torch.nn.functional.cross_entropy(nanokv.score(model, ids)[0, :-1], ids[0, 1:])
+    assert exact["perplexity"] == pytest.approx(float(loss.exp()), rel=1e-4)
+    assert "quantized:bits=2" in cli(*argv)[1] and "perplexity" in cli(*argv)[1]
 
 
 def test_served_answers_are_those_of_generate():
@@ -304,6 +326,9 @@ def test_served_answers_are_those_of_generate():
     (["--quality", "--against", "transformers"], "--against means nothing to --quality"),
     (["--quality", "--requests", "3"], "--requests means nothing to --quality"),
     (["--quality", "--batch", "4"], "--batch means nothing to --quality"),
+    (["--quality", "--caches", "ring"], "no cache is called 'ring'"),
+    (["--quality", "--text", "no-such-file"], "no-such-file"), (["--quality", "--text", os.devnull], "has 0 tokens"),
+    (["--text", "README.md"], "--text is the text of --quality"),
     (["--requests", "3", "--uncached"], "--uncached means nothing to --requests"),
     (["--requests", "3", "--caches", "static"], "--caches means nothing to --requests"),
     (["--dtype", "float16"], "no kernels for a model in float16"),

@@ -9,7 +9,7 @@ import torch
 import nanokv
 from nanokv.cache import make_cache
 from nanokv.inference import score
-from nanokv.study.quality import Scheme, log_likelihood, measure, measure_cache
+from nanokv.study.quality import Scheme, log_likelihood, log_likelihood_through, measure, measure_cache
 from nanokv.training.corpus import conversation
 from nanokv.training.data import render
 from oracle import SHAPES, pair, random_ids
@@ -32,6 +32,13 @@ def test_an_exact_cache_changes_nothing(model):
     change = measure_cache(model, ids, make_cache("dict", model.config))
     assert change.shape == (2, 29)
     assert change.abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 29, 64])
+def test_a_text_read_in_chunks_is_as_likely_as_in_one_pass(model, chunk):
+    ids = random_ids(1, 2, 30)
+    found = log_likelihood_through(model, ids, make_cache("dict", model.config, batch_size=2), chunk)
+    assert torch.allclose(found, log_likelihood(score(model, ids), ids), atol=1e-5)
 
 
 def test_fewer_bits_are_worse_in_every_layer(model):

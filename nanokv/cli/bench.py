@@ -11,7 +11,7 @@ from nanokv.cli.arguments import add_model_arguments, cache_name, integer
 from nanokv.cli.files import add_force, ask_to_replace
 from nanokv.cli.loading import code_text, load_model
 from nanokv.cli.random_model import RANDOM, load_random
-from nanokv.cli.text import to_json
+from nanokv.cli.text import read_prompt_bytes, to_json
 from nanokv.errors import NanoKVError
 
 EXAMPLES = (
@@ -19,6 +19,7 @@ EXAMPLES = (
     "nanokv bench --weights plain,fast,int8 --contexts 128,512,1024 --plot bench.png",
     "nanokv bench -m qwen3-0.6b-random --dtype bf16 --against transformers,llama.cpp --json > bench.json",
     "nanokv bench --requests 32 --against transformers",
+    "nanokv bench --quality --text README.md --weights fast --caches dict,quantized:bits=4,sliding:window=256:sinks=4",
 )
 DESCRIPTION = "Prefill and decode speed here, beside the memory bandwidth measured in the same run."
 WEIGHTS = ("plain", "fast", "int8", "int4")
@@ -45,7 +46,11 @@ def add_arguments(parser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--quality", action="store_true",
-        help="instead: what each of --weights does to the likelihood of text that the bundled model never saw",
+        help="instead: what each of --weights, and of --caches, does to the likelihood of a text",
+    )  # fmt: skip
+    parser.add_argument(
+        "--text", metavar="FILE", type=Path,
+        help="the text of --quality, up to --context tokens (default: conversations that tiny never saw)",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.add_argument("--plot", metavar="FILE", help="a picture as well: .png or .svg")
@@ -61,11 +66,11 @@ def run(args) -> int:
     check_flags(args, against)
     ask_to_replace(args.force, *filter(None, [args.plot]))
     loaded = load_random(args) if args.model in RANDOM else load_model(args)
+    if args.quality:
+        return quality(args, loaded, weights)
     longest = loaded.context - args.steps
     if max(contexts) > longest:
         raise NanoKVError(f"--contexts {max(contexts):,} leaves no room for {args.steps} steps: at most {longest:,}")
-    if args.quality:
-        return quality(args, loaded, weights)
     if args.requests:
         return serve(args, loaded, weights, against, max(contexts))
     from nanokv.bench.machine import Others, gemm_peak
@@ -92,11 +97,13 @@ def check_flags(args, against) -> None:
         raise NanoKVError("--requests compares with transformers' generate_batch only", hint="--against transformers")
     unused = {
         "--requests": args.requests and args.quality, "--against": against and args.quality, "--plot": args.plot,
-        "--caches": args.caches, "--uncached": args.uncached, "--batch": args.batch != "1",
+        "--caches": args.caches and args.requests, "--uncached": args.uncached, "--batch": args.batch != "1",
     }  # fmt: skip
     for flag, given in unused.items():
         if mode and given:
             raise NanoKVError(f"{flag} means nothing to {mode}", hint=f"leave {flag} out")
+    if args.text and not args.quality:
+        raise NanoKVError("--text is the text of --quality", hint="nanokv bench --quality --text FILE")
 
 
 def serve(args, loaded, weights, against, longest: int) -> int:
@@ -129,34 +136,59 @@ def serve(args, loaded, weights, against, longest: int) -> int:
 
 
 def quality(args, loaded, weights) -> int:
-    """Mean |Δ log-likelihood| a token against the plain model, and the bytes that a step reads."""
+    """Mean |Δ log-likelihood| per token against the plain model, perplexity, and the bytes of weights or cache."""
     if loaded.tokenizer is None:
         raise NanoKVError("random weights make every text equally unlikely", hint="nanokv bench --quality -m tiny")
-    import random
-
     import torch
 
     from nanokv.bench.quality import changes
+    from nanokv.cache.options import check_options
+
+    caches = {text: cache_name(text) for text in args.caches.split(",")} if args.caches else {}
+    for name, options in caches.values():
+        check_options(name, options)
+    ids, source = text_ids(args, loaded)
+    rows = changes(loaded.model, made(loaded, weights), torch.tensor([ids], device=loaded.device), caches)
+    if args.json:
+        facts = {"model": loaded.name, "dtype": loaded.dtype_name, "text": source, "tokens": len(ids)}
+        terminal.write_out(to_json(facts | {"rows": rows}) + "\n")
+        return 0
+    head = [f"{loaded.name} {loaded.dtype_name}", f"{len(ids):,} tokens of {source}"]
+    columns = {"weights": lambda row: row["weights"]}
+    if caches:
+        columns |= {"cache": lambda row: row["cache"], "B/token": lambda row: f"{row['kv_bytes_per_token']:,.0f}"}
+    else:
+        columns |= {"MB/step": lambda row: f"{row['bytes'] / 1e6:.2f}"}
+    columns |= {
+        "mean |Δ log p|": lambda row: f"{row['mean_change']:.5f}", "mean Δ log p": lambda row: f"{row['bias']:.5f}",
+        "perplexity": lambda row: f"{row['perplexity']:.4f}",
+    }  # fmt: skip
+    show(head, columns, [[cell(row) for cell in columns.values()] for row in rows], (0, 1) if caches else (0,))
+    return 0
+
+
+def text_ids(args, loaded) -> tuple[list[int], str]:
+    """(ids, what they are) of --text, cut to the context, or of conversations that the bundled model never saw."""
+    if args.text:
+        name = terminal.sanitize_line(str(args.text))
+        text = read_prompt_bytes(args.text.read_bytes(), name)
+        ids = loaded.tokenizer.encode(text, add_special_tokens=True)[: loaded.context]
+        if len(ids) < 2:
+            raise NanoKVError(f"{name} has {len(ids)} tokens: there is none whose likelihood could be asked")
+        return ids, name
+    import random
+
     from nanokv.training.corpus import conversation
     from nanokv.training.data import render
 
     text = "".join(render(conversation(random.Random(f"bench:{i}"), 16, held_out=True)) for i in range(4))
-    ids = torch.tensor([loaded.tokenizer.encode(text)[: loaded.context]])
-    rows = changes(loaded.model, made(loaded, weights), ids)
-    if args.json:
-        terminal.write_out(to_json({"model": loaded.name, "tokens": ids.shape[1], "rows": rows}) + "\n")
-        return 0
-    head = [f"{loaded.name} {loaded.dtype_name}", f"{ids.shape[1]:,} tokens of held-out conversation"]
-    show(head, ("weights", "MB/step", "mean |Δ log p|", "mean Δ log p"), [
-        (row["weights"], f"{row['bytes'] / 1e6:.2f}", f"{row['mean_change']:.5f}", f"{row['bias']:.5f}") for row in rows
-    ])  # fmt: skip
-    return 0
+    return loaded.tokenizer.encode(text)[: loaded.context], "held-out conversation"
 
 
-def show(head, names, rows) -> None:
-    """Facts of the run, then the table, as wide as the terminal allows."""
+def show(head, names, rows, left: tuple = (0,)) -> None:
+    """Facts of the run, then the table, as wide as the terminal allows; the columns in `left` are words."""
     width = layout.columns(sys.stdout)
-    terminal.write_out("\n".join([layout.joined(head, width), *layout.table(names, rows, width)]) + "\n")
+    terminal.write_out("\n".join([layout.joined(head, width), *layout.table(names, rows, width, left)]) + "\n")
 
 
 def made(loaded, weights) -> dict:

@@ -91,11 +91,20 @@ def measure(model, ids, scheme: Scheme) -> Quality:
 
 def measure_cache(model, ids, cache, chunk: int = 8):
     """(B,T−1) nats: the same difference for a real cache, fed `chunk` tokens at a time."""
+    return log_likelihood_through(model, ids, cache, chunk) - log_likelihood(score(model, ids), ids)
+
+
+def log_likelihood_through(model, ids, cache, chunk: int = 8):
+    """(B,T) → (B,T−1): log p of each token after the first, read through an empty cache `chunk` tokens at a time: few
+    enough that most of what attention reads was stored before. The logits of one chunk are in memory, never all."""
     parts, start = [], 0
-    for part in ids.split(chunk, dim=1):
-        parts.append(verify_draft(model, part, cache, start))  # (B,t,V)
+    while start < ids.shape[1] - 1:
+        part = ids[:, start : min(start + chunk, ids.shape[1] - 1)]  # (B,t): the last token is asked for, never fed
+        logits = verify_draft(model, part, cache, start)  # (B,t,V)
         start += part.shape[1]
-    return log_likelihood(torch.cat(parts, 1), ids) - log_likelihood(score(model, ids), ids)
+        targets = ids[:, start - part.shape[1] + 1 : start + 1, None]  # (B,t,1)
+        parts.append(logits.float().log_softmax(-1).gather(2, targets)[..., 0])
+    return torch.cat(parts, 1)
 
 
 def log_likelihood(logits, ids):
