@@ -312,6 +312,8 @@ def _refuse_unimplemented(fields: dict, family: families.Family):
     read = READ | (READ_EXPERTS if family.experts else set())
     if not family.experts:
         only["num_experts"] = 0
+    if not family.window_switch:
+        only["sliding_window"] = None
     if family.qkv_bias is not None:
         only["attention_bias"] = family.qkv_bias
     for name, one in only.items():

@@ -20,6 +20,7 @@ class Family:
     qkv_bias: bool | None = None  # None: as the field attention_bias says
     output_bias: bool | None = None  # of o_proj
     experts: bool = False  # a router and experts in the place of some MLPs
+    window_switch: bool = True  # sliding_window means nothing without use_sliding_window
     defaults: dict[str, int | None] = field(default_factory=dict)
 
 
@@ -33,7 +34,8 @@ FAMILIES = {
                defaults={"num_key_value_heads": 4, "head_dim": None} | EXPERT_DEFAULTS),
         Family("qwen2", "Qwen2", "Qwen2ForCausalLM", qkv_bias=True, output_bias=False,
                defaults={"num_key_value_heads": 32, "head_dim": None}),
-        Family("llama", "Llama", "LlamaForCausalLM", defaults={"num_key_value_heads": None, "head_dim": None}),
+        Family("llama", "Llama", "LlamaForCausalLM", window_switch=False,
+               defaults={"num_key_value_heads": None, "head_dim": None}),
     )
 }  # fmt: skip
 
