@@ -20,7 +20,8 @@ from nanokv.inference import score
 from oracle import gap, random_ids, reference_logits, tiny_reference
 from tiny_checkpoint import write_tokenizer
 from weights_loader import CheckpointError
-from weights_loader.gguf_file import read_gguf
+from weights_loader.gguf_file import GgufFile, read_gguf
+from weights_loader.gguf_tokenizer import generation_config, tokenizer_files
 
 SIZES = {"vocab_size": 320, "tie_word_embeddings": False}
 SHAPES = {
@@ -114,6 +115,23 @@ def test_tokenizer_and_template_are_those_that_were_written(make, tmp_path):
     messages = [{"role": "user", "content": "hi"}]
     assert tokenizer.render(messages) == own.render(messages)
     assert tokenizer.control_ids == own.control_ids and tokenizer.eos_token == "<|im_end|>"
+
+
+BOS = ("tokenizer.ggml.bos_token_id", 1)
+
+
+@pytest.mark.parametrize(("changes", "first"), [
+    ([BOS, ("tokenizer.ggml.add_bos_token", True)], [1]), ([BOS, ("tokenizer.ggml.add_bos_token", False)], []),
+    ([BOS], []), ([BOS, ("tokenizer.ggml.pre", "llama-bpe")], [1]), ([("tokenizer.ggml.pre", "llama-bpe")], []),
+])  # fmt: skip
+def test_bos_comes_as_the_file_says_and_never_twice(changes, first, make):
+    """Where the file is silent, as Llama 3's rule has it; a chat template brings its own."""
+    _, path = make(changes=changes)
+    _, tokenizer = nanokv.load(path)
+    ids = tokenizer.encode("My name")
+    assert ids[0] != 1 and tokenizer.encode("My name", add_special_tokens=True) == [*first, *ids]
+    typed = tokenizer.encode("<|im_start|>My name", add_special_tokens=True)
+    assert typed == [1, *ids]
 
 
 @pytest.mark.parametrize(("changes", "stops"), [
@@ -270,3 +288,29 @@ def test_what_the_library_reads_is_what_was_written(make):
             tensor.data_offset, tensor.n_bytes, tensor.shape.tolist()[::-1],
         )  # fmt: skip
     assert json.loads((weights_loader.resolve(path) / "gguf.json").read_text())["path"] == str(path)
+
+
+def test_the_published_qwen_tokenizer_survives_the_way_through_gguf(qwen3_files, tmp_path):
+    """Vocabulary, merges and `pre: qwen2`, as llama.cpp's converter writes them: transformers' recorded ids."""
+    folder = qwen3_files / "tokenizer"
+    fields = json.loads((folder / "tokenizer.json").read_text())
+    ids = fields["model"]["vocab"] | {token["content"]: token["id"] for token in fields["added_tokens"]}
+    kinds = {token["id"]: 3 if token["special"] else 4 for token in fields["added_tokens"]}
+    tokens = sorted(ids, key=ids.get)
+    merges = [" ".join(pair) if isinstance(pair, list) else pair for pair in fields["model"]["merges"]]
+    metadata = {
+        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "qwen2", "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [kinds.get(id, 1) for id in range(len(tokens))], "tokenizer.ggml.merges": merges,
+        "tokenizer.ggml.eos_token_id": ids["<|im_end|>"], "tokenizer.ggml.add_bos_token": False,
+    }  # fmt: skip
+    found = GgufFile(tmp_path / "qwen.gguf", metadata, {}, 0)
+    for name, content in tokenizer_files(found).items():
+        (tmp_path / name).write_text(json.dumps(content))
+    ours, published = nanokv.Tokenizer.from_folder(tmp_path), nanokv.Tokenizer.from_folder(folder)
+    cases = json.loads((folder / "encode_cases.json").read_text())
+    texts = [case["text"] if isinstance(case, dict) else case[0] for case in cases]
+    assert len(texts) > 20
+    for text in texts:
+        assert ours.encode(text) == published.encode(text), text
+    assert ours.control_ids == published.control_ids
+    assert generation_config(found) == {"eos_token_id": sorted([ids["<|im_end|>"], ids["<|endoftext|>"]])}
