@@ -14,6 +14,7 @@ import nanokv
 from cli_helpers import environment
 from nanokv.cache import CACHES, make_cache
 from nanokv.cache.padded import PaddedCache
+from nanokv.decoding import batching
 from nanokv.decoding.batching import generate_padded, generate_ragged
 from nanokv.decoding.generation import SamplingParams, generate
 from nanokv.errors import CacheError, CapacityError, ContextError, GenerationError, UnsupportedError
@@ -148,7 +149,8 @@ def test_padded_logits_equal_every_row_alone(models, name):
     _, model = models
     cache = PaddedCache(make_cache(name, model.config, 2, capacity=16), [4, 0])
     ids = torch.tensor([[0] * 4 + PROMPTS[1][:5], PROMPTS[1][:9]])
-    assert cache.length.tolist() == [-4, 0] and cache.capacity in (None, 12)
+    assert cache.length.tolist() == [-4, 0] and cache.batch_size == 2
+    assert cache.capacity == (12 if name == "static" else None)
     for part in ids.split([2, 4, 3], dim=1):
         logits = prefill(model, part, cache, cache.length)
     assert cache.length.tolist() == [5, 9]
@@ -164,6 +166,15 @@ def test_padded_logits_equal_every_row_alone(models, name):
     assert cache.length.tolist() == [2, 6]
     again = prefill(model, ids[:, 6:], cache, cache.length)
     assert gap(again, logits) <= TOLERANCE
+
+
+def test_a_padded_cache_is_copied_only_when_a_row_ends(models, alone, monkeypatch):
+    copied, drop = [], batching._drop_rows
+    monkeypatch.setattr(batching, "_drop_rows", lambda cache, keep: (copied.append(keep), drop(cache, keep))[1])
+    assert generate_padded(models[1], PROMPTS, max_new_tokens=NEW, eos_token_ids=[]) == alone and copied == []
+    first = alone[0][2]
+    generate_padded(models[1], PROMPTS[:2], max_new_tokens=NEW, eos_token_ids=[first])
+    assert copied == [[1]] and first not in alone[0][:2] + alone[1]
 
 
 def test_what_a_padded_cache_cannot_do_is_refused(models, tmp_path):

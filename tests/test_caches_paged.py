@@ -292,3 +292,10 @@ def test_a_request_that_fails_evicts_nothing(model, prefixes):
     with pytest.raises(CapacityError):
         ask(model, prefixes, tokens(67, 24))
     assert ask(model, prefixes, tokens(65, 12))[0].hits == 8
+
+
+@pytest.mark.parametrize("kind", ["paged", "prefix"])
+def test_pages_that_were_asked_for_are_shared_by_the_rows(model, kind):
+    for rows, tokens in ((1, 36), (2, 16), (4, 8)):
+        assert make_cache(kind, model.config, batch_size=rows, page=4, pages=9).capacity == tokens
+    assert make_cache(kind, model.config, page=4).capacity is None  # grows

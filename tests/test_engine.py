@@ -189,6 +189,13 @@ def test_who_says_nothing_gets_64_greedy_tokens_of_a_pool_of_256_pages():
     assert defaults(Engine.submit) == ANSWER | SAMPLING | {"seed": None, "salt": "", "on_token": None}
 
 
+def test_an_answer_that_the_context_ends_needs_no_pages_for_more(model):
+    """The pages of the context are enough, whatever max_new_tokens says."""
+    context = model.config.max_position_embeddings
+    request = Engine(model, pages=context // 4, page_size=4).submit(prompt(0, 6), max_new_tokens=10**9)
+    assert request.room == context - 6 + 1
+
+
 def test_foreign_pages_are_reported_instead_of_waiting_for_ever(model):
     engine = Engine(model, pages=4, page_size=4)
     taken = engine.pool.take(3)
