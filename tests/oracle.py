@@ -223,6 +223,25 @@ def defaults(function) -> dict:
     return {name: p.default for name, p in parameters if p.default is not p.empty and not callable(p.default)}
 
 
+class Clock:
+    """In place of perf_counter: a call of `module.name` takes so many seconds, and nothing else takes any."""
+
+    def __init__(self, monkeypatch):
+        self.now, self.monkeypatch = 1000.0, monkeypatch
+
+    def __call__(self) -> float:
+        return self.now
+
+    def slow(self, module, name: str, seconds: float):
+        real = getattr(module, name)
+
+        def call(*args, **options):
+            self.now += seconds
+            return real(*args, **options)
+
+        self.monkeypatch.setattr(module, name, call)
+
+
 def put(layer, k, v):
     """What a decode kernel does with a cache in place: a slot per row, (B,Hk,1,D) ×2 written there → the Pages."""
     assert layer.in_place

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import nanokv.decoding.beam as beam_module
+import nanokv.decoding.generation as generation_module
 from cli_helpers import choice, run_cli, text_of
 from nanokv.cache import CACHES, make_cache
 from nanokv.decoding.beam import REPLAY, BeamGeneration, beam_search
@@ -20,7 +21,7 @@ from nanokv.decoding.generation import generate
 from nanokv.errors import ContextError, GenerationError
 from nanokv.inference import prefill
 from nanokv.text.ids import common_prefix
-from oracle import ANSWER, SHAPES, defaults, log_probability, pair, random_ids
+from oracle import ANSWER, SHAPES, Clock, defaults, log_probability, pair, random_ids
 
 pytestmark = pytest.mark.sampled
 
@@ -316,6 +317,21 @@ def test_a_beam_that_nobody_takes_to_its_end_is_forgotten(models):
     next(answer)
     answer.finish("loop")
     assert window.length == 0
+
+
+def test_the_first_token_of_a_beam_comes_after_the_whole_search(models, monkeypatch):
+    """One prefill, four decodes, and the winner once more."""
+    _, model = models
+    clock = Clock(monkeypatch)
+    monkeypatch.setattr(beam_module, "perf_counter", clock)
+    clock.slow(beam_module, "decode", 1), clock.slow(beam_module, "verify_draft", 3)
+    clock.slow(generation_module, "prefill", 10)
+    cache = make_cache("dict", model.config)
+    generation = BeamGeneration(model, random_ids(9, 1, 6, V), cache, max_new_tokens=5, eos_token_ids=[], beams=2)
+    for _ in generation:
+        clock.now += 100
+    t = generation.timings
+    assert (t.prefill_seconds, t.first_token_seconds, t.decode_seconds) == (10, 17, 7)
 
 
 def test_a_stopped_generation_of_beams_says_so(models):

@@ -12,7 +12,7 @@ from nanokv.decoding.generation import Generation, LoopGuard, SamplingParams, St
 from nanokv.errors import CapacityError, ContextError, GenerationError
 from nanokv.inference import prefill_chunk
 from nanokv.text.tokenizer import Tokenizer
-from oracle import ANSWER, SAMPLING, Press, defaults, pair
+from oracle import ANSWER, SAMPLING, Clock, Press, defaults, pair
 
 pytestmark = pytest.mark.sampled
 
@@ -152,6 +152,18 @@ def test_the_eos_token_ends_it_and_is_yielded(models):
         assert [s.token for s in generation] == cut and generation.finish_reason == "stop"
     finally:
         del ours.generation_config
+
+
+def test_seconds_are_those_of_the_forwards(model, monkeypatch):
+    """Two chunks, four decodes; how long the caller looks at a token is not in them."""
+    clock = Clock(monkeypatch)
+    monkeypatch.setattr(module, "perf_counter", clock)
+    clock.slow(module, "prefill", 10), clock.slow(module, "decode", 1)
+    generation = Generation(model, prompt(8, 11), new_cache(model), max_new_tokens=5, chunk=6)
+    for _ in generation:
+        clock.now += 100
+    t = generation.timings
+    assert (t.prefill_seconds, t.first_token_seconds, t.decode_seconds) == (20, 20, 4)
 
 
 def test_steps_carry_raw_logprobs_and_counts(models):
