@@ -5,6 +5,7 @@ pools that are far too small. After every run all pages are free, but for those 
 """
 
 import gc
+import itertools
 import math
 
 import pytest
@@ -35,6 +36,18 @@ def model(models):
 @pytest.fixture(scope="module")
 def exact_model():
     return pair(seed=3, num_hidden_layers=2, max_position_embeddings=64)[1].double()
+
+
+@pytest.fixture(autouse=True)
+def every_run_ends(monkeypatch):
+    """An engine that goes on without a token fails its test; it would hang."""
+    step, steps = Engine._step, itertools.count(1)
+
+    def counted(self):
+        assert next(steps) < 20_000, "the engine does not come to an end"
+        return step(self)
+
+    monkeypatch.setattr(Engine, "_step", counted)
 
 
 def prompt(seed: int, tokens: int) -> list[int]:
