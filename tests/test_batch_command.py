@@ -12,7 +12,7 @@ import pytest
 import nanokv
 from cli_helpers import FakeStdin, choice, spawn_cli, text_of
 from nanokv.cli import main
-from nanokv.cli.batch_lines import parse_line
+from nanokv.cli.batch_lines import check_fields, parse_line
 from nanokv.cli.batch_output import read_output
 from nanokv.errors import NanoKVError
 
@@ -114,6 +114,16 @@ def test_errors_are_told_with_their_line_and_the_others_go_on(cli, tmp_path):
         told = row["error"]["message"]
         assert message in told and f"in.jsonl:{row['line']}: {told}" in err
     assert f"2 of {len(bad) + 2} lines answered · {len(bad)} failed" in err
+
+
+def test_an_error_names_the_id_of_its_line(cli):
+    """Wrong name, wrong text, wrong value, no room: found before the engine runs, or by it."""
+    wrong = {"temprature": 1}, {"prompt": "<|im_end|>"}, {"temperature": -1}, {"max_new_tokens": 40}
+    lines = [{"prompt": "system", "id": f"r{n}"} | fields for n, fields in enumerate(wrong)]
+    data = jsonl(*lines, {"prompt": "", "id": None}) + b'{"id": "r9"'
+    code, rows, _ = cli("-", "--cache", "prefix:page=4:pages=3", stdin=data)
+    assert code == 2 and all("error" in row for row in rows)
+    assert [row.get("id", "none") for row in rows] == ["r0", "r1", "r2", "r3", "none", "none"]
 
 
 def test_a_line_that_can_never_fit_is_refused_with_numbers(cli):
@@ -339,7 +349,8 @@ def test_a_pool_larger_than_memory_is_refused_with_numbers(cli, monkeypatch):
 
 
 def test_a_line_is_parsed_strictly():
-    assert parse_line(b'{"prompt": "a", "stop": "b"}') == {"prompt": "a", "stop": ["b"]}
+    check_fields(fields := parse_line(b'{"prompt": "a", "stop": "b"}'))
+    assert fields == {"prompt": "a", "stop": ["b"]}
     with pytest.raises(NanoKVError) as error:
-        parse_line(b'{"prompt": "a", "max_tokens": 3}')
+        check_fields(parse_line(b'{"prompt": "a", "max_tokens": 3}'))
     assert "max_new_tokens" in error.value.hint

@@ -5,8 +5,8 @@
     {"prompt": "…", "max_new_tokens": 8, "temperature": 0.7, "seed": 1, "stop": ["\\n"], "id": "mine"}
 
 An answer is {"line": N, …} with the fields of an OpenAI completion (nanokv/decoding/completion.py). A line that cannot
-be answered gets {"line": N, "error": {…}} and the others go on. With -o, finished lines are appended at once, so a run
-that was killed goes on where it stopped; at the end they stand in the order of the input.
+be answered gets {"line": N, "error": {…}} and keeps its "id"; the others go on. With -o, finished lines are appended at
+once, so a run that was killed goes on where it stopped; at the end they stand in the order of the input.
 """
 
 import sys
@@ -18,7 +18,7 @@ from nanokv.cache.options import check_options
 from nanokv.cli import arguments, terminal
 from nanokv.cli.answer import add_thinking_argument, template_options
 from nanokv.cli.arguments import DEFAULT_NEW_TOKENS
-from nanokv.cli.batch_lines import SAMPLING, digest, parse_line, read_lines, texts
+from nanokv.cli.batch_lines import SAMPLING, check_fields, digest, parse_line, read_lines, texts
 from nanokv.cli.batch_output import FIRST_RELEASE, OrderedOutput, Progress, ResumableOutput, summary
 from nanokv.cli.files import add_force, ask_to_lose
 from nanokv.cli.loading import PAGE, load_model
@@ -64,7 +64,7 @@ class Job:
     """One line of the input."""
 
     line: int
-    fields: dict
+    fields: dict = field(default_factory=dict)
     digest: str = ""
     ids: list = field(default_factory=list)
     wanted: int = 0  # max_new_tokens as asked for
@@ -86,8 +86,8 @@ def run(args) -> int:
         what = f"{output.stale:,} answers in {name} are to other requests or settings"
         ask_to_lose(args.force, f"{what} and would be dropped", "another -o")
     output.begin()
-    for number, error in wrong:
-        fail(args, output, number, error)
+    for job, error in wrong:
+        fail(args, output, job, error)
     with terminal.Interrupt() as stop:
         if jobs:
             answer_all(args, loaded, jobs, output, stop)
@@ -111,7 +111,7 @@ def pool_options(args) -> None:
 
 
 def prepare(args, loaded, lines, output) -> tuple[list[Job], list]:
-    """The jobs that are still to do, and (number, error) of each line that is no request."""
+    """The jobs that are still to do, and (job, error) of each line that is no request."""
     from nanokv.cache.saving import fingerprint
 
     jobs, wrong, settings = [], [], common_settings(args, loaded)
@@ -119,16 +119,18 @@ def prepare(args, loaded, lines, output) -> tuple[list[Job], list]:
     common = [fingerprint(loaded.model), eos, loaded.context, settings]
     for number, data in lines:
         output.want(number)
+        job = Job(number)
         try:
-            fields = parse_line(data)
-            ids = encode(args, loaded, fields)
-            job = Job(number, fields, digest([*common, fields, ids]), ids)
+            job.fields = parse_line(data)
+            check_fields(job.fields)
+            job.ids = encode(args, loaded, job.fields)
+            job.digest = digest([*common, job.fields, job.ids])
             if (found := output.find(job.digest)) is None:
                 jobs.append(job)
             else:
                 output.keep(number, found if "choices" in found else first_release(args, loaded, job, found))
         except NanoKVError as error:
-            wrong.append((number, error))
+            wrong.append((job, error))
     return jobs, wrong
 
 
@@ -152,10 +154,11 @@ def encode(args, loaded, fields: dict) -> list[int]:
     return tokenizer.encode(tokenizer.render(messages, add_generation_prompt=True, **template_options(args)))
 
 
-def fail(args, output, number: int, error: Exception) -> None:
-    """Into the output and onto stderr, with the line's number."""
-    output.put(number, {"line": number} | completion.error(error))
-    terminal.warning(f"{'stdin' if args.file == '-' else args.file}:{number}: {error}")
+def fail(args, output, job: Job, error: Exception) -> None:
+    """Into the output, with the line's number and id, and onto stderr, with the number."""
+    id = job.fields.get("id")
+    output.put(job.line, {"line": job.line} | ({} if id is None else {"id": id}) | completion.error(error))
+    terminal.warning(f"{'stdin' if args.file == '-' else args.file}:{job.line}: {error}")
 
 
 # --- the engine ---------------------------------------------------------------------------------------------------
@@ -176,14 +179,14 @@ def answer_all(args, loaded, jobs, output, stop) -> None:
                 submit(args, loaded, engine, job)
                 active.append(job)
             except NanoKVError as error:
-                fail(args, output, job.line, error)
+                fail(args, output, job, error)
                 progress.done += 1
         engine.step()
         for job in [job for job in active if job.request.finish_reason is not None]:
             active.remove(job)
             progress.done += 1
             if job.request.error is not None:
-                fail(args, output, job.line, job.request.error)
+                fail(args, output, job, job.request.error)
             else:
                 output.put(job.line, result(args, loaded, job))
         progress.show(engine)

@@ -30,7 +30,7 @@ def digest(value) -> str:
 
 
 def parse_line(data: bytes) -> dict:
-    """Bytes → the request's fields, names and shapes checked; values are checked by the engine."""
+    """Bytes → the request's fields, unchecked: an error in them can name the line's id."""
     if len(data) > LIMITS["batch line"]:
         raise NanoKVError(f"{len(data):,} bytes; a line may have {LIMITS['batch line']:,}")
     try:
@@ -41,6 +41,11 @@ def parse_line(data: bytes) -> dict:
         raise NanoKVError(f"not JSON: {error}") from None
     if not isinstance(fields, dict):
         raise NanoKVError(f"a JSON object was expected, not {type(fields).__name__}", '{"prompt": "…"}')
+    return fields
+
+
+def check_fields(fields: dict) -> None:
+    """Names and shapes; `stop` becomes a list."""
     if unknown := [name for name in fields if name not in KNOWN]:
         close = nearest(unknown[0], KNOWN)
         hint = f"did you mean {close}?" if close else f"known: {', '.join(KNOWN)}"
@@ -53,7 +58,6 @@ def parse_line(data: bytes) -> dict:
     fields["stop"] = [stop] if isinstance(stop, str) else stop
     if not isinstance(fields["stop"], list) or not all(isinstance(text, str) and text for text in fields["stop"]):
         raise NanoKVError(f"stop is {stop!r}: a non-empty text or a list of them was expected")
-    return fields
 
 
 def texts(value) -> Iterator[str]:
