@@ -142,6 +142,12 @@ def test_settings_of_the_chat_use_the_same_checks():
     assert unknown.value.hint == "did you mean temperature?"
 
 
+def test_upper_and_lower_case_are_the_same_in_commands_of_the_chat():
+    assert chat_commands.parse("/Cache") == ("/cache", "") and chat_commands.parse("/?") == ("/?", "")
+    assert chat_commands.parse("QUIT") == chat_commands.parse(" Exit ") == ("/exit", "")
+    assert chat_commands.parse("Quit smoking") is None
+
+
 def test_a_command_of_the_chat_is_one_line_unless_it_takes_a_text():
     assert chat_commands.parse("/drop 3") == ("/drop", "3")
     assert chat_commands.parse("/drop 3\nhello") is None, "hello would be lost"

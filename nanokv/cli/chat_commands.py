@@ -40,7 +40,7 @@ def parse(text):
 
     Upper and lower case are the same. `/ cache` is no message but a slip: `run` says so.
     """
-    if text.strip() in ("exit", "quit"):
+    if text.strip().lower() in ("exit", "quit"):
         return "/exit", ""
     first, _, rest = text.strip().partition(" ")
     if first == "/" and "\n" not in rest:
