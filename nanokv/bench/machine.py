@@ -10,7 +10,7 @@ SIDE = 1024  # rows and columns of the matrices whose product is timed
 
 
 class Bandwidth:
-    """Bytes a second that a sum over a large buffer streams from memory; probed once a round, the median counts."""
+    """Bytes per second that a sum over a large buffer streams from memory; probed once per round, the median counts."""
 
     def __init__(self, device="cpu"):
         self.buffer, self.rates = torch.ones(BUFFER // 4, device=device), []
@@ -26,7 +26,7 @@ class Bandwidth:
 
 
 def gemm_peak(dtype, device="cpu", repeat: int = 5) -> float:
-    """FLOPs a second of a square product, best of `repeat`."""
+    """FLOPs per second of a square product, best of `repeat`."""
     a, b = (torch.randn(SIDE, SIDE, device=device).to(dtype) for _ in "ab")
     return 2 * SIDE**3 / min(timed(lambda: a @ b, repeat, device))
 

@@ -13,7 +13,7 @@ from nanokv.cache import make_cache
 from nanokv.errors import NanoKVError
 from nanokv.inference import decode, prefill_chunks
 
-CHUNK = 2048  # tokens a forward of a long prefill
+CHUNK = 2048  # tokens per forward of a long prefill
 
 
 @dataclass

@@ -106,7 +106,7 @@ class BatchCache(KVCache):
         return torch.stack([F.pad(mask, (max(widths) - mask.shape[1], 0)) for mask in every])[:, None]  # padding: False
 
     def truncate(self, n):
-        """One length for all rows, or one a row; if one of them cannot go back so far, none does."""
+        """One length for all rows, or one per row; if one of them cannot go back so far, none does."""
         lengths = torch.as_tensor(n).tolist() if isinstance(n, torch.Tensor | list | tuple) else [n] * len(self.rows)
         if len(lengths) != len(self.rows) or any(type(length) is not int or length < 0 for length in lengths):
             raise CacheError(f"truncate({n!r}): a number of tokens ≥ 0 for each of {len(self.rows)} rows was expected")

@@ -46,7 +46,7 @@ class QuantizedCache(LayerCache):
         return self.dense()
 
     def check_range(self, k, v):
-        """fp16 scales end at 65,504; the look at the largest value makes a GPU wait once a layer."""
+        """fp16 scales end at 65,504; the look at the largest value makes a GPU wait once per layer."""
         for name, x in (("keys", self.rotated(k)), ("values", v)):
             largest = x.abs().max().item()
             if not largest <= LARGEST:  # NaN too

@@ -1,4 +1,4 @@
-"""`nanokv batch`: one JSON object a line in, one a line out, all of them through the engine together.
+"""`nanokv batch`: one JSON object per line in, one per line out, all of them through the engine together.
 
     {"prompt": "Once upon a time"}                                  the raw text is continued
     {"messages": [{"role": "user", "content": "Who are you?"}]}     through the chat template
@@ -43,7 +43,7 @@ DESCRIPTION = (
 
 def add_arguments(parser) -> None:
     """Input, output, how many at a time; then the shared flags, which are the defaults of every line."""
-    parser.add_argument("file", metavar="FILE.jsonl", help="the requests, one JSON object a line; - reads stdin")
+    parser.add_argument("file", metavar="FILE.jsonl", help="the requests, one JSON object per line; - reads stdin")
     parser.add_argument("-o", "--output", metavar="OUT", type=Path, help="write (and resume) OUT (default: stdout)")
     add_force(parser)
     parser.add_argument(

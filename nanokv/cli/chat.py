@@ -1,6 +1,6 @@
 """`nanokv chat`: flags, and the choice between the two ways to hold a conversation.
 
-A person at both ends gets the prompt (chat_repl.py); anything else is a script of a conversation, one line a turn
+A person at both ends gets the prompt (chat_repl.py); anything else is a script of a conversation, one line per turn
 (chat_pipe.py). This file is imported before arguments are parsed: no torch, no prompt_toolkit.
 """
 

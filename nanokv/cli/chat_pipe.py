@@ -13,7 +13,7 @@ from nanokv.decoding import completion
 
 
 def run(args) -> int:
-    """One turn a line until stdin ends; the context error of a turn ends it with exit code 2."""
+    """One turn per line until stdin ends; the context error of a turn ends it with exit code 2."""
     source = stdin()
     head, messages = _resumed(args)
     session = make_session(args, load_model(args), head)

@@ -18,7 +18,7 @@ ACTIONS = {
     "slides": "execute solutions and write a deck of slides for each: slides 05 -o slides",
     "claims": "print what the articles say and what is true",
     "seal": "the hash of a right answer: seal 05.q1 b",
-    "variants": "write one notebook a student, with other numbers, and a key",
+    "variants": "write one notebook per student, with other numbers, and a key",
     "exam": "write a paper exam in two variants and its key: exam 05 06.1 open.1 --seed 7 -o exam",
     "mistakes": "print the wrong answers that the checks know, as a table",
     "grade": "execute a folder of submissions and write a table of results",
@@ -40,9 +40,9 @@ def add_arguments(parser) -> None:
     parser.add_argument("--folder", type=Path, default=Path("notebooks"), help="the notebooks (default: notebooks)")
     parser.add_argument("-o", "--out", type=Path, metavar="PATH", help="where the result goes")
     add_force(parser)
-    parser.add_argument("--limit", type=real(1, 3600), default=180.0, metavar="S", help="seconds a notebook (180)")
+    parser.add_argument("--limit", type=real(1, 3600), default=180.0, metavar="S", help="seconds per notebook (180)")
     parser.add_argument("--seed", type=integer(0, 2**31), default=0, metavar="N", help="of variants and exam")
-    parser.add_argument("--students", type=Path, metavar="FILE", help="one name a line, for variants")
+    parser.add_argument("--students", type=Path, metavar="FILE", help="one name per line, for variants")
     parser.add_argument("--key", type=Path, metavar="FILE", help="the key of the variants, for grade")
 
 
@@ -115,7 +115,7 @@ def _variants(args) -> None:
     from nanokv.course import grading, twins, variants
 
     if not args.students:
-        raise CourseError("variants needs the names", "--students names.txt, one name a line")
+        raise CourseError("variants needs the names", "--students names.txt, one name per line")
     names = grading.read_text(args.students).splitlines()
     chosen, out = twins.chosen(args.folder, args.words), args.out or Path("handout")
     ask_to_replace(args.force, *variants.targets(chosen, names, out))

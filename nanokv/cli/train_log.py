@@ -15,7 +15,7 @@ EVERY_S = 10  # seconds between two lines where there is no terminal
 
 
 class Progress:
-    """One bar on a terminal; elsewhere one line an evaluation, or every ten seconds at most."""
+    """One bar on a terminal; elsewhere one line per evaluation, or every ten seconds at most."""
 
     def __init__(self, args, trainer):
         self.args, self.trainer, self.first, self.start = args, trainer, trainer.step, time.perf_counter()

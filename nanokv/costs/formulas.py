@@ -128,7 +128,7 @@ def quantized_bytes(config: Config, tokens: int, batch_size: int, itemsize: int,
 def quantized_parts(config: Config, tokens: int, itemsize: int, *,
                     bits: int = 8, k_bits: int = 0, v_bits: int = 0, group: int = 32, residual: int = 32,
                     last: int = 1, **_: Any) -> tuple[int, int, int]:  # fmt: skip
-    """Packed codes; two fp16 numbers a channel of each block of keys and two a token of values; the rest exact."""
+    """Packed codes; two fp16 numbers a channel of each block of keys and two per token of values; the rest exact."""
     old = max(0, (tokens - last - residual) // group * group)  # what the last append found and quantized
     D, pair = config.head_dim, 2 * 2  # scale and low, 2 bytes each
     keys = old * D * (k_bits or bits) // 8 + old // group * D * pair

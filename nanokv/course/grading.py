@@ -35,7 +35,7 @@ def grade(folder: Path, limit: float = running.TIME_LIMIT, key: Path | None = No
 
 
 def submissions(folder: Path) -> list[Path]:
-    """All *.ipynb of a folder and of those in it (a learning platform makes one a student), without hidden ones:
+    """All *.ipynb of a folder and of those in it (a learning platform makes one per student), without hidden ones:
     Jupyter's checkpoints, and what macOS puts into archives."""
     found = (path for path in folder.rglob("*") if path.suffix.lower() == ".ipynb")
     return sorted(path for path in found if not any(p.startswith(".") for p in path.relative_to(folder).parts))

@@ -1,4 +1,4 @@
-"""What happened in a notebook, one JSON object a line, for those who run it: tests, the book, the grader.
+"""What happened in a notebook, one JSON object per line, for those who run it: tests, the book, the grader.
 
 Without NANOKV_COURSE_LOG nothing is written. With a key every line carries its number and an HMAC, so that lines which
 were added, changed or taken away are noticed. A learner's own code runs in the process that holds the key: who looks

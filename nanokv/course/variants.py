@@ -45,7 +45,7 @@ def file_names(students: list[str]) -> list[str]:
     """One file for each name; CourseError where two names would have the same."""
     files = [file_name(name.strip()) for name in students if name.strip()]
     if len({file.casefold() for file in files}) != len(files) or not files:  # some file systems know no case
-        raise CourseError("the names are not all different, or there is none", "one name a line")
+        raise CourseError("the names are not all different, or there is none", "one name per line")
     return files
 
 

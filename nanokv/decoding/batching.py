@@ -27,7 +27,7 @@ def generate_padded(model: Model, prompts: Iterable[Ids], cache: KVCache | None 
     """New ids of every prompt, in order; an eos token ends a row and is part of it.
 
     prompts: lists of ids. cache: empty, any kind, made for len(prompts) rows; it is used up. params: one for all rows,
-    or a list with one a row (its seed too: a row draws what it would draw alone). Costs B·(longest prompt) tokens of
+    or a list with one per row (its seed too: a row draws what it would draw alone). Costs B·(longest prompt) tokens of
     prefill, whatever the others are. CapacityError where padding would take slots that an answer may need.
     """
     prompts = _prompts(prompts)

@@ -25,7 +25,7 @@ TALK = (  # conversations that the bundled model answers well; the first one is 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """`right` and `wrong`: the answers, one or one a row of the batch. layer, token: where values differ first.
+    """`right` and `wrong`: the answers, one or one per row of the batch. layer, token: where values differ first.
 
     `deltas[i]` is the max |Δ logits| at the i-th watched position (of a batch: row); `bytes` is (right, wrong).
     """

@@ -19,7 +19,7 @@ LONGEST = 40  # tokens of an answer
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came out: `logits` (N,V) of the watched positions, the answers (one, or one a row), bytes of the cache."""
+    """What came out: `logits` (N,V) of the watched positions, the answers (one, or one per row), bytes of the cache."""
 
     logits: torch.Tensor
     answers: list[list[int]]

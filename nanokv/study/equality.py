@@ -26,7 +26,7 @@ from nanokv.model import Transformer
 from nanokv.study.debug import compare, earliest, watch
 
 TOLERANCE = 1e-4  # on logits of size 10 in fp32; equal code on another path differs by 1e-5 at most
-CAPACITY = 64  # tokens a row that a case asks room for, unless it says otherwise
+CAPACITY = 64  # tokens per row that a case asks room for, unless it says otherwise
 LONG, LONGEST = 130, 250  # tokens of the long text: with a capacity, and where none was set
 
 

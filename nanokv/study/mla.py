@@ -23,7 +23,7 @@ from nanokv.rope import apply_rope
 
 @dataclass(frozen=True)
 class LatentConfig:
-    """Default: DeepSeek-V2's sizes a layer. R latent · Dn key dims without, Dr with RoPE · Dv value dims."""
+    """Default: DeepSeek-V2's sizes per layer. R latent · Dn key dims without, Dr with RoPE · Dv value dims."""
 
     C: int = 5120
     H: int = 128

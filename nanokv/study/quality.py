@@ -18,7 +18,7 @@ from nanokv.inference import score, verify_draft
 
 @dataclass(frozen=True)
 class Scheme:
-    """How to round. `k_scale`: one scale a "channel" (of `group` tokens) or one a "token"; values have one a token."""
+    """How to round. `k_scale`: a scale per "channel" (of `group` tokens) or per "token"; values have one per token."""
 
     k_bits: int = 8
     v_bits: int = 8
@@ -48,7 +48,7 @@ class Scheme:
 
 @dataclass(frozen=True)
 class Quality:
-    """Relative root mean square errors, one a layer, and what they did to each token's log-likelihood."""
+    """Relative root mean square errors, one per layer, and what they did to each token's log-likelihood."""
 
     keys: tuple[float, ...]
     values: tuple[float, ...]

@@ -216,7 +216,7 @@ def divergence(right: Run, wrong: Run, tolerance: float) -> dict:
 
 
 def page_bytes(config, prompt: int, new: int, layers: int, runs: int = 1) -> int:
-    """About how many bytes a page of prompt + new tokens over so many layers has: 2 bytes a number, 4/3 in base64."""
+    """About how many bytes a page of prompt + new tokens over so many layers has: 2 bytes per number, 4/3 in base64."""
     S, H, Hk, D = prompt + new - 1, config.num_attention_heads, config.num_key_value_heads, config.head_dim
     each = S * layers * 2 * Hk * (D + 1) + S * (S + 1) // 2 * layers * H + S * D
     return 60_000 + runs * (each * 2 * 4 // 3 + 700 * new + 40 * S)

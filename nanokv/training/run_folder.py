@@ -1,7 +1,7 @@
 """The files of a training run: which checkpoints are whole, the metrics up to a step, and what --force may delete.
 
     checkpoint-STEP/   weights.safetensors, optimizer.safetensors, state.json; the last two are kept
-    metrics.jsonl      one line a step          loss.png           model/          the finished model
+    metrics.jsonl      one line per step        loss.png           model/          the finished model
 
 A checkpoint is written beside its place and renamed: a run that is killed at any moment leaves whole ones only.
 No torch in here, so a wrong --out is refused at once.

@@ -121,7 +121,7 @@ course.figure("08.qwen_kib", per_token / 1024)
 
 # %% [markdown]
 # <!--fig 08.qwen-->114,688<!--/fig--> bytes, <!--fig 08.qwen_kib-->112<!--/fig--> KiB for one token: a token of some
-# four letters. Look at what is in that product: layers, KV heads, head size, bytes a number. Not in it are the hidden
+# four letters. Look at what is in that product: layers, KV heads, head size, bytes per number. Not in it are the hidden
 # size, the number of query heads, the width of the MLP, the vocabulary, and the number of parameters.
 
 # %% [markdown]
@@ -432,7 +432,7 @@ def bytes_per_token(C, L, H, Hk, D, itemsize):
 course.check("08.1", bytes_per_token)
 
 # %% [markdown]
-# **08.2** The article's Llama-2-70B: `80` layers, `64` query heads, `8` KV heads of size `128`, two bytes a number.
+# **08.2** The article's Llama-2-70B: `80` layers, `64` query heads, `8` KV heads of size `128`, two bytes per number.
 # What is the true size of the cache for the tokens and sequences below? Answer with a pair: in GB and in GiB.
 
 # %%
@@ -455,7 +455,7 @@ course.check("08.2", gb_and_gib)
 
 # %%
 case = course.case("08.3")
-print(f"(12, 12, 64), (12, 3, 64), (32, 4, 128), (12, 1, 64); {case.itemsize} bytes a number")
+print(f"(12, 12, 64), (12, 3, 64), (32, 4, 128), (12, 1, 64); {case.itemsize} bytes per number")
 
 # %% tags=["exercise"]
 repaired = ...  # (…, …, …, …)

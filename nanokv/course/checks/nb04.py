@@ -8,7 +8,7 @@ from nanokv.course.checking import RIGHT, UNANSWERED, Mistake, function, judged,
 
 
 def _tensors(L, tied):
-    """Seven projections and four norms a layer, the embedding and the last norm, and a head of its own or none."""
+    """Seven projections and four norms per layer, the embedding and the last norm, and a head of its own or none."""
     return 11 * L + 2 + (not tied)
 
 

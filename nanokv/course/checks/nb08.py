@@ -15,7 +15,7 @@ def _per_token(C, L, H, Hk, D, itemsize):
 
 
 def _sizes(rng):
-    """C, L, H, Hk, D and bytes a value of a plausible model; D is rarely C / H."""
+    """C, L, H, Hk, D and bytes per value of a plausible model; D is rarely C / H."""
     Hk = rng.choice((1, 2, 4, 8))
     return 64 * rng.randint(4, 80), rng.randint(2, 80), Hk * rng.randint(2, 8), Hk, rng.choice((48, 64, 128)), \
         rng.choice((1, 2, 4))  # fmt: skip
@@ -82,8 +82,8 @@ CHECKS = (
             Mistake("one unit", lambda c: (_llama(c)[0],) * 2, "The second number is in GiB: divide by 1024³."),
             Mistake("keys only", lambda c: _llama(c, share=0.5), "There are keys and values: twice that."),
         ),
-        otherwise="Bytes first: 2 · layers · KV heads · head size · bytes a number · tokens · sequences. Then divide; "
-        "three digits are enough.",
+        otherwise="Bytes first: 2 · layers · KV heads · head size · bytes per number · tokens · sequences. "
+        "Then divide; three digits are enough.",
     ),
     value(
         "08.3", right=_table, parameters={"itemsize": (2, 4, 1)}, rel=2e-3,
@@ -94,7 +94,7 @@ CHECKS = (
             Mistake("kB", lambda c: _table(c, 1024 / 1000), "That is in kB of 1000 bytes. A KiB has 1024."),
             Mistake("bytes", lambda c: _table(c, 1024), "That is in bytes; divide by 1024."),
         ),
-        otherwise="2 · layers · KV heads · head size · bytes a number, divided by 1024; four rows in their order.",
+        otherwise="2 · layers · KV heads · head size · bytes per number, divided by 1024; four rows in their order.",
     ),
     value(
         "08.4", right=_published, parameters={"bits": (6, 8, 4)}, rel=0, atol=0.1,
@@ -109,7 +109,7 @@ CHECKS = (
             Mistake("what remains", lambda c: [100 - x for x in _published(c)],
                     "That is what remains; the saving is the rest up to 100."),
         ),
-        otherwise="For each: numbers a token of both caches, over all layers, times bits; then 1 − new / old.",
+        otherwise="For each: numbers per token of both caches, over all layers, times bits; then 1 − new / old.",
     ),
     value(
         "08.5", right=_fitting,

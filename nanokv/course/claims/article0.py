@@ -33,7 +33,7 @@ CLAIMS = (
           lambda: costs.kv_bytes_per_token(QWEN, 2), 57_344, "B"),
     Claim("0.6", "misleading", "Positions go on from the number of cached tokens; their shape is [batch, seq].",
           "The count is right. They are made as [1, seq] for all rows, so left-padded rows need their own.", "06"),
-    Claim("0.7", "right", "cos and sin are computed once a forward and shared by all layers.",
+    Claim("0.7", "right", "cos and sin are computed once per forward and shared by all layers.",
           "They depend on positions only. For Qwen3 their scale is 1.", "03"),
     Claim("0.8", "wrong", "RoPE rotates dimension 2i together with 2i+1.",
           "It pairs i with i + D/2. The angles are right; the base of Qwen3 is 1,000,000.", "03",

@@ -29,7 +29,7 @@ CLAIMS = (
     Claim("2.10", "right", "The attention block rotates, concatenates on the token axis and returns the cache.",
           "It keeps rotated keys.", "06"),
     Claim("2.11", "wrong", "The language model can be called with kv_cache=None.",
-          "Its loop then indexes None. The list needs one entry a layer first.", "06"),
+          "Its loop then indexes None. The list needs one entry per layer first.", "06"),
     Claim("2.12", "right", "start_pos keeps the rotation in step with the cache.",
           "A wrong one moves the logits. Shifting all positions alike does not: RoPE is relative.", "06"),
     Claim("2.13", "misleading", "The generation loop prefills and then decodes N times.",
