@@ -646,6 +646,14 @@ def test_every_figure_in_the_text_is_recorded_and_every_number_marked(path):
     assert "$" not in prose.FREE.sub("", source.prose()), "formulas are Unicode or code"
 
 
+@pytest.mark.parametrize("path", [*twins.sources(NOTEBOOKS), *sorted(NOTEBOOKS.rglob("*.md"))], ids=lambda p: p.name)
+def test_no_line_of_the_text_begins_with_a_mark(path):
+    """To Markdown such a line is HTML: it tears its paragraph, and `code` in it is shown with its backticks."""
+    text = twins.read(path).prose() if path.suffix == ".py" else path.read_text("utf-8")
+    text = re.sub("```.*?```", "", text, flags=re.DOTALL)
+    assert [line for line in text.splitlines() if line.lstrip().startswith("<!--")] == []
+
+
 @each_source
 def test_links_to_other_pages_lead_somewhere(path):
     text = twins.read(path).prose()

@@ -85,7 +85,7 @@ course.figure("01.capitals", counts["CAPITALS"])
 course.reveal("01.a", counts["CAPITALS"] / counts["usual"])
 
 # %% [markdown]
-# <!--fig 01.usual-->13<!--/fig--> tokens, and <!--fig 01.capitals-->28<!--/fig--> for the capitals. To the model these
+# It is <!--fig 01.usual-->13<!--/fig--> tokens, and <!--fig 01.capitals-->28<!--/fig--> for the capitals. To the model these
 # are other numbers, not other shapes of the same letters; it met few of them in training, and its answers show it. Even
 # a second space, which you hardly see, costs it the name.
 #
@@ -145,9 +145,9 @@ course.show(fig, alt="Left: tokens of one question in six spellings: "
             f"7; the tokens of a story have {mean_used:.1f} bytes on average.")
 
 # %% [markdown]
-# <!--fig 01.rules-->1,789<!--/fig--> rules were learned, and <!--fig 01.single-->256<!--/fig--> entries are the single
-# bytes, so any text can be written, if need be byte by byte. In a simple story a token has
-# <!--fig 01.mean-->4.0<!--/fig--> bytes.
+# In all, <!--fig 01.rules-->1,789<!--/fig--> rules were learned, and <!--fig 01.single-->256<!--/fig--> entries are the single
+# bytes, so any text can be written, if need be byte by byte. In a simple story a token
+# has <!--fig 01.mean-->4.0<!--/fig--> bytes.
 #
 # A token need not be a whole character. Watch a smile arrive:
 
@@ -259,7 +259,7 @@ course.show(fig, alt=f"A bar for each token of a story. {sure:.0f} percent of th
             f"{float(entropy.max()):.1f} nats; a dotted line marks the most that is possible.")
 
 # %% [markdown]
-# <!--fig 01.sure-->71<!--/fig--> percent of the tokens were settled before they were drawn: the rest of a word, a name
+# Here <!--fig 01.sure-->71<!--/fig--> percent of the tokens were settled before they were drawn: the rest of a word, a name
 # that was given. At the freest place the model had as good as <!--fig 01.freest-->201<!--/fig--> words to choose from.
 # Temperature acts on all of these places alike, which is why a little of it varies a story and a lot of it breaks
 # words.
@@ -295,8 +295,8 @@ course.figure("01.turns", turns)
 course.reveal("01.b", len(endless))
 
 # %% [markdown]
-# <!--fig 01.normal-->9<!--/fig--> tokens with the right set, all <!--fig 01.endless-->80<!--/fig--> without: it ended
-# <!--fig 01.turns-->3<!--/fig--> turns and began new ones, the user's among them. It invents your next question and
+# It is <!--fig 01.normal-->9<!--/fig--> tokens with the right set, all <!--fig 01.endless-->80<!--/fig--> without: it
+# ended <!--fig 01.turns-->3<!--/fig--> turns and began new ones, the user's among them. It invents your next question and
 # answers it. This is a common bug of real programs, because the stop ids stand in more than one file and the files do
 # not always agree. nanokv reads `generation_config.json`, which may hold several.
 

@@ -180,7 +180,7 @@ course.show(fig, alt="Three attention maps of layer 0. Mask added: nothing above
             f"there. No mask: filled, with {100 * first['none']:.0f} percent of the first row.")
 
 # %% [markdown]
-# <!--fig 02.first-->27<!--/fig--> percent of what the first token reads comes from its future, and in a text of 160
+# Here <!--fig 02.first-->27<!--/fig--> percent of what the first token reads comes from its future, and in a text of 160
 # tokens <!--fig 02.first.longer-->70<!--/fig-->: every forbidden token adds its `e⁰`. And the model? We measure the
 # loss on a conversation with words that it never saw, the first choices, and the answer.
 
@@ -214,10 +214,10 @@ course.figure("02.loss.none", losses["none"])
 course.figure("02.choices", choices["multiplied"])
 
 # %% [markdown]
-# The loss goes from <!--fig 02.loss-->0.404<!--/fig--> to <!--fig 02.loss.multiplied-->0.406<!--/fig-->,
-# <!--fig 02.choices-->99<!--/fig--> of 100 choices are the same, and so is the answer. Most scores of the trained model
-# lie far from 0, so the leak is small once a few tokens have gone by. Even with no mask at all the loss is only
-# <!--fig 02.loss.none-->0.571<!--/fig-->, and the name is right. No explosion.
+# The loss goes from <!--fig 02.loss-->0.404<!--/fig-->
+# to <!--fig 02.loss.multiplied-->0.406<!--/fig-->, <!--fig 02.choices-->99<!--/fig--> of 100 choices are the same, and so is the answer. Most scores of the trained model
+# lie far from 0, so the leak is small once a few tokens have gone by. Even with no mask at all the loss is
+# only <!--fig 02.loss.none-->0.571<!--/fig-->, and the name is right. No explosion.
 #
 # So how does one notice? By the one thing that a causal model can never do: let an *earlier* output depend on a later
 # input. Change the last token of the text and see which logits before it move.
@@ -233,8 +233,8 @@ for mask in masks:
 course.figure("02.leak", float(moves["multiplied"][:-1].max()))
 
 # %% [markdown]
-# With the right mask exactly nothing moves. With the multiplied one, logits move by up to
-# <!--fig 02.leak x2-->0.04<!--/fig-->, though the text is the same. Two lines, and no look into the code. With these
+# With the right mask exactly nothing moves. With the multiplied one, logits move by up
+# to <!--fig 02.leak x2-->0.04<!--/fig-->, though the text is the same. Two lines, and no look into the code. With these
 # three masks they tell right from wrong; as a test for *any* model they are not enough, because the leak may be
 # elsewhere. In exercise 02.4 you meet one that they miss.
 
@@ -307,8 +307,8 @@ course.show(fig, alt="Left, on a log scale: with the mask added no earlier logit
             f"{floor:.2f}; multiplied it falls to {reached:.2f}. A cross marks the same model in use: {used:.1f}.")
 
 # %% [markdown]
-# The honest model stays at <!--fig 02.floor-->2.77<!--/fig-->. The other one reaches
-# <!--fig 02.cheat x3-->0.3<!--/fig-->: it reads the tokens that it is asked to foretell. And when it has to generate,
+# The honest model stays at <!--fig 02.floor-->2.77<!--/fig-->. The other one
+# reaches <!--fig 02.cheat x3-->0.3<!--/fig-->: it reads the tokens that it is asked to foretell. And when it has to generate,
 # where there is no future to read, its loss is <!--fig 02.used x1.5-->6.5<!--/fig-->, far worse than guessing. A
 # training curve that looks too good is the usual way in which such a bug is found, weeks later.
 
@@ -399,13 +399,13 @@ course.show(fig, alt=f"Two curves over the factor on the scores. The loss is low
             "without the division.")
 
 # %% [markdown]
-# <!--fig 02.spread.root-->2.1<!--/fig--> tokens: nearly a lookup of one. The loss is
-# <!--fig 02.loss.root-->1.62<!--/fig-->, and the answer above is no English. A model needs the scale with which it was
-# trained, though not to the last digit. The valley is flat: at `0.8` the loss is even a little lower here,
-# <!--fig 02.loss.less-->0.397<!--/fig-->, but of <!--fig 02.talks-->30<!--/fig--> other texts only
-# <!--fig 02.better x1.3-->16<!--/fig--> agree, so these texts do not tell the two apart. Nor is it the same on both
-# sides: with half the scores the loss is <!--fig 02.loss.half-->0.87<!--/fig-->, with double scores
-# <!--fig 02.loss.double-->0.43<!--/fig-->. The missing root is a loud mistake, so somebody finds it. The multiplied mask
+# It is <!--fig 02.spread.root-->2.1<!--/fig--> tokens: nearly a lookup of one. The loss
+# is <!--fig 02.loss.root-->1.62<!--/fig-->, and the answer above is no English. A model needs the scale with which it was
+# trained, though not to the last digit. The valley is flat: at `0.8` the loss is even a little lower
+# here, <!--fig 02.loss.less-->0.397<!--/fig-->, but of <!--fig 02.talks-->30<!--/fig--> other texts
+# only <!--fig 02.better x1.3-->16<!--/fig--> agree, so these texts do not tell the two apart. Nor is it the same on both
+# sides: with half the scores the loss is <!--fig 02.loss.half-->0.87<!--/fig-->, with double
+# scores <!--fig 02.loss.double-->0.43<!--/fig-->. The missing root is a loud mistake, so somebody finds it. The multiplied mask
 # is quiet.
 
 # %% [markdown]

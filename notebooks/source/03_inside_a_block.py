@@ -81,7 +81,7 @@ course.figure("03.head", c.head_dim)
 course.reveal("03.a", wide)
 
 # %% [markdown]
-# <!--fig 03.qproj-->288<!--/fig-->, and not the <!--fig 03.hidden-->192<!--/fig--> of the hidden size. The
+# It is <!--fig 03.qproj-->288<!--/fig-->, and not the <!--fig 03.hidden-->192<!--/fig--> of the hidden size. The
 # [head size](glossary.md#head-size) `D` is an entry of the config, here <!--fig 03.head-->48<!--/fig-->; hidden size
 # over heads would be <!--fig 03.derived-->32<!--/fig-->. In older models the two agreed, and a lot of code still
 # divides. For Qwen3-0.6B it gets `1024 / 16 = 64` where the config says `128`. One of the articles gets a shape and a
@@ -203,8 +203,8 @@ course.show(fig, alt=f"Left: bars on a log scale, from {turn[0]:.1f} tokens for 
 
 # %% [markdown]
 # The two curves differ by <!--fig 03.apart x9-->1e-5<!--/fig-->: only the distance counts. That is what lets a
-# [cache](glossary.md#kv-cache) keep rotated keys for good. The fast pairs tell neighbours apart; the slow ones,
-# <!--fig 03.slow-->13<!--/fig--> of <!--fig 03.pairs-->24<!--/fig--> here, do not complete one turn within the context
+# [cache](glossary.md#kv-cache) keep rotated keys for good. The fast pairs tell neighbours apart; the slow
+# ones, <!--fig 03.slow-->13<!--/fig--> of <!--fig 03.pairs-->24<!--/fig--> here, do not complete one turn within the context
 # and hardly depend on the position at all.
 
 # %% [markdown]
@@ -316,16 +316,16 @@ course.show(fig, alt="Lines over the positions of the text, on a log scale. At p
 
 # %% [markdown]
 # The wrong pairing keeps <!--fig 03.pairs.same-->66<!--/fig--> of 100 first choices: many tokens are settled by their
-# neighbours, and these still lie close. The loss says it better:
-# <!--fig 03.pairs.loss-->2.17<!--/fig--> instead of <!--fig 03.loss-->0.40<!--/fig-->. At position 0 every variant is
+# neighbours, and these still lie close. The loss says it
+# better: <!--fig 03.pairs.loss-->2.17<!--/fig--> instead of <!--fig 03.loss-->0.40<!--/fig-->. At position 0 every variant is
 # perfect, because nothing is turned and a token alone attends to itself. So a test with a single token passes.
 #
-# The quietest one is the norm after the rotation. Its logits are off by up to <!--fig 03.late.gap-->2.6<!--/fig-->,
-# <!--fig 03.late.same-->98<!--/fig--> of 100 choices stay, and the loss is <!--fig 03.late.loss-->0.40<!--/fig--> as
+# The quietest one is the norm after the rotation. Its logits are off by up
+# to <!--fig 03.late.gap-->2.6<!--/fig-->, <!--fig 03.late.same-->98<!--/fig--> of 100 choices stay, and the loss is <!--fig 03.late.loss-->0.40<!--/fig--> as
 # before. No text will ever show it; only a comparison of numbers does. Exercise 03.5 asks why it is so small.
 #
-# And the last line is no mistake: with all positions shifted by 1,000 the logits move by
-# <!--fig 03.shift.gap x10-->1e-4<!--/fig-->, which is rounding of large angles.
+# And the last line is no mistake: with all positions shifted by 1,000 the logits move
+# by <!--fig 03.shift.gap x10-->1e-4<!--/fig-->, which is rounding of large angles.
 #
 # Does the wrong pairing show in an answer?
 
@@ -408,8 +408,8 @@ course.show(fig, alt="Bars for each layer: the loss that is added when its atten
             f"{dear[2]}; the smallest is {min(min(values) for values in worth.values()):.3f}.")
 
 # %% [markdown]
-# One part is worth more than all the others together: without the first MLP the loss rises by
-# <!--fig 03.dear-->8.7<!--/fig--> nats, beyond what guessing evenly would cost (<!--fig 03.uniform-->7.6<!--/fig-->).
+# One part is worth more than all the others together: without the first MLP the loss rises
+# by <!--fig 03.dear-->8.7<!--/fig--> nats, beyond what guessing evenly would cost (<!--fig 03.uniform-->7.6<!--/fig-->).
 # The embedding alone is not what upper layers know how to read; the first MLP makes it so. In the middle a part can be
 # missing and hardly anybody notices, which is why "it still talks" proves little about a port.
 

@@ -89,7 +89,7 @@ course.figure("04.tensors", len(stored))
 course.figure("04.a_layer", len(first))
 
 # %% [markdown]
-# <!--fig 04.a_layer-->11<!--/fig--> tensors per layer, <!--fig 04.tensors-->68<!--/fig--> in all. The names in
+# There are <!--fig 04.a_layer-->11<!--/fig--> tensors per layer, <!--fig 04.tensors-->68<!--/fig--> in all. The names in
 # `nanokv/model.py` are those of the file without the prefix `model.`, so there is no table that could have a mistake in
 # it. One name is missing: `lm_head.weight`. The config says `tie_word_embeddings`, so the head *is* the embedding. A
 # loader that takes the two for separate parameters, and only warns of what it does not find, keeps a random head. Ours
@@ -166,8 +166,8 @@ course.figure("04.ratio", noise_half / noise)
 course.reveal("04.a", noise_half / noise)
 
 # %% [markdown]
-# In fp32 rounding moves the logits by about <!--fig 04.noise x4-->1e-5<!--/fig-->, in bf16 by
-# <!--fig 04.noise_half x4-->0.12<!--/fig-->: some <!--fig 04.ratio x5-->11,000<!--/fig--> times as much. Sixteen bits
+# In fp32 rounding moves the logits by about <!--fig 04.noise x4-->1e-5<!--/fig-->, in bf16
+# by <!--fig 04.noise_half x4-->0.12<!--/fig-->: some <!--fig 04.ratio x5-->11,000<!--/fig--> times as much. Sixteen bits
 # fewer are a factor of `2**16 = 65,536` in one number; how much of it arrives depends on the sums in between.
 #
 # Two rules follow. A tolerance belongs to a dtype: what is a bug in fp32 may be nothing in bf16. And the figure to
@@ -203,8 +203,8 @@ course.figure("04.eps", gaps["eps"])
 course.reveal("04.b", words)
 
 # %% [markdown]
-# To the first question <!--fig 04.words-->1<!--/fig--> of the three gives other words, and with a second question it is
-# <!--fig 04.more_words-->2<!--/fig-->. The wrong theta moves logits by <!--fig 04.theta-->8.7<!--/fig--> and still knows
+# To the first question <!--fig 04.words-->1<!--/fig--> of the three gives other words, and with a second question it
+# is <!--fig 04.more_words-->2<!--/fig-->. The wrong theta moves logits by <!--fig 04.theta-->8.7<!--/fig--> and still knows
 # the name. The wrong eps says nothing wrong anywhere here, but its logits move by <!--fig 04.eps-->0.003<!--/fig-->:
 # hundreds of times the rounding of fp32, and a fraction of the rounding of bf16. In half precision nobody could see it.
 #

@@ -101,8 +101,8 @@ course.figure("05.naive8", naive8)
 course.figure("05.cached8", cached8);
 
 # %% [markdown]
-# The same eight tokens for <!--fig 05.naive8-->36<!--/fig--> token-forwards or for
-# <!--fig 05.cached8-->8<!--/fig-->. The first token alone went through the model eight times.
+# The same eight tokens for <!--fig 05.naive8-->36<!--/fig--> token-forwards or
+# for <!--fig 05.cached8-->8<!--/fig-->. The first token alone went through the model eight times.
 #
 # Now your prediction, with a prompt of 64 tokens:
 
@@ -127,8 +127,8 @@ print(f"token-forwards {naive:,} and {lean:,};  seconds {seconds_without:.2f} an
 course.reveal("05.a", naive / lean)
 
 # %% [markdown]
-# <!--fig 05.naive64-->6,112<!--/fig--> against <!--fig 05.cached64-->127<!--/fig-->: a factor of
-# <!--fig 05.ratio64-->48<!--/fig-->. The clock shows a smaller one, printed above. A step with one row does not take a
+# It is <!--fig 05.naive64-->6,112<!--/fig--> against <!--fig 05.cached64-->127<!--/fig-->: a factor
+# of <!--fig 05.ratio64-->48<!--/fig-->. The clock shows a smaller one, printed above. A step with one row does not take a
 # sixty-fourth of the time of a step with 64: a model this small spends much of a step on starting operations, and a
 # large one on reading its weights. Notebook 09 measures that; here we count work.
 

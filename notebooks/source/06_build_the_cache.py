@@ -77,8 +77,8 @@ course.figure("06.hidden", c.hidden_size)
 course.reveal("06.a", numbers)
 
 # %% [markdown]
-# Only the third axis grows, by one a step, in every layer. For each token there are
-# <!--fig 06.numbers-->1,152<!--/fig--> numbers: a key and a value (`2`) in every layer (`L`), of every KV head (`Hk`), each
+# Only the third axis grows, by one per step, in every layer. For each token there
+# are <!--fig 06.numbers-->1,152<!--/fig--> numbers: a key and a value (`2`) in every layer (`L`), of every KV head (`Hk`), each
 # `D` long. The hidden size, <!--fig 06.hidden-->192<!--/fig-->, does not occur in that product, and neither does the
 # number of query heads. Two of the articles get their numbers wrong just there.
 
@@ -149,8 +149,8 @@ course.figure("06.gap", max(gaps))
 course.figure("06.size", size)
 
 # %% [markdown]
-# The largest difference is about <!--fig 06.gap x5-->1e-5<!--/fig-->, on logits that go up to
-# <!--fig 06.size-->23<!--/fig-->. That is rounding: matrices of another shape are multiplied in another order. It is not zero, and a test that demands zero fails for no reason; one that only
+# The largest difference is about <!--fig 06.gap x5-->1e-5<!--/fig-->, on logits that go up
+# to <!--fig 06.size-->23<!--/fig-->. That is rounding: matrices of another shape are multiplied in another order. It is not zero, and a test that demands zero fails for no reason; one that only
 # compares texts passes for no reason. `nanokv.equality` holds a whole suite of such comparisons; exercise 06.3 uses it.
 
 # %% [markdown]

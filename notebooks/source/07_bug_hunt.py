@@ -93,10 +93,10 @@ course.figure("07.bytes", count["bytes"])
 course.reveal("07.a", len(silent))
 
 # %% [markdown]
-# Of <!--fig 07.all-->22<!--/fig--> bugs <!--fig 07.errors-->2<!--/fig--> stop with an error and
-# <!--fig 07.words-->9<!--/fig--> change words, of which some still make a clean sentence: an answer to the question of
-# somebody else, for example. With the other <!--fig 07.silent-->11<!--/fig--> every word is right. Of those
-# <!--fig 07.bytes-->2<!--/fig--> change no value at all and only cost memory. But the rest is not harmless:
+# Of <!--fig 07.all-->22<!--/fig--> bugs <!--fig 07.errors-->2<!--/fig--> stop with an error
+# and <!--fig 07.words-->9<!--/fig--> change words, of which some still make a clean sentence: an answer to the question of
+# somebody else, for example. With the other <!--fig 07.silent-->11<!--/fig--> every word is right. Of
+# those <!--fig 07.bytes-->2<!--/fig--> change no value at all and only cost memory. But the rest is not harmless:
 
 # %%
 single = {name: one for name, one in found.items() if one.deltas and one.fault.scenario not in ("batch", "beams")}
@@ -324,7 +324,7 @@ course.figure("07.failed", len(failed))
 course.figure("07.token", failed[0].token)
 
 # %% [markdown]
-# <!--fig 07.failed-->6<!--/fig--> cases fail. Read the first: it differs from token <!--fig 07.token-->32<!--/fig--> on, and
+# Here <!--fig 07.failed-->6<!--/fig--> cases fail. Read the first: it differs from token <!--fig 07.token-->32<!--/fig--> on, and
 # without an error. A single new token is written behind the end of the block, into a slice that is empty, and torch allows
 # that: a row of length one fits into nothing by broadcasting. The position moves on, and the newest tokens are gone. One of
 # the five articles has the same bug in its contiguous cache.

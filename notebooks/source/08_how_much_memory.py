@@ -95,9 +95,9 @@ course.figure("08.worst", worst)
 course.figure("08.dict", weighed["dict"] / (prompt.shape[1] + 8))
 
 # %% [markdown]
-# All agree. (The pages of `paged` come with a small table that says which page holds what:
-# <!--fig 08.worst-->72<!--/fig--> bytes, the largest difference there is.) The scale says
-# <!--fig 08.dict-->4,608<!--/fig--> bytes per token for the bundled model in fp32, and nothing else is hidden anywhere.
+# All agree. (The pages of `paged` come with a small table that says which page holds
+# what: <!--fig 08.worst-->72<!--/fig--> bytes, the largest difference there is.) The scale
+# says <!--fig 08.dict-->4,608<!--/fig--> bytes per token for the bundled model in fp32, and nothing else is hidden anywhere.
 # Now the same for the true shape of Qwen3-0.6B in bf16. A cache can be filled without a model: it does not ask where
 # keys come from.
 
@@ -120,7 +120,7 @@ course.figure("08.qwen", per_token)
 course.figure("08.qwen_kib", per_token / 1024)
 
 # %% [markdown]
-# <!--fig 08.qwen-->114,688<!--/fig--> bytes, <!--fig 08.qwen_kib-->112<!--/fig--> KiB for one token: a token of some
+# It is <!--fig 08.qwen-->114,688<!--/fig--> bytes, <!--fig 08.qwen_kib-->112<!--/fig--> KiB for one token: a token of some
 # four letters. Look at what is in that product: layers, KV heads, head size, bytes per number. Not in it are the hidden
 # size, the number of query heads, the width of the MLP, the vocabulary, and the number of parameters.
 
@@ -179,8 +179,8 @@ course.figure("08.gap_tokens", gap / per_token)
 
 # %% [markdown]
 # At this size the two differ by <!--fig 08.giga-->7.4<!--/fig--> percent, and the difference grows with every prefix.
-# On a card of "24 gigabytes" it decides about <!--fig 08.gap-->1.77<!--/fig--> GB, room for
-# <!--fig 08.gap_tokens-->15,431<!--/fig--> tokens of the small model. In this course GB means GB and GiB means GiB, and
+# On a card of "24 gigabytes" it decides about <!--fig 08.gap-->1.77<!--/fig--> GB, room
+# for <!--fig 08.gap_tokens-->15,431<!--/fig--> tokens of the small model. In this course GB means GB and GiB means GiB, and
 # `nanokv memory` prints both.
 
 # %% [markdown]
@@ -221,7 +221,7 @@ course.show(fig, alt="Left: the cache of Qwen3-0.6B rises in proportion to the t
             f"{estimates['Qwen3-32B'].crossover:,} tokens; a line marks their context of {small.context:,}.")
 
 # %% [markdown]
-# <!--fig 08.crossover-->10,394<!--/fig--> tokens: a long document, not a library. With its whole context in use, the
+# It is <!--fig 08.crossover-->10,394<!--/fig--> tokens: a long document, not a library. With its whole context in use, the
 # small model carries a cache of <!--fig 08.full-->3.9<!--/fig--> times its own weight. A large model has more weights
 # for each byte of cache (<!--fig 08.cross32-->249,955<!--/fig--> tokens for the 32B), but the tokens count *over all
 # sequences*: a server with many users is to the right of that crossing all day. So two sentences are both true. For one
@@ -261,11 +261,11 @@ course.figure("08.moved_up", moved[H])
 course.figure("08.moved_down", moved[1])
 
 # %% [markdown]
-# Copied heads change nothing: the logits move by <!--fig 08.moved_up-->0<!--/fig-->, and the cache takes
-# <!--fig 08.up-->3<!--/fig--> times the bytes for it. So a cache that stores keys for *query* heads is not wrong, only
-# wasteful, and no comparison of answers will ever find it; the scale does. Averaged heads take
-# <!--fig 08.down-->2<!--/fig--> times fewer bytes, and it is another model: the logits move by
-# <!--fig 08.moved_down-->21<!--/fig-->, and the name is gone. The number of KV heads is decided *before* training (or
+# Copied heads change nothing: the logits move by <!--fig 08.moved_up-->0<!--/fig-->, and the cache
+# takes <!--fig 08.up-->3<!--/fig--> times the bytes for it. So a cache that stores keys for *query* heads is not wrong, only
+# wasteful, and no comparison of answers will ever find it; the scale does. Averaged heads
+# take <!--fig 08.down-->2<!--/fig--> times fewer bytes, and it is another model: the logits move
+# by <!--fig 08.moved_down-->21<!--/fig-->, and the name is gone. The number of KV heads is decided *before* training (or
 # needs some more of it, as Ainslie and others showed), not by the one who runs the model.
 
 # %% [markdown]
@@ -312,8 +312,8 @@ course.show(fig, alt="Left, bytes per token and layer, log scale: " + ", ".join(
             + ". Right, KiB per token: " + ", ".join(f"{n} {s / length / 1024:.0f}" for n, s in bits.items()) + ".")
 
 # %% [markdown]
-# The latent takes <!--fig 08.latent-->57<!--/fig--> times less than full heads, and
-# <!--fig 08.latent_mqa-->2.25<!--/fig--> times *more* than one shared head: it is not the smallest cache, but every
+# The latent takes <!--fig 08.latent-->57<!--/fig--> times less than full heads,
+# and <!--fig 08.latent_mqa-->2.25<!--/fig--> times *more* than one shared head: it is not the smallest cache, but every
 # head still gets keys of its own from it. Eight bits make the cache <!--fig 08.int8-->1.68<!--/fig--> times smaller,
 # not twice, and four bits <!--fig 08.int4-->2.65<!--/fig--> times, not four: the scales have to be stored as well, and
 # the newest tokens stay exact. (What the lost bits cost in quality is measured in notebook 12.)
@@ -331,8 +331,8 @@ course.figure("08.mha", full_heads)
 course.figure("08.mqa", shared_head)
 
 # %% [markdown]
-# The same cache saves <!--fig 08.published-->93.3<!--/fig-->, <!--fig 08.bits-->82.2<!--/fig-->,
-# <!--fig 08.layer-->71.9<!--/fig-->, <!--fig 08.mha-->98.2<!--/fig--> or <!--fig 08.mqa-->−125<!--/fig--> percent. All
+# The same cache
+# saves <!--fig 08.published-->93.3<!--/fig-->, <!--fig 08.bits-->82.2<!--/fig-->, <!--fig 08.layer-->71.9<!--/fig-->, <!--fig 08.mha-->98.2<!--/fig--> or <!--fig 08.mqa-->−125<!--/fig--> percent. All
 # are correct. The published one compares two different models with different numbers of layers, one of them stored in
 # six bits and the other in sixteen. **A saving without its baseline is not a number.**
 
@@ -380,8 +380,8 @@ course.show(fig, alt="Four lines on log axes: twice the context, half the sequen
             + ", ".join(words) + ".")
 
 # %% [markdown]
-# <!--fig 08.fit-->7<!--/fig-->. The weights take their share first; who forgets them promises
-# <!--fig 08.alone-->21<!--/fig-->. With a cache in eight bits it is <!--fig 08.int8fit-->14<!--/fig-->. A real server
+# It is <!--fig 08.fit-->7<!--/fig-->. The weights take their share first; who forgets them
+# promises <!--fig 08.alone-->21<!--/fig-->. With a cache in eight bits it is <!--fig 08.int8fit-->14<!--/fig-->. A real server
 # fits somewhat fewer, because a prefill needs room for its activations too.
 
 # %% [markdown]

@@ -168,8 +168,8 @@ course.show(fig, alt=f"Left, on log axes: without a cache a step takes {step_ms[
 # left end of the curve: there the full forward has `32` rows, and takes less than <!--fig 09.few below-->8<!--/fig-->
 # times as long as one row. A step has a price that does not depend on rows at all.
 #
-# The right picture says why one number for "speed" is never enough. The same model handles more than
-# <!--fig 09.phases above-->5<!--/fig--> times as many tokens per second in the prefill as in the decode. A user feels
+# The right picture says why one number for "speed" is never enough. The same model handles more
+# than <!--fig 09.phases above-->5<!--/fig--> times as many tokens per second in the prefill as in the decode. A user feels
 # both: the time to the first token is the prefill, the pace after it is the decode.
 
 # %% [markdown]
@@ -248,8 +248,8 @@ course.show(fig, alt=f"Three bars, tokens per second: {rate:.0f} by time stamps,
 # The truth is more than <!--fig 09.under above-->1.5<!--/fig--> times what the profiler reports. Its second call has no
 # cache from the first, so it begins with a prefill of the whole prompt and the new token, and counts that as decoding.
 # The third bar is that explanation in numbers: put the true times into it, and out comes what was reported, give or
-# take the noise. In the article's own setting, `50` true tokens per second become
-# <!--fig 09.reported-->25<!--/fig-->. The longer the prompt, the worse.
+# take the noise. In the article's own setting, `50` true tokens per second
+# become <!--fig 09.reported-->25<!--/fig-->. The longer the prompt, the worse.
 #
 # More that it lacks: no warm-up; no median; nothing that waits for a GPU, which works on after the call has returned;
 # and a model that ends its answer early wrote fewer tokens than it is credited for.
@@ -314,8 +314,8 @@ course.show(fig, alt="Two pictures with two bars each, split into the parts of a
 # The large model's plain step comes more than <!--fig 09.nearer above-->1.3<!--/fig--> times as near to what the memory
 # allows as the loaded one's. The large model waits for its weights. The tiny one waits as well for Python and torch,
 # which have to start some hundred small operations. That price stands in two places: in "the rest", and in "weights",
-# which is the time of the products *with* the start of each one. What is not spent in products is more than
-# <!--fig 09.beside above-->1.2<!--/fig--> times as large a part of the tiny model's plain step as of the large one's. It
+# which is the time of the products *with* the start of each one. What is not spent in products is more
+# than <!--fig 09.beside above-->1.2<!--/fig--> times as large a part of the tiny model's plain step as of the large one's. It
 # is the price that does not depend on rows, and the reason why a tiny model gains less from a cache than the count
 # promises: the cache takes away rows, and rows were not what cost. Take away the calls as well, as the optimized twin
 # does where a C++ compiler is at hand, and the same step is several times as fast. The large model gains less from it:
@@ -442,8 +442,8 @@ course.claim("2.14", "right", found=f"{c.num_attention_heads} heads × {contexts
 course.claim("3.14", "misleading", found=double[0])
 
 # %% [markdown]
-# A whole generation of twice the length has <!--fig 09.quadratic-->4.0<!--/fig--> times the scores with a cache, and
-# <!--fig 09.cubic-->8.0<!--/fig--> times without: quadratic and cubic. "Linear" is true of a step.
+# A whole generation of twice the length has <!--fig 09.quadratic-->4.0<!--/fig--> times the scores with a cache,
+# and <!--fig 09.cubic-->8.0<!--/fig--> times without: quadratic and cubic. "Linear" is true of a step.
 
 # %% [markdown]
 # ## Exercises

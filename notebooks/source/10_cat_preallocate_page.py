@@ -140,11 +140,11 @@ course.show(fig, alt="Bytes written against tokens held. cat and gathered pages 
 
 # %% [markdown]
 # With `cat` every byte was written <!--fig 10.cat-->256<!--/fig--> times, half the length: the sum of all lengths on
-# the way is S²/2. A slab writes each byte once. A slab that doubles when it is full writes it
-# <!--fig 10.growing-->2.0<!--/fig--> times, and needs no capacity beforehand. Pages write it once too, *if* attention
+# the way is S²/2. A slab writes each byte once. A slab that doubles when it is full writes
+# it <!--fig 10.growing-->2.0<!--/fig--> times, and needs no capacity beforehand. Pages write it once too, *if* attention
 # reads them where they lie. If they are gathered into one tensor for an attention that knows nothing of pages, as
-# nanokv's plain path does, every token is moved again in every step, as with `cat`:
-# <!--fig 10.gather-->265<!--/fig--> times. Pages are about memory, not about copies. Experiment 4 shows what they are
+# nanokv's plain path does, every token is moved again in every step, as with
+# `cat`: <!--fig 10.gather-->265<!--/fig--> times. Pages are about memory, not about copies. Experiment 4 shows what they are
 # for.
 #
 # Your prediction was for 1,000 tokens. Half of it:
@@ -167,8 +167,8 @@ course.figure("10.qwenstep", step_bytes / 1e6)
 course.figure("10.qwenall", all_bytes / 1e9)
 
 # %% [markdown]
-# For Qwen3-0.6B in bf16 at 4,096 tokens that is <!--fig 10.qwenstep-->469.8<!--/fig--> MB in the last step, and
-# <!--fig 10.qwenall-->962<!--/fig--> GB in all. (Small caches hide it: up to some hundred tokens the copy is cheaper
+# For Qwen3-0.6B in bf16 at 4,096 tokens that is <!--fig 10.qwenstep-->469.8<!--/fig--> MB in the last step,
+# and <!--fig 10.qwenall-->962<!--/fig--> GB in all. (Small caches hide it: up to some hundred tokens the copy is cheaper
 # than the Python around it. Time the loop above if you doubt it.)
 
 # %% [markdown]
@@ -212,8 +212,8 @@ print(f"compiled for 20 lengths: {len(graphs)} graph")
 course.figure("10.graphs", len(graphs))
 
 # %% [markdown]
-# The dict's keys moved <!--fig 10.moves-dict-->7<!--/fig--> times in 7 steps, the slab's
-# <!--fig 10.moves-static-->0<!--/fig--> times. A *compiler* does not mind the growing shape: with `dynamic=True` it
+# The dict's keys moved <!--fig 10.moves-dict-->7<!--/fig--> times in 7 steps, the
+# slab's <!--fig 10.moves-static-->0<!--/fig--> times. A *compiler* does not mind the growing shape: with `dynamic=True` it
 # made <!--fig 10.graphs-->1<!--/fig--> graph for all lengths. It is the recording of addresses that needs the slab.
 
 # %% [markdown]
@@ -365,11 +365,11 @@ course.show(fig, alt="Maps of the memory, slots upwards and steps to the right, 
             "not touch.")
 
 # %% [markdown]
-# In one piece <!--fig 10.piece-->2.0<!--/fig--> requests run at once and the ten take
-# <!--fig 10.piecesteps-->132<!--/fig--> steps; of what is reserved <!--fig 10.piecefull-->45<!--/fig--> percent holds a
+# In one piece <!--fig 10.piece-->2.0<!--/fig--> requests run at once and the ten
+# take <!--fig 10.piecesteps-->132<!--/fig--> steps; of what is reserved <!--fig 10.piecefull-->45<!--/fig--> percent holds a
 # token. The pale parts are reserved for answers that turned out short, the white ones are holes that fit nobody. In
-# pages it is <!--fig 10.paged-->3.75<!--/fig--> requests at once, <!--fig 10.pagesteps-->72<!--/fig--> steps, and
-# <!--fig 10.pagefull-->83<!--/fig--> percent. The answers are the same, token for token. More requests at once is what
+# pages it is <!--fig 10.paged-->3.75<!--/fig--> requests at once, <!--fig 10.pagesteps-->72<!--/fig--> steps,
+# and <!--fig 10.pagefull-->83<!--/fig--> percent. The answers are the same, token for token. More requests at once is what
 # a server wants: each step reads all weights once, however many rows share it.
 #
 # When the pages run out in the middle of an answer, the youngest request gives its pages back and starts again later.

@@ -148,8 +148,8 @@ course.show(fig, alt=f"Three masks for a chunk of {T} queries after {held} cache
 
 # %% [markdown]
 # With the right mask every split gives the logits of the whole, up to rounding (<!--fig 11.chunk x5-->1e-5<!--/fig-->).
-# With the top-left mask the first chunk hides the others: the logits move by at least
-# <!--fig 11.topleft-->13<!--/fig-->. Without a mask they move by at least <!--fig 11.nomask-->0.5<!--/fig-->, because
+# With the top-left mask the first chunk hides the others: the logits move by at
+# least <!--fig 11.topleft-->13<!--/fig-->. Without a mask they move by at least <!--fig 11.nomask-->0.5<!--/fig-->, because
 # each token of a chunk sees what comes after it. Both pass a test that feeds one token at a time (the first column),
 # and the top-left mask also one that feeds everything at once (the last). Test a cache with *several* splits.
 
@@ -292,11 +292,11 @@ words = "; ".join(f"{name}: {kept} kept, {fed} fed, {lost} thrown away" for name
 course.show(fig, alt=f"Bars for four turns of three chats. In the fourth turn {words}.")
 
 # %% [markdown]
-# Plain: <!--fig 11.plain-->100<!--/fig--> percent of the cache survives each turn. Thinking dropped: in the last turn
-# <!--fig 11.think-->67<!--/fig--> percent. The break stands where the *latest* answer begins, since older ones had been
+# Plain: <!--fig 11.plain-->100<!--/fig--> percent of the cache survives each turn. Thinking dropped: in the last
+# turn <!--fig 11.think-->67<!--/fig--> percent. The break stands where the *latest* answer begins, since older ones had been
 # rewritten a turn before and are cached in their final form. So a turn loses one answer, not the conversation. Clock:
-# one changed digit near the front leaves <!--fig 11.clock-->4<!--/fig--> tokens, and all
-# <!--fig 11.clockfed-->119<!--/fig--> others are computed again, although their words are the same. A token's keys
+# one changed digit near the front leaves <!--fig 11.clock-->4<!--/fig--> tokens, and
+# all <!--fig 11.clockfed-->119<!--/fig--> others are computed again, although their words are the same. A token's keys
 # depend on all that stands before it. Hence the rule of everybody who pays for prompts: what changes goes to the end.
 #
 # A chat that skips the comparison and appends the new turn to whatever is cached is fast and wrong: the model then
@@ -423,9 +423,9 @@ course.show(fig, alt="Three histograms of how many guesses a round keeps, with t
             + "; ".join(described) + ".")
 
 # %% [markdown]
-# When the model says again what is in its context, looking up what followed last time is right
-# <!--fig 11.again-->100<!--/fig--> percent of the time, and costs nothing. Over all four texts it takes
-# <!--fig 11.ngram-->0.75<!--/fig--> of the layer passes of plain decoding. The guesser with all layers but one is right
+# When the model says again what is in its context, looking up what followed last time is
+# right <!--fig 11.again-->100<!--/fig--> percent of the time, and costs nothing. Over all four texts it
+# takes <!--fig 11.ngram-->0.75<!--/fig--> of the layer passes of plain decoding. The guesser with all layers but one is right
 # more often, and takes <!--fig 11.deep-->1.5<!--/fig--> times as many: its guesses cost nearly as much as what they
 # replace. A high rate of acceptance is not yet a gain. What counts is what a guess costs.
 
@@ -459,7 +459,7 @@ course.figure("11.pages", alone)
 course.figure("11.cow", written_pages)
 
 # %% [markdown]
-# <!--fig 11.pages-->7<!--/fig--> pages for one cache, still as many for five, and <!--fig 11.cow-->11<!--/fig--> after
+# It takes <!--fig 11.pages-->7<!--/fig--> pages for one cache, still as many for five, and <!--fig 11.cow-->11<!--/fig--> after
 # each branch has gone its own way: one copied page each.
 
 # %% [markdown]

@@ -152,11 +152,11 @@ course.show(fig, alt=f"Two rectangles of {B} rows: prompts blue, padding grey, n
 
 # %% [markdown]
 # Padded on the right, <!--fig 12.right-->1<!--/fig--> of four answers survives, that of the longest prompt: the logits
-# that follow the *last column* follow the padding in all other rows. Padded on the left without a word,
-# <!--fig 12.leftsame-->4<!--/fig--> answers are the same, and that is the worse case: the logits are off by
-# <!--fig 12.left-->1.9<!--/fig-->, because every token also sees the padding; another prompt will show it. (The shifted
-# positions alone would do no harm: notebook 06.) With the padding masked the difference is rounding,
-# <!--fig 12.masked x5-->1e-5<!--/fig-->.
+# that follow the *last column* follow the padding in all other rows. Padded on the left without a
+# word, <!--fig 12.leftsame-->4<!--/fig--> answers are the same, and that is the worse case: the logits are off
+# by <!--fig 12.left-->1.9<!--/fig-->, because every token also sees the padding; another prompt will show it. (The shifted
+# positions alone would do no harm: notebook 06.) With the padding masked the difference is
+# rounding, <!--fig 12.masked x5-->1e-5<!--/fig-->.
 #
 # The padding is computed and stored like tokens. `nanokv.generate_ragged` has none: rows of their own, prefilled one by
 # one, decoded together. And why decode together at all?
@@ -181,7 +181,7 @@ course.show(fig, alt="Bars of tokens per second: "
 course.figure("12.batch", rate[-1] / rate[0])
 
 # %% [markdown]
-# <!--def-->32<!--/def--> rows give more than <!--fig 12.batch above-->3<!--/fig--> times as many tokens per second as one:
+# Here <!--def-->32<!--/def--> rows give more than <!--fig 12.batch above-->3<!--/fig--> times as many tokens per second as one:
 # a step reads every weight once, however many rows share it. The caches are what the rows do *not* share.
 
 # %% [markdown]
@@ -256,14 +256,14 @@ course.show(fig, alt=f"Left: perplexity falls from {ppl[0][0]:.2f} at a window o
 
 # %% [markdown]
 # The conversation has <!--fig 12.tokens-->332<!--/fig--> tokens. From a window of 64 to one of 256 memory grows
-# fourfold, perplexity falls from <!--fig 12.w64-->1.92<!--/fig--> to <!--fig 12.w256-->1.89<!--/fig-->, that is by
-# <!--fig 12.gain-->1.1<!--/fig--> percent, and one may think that nothing important lies further back. But the name
+# fourfold, perplexity falls from <!--fig 12.w64-->1.92<!--/fig--> to <!--fig 12.w256-->1.89<!--/fig-->, that is
+# by <!--fig 12.gain-->1.1<!--/fig--> percent, and one may think that nothing important lies further back. But the name
 # does: it is recalled with the window that reaches the first line, and with <!--fig 12.recalled-->0<!--/fig--> of the
 # smaller ones. With those the model says, fluently and politely, that it has not been told. A mean over all tokens
 # hardly sees what a few of them depend on. Test a cache that forgets with questions about what it may have forgotten.
 #
-# Sinks do no good to this model: at a window of 16 perplexity is <!--fig 12.w16-->3.1<!--/fig--> without them and
-# <!--fig 12.w16sinks-->3.8<!--/fig--> with them. That is not what papers report of large models, which were trained for
+# Sinks do no good to this model: at a window of 16 perplexity is <!--fig 12.w16-->3.1<!--/fig--> without them
+# and <!--fig 12.w16sinks-->3.8<!--/fig--> with them. That is not what papers report of large models, which were trained for
 # long on long texts. What helps one model has to be measured again for yours.
 
 # %% [markdown]
@@ -313,8 +313,8 @@ course.show(fig, alt="Three plots against bits, log scale. Error: "
             f"{planted[k_token][1]:.2f} with a scale per token, by {planted[k_channel][1]:.3f} with a scale per channel.")
 
 # %% [markdown]
-# In 8 bits keys are off by <!--fig 12.k8-->0.3<!--/fig--> percent with a scale per channel and by
-# <!--fig 12.kt8-->0.6<!--/fig--> with a scale per token; values by <!--fig 12.v8-->0.5<!--/fig-->. In this small model
+# In 8 bits keys are off by <!--fig 12.k8-->0.3<!--/fig--> percent with a scale per channel and
+# by <!--fig 12.kt8-->0.6<!--/fig--> with a scale per token; values by <!--fig 12.v8-->0.5<!--/fig-->. In this small model
 # all of them work down to 4 bits. Large models have a few channels of the keys that are far larger than the rest, and
 # the third panel plants one: now the scale of a *token* is that of its largest channel, and the others have no steps
 # left. At 4 bits tokens move <!--fig 12.planted x1.5-->9<!--/fig--> times as much as with a scale per channel, which does
@@ -334,8 +334,8 @@ course.figure("12.rise", rise)
 course.figure("12.smaller", saved[4])
 
 # %% [markdown]
-# Perplexity rises by <!--fig 12.rise x4-->0.02<!--/fig--> percent, for a cache that is
-# <!--fig 12.smaller-->3.8<!--/fig--> times smaller. It is not eight times: scales take room, and the newest tokens are
+# Perplexity rises by <!--fig 12.rise x4-->0.02<!--/fig--> percent, for a cache that
+# is <!--fig 12.smaller-->3.8<!--/fig--> times smaller. It is not eight times: scales take room, and the newest tokens are
 # exact, which on a short text is a good part. That they are exact is also why the loss is so small. Remember experiment
 # 2, though: this is a mean, and the next experiment looks at the worst token.
 
