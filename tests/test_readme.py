@@ -231,6 +231,15 @@ def quotes(page: str) -> list[tuple[str, str]]:
     return found
 
 
+def blocks(page: str) -> list[tuple[str, str]]:
+    """(file, code) of every block of `quotes`, its lines together."""
+    file, found = "", []
+    for name, code in re.findall(r"^`(\S+/\S+)`$|^```(?:python|cpp)\n(.*?)^```$", page, re.DOTALL | re.MULTILINE):
+        file = name or file
+        found += [(file, code)] if code else []
+    return found
+
+
 def test_the_life_of_a_token_quotes_lines_that_exist():
     """docs/life-of-a-token.md: each quoted line stands in its file, word for word, and the files in the table exist."""
     page = (ROOT / "docs/life-of-a-token.md").read_text(encoding="utf-8")
@@ -238,5 +247,7 @@ def test_the_life_of_a_token_quotes_lines_that_exist():
     assert len({file for file, _ in found}) >= 12, "from the command line to the kernel"
     lines = {file: (ROOT / file).read_text(encoding="utf-8").splitlines() for file, _ in found}
     assert [(file, line) for file, line in found if line not in lines[file]] == []
+    gaps = [block for file, block in blocks(page) if block not in (ROOT / file).read_text(encoding="utf-8")]
+    assert gaps == [], "lines with others between them would read as one statement"
     assert [file for file in re.findall(r"`(nanokv/[\w/]+\.py)` \|", page) if not (ROOT / file).is_file()] == []
     assert quotes("`a/b.py`\n```python\nx = 1\n```\n```console\ny\n```\n") == [("a/b.py", "x = 1")]
