@@ -79,7 +79,7 @@ def checked(messages) -> list[dict]:
         if role not in ROLES:
             raise TemplateError(f"message {number} has the role {role!r}, not one of {', '.join(ROLES)}")
         if "content" not in message and not (role == "assistant" and "tool_calls" in message):
-            raise TemplateError(f"message {number} ({role}) has no content", 'content: "" or None is an empty one')
+            raise TemplateError(f"message {number} ({role}) has no content", 'content: "" is an empty one')
         if content is not None and not isinstance(content, str):
             raise TemplateError(f"message {number} ({role}) has a {type(content).__name__} as content, not text")
         if not isinstance(message.get("tool_calls") or [], (list, tuple)):
