@@ -324,6 +324,7 @@ def test_the_first_token_of_a_beam_comes_after_the_whole_search(models, monkeypa
     _, model = models
     clock = Clock(monkeypatch)
     monkeypatch.setattr(beam_module, "perf_counter", clock)
+    monkeypatch.setattr(generation_module, "perf_counter", clock)
     clock.slow(beam_module, "decode", 1), clock.slow(beam_module, "verify_draft", 3)
     clock.slow(generation_module, "prefill", 10)
     cache = make_cache("dict", model.config)
