@@ -365,7 +365,7 @@ course.show(fig, alt="Left: a step takes " + ", ".join(f"{1e3 * batch_s[b]:.0f} 
 # %% [markdown]
 # ## Experiment 6: bytes and FLOPs, on paper
 #
-# How much is computed for each byte that is read? If a forward has more FLOPs a byte than the machine can do in the
+# How much is computed for each byte that is read? If a forward has more FLOPs per byte than the machine can do in the
 # time of reading one, it is bound by arithmetic, otherwise by memory. `nanokv.costs` counts both; the machine's own
 # balance we measure.
 
@@ -374,7 +374,7 @@ qwen = FAMILY["Qwen/Qwen3-0.6B"]
 bandwidth = Bandwidth()
 for _ in range(5):
     bandwidth.probe()
-here = gemm_peak(torch.float32) / statistics.median(bandwidth.rates)  # FLOPs a byte
+here = gemm_peak(torch.float32) / statistics.median(bandwidth.rates)  # FLOPs per byte
 h100 = 989e12 / 3.35e12  # from its data sheet: bf16, dense
 fed = [2**i for i in range(12)]
 intensity = [costs.prefill_flops(qwen, T) / (costs.weight_bytes(qwen, 2) + costs.kv_bytes(qwen, T, 1, 2)) for T in fed]
@@ -385,7 +385,7 @@ equal_bytes = costs.weight_bytes(qwen, 2) / costs.kv_bytes_per_token(qwen, 2)
 course.figure("09.flops", equal_flops)
 course.figure("09.bytes", equal_bytes)
 course.figure("09.one", intensity[0])
-print(f"one row: {intensity[0]:.2f} FLOPs a byte; {fed[-1]:,} rows: {intensity[-1]:,.0f}; balance here: {here:.0f}")
+print(f"one row: {intensity[0]:.2f} FLOPs per byte; {fed[-1]:,} rows: {intensity[-1]:,.0f}; balance here: {here:.0f}")
 print(f"attention = weights in FLOPs at {equal_flops:,.0f} tokens, in bytes at {equal_bytes:,.0f}")
 
 fig, (left, right) = course.subplots(1, 2, width=9.5, height=3.4)
@@ -394,7 +394,7 @@ for level, color in ((here, course.COLORS[2]), (h100, course.COLORS[1])):
     left.axhline(level, color=color, linestyle="--")
 left.text(fed[-1], here / 1.25, "this machine, fp32", color=course.COLORS[2], fontsize=9, ha="right", va="top")
 left.text(1, h100 * 1.25, "an H100, bf16", color=course.COLORS[1], fontsize=9)
-left.set(xscale="log", yscale="log", title="FLOPs a byte, Qwen3-0.6B", xlabel="rows in one forward", ylabel="(log)")
+left.set(xscale="log", yscale="log", title="FLOPs per byte, Qwen3-0.6B", xlabel="rows in one forward", ylabel="(log)")
 texts = [2**i for i in range(8, 18)]
 for label, weights, each, color in (
     ("of the FLOPs", costs.decode_flops(qwen, 0), a_key, course.COLORS[1]),
@@ -405,7 +405,7 @@ for label, weights, each, color in (
 right.axhline(50, color="gray", linestyle=":", linewidth=1)
 right.set(xscale="log", ylim=(0, 100), title="the cache's part of a decode step", xlabel="tokens", ylabel="percent")
 right.legend(fontsize=9)
-course.show(fig, alt=f"Left: {intensity[0]:.1f} FLOPs a byte for one row, rising in proportion to the rows up to "
+course.show(fig, alt=f"Left: {intensity[0]:.1f} FLOPs per byte for one row, rising in proportion to the rows up to "
             f"{intensity[-1]:,.0f}; dashed lines mark the balance of this machine, about {here:.0f}, and of an H100, "
             f"{h100:.0f}. Right: the cache's part of a step is half of the FLOPs at {equal_flops:,.0f} tokens and half "
             f"of the bytes at {equal_bytes:,.0f}.")
@@ -573,7 +573,7 @@ course.answer("09.q3", q3)
 #
 # - `nanokv bench --help` and `nanokv profile --help`: these experiments as commands, beside transformers and llama.cpp
 #   if they are installed.
-# - Williams, Waterman and Patterson, [Roofline](https://doi.org/10.1145/1498765.1498785): FLOPs a byte as a way to see
+# - Williams, Waterman and Patterson, [Roofline](https://doi.org/10.1145/1498765.1498785): FLOPs per byte as a way to see
 #   what bounds a program.
 # - Pope and others, [Efficiently scaling transformer inference](https://arxiv.org/abs/2211.05102): the same arithmetic
 #   for large models on many chips.
