@@ -60,6 +60,13 @@ def test_answers_equal_generate_in_input_order(cli, loaded):
         assert choice(row)["finish_reason"] in ("length", "stop")
 
 
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_openai_names_of_a_limit_mean_the_same(name):
+    assert parse_line(json.dumps({"prompt": "a", name: 3}).encode()) == {"prompt": "a", "max_new_tokens": 3}
+    with pytest.raises(NanoKVError, match=f"no setting '{name}'"):  # twice
+        check_fields(parse_line(json.dumps({"prompt": "a", name: 3, "max_new_tokens": 4}).encode()))
+
+
 def test_messages_settings_and_ids(cli, loaded):
     model, tokenizer = loaded
     messages = [{"role": "user", "content": "What is my name?"}]
@@ -352,5 +359,5 @@ def test_a_line_is_parsed_strictly():
     check_fields(fields := parse_line(b'{"prompt": "a", "stop": "b"}'))
     assert fields == {"prompt": "a", "stop": ["b"]}
     with pytest.raises(NanoKVError) as error:
-        check_fields(parse_line(b'{"prompt": "a", "max_tokens": 3}'))
+        check_fields(parse_line(b'{"prompt": "a", "max_token": 3}'))
     assert "max_new_tokens" in error.value.hint

@@ -488,7 +488,7 @@ def test_ctrl_c_prints_the_best_beam_so_far(capsys, monkeypatch, endless_folder,
     if form == "json":
         answer = json.loads(out)
         best, *others = answer["choices"]
-        assert (best["finish_reason"], best["stop_reason"], len(best["token_ids"])) == (None, "interrupted", at)
+        assert (best["finish_reason"], best["stop_reason"], len(best["token_ids"])) == ("length", "interrupted", at)
         assert (best["score"] is None, len(others)) == ((False, 2) if at else (True, 0))
     else:
         assert bool(out) == bool(at)

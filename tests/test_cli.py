@@ -683,7 +683,7 @@ def test_interrupted_json_is_whole(cli, monkeypatch, endless_folder):
     code, out, _ = cli("generate", PROMPT, "-m", endless_folder, "-n", "90000", "--json")
     got = json.loads(out)
     (found,) = got["choices"]
-    assert (code, found["finish_reason"], found["stop_reason"]) == (130, None, "interrupted")
+    assert (code, found["finish_reason"], found["stop_reason"]) == (130, "length", "interrupted")
     assert 0 < len(found["token_ids"]) == len(found["logprobs"]["content"])
     assert len(chunks) <= 2 and text_of(got) == "".join(chunks)  # no token after the flag; what was held back comes out
 

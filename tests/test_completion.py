@@ -151,7 +151,7 @@ def test_what_was_drawn_has_its_seed(answers):
     [
         ("stop", "", ("stop", None)), ("stop_string", "\n", ("stop", "\n")), ("length", "\n", ("stop", "\n")),
         ("length", "", ("length", None)), ("context", "", ("length", "context")), ("loop", "", ("length", "loop")),
-        ("interrupted", "", (None, "interrupted")), ("cancelled", "", (None, "cancelled")),
+        ("interrupted", "", ("length", "interrupted")), ("cancelled", "", ("length", "cancelled")),
     ],
 )  # fmt: skip
 def test_reasons_are_openais_with_ours_beside_them(reason, stop_string, expected):

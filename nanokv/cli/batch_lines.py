@@ -14,6 +14,7 @@ from nanokv.errors import NanoKVError
 from weights_loader.strict import LIMITS, loads
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+ALIASES = ("max_tokens", "max_completion_tokens")  # OpenAI's names of max_new_tokens
 KNOWN = ("prompt", "messages", "max_new_tokens", "stop", "id", *SAMPLING)
 
 
@@ -41,6 +42,9 @@ def parse_line(data: bytes) -> dict:
         raise NanoKVError(f"not JSON: {error}") from None
     if not isinstance(fields, dict):
         raise NanoKVError(f"a JSON object was expected, not {type(fields).__name__}", '{"prompt": "…"}')
+    for name in ALIASES:
+        if name in fields and "max_new_tokens" not in fields:
+            fields["max_new_tokens"] = fields.pop(name)
     return fields
 
 

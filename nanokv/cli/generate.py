@@ -62,7 +62,7 @@ def run(args) -> int:
         terminal.write_out(to_json(found) + "\n")
     terminal.notice(f"{status(found, loaded.context)} · {form(args, loaded.tokenizer)}", args)
     stop.finish()
-    return 130 if found["choices"][0]["finish_reason"] is None else 0
+    return 130 if found["choices"][0]["stop_reason"] == "interrupted" else 0
 
 
 def run_beams(args, loaded: Loaded, ids: list[int]) -> int:

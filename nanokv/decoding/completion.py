@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from nanokv.cache import KVCache
     from nanokv.text.tokenizer import Tokenizer
 
-UNFINISHED = ("interrupted", "cancelled", "error")
 
 
 def completion(model: str, choices: Sequence[dict], usage: dict, id: Any = None, **facts: Any) -> dict:
@@ -48,11 +47,10 @@ def choice(answer: dict, ids: Sequence[int], reason: str, stop_string: str = "",
 
 
 def end(reason: str, stop_string: str = "") -> dict:
-    """OpenAI's word for it ("length": cut by a limit; null: not finished) and, beside it, what that does not say."""
+    """OpenAI's word for it ("length": whatever cut it) and, beside it, what that does not say: who did."""
     if stop_string or reason == "stop":
         return {"finish_reason": "stop", "stop_reason": stop_string or None}
-    word = None if reason in UNFINISHED else "length"
-    return {"finish_reason": word, "stop_reason": None if reason == "length" else reason}
+    return {"finish_reason": "length", "stop_reason": None if reason == "length" else reason}
 
 
 def usage(prompt: int, new: int, cached: int = 0) -> dict:
