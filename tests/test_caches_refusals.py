@@ -561,6 +561,6 @@ def test_a_cache_says_what_it_is_and_copies_as_one():
     twin = cache.copy()
     twin.truncate(2)
     assert (cache.length, twin.length, twin.name) == (5, 2, "dict")
-    with pytest.raises(CacheError, match="config is a Qwen3, not a Config") as caught:
+    with pytest.raises(CacheError, match="config is a Transformer, not a Config") as caught:
         nanokv.make_cache("dict", nanokv.load("tiny")[0])
     assert caught.value.__notes__ == ["hint: pass model.config"]

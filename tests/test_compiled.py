@@ -119,7 +119,7 @@ def test_a_prompt_wider_than_the_widest_goes_in_parts():
     assert gap(verify_draft(fast, ids[:, :20], fast.make_cache(), 0), score(model, ids[:, :20])) <= 1e-5
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [name for name in SHAPES if not name.startswith("moe")])
 def test_every_shape_of_model_and_two_rows(shape):
     model = pair(**SHAPES[shape])[1]
     ids, fast = random_ids(2, 2, 30), Compiled(model, 40, batch_size=2, backend="eager")

@@ -24,6 +24,7 @@ from torch import nn
 from nanokv.attention import Causal, Decode, Masked
 from nanokv.cache import KVCache, make_cache
 from nanokv.errors import CapacityError, ConfigError
+from nanokv.fast.weights import check_dense
 from nanokv.rope import rope_angles
 
 NARROWEST, WIDEST = 16, 2048  # tokens of a prefill: powers of two between these, unless asked otherwise
@@ -73,6 +74,7 @@ class Compiled(nn.Module):
         super().__init__()
         if buckets is None:
             buckets = [NARROWEST << i for i in range((WIDEST // NARROWEST).bit_length())]
+        check_dense(model.config)
         check_sizes(model.config, capacity, batch_size, buckets)
         check_backend(backend, model.embed_tokens.weight.device)
         self.model, self.capacity, self.batch_size, self.backend = model, capacity, batch_size, backend

@@ -18,7 +18,7 @@ from nanokv.attention import Causal, Decode, Packed, row_blocks
 from nanokv.cache.capabilities import Pages
 from nanokv.errors import ConfigError
 from nanokv.fast import native
-from nanokv.fast.weights import FEW_ROWS, FORMATS, Addressed, Dense, Int8
+from nanokv.fast.weights import FEW_ROWS, FORMATS, Addressed, Dense, Int8, check_dense
 from nanokv.loading import skeleton
 from nanokv.model import Transformer
 from nanokv.rope import apply_rope
@@ -227,7 +227,6 @@ def optimize(model: Transformer, weights: str | None = None, compile: int | None
             raise ConfigError(f"weights={weights!r} and compile={compile!r}: kernels are compiled already, choose one")
         from nanokv.fast.compiled import Compiled
 
-        check_plain(model)
         return Compiled(model, compile)
     check_plain(model)
     dtype = model.embed_tokens.weight.dtype
@@ -255,18 +254,13 @@ def optimize(model: Transformer, weights: str | None = None, compile: int | None
 
 
 def check_plain(model) -> None:
-    """ConfigError for what has no plain blocks, and for a mixture of experts: which weights a token needs is known in
-    the middle of a layer only."""
+    """ConfigError for what has no plain blocks, or has experts."""
     if not all(hasattr(layer, "self_attn") for layer in getattr(model, "layers", [None])):
         raise ConfigError(
             f"{type(model).__name__} has no plain blocks to fuse: it is optimized already, or not a Transformer",
             hint="optimize the model that nanokv.load returns",
         )
-    if model.config.experts:
-        raise ConfigError(
-            f"{model.config.family.title} has experts, and neither kernels nor compiled blocks route tokens to them",
-            hint="use the plain model: leave out --fast (or nanokv.optimize)",
-        )
+    check_dense(model.config)
 
 
 def fused(*linears):

@@ -212,6 +212,15 @@ def quantize_int4(x):
     return (best_codes + 8).to(torch.uint8), best_scale.squeeze(-1).bfloat16()
 
 
+def check_dense(config) -> None:
+    """ConfigError for a mixture of experts: which weights a token needs is known in the middle of a layer only."""
+    if config.experts:
+        raise ConfigError(
+            f"{config.family.title} has experts, and neither kernels nor compiled blocks route tokens to them",
+            hint="use the plain model: leave out --fast (or nanokv.optimize)",
+        )
+
+
 def check_width(weight, multiple: int):
     """Codes come in groups."""
     if weight.shape[1] % multiple:

@@ -14,7 +14,6 @@ from weights_loader.strict import CheckpointError
 
 INSTRUMENT = ["weights_loader", "nanokv.config", "nanokv.text.tokenizer_file"]
 ALLOWED = (CheckpointError, ConfigError, TokenizerError)
-os.environ["NANOKV_CACHE"] = str(common.scratch())
 ARCHITECTURE = b"general.architecture"
 
 
@@ -80,6 +79,7 @@ def mutate(data: bytes, rng) -> bytes:
 def run(data: bytes) -> None:
     path = common.scratch() / "model.gguf"
     path.write_bytes(data)
+    before, os.environ["NANOKV_CACHE"] = os.environ.get("NANOKV_CACHE"), str(common.scratch())
     try:
         folder = weights_loader.resolve(path)
         config = Config.from_folder(folder)
@@ -88,3 +88,6 @@ def run(data: bytes) -> None:
         assert state["norm.weight"].shape == (config.hidden_size,) and fields["vocab_size"] == config.vocab_size
     finally:
         shutil.rmtree(common.scratch() / "nanokv", ignore_errors=True)
+        del os.environ["NANOKV_CACHE"]
+        if before is not None:
+            os.environ["NANOKV_CACHE"] = before
