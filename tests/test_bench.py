@@ -304,6 +304,23 @@ def test_quality_tells_what_caches_cost_on_a_text_of_ones_own(cli, tmp_path):
     assert "quantized:bits=2" in cli(*argv)[1] and "perplexity" in cli(*argv)[1]
 
 
+def test_quality_that_is_interrupted_shows_the_rows_that_are_done(cli, monkeypatch):
+    from nanokv.bench import quality
+
+    whole = quality.changes
+    monkeypatch.setattr(quality, "changes", lambda *args: press_after(1, whole(*args)))
+    code, out, _ = cli("bench", "--quality", "--weights", "plain,fast", "--threads", "1", "--json")
+    assert code == 130 and [row["weights"] for row in json.loads(out)["rows"]] == ["plain"]
+
+
+def press_after(count, rows):
+    """Ctrl-C while the next one is measured."""
+    for done, row in enumerate(rows, start=1):
+        if done == count:
+            signal.raise_signal(signal.SIGINT)
+        yield row
+
+
 def test_served_answers_are_those_of_generate():
     _, model = pair(seed=4)
     prompts = serving.requests_of(model.config.vocab_size, 6, 30)

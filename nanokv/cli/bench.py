@@ -148,12 +148,21 @@ def quality(args, loaded, weights) -> int:
     for name, options in caches.values():
         check_options(name, options)
     ids, source = text_ids(args, loaded)
-    rows = changes(loaded.model, made(loaded, weights), torch.tensor([ids], device=loaded.device), caches)
+    measured = changes(loaded.model, made(loaded, weights), torch.tensor([ids], device=loaded.device), caches)
+    rows: list[dict] = []
+    stop = carry_out(map(rows.append, measured), len(weights) * max(1, len(caches)), args)
     if args.json:
         facts = {"model": loaded.name, "dtype": loaded.dtype_name, "text": source, "tokens": len(ids)}
         terminal.write_out(to_json(facts | {"rows": rows}) + "\n")
-        return 0
-    head = [f"{loaded.name} {loaded.dtype_name}", f"{len(ids):,} tokens of {source}"]
+    else:
+        quality_table(loaded, f"{len(ids):,} tokens of {source}", rows, caches)
+    stop.finish()
+    return 130 if stop.requested else 0
+
+
+def quality_table(loaded, text: str, rows, caches) -> None:
+    """A row per model or per model and cache."""
+    head = [f"{loaded.name} {loaded.dtype_name}", text]
     columns = {"weights": lambda row: row["weights"]}
     if caches:
         columns |= {"cache": lambda row: row["cache"], "B/token": lambda row: f"{row['kv_bytes_per_token']:,.0f}"}
@@ -164,7 +173,6 @@ def quality(args, loaded, weights) -> int:
         "perplexity": lambda row: f"{row['perplexity']:.4f}",
     }  # fmt: skip
     show(head, columns, [[cell(row) for cell in columns.values()] for row in rows], (0, 1) if caches else (0,))
-    return 0
 
 
 def text_ids(args, loaded) -> tuple[list[int], str]:
