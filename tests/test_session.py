@@ -447,6 +447,22 @@ def test_roles_cover_every_cached_token(loaded):
     assert "What is my name?" in session.tokenizer.decode([session.cached_ids[i] for i in where])
 
 
+@pytest.mark.parametrize(("begin", "runs"), [
+    ("", "ua"), ("<|im_start|>system\nYou are Qwen.\nBe kind.<|im_end|>\n", "sua"),
+])  # fmt: skip
+def test_what_a_template_adds_before_the_first_message_is_the_systems(loaded, begin, runs):
+    """Qwen2.5's and SmolLM2's templates have a system message of their own."""
+    model, tokenizer = loaded
+    template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    own = nanokv.Tokenizer(tokenizer.backend, tokenizer.names, begin + template + "<|im_start|>assistant\n")
+    session = Session(model, own, params={"max_new_tokens": 4})
+    session.ask("What is my name?")
+    letters = [letter for letter, _ in session.roles()]
+    assert "".join(letter for letter, _ in itertools.groupby(letters)) == runs
+    said = own.decode([id for id, letter in zip(session.cached_ids, letters, strict=True) if letter == "u"])
+    assert said == "<|im_start|>user\nWhat is my name?<|im_end|>\n"
+
+
 def test_replace_refuses_two_user_turns_in_a_row(session):
     with pytest.raises(SessionError, match="alternates"):
         session.replace([{"role": "user", "content": "a"}, {"role": "user", "content": "b"}])

@@ -22,7 +22,8 @@ def token_roles(tokenizer: "Tokenizer", ids: list[int], messages: list[dict]) ->
     """One (letter, turn) per id: s(ystem), u(ser), a(ssistant); a turn begins with its user message, the first is 1.
 
     Message texts are found in the rendered prompt from left to right; what lies between two of them (the template's
-    markers) goes to the earlier one up to the first newline and to the later one after it.
+    markers) goes to the earlier one up to the first newline and to the later one after it. What a template writes
+    before the first message is the system's but for its last line, the marker of that message.
     """
     owners = _character_owners("".join(pieces := _pieces(tokenizer, ids)), messages)
     roles, position = [], 0
@@ -50,7 +51,7 @@ def _character_owners(text, messages):
         if start < 0:                                    # the template left it out or changed it: no span of its own
             continue
         gap = text[position:start]
-        split = gap.find("\n") + 1 if owners else 0
+        split = gap.find("\n") + 1 if owners else gap.rstrip("\n").rfind("\n") + 1
         owner = (message["role"][0], turn)
         owners += [before] * split + [owner] * (len(gap) - split + len(content))
         position, before = start + len(content), owner
