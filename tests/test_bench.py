@@ -26,7 +26,7 @@ from nanokv.errors import NanoKVError
 from nanokv.fast import native, optimize
 from nanokv.fast.weights import FEW_ROWS
 from nanokv.inference import decode, prefill
-from oracle import pair, put
+from oracle import SHAPES, gap, pair, put, reference_logits
 from small_model import needs_kernels, small
 
 
@@ -199,6 +199,24 @@ def test_llama_cpp_gives_the_same_logits(tmp_path):
     runner = LlamaCpp(model, gguf.write(model, tmp_path / "tiny.gguf"), "bf16", 64, 1)
     runner.start(ids, 4)
     assert (torch.tensor(runner.logits.copy()) - nanokv.score(model, ids)[0, -1]).abs().max() < 0.1
+
+
+@pytest.mark.parametrize(("shape", "refused"), [
+    ("G2-tied", []), ("llama-G2", ["llama.cpp"]), ("qwen2-G2", ["llama.cpp"]),
+    ("moe-normed", ["llama.cpp", "transformers"]),
+])  # fmt: skip
+def test_a_family_that_another_runtime_would_not_get_whole_is_refused_by_name(shape, refused, tmp_path):
+    """A Llama written as a Qwen3 without norms would be timed, and be no model at all."""
+    reference, model = pair(**SHAPES[shape])
+    makers = {"llama.cpp": lambda: gguf.write(model, tmp_path / "x.gguf"),
+              "transformers": lambda: Transformers(model, "dynamic", 1)}  # fmt: skip
+    for name in refused:
+        with pytest.raises(NanoKVError, match=model.config.family.title):
+            makers.pop(name)()
+    made = {name: make() for name, make in makers.items()}
+    if "transformers" in made:
+        ids = torch.tensor([[5, 6, 7]])
+        assert gap(reference_logits(made["transformers"].model, ids), reference_logits(reference, ids)) == 0
 
 
 # --- random models of the published shapes ----------------------------------------------------------------------------

@@ -97,6 +97,10 @@ class Transformers(Runner):
             import transformers
         except ImportError:
             raise NanoKVError("transformers is not installed", "pip install transformers") from None
+        family = model.config.family
+        if family.experts:  # transformers keeps those of a layer in one tensor
+            raise NanoKVError(f"transformers is compared on dense models only, this one is a {family.title}",
+                              "leave out --against")  # fmt: skip
         fields = {**model.config.to_dict(), "dtype": None}
         config = transformers.AutoConfig.for_model(**fields)
         own = model.embed_tokens.weight
