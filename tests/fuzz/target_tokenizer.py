@@ -22,6 +22,8 @@ def seeds() -> dict[str, bytes]:
     merges = [m for m in model["merges"] if all(p in small for p in (m if isinstance(m, list) else m.split(" ")))]
     merges = [m for m in merges if "".join(m if isinstance(m, list) else m.split(" ")) in small]
     whole["model"] = model | {"vocab": small, "merges": merges}
+    for id, token in enumerate(whole["added_tokens"], len(small)):
+        token["id"] = id
     more = whole | {"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFC"}, {
         "type": "Replace", "pattern": {"Regex": "a+"}, "content": "b"}]}}  # fmt: skip
     split = whole | {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [
