@@ -32,7 +32,8 @@ def operations(config, layer: int) -> list[str]:
     """Those that this layer has: norms of q and k or none, an MLP or experts."""
     absent = {"gate_proj", "up_proj", "swiglu", "down_proj"} if config.experts_of(layer) else {"experts"}
     absent |= set() if config.qk_norm else {"q_norm", "k_norm"}
-    return [name for name in debug.OPERATIONS if name not in absent]
+    *others, last = debug.OPERATIONS
+    return [name for name in (*others, "experts", last) if name not in absent]
 
 
 def broken(model, fault):

@@ -38,9 +38,9 @@ OPERATIONS = {
     "up_proj": ("mlp.up_proj", "output"),
     "swiglu": ("mlp.down_proj", "input"),
     "down_proj": ("mlp.down_proj", "output"),
-    "experts": ("mlp", "output"),  # of a layer that has a router, in the place of the four above
     "mlp_residual": ("", "output"),  # the layer's output
 }
+EXPERTS = {"experts": ("mlp", "output")}  # of a layer that has a router, in the place of gate_proj … down_proj
 ENDS = {"embed_tokens": -1, "norm": 1, "lm_head": 2}  # before and after all layers
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float64: 1e-9}  # × scale, see Step
 
@@ -153,6 +153,7 @@ def compare(a: dict, b: dict, tolerance: float | None = None) -> list[Step]:
         tolerance = max(TOLERANCE[side[None, "embed_tokens"].dtype] for side in (a, b))
     layers_a, layers_b = {layer for layer, _ in a}, {layer for layer, _ in b}
     names, last, steps = list(OPERATIONS), len(layers_a | layers_b), []
+    names[-1:-1] = EXPERTS
 
     def order(key):
         layer, operation = key
@@ -210,9 +211,8 @@ def _hooks(model, keep):
             handles.append(_hook(module, "output", keep, (None, name)))
         for i, layer in enumerate(body.layers):
             modules = dict(layer.named_modules())
-            absent = set() if "mlp.experts" in modules else {"experts"}
-            for operation, place in OPERATIONS.items():
-                if place and place[0] in modules and operation not in absent:  # a family may lack a norm
+            for operation, place in (OPERATIONS | (EXPERTS if "mlp.experts" in modules else {})).items():
+                if place and place[0] in modules:  # a family may lack a norm
                     handles.append(_hook(modules[place[0]], place[1], keep, (i, operation)))
         yield
     finally:
