@@ -61,7 +61,8 @@ def assert_refused(code, err, *told):
 def test_stdout_closed_or_full_is_exit_code_2(name, tiny_folder, tmp_path):
     code, _, err = run(name, tiny_folder, tmp_path, ">&-")
     assert_refused(code, err, "stdout is closed")
-    code, _, err = run(name, tiny_folder, tmp_path, ">/dev/full --force" if name in ("trace", "convert") else ">/dev/full")
+    again = "--force" if name in ("trace", "convert") else ""
+    code, _, err = run(name, tiny_folder, tmp_path, f">/dev/full {again}")
     assert_refused(code, err, "No space left on device")
 
 
