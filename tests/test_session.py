@@ -4,6 +4,7 @@ Models are tiny and random; what they say is nonsense, so equality is asked of i
 """
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from nanokv import inference
 from nanokv.cache import CACHES
 from nanokv.chat.history import why_broken
 from nanokv.chat.session import Session
+from nanokv.decoding.generation import StopStrings
+from nanokv.decoding.speculative import PromptLookup, Speculation
 from nanokv.errors import ContextError, SessionError, UnsupportedError
 from nanokv.text.ids import common_prefix
 from nanokv.text.thinking import ThinkSplitter, split_thinking
@@ -504,3 +507,17 @@ def test_the_bundled_model_forgets_with_the_conversation():
     session.ask("My name is Zorbla.")
     session.clear()
     assert "Zorbla" not in session.ask("What is my name?")
+
+
+def test_an_answer_that_failed_between_two_tokens_is_over_at_once(loaded, monkeypatch):
+    """Not when its generator is collected: guesses that nobody took would then be cut out of a later forward."""
+    session = Session(*loaded, params={"max_new_tokens": 8}, make_generation=partial(Speculation, draft=PromptLookup()))
+    with monkeypatch.context() as patch:
+        patch.setattr(StopStrings, "put", lambda self, text: 1 / 0)
+        with pytest.raises(ZeroDivisionError) as kept:  # the traceback holds the generator
+            session.ask("word " * 9)
+    generation = session._generation
+    assert generation.finish_reason == session.last.finish_reason == "error" and kept is not None
+    with pytest.raises(StopIteration):
+        next(generation._steps)
+    consistent(session)

@@ -139,9 +139,9 @@ class Session:
         self.thinking_opened = inside_thinking(self.tokenizer.decode(ids[-8:]), before)
         try:
             yield from stream
-        except GeneratorExit:                            # the reader went away: as if it had been interrupted
-            if generation.finish_reason is None:
-                generation.finish("interrupted")
+        except BaseException as error:
+            if generation.finish_reason is None:         # or it would cut the cache when it is collected: at any time
+                generation.finish("interrupted" if isinstance(error, GeneratorExit) else "error")
             raise
         finally:
             self._record(turn, generation, stream, messages, reply, before)
