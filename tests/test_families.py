@@ -7,13 +7,15 @@ import json
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, set_seed
 
 from nanokv import costs
+from nanokv.cache import make_cache
 from nanokv.config import Config
+from nanokv.decoding.generation import generate
 from nanokv.errors import ConfigError
 from nanokv.fast import optimize
-from nanokv.inference import score
+from nanokv.inference import prefill, score
 from nanokv.loading import load, skeleton
 from nanokv.model import MixtureOfExperts
 from oracle import SHAPES, gap, pair, random_ids, reference_logits, tiny_config, tiny_reference
@@ -140,6 +142,25 @@ def write_tokenizer_for(folder):
     few = {token: id for token, id in fields["model"]["vocab"].items() if id < 100}
     fields["model"] |= {"vocab": few, "merges": []}
     (folder / "tokenizer.json").write_text(json.dumps(fields))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("values", [{}, {"temperature": 0.8, "top_k": 20, "top_p": 0.9}], ids=["greedy", "sampled"])
+def test_answers_are_those_of_transformers(name, values):
+    """48 tokens of three prompts, and again over two turns in one cache."""
+    reference, ours = pair(6, **SHAPES[name])
+    for seed in range(3):
+        ids = random_ids(seed, 1, 4 + 5 * seed)
+        sampler = {"do_sample": bool(values), "top_k": 0, "top_p": 1.0} | values if values else {"do_sample": False}
+        with torch.random.fork_rng():
+            set_seed(seed)
+            theirs = reference.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=48, pad_token_id=0,
+                                        **sampler)[0, ids.shape[1] :].tolist()  # fmt: skip
+        cache = make_cache("dict", ours.config)
+        assert list(generate(ours, ids, cache, max_new_tokens=48, seed=seed, **values)) == theirs
+        more = torch.tensor([theirs[-1:] + [7, 8, 9]])  # the newest token is not in the cache yet
+        whole = torch.cat((ids, torch.tensor([theirs]), more[:, 1:]), 1)
+        assert gap(prefill(ours, more, cache, cache.length), reference_logits(reference, whole)[:, -1]) <= 1e-5
 
 
 # --- experts --------------------------------------------------------------------------------------------------------
