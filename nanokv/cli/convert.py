@@ -6,8 +6,8 @@ From GGUF the blocks become plain numbers, so the folder is larger than the file
 from pathlib import Path
 
 from nanokv.cli import terminal
-from nanokv.cli.arguments import DTYPE_NAMES, DTYPES, environment
-from nanokv.cli.files import ask_to_replace
+from nanokv.cli.arguments import DTYPE_NAMES, DTYPES
+from nanokv.cli.files import add_force, ask_to_replace
 from nanokv.costs import ITEMSIZE, weight_bytes
 from nanokv.costs.free_memory import available_memory
 
@@ -30,7 +30,7 @@ def add_arguments(parser) -> None:
         "--dtype", choices=DTYPES, default="auto", metavar="TYPE", type=lambda name: DTYPE_NAMES.get(name, name),
         help="float32, bfloat16 or float16 (default: the checkpoint's own, bfloat16 for quantized GGUF)",
     )  # fmt: skip
-    parser.add_argument("--force", action="store_true", help="replace a model that is in FOLDER without asking")
+    add_force(parser)
     parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a hub MODEL")
     parser.add_argument("--offline", action="store_true", help="never ask the network")
 
@@ -39,8 +39,7 @@ def run(args) -> int:
     """Plan, ask, load, write."""
     from nanokv.cli.loading import check_address_space, check_memory, plan_model
 
-    args.model = args.source or environment("NANOKV_MODEL")
-    args.device, args.cache, args.context, args.threads = "cpu", ("dict", {}), 2, None
+    args.model, args.device, args.cache, args.context, args.threads = args.source, "cpu", ("dict", {}), 2, None
     plan = plan_model(args)
     if args.dtype == "auto":  # what is stored, not what computes best here
         plan.dtype_name = plan.config.torch_dtype
