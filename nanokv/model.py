@@ -98,8 +98,8 @@ class MixtureOfExperts(nn.Module):
         weights = weights.to(x.dtype)
         y = torch.zeros_like(rows)
         for expert in chosen.unique().tolist():  # the weights of the others are not read
-            slot, row = torch.where(chosen.T == expert)  # the tokens that chose it, and as their how-manieth
-            part = self.experts[expert](rows[row])
+            slot, row = torch.where(chosen.T == expert)  # (n,) ×2: which of its k choices, of which token
+            part = self.experts[expert](rows[row])  # (n,C)
             y.index_add_(0, row, part * weights[row, slot, None])
         return y.view_as(x)  # (B,T,C)
 
