@@ -40,8 +40,8 @@ def cache(tmp_path, tiny_folder):
     return place
 
 
-def models(cache, *argv):
-    done = run_cli("models", *argv, env={"HF_HOME": str(cache.parent)})
+def models(cache, *argv, **variables):
+    done = run_cli("models", *argv, env={"HF_HOME": str(cache.parent)} | variables)
     assert (done.returncode, done.stderr) == (0, b"")
     return done.stdout.decode()
 
@@ -128,3 +128,10 @@ def test_shards_and_damaged_headers(tmp_path):
     assert "its header says" in broken.problem and broken.commands == ()
     (folder / "model.safetensors").write_bytes((27).to_bytes(8, "little") + b'{"a":{"dtype":"F32","x":1}}')
     assert "without dtype or shape" in on_disk(Found("x", folder, 1), "cache").problem
+
+
+@pytest.mark.parametrize("width", [80, 60, 40])
+def test_every_line_fits_a_narrow_terminal(tmp_path, width):
+    out = models(tmp_path / "hub", COLUMNS=str(width))
+    lines = [line for line in out.splitlines() if str(tmp_path) not in line]
+    assert [line for line in lines if len(line) > width] == [] and any("smollm2-135m" in line for line in lines)

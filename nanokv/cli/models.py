@@ -110,8 +110,9 @@ def text(models, place, style) -> str:
         if broken := [(broken_name(model), terminal.message_line(model.problem)) for model in here if model.problem]:
             lines += ["  cannot be loaded:", *layout.definitions(broken, width, "    ")]
         lines.append("")
-    lines.append(style.bold("short names, fetched when they are first used"))
-    lines += [*layout.definitions([(f"-m {short}", name) for short, name in SHORT_NAMES.items()], width), ""]
+    lines.append(style.bold(layout.paragraph("short names, fetched when they are first used", width)))
+    short = [(f"  -m {name}", repository) for name, repository in SHORT_NAMES.items()]
+    lines += [*layout.table(("", "on the hub"), short, width, (0, 1)), ""]
     used = terminal.sanitize_line(environment("NANOKV_MODEL") or "tiny")
     lines.append(layout.paragraph(f"Without -m it is {used}. For example: nanokv chat -m tiny", width))
     return "\n".join(lines) + "\n"
