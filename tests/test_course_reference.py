@@ -1,5 +1,7 @@
 """What notebook 04 compares with: stored numbers are transformers', and a wrong checkpoint is wrong where it says."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -54,6 +56,16 @@ def test_a_mystery_begins_in_its_layer_and_at_its_cause(cause, place, model):
     case = checking.Case({"place": place, "cause": cause}, model)
     step = first(nb04.mystery(case, ids), debug.record(model, ids))
     assert (step.layer, step.operation) == (place, FIRST[cause])
+
+
+def test_a_family_without_norms_of_its_heads_gets_another_cause(model):
+    """The norms of random weights are all 1, so one is made another."""
+    plain = nanokv.loading.random_model(replace(model.config, model_type="llama"), torch.float32)
+    plain.layers[1].input_layernorm.weight.fill_(2.0)
+    check, ids = checking.find("04.4"), reference.prompt(plain)
+    case = checking.Case({"place": 1, "cause": "b"}, plain)
+    step = first(nb04.mystery(case, ids), debug.record(plain, ids))
+    assert (step.layer, step.operation) == (1, "input_layernorm") and check.judge((1, "f"), case).state == "right"
 
 
 def test_one_by_one_gives_the_same_values_but_not_the_same_bits(model):

@@ -25,12 +25,13 @@ QUESTION = "My name is Zorbla. What is my name?"
 
 
 def in_transformers(source, dtype=torch.float32):
-    """The same checkpoint as transformers' Qwen3ForCausalLM; None where transformers is not installed."""
+    """The same checkpoint as transformers' model of its family; None where transformers is not installed."""
     if oracle.version() is None:
         return None
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="IProgress not found")  # tqdm misses widgets in a notebook
-        return oracle.load(weights_loader.resolve(source), dtype)[0]
+        with oracle.readable(weights_loader.resolve(source)) as folder:  # of a GGUF file a copy
+            return oracle.load(folder, dtype)[0]
 
 
 def stored(model) -> tuple[torch.Tensor, dict, str] | None:

@@ -25,7 +25,6 @@
 import os
 
 import torch
-from safetensors import safe_open
 
 import nanokv
 import weights_loader
@@ -78,9 +77,7 @@ course.predict("04.b", other_words, unit="of three")
 # of named tensors and nothing else. (An older format, pickle, is a program: reading it runs it. nanokv refuses it.)
 
 # %%
-path = sorted(folder.glob("*.safetensors"))[0]
-with safe_open(path, framework="pt") as file:
-    stored = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+stored = {name: entry.shape for name, entry in weights_loader.shards.read_entries(folder).items()}  # headers only
 first = [name for name in stored if ".layers.0." in name]
 for name in [name for name in stored if ".layers." not in name] + first:
     print(f"{name:<48} {str(stored[name]):<14} → {weights_loader.names.to_nanokv(name)}")
@@ -99,7 +96,7 @@ course.figure("04.a_layer", len(first))
 weights = {name: value for name, value in model.state_dict().items() if name != "lm_head.weight"}
 if not c.tie_word_embeddings:
     weights["lm_head.weight"] = model.lm_head.weight
-incomplete = {name: value for name, value in weights.items() if "layers.0.self_attn.k_norm" not in name}
+incomplete = {name: value for name, value in weights.items() if "layers.0.self_attn.k_proj" not in name}
 try:
     nanokv.loading.build(c, incomplete)
 except RuntimeError as error:
