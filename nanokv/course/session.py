@@ -12,6 +12,7 @@ from nanokv.course import checking, log
 from nanokv.course.answers import as_number, canonical, is_blank
 from nanokv.errors import CourseError
 
+BUNDLED = 3_050_496  # weights of the bundled model
 _STATE = {"notebook": None, "seed": None, "model": None}
 _PREDICTIONS: dict[str, tuple[float, str]] = {}
 
@@ -36,13 +37,17 @@ class Result:
         pass
 
 
-def start(notebook: str, seed: int | None = None):
-    """Load the model of NANOKV_MODEL (default: the bundled one) → (model, tokenizer). `seed` picks a variant."""
+def start(notebook: str, seed: int | None = None, model: str = ""):
+    """Load the model of NANOKV_MODEL (default: the bundled one) → (model, tokenizer). `seed` picks a variant.
+
+    model: what a notebook takes instead, that asks too much of a large one.
+    """
     import torch
 
     from nanokv.loading import load
 
-    source = os.environ.get("NANOKV_MODEL") or "tiny"
+    wanted = os.environ.get("NANOKV_MODEL") or "tiny"
+    source = model or wanted
     model, tokenizer = load(source)
     torch.manual_seed(0)
     _PREDICTIONS.clear()
@@ -50,10 +55,20 @@ def start(notebook: str, seed: int | None = None):
     c = model.config
     print(f"{source}: {c.num_hidden_layers} layers, hidden size C = {c.hidden_size}, vocabulary {c.vocab_size:,},")
     print(f"{c.num_attention_heads} query heads and {c.num_key_value_heads} KV heads of size D = {c.head_dim}.")
-    if source != "tiny":
+    if source != wanted:
+        print(f"This notebook always takes {source}, not {wanted}: it runs the model too often for a large one.")
+    elif source != "tiny":
         print("The figures in the text are those of the bundled model; yours stand in the output of the cells.")
     log.note("start", notebook=notebook, seed=seed, model=source)
     return model, tokenizer
+
+
+def sized(full: int, least: int) -> int:
+    """How many of something a slow cell takes: `full` with the bundled model, with a larger one fewer, in inverse
+    proportion to its weights, but `least` at least."""
+    from nanokv.costs import parameters
+
+    return max(least, min(full, full * BUNDLED // parameters(_STATE["model"].config)))
 
 
 def case(id: str):

@@ -58,12 +58,12 @@ def targets(sources: list[Path], students: list[str], out: Path) -> list[Path]:
 def variant(source, seed: int) -> dict:
     """The student notebook with the seed in its first code cell."""
     notebook = source.student()
-    call = f'course.start("{source.number}")'
+    call = f'course.start("{source.number}"'
     if source.code().count(call) != 1:
-        raise CourseError(f"{source.name}: {call} stands in no cell, or in several", "the seed is put in there")
+        raise CourseError(f"{source.name}: {call}) stands in no cell, or in several", "the seed is put in there")
     for cell in notebook["cells"]:
         if cell["cell_type"] == "code":
-            cell["source"] = [line.replace(call, f"{call[:-1]}, seed={seed})") for line in cell["source"]]
+            cell["source"] = [line.replace(call, f"{call}, seed={seed}") for line in cell["source"]]
     return notebook
 
 

@@ -220,7 +220,7 @@ print("temperature  top-p   mean log-probability   two of the beginnings")
 likely = {}
 for t, p in ((0.5, 1.0), (1.0, 1.0), (1.5, 1.0), (1.5, 0.9), (2.0, 1.0), (2.0, 0.9)):
     texts, chances = [], []
-    for seed in range(12):
+    for seed in range(course.sized(12, 3)):
         params = SamplingParams(t, top_p=p, seed=seed)
         story = Generation(model, prompt, nanokv.make_cache("dict", model.config), params, max_new_tokens=10)
         texts.append(tokenizer.text_of([step.token for step in story]))

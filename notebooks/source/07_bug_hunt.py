@@ -34,7 +34,7 @@ from nanokv.course.checks.nb07 import SUSPECTS, WANTED, trace
 from nanokv.faults.diagnosis import random_prompts
 from nanokv.rope import apply_rope, rope_angles
 
-model, tokenizer = course.start("07")
+model, tokenizer = course.start("07", model="tiny")  # hundreds of answers are compared: too slow with a large one
 c = model.config
 print(f"\n{len(faults.FAULTS)} bugs:")
 for name, fault in faults.FAULTS.items():

@@ -122,7 +122,8 @@ course.show(fig, alt=f"Sixty dots, a decode step each, from {1e3 * min(steps):.1
 # of several lengths, in rotation.
 
 # %%
-contexts = [n for n in (32, 128, 512, 1024) if n + 64 <= c.max_position_embeddings]
+longest = course.sized(1024, 256)  # without a cache a large model takes seconds for each of these steps
+contexts = sorted(n for n in {32, longest // 8, longest // 2, longest} if n + 64 <= c.max_position_embeddings)
 with_cache = Ours(model, "fp32", "static", {}, 1, torch.float32)
 without = Uncached(model, "fp32", 1, torch.float32)
 rotation = Rotation([with_cache, without], contexts, c.vocab_size, repeat=3, steps=3)

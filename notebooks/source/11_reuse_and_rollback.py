@@ -163,7 +163,7 @@ course.show(fig, alt=f"Three masks for a chunk of {T} queries after {held} cache
 
 # %%
 torch.manual_seed(0)
-total, page = 448, 16
+total, page = course.sized(448, 160), 16
 longest = min(total, c.max_position_embeddings)
 draw = lambda n: torch.randint(0, c.vocab_size, (n,)).tolist()  # which tokens they are does not matter for the time
 first_prompt = draw(longest)
@@ -186,7 +186,7 @@ shares, computed, seconds = [0, 0.2, 0.4, 0.6, 0.8, 0.95], [], []
 for share in shares:
     shared = int(share * longest)
     tokens = first_prompt[:shared] + draw(longest - shared)
-    runs = [prefill_sharing(tokens) for _ in range(7)]
+    runs = [prefill_sharing(tokens) for _ in range(course.sized(7, 2))]
     gap = float((runs[0][2] - nanokv.score(model, [tokens])[:, -1]).abs().max())
     computed.append(longest - runs[0][0])
     seconds.append(min(run[1] for run in runs))  # the least disturbed
@@ -328,7 +328,7 @@ def rounds(ids, draft, n, crop):
 
 
 count = prompt_of("Count from 3 to 14.")
-n = 40
+n = course.sized(40, 16)
 right = lambda start, kept: start + 1 + kept  # the newest token was fed too
 guesser = EarlyExit(model, c.num_hidden_layers - 1)
 tokens, log = rounds(count, guesser, n, right)
@@ -374,13 +374,15 @@ course.figure("11.never", agree["never"])
 # never a word. How often it is right depends on the text:
 
 # %%
+most = course.sized(48, 16)  # tokens of an answer
 tasks = {
     "count": prompt_of("Count from 3 to 14."),
     "answer": prompt_of("What is a KV cache?"),
     "story": prompt_of("Tell me a story."),
     "say it again": prompt_of("What is a KV cache?", tokenizer.decode(
-        list(nanokv.generate(model, prompt_of("What is a KV cache?"), max_new_tokens=48))[:-1]), "What is a KV cache?"),
+        list(nanokv.generate(model, prompt_of("What is a KV cache?"), max_new_tokens=most))[:-1]), "What is a KV cache?"),
 }
+alone = {task: list(nanokv.generate(model, ids, max_new_tokens=most)) for task, ids in tasks.items()}
 deep = c.num_hidden_layers
 drafts = {
     "n-gram": (lambda: PromptLookup(max_ngram=3, tokens=4), 0),
@@ -390,9 +392,9 @@ drafts = {
 kept_in, passes, same = {name: [] for name in drafts}, {}, True
 for name, (make, layers) in drafts.items():
     work = plain_work = 0
-    for ids in tasks.values():
-        stream = nanokv.speculate(model, ids, make(), max_new_tokens=48)
-        same &= list(stream) == list(nanokv.generate(model, ids, max_new_tokens=48))
+    for task, ids in tasks.items():
+        stream = nanokv.speculate(model, ids, make(), max_new_tokens=most)
+        same &= list(stream) == alone[task]
         report = stream.report
         kept_in[name].append(report.rounds)
         work += len(report.rounds) * deep + report.proposed * layers  # layers passed through, one after another
@@ -403,7 +405,7 @@ for name, (make, layers) in drafts.items():
           f"   layer passes × {passes[name]:.2f}")
 print("always the same tokens:", same)
 again, story = kept_in["n-gram"][3], kept_in["n-gram"][2]
-course.figure("11.again", 100 * sum(k for _, k in again) / sum(g for g, _ in again))
+course.figure("11.again", 100 * sum(k for _, k in again) / max(1, sum(g for g, _ in again)))
 course.figure("11.ngram", passes["n-gram"])
 course.figure("11.deep", passes[f"first {deep - 1} layers"])
 
