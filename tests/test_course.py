@@ -11,11 +11,14 @@ import random
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import nanokv
+from nanokv import costs
+from nanokv.costs.memory import FAMILY
 from nanokv.course import checking, grading, log, prose, session, twins, variants
 from nanokv.course.answers import Sealed, is_blank, same, seal
 from nanokv.course.book import slug
@@ -522,6 +525,30 @@ def test_an_id_that_does_not_exist_is_the_authors_error():
         session.check("05.99", 1)
     with pytest.raises(CourseError, match="no notebook '77'"):
         session.check("77.1", 1)
+
+
+def test_a_slow_cell_takes_less_of_a_larger_model(monkeypatch):
+    model = nanokv.load("tiny")[0]
+    monkeypatch.setitem(session._STATE, "model", model)
+    assert session.sized(1024, 256) == 1024 and costs.parameters(model.config) == session.BUNDLED
+    deeper = replace(model.config, num_hidden_layers=2 * model.config.num_hidden_layers)
+    monkeypatch.setitem(session._STATE, "model", SimpleNamespace(config=deeper))
+    assert session.sized(1024, 256) == 1024 * session.BUNDLED // costs.parameters(deeper) > 512
+    monkeypatch.setitem(session._STATE, "model", SimpleNamespace(config=FAMILY["Qwen/Qwen3-0.6B"]))
+    assert session.sized(1024, 256) == 256
+    monkeypatch.setitem(session._STATE, "model", SimpleNamespace(config=replace(deeper, num_hidden_layers=1)))
+    assert session.sized(1024, 256) == 1024
+
+
+def test_a_notebook_may_take_the_bundled_model_always(monkeypatch, capsys):
+    monkeypatch.setattr(session, "_STATE", {})
+    monkeypatch.setenv("NANOKV_MODEL", "a/large-one")
+    model, _ = session.start("07", model="tiny")
+    assert model.config.num_hidden_layers == 6
+    assert "always takes tiny, not a/large-one" in capsys.readouterr().out
+    monkeypatch.delenv("NANOKV_MODEL")
+    session.start("07", model="tiny")
+    assert "always" not in capsys.readouterr().out
 
 
 def test_a_prediction_stands_beside_the_measurement(capsys):

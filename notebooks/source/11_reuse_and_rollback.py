@@ -328,7 +328,7 @@ def rounds(ids, draft, n, crop):
 
 
 count = prompt_of("Count from 3 to 14.")
-n = course.sized(40, 16)
+n = course.sized(40, 12)
 right = lambda start, kept: start + 1 + kept  # the newest token was fed too
 guesser = EarlyExit(model, c.num_hidden_layers - 1)
 tokens, log = rounds(count, guesser, n, right)
@@ -374,7 +374,7 @@ course.figure("11.never", agree["never"])
 # never a word. How often it is right depends on the text:
 
 # %%
-most = course.sized(48, 16)  # tokens of an answer
+most = course.sized(48, 12)  # tokens of an answer
 tasks = {
     "count": prompt_of("Count from 3 to 14."),
     "answer": prompt_of("What is a KV cache?"),

@@ -165,7 +165,7 @@ course.show(fig, alt=f"Two rectangles of {B} rows: prompts blue, padding grey, n
 rows_at_once, rate = [1, 2, 4, 8, 16, 32], []
 for rows in rows_at_once:
     cache = nanokv.make_cache("static", c, batch_size=rows, capacity=96)
-    ids = torch.randint(0, c.vocab_size, (rows, 64))
+    ids = torch.randint(0, c.vocab_size, (rows, course.sized(64, 8)))
     nanokv.prefill(model, ids, cache)
     seconds = []
     for _ in range(course.sized(24, 4)):
