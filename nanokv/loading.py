@@ -82,8 +82,8 @@ class NotInitialised(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def skeleton(config: Config) -> Transformer:
+def skeleton(config: Config, kind: type[Transformer] = Transformer) -> Transformer:
     """A model on the meta device: every parameter has its name and shape, and no values. Loaded tensors are assigned to
     it, so no weight exists twice and none is drawn in vain."""
     with torch.device("meta"), NotInitialised():
-        return Transformer(config)
+        return kind(config)

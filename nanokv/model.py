@@ -146,9 +146,13 @@ class Transformer(PretrainedModel):
         steps = torch.arange(tokens.shape[1], device=tokens.device)  # (T,)
         positions = start[..., None] + steps  # (T,), or (B,T) for ragged rows
         rope = rope_angles(self.config, positions, x.dtype)  # cos, sin (T,D): the same for every layer
+        return self.norm(self.run_layers(x, rope, cache, attend))  # (B,T,C)
+
+    def run_layers(self, x, rope, cache, attend):
+        """Every block in turn, over its own entry of the cache. x (B,T,C) → (B,T,C)."""
         for layer, layer_cache in zip(self.layers, cache, strict=True):
             x = layer(x, rope, layer_cache, attend)
-        return self.norm(x)  # (B,T,C)
+        return x
 
     def check(self, cache, start_pos):
         """A wrong position, or keys of another model, give fluent nonsense: an error and not a guess."""

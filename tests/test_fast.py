@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -30,8 +31,9 @@ from nanokv.cache.capabilities import Pages
 from nanokv.cache.paged_batch import PagedBatch
 from nanokv.errors import ConfigError
 from nanokv.fast import native, optimize, private, torch_ops, weights
-from nanokv.fast.model import Block, alike, sees_its_row
+from nanokv.fast.model import alike, sees_its_row
 from nanokv.inference import decode, prefill, prefill_chunks, score, verify_draft
+from nanokv.model import Transformer
 from nanokv.study.quality import log_likelihood
 from nanokv.training.corpus import conversation
 from nanokv.training.data import render
@@ -310,7 +312,7 @@ def test_a_kernel_reads_a_part_of_a_slab_where_it_lies():
     part, turned = Pages(*slabs[:, :, :, :5], [5]), Pages(*slabs.mT.contiguous().mT[:, :, :, :5], [5])
     for pages, copied in ((part, False), (turned, True)):
         native.pages_struct(pages)
-        for read, given in zip(native.STRUCTS[pages][1:], (pages.keys, pages.values), strict=True):
+        for read, given in zip(pages.struct.tensors, (pages.keys, pages.values), strict=True):
             assert (read.data_ptr() != given.data_ptr()) == copied
 
 
@@ -433,7 +435,8 @@ def attended(pages, q, Hk, dtype, dense):
         native.FORMATS[dtype],
     )  # fmt: skip
     x, scratch = torch.zeros(B, H * D), q.clone()
-    KERNELS.after_cache(ctypes.byref(layer), x.data_ptr(), B, scratch.data_ptr(), native.pages_struct(pages))
+    where = ctypes.byref(native.pages_struct(pages))
+    KERNELS.after_cache(ctypes.byref(layer), x.data_ptr(), B, scratch.data_ptr(), where)
     rows = []
     for b, (k, v) in enumerate(dense):
         k, v = (t.double().repeat_interleave(H // Hk, 0) for t in (k, v))  # (H,n,D)
@@ -468,15 +471,69 @@ def operators_of_a_step(layers: int, n: int) -> dict:
 
 
 @needs_kernels
-def test_times_of_the_kernels_are_told_apart(monkeypatch):
+@pytest.mark.parametrize("name", ["static", "paged"])
+def test_times_of_the_kernels_are_told_apart(monkeypatch, name):
     """Of the path that runs without a clock too: one that watches `append` is not taken for another `append`."""
-    (model, ids), steps, right = small(), [], Block.step
-    monkeypatch.setattr(Block, "step", lambda self, *args: (steps.append(1), right(self, *args))[1])
-    fast, cache = optimize(model), make_cache("static", model.config, capacity=100)
+    model, ids = small()
+    fast, cache = optimize(model), make_cache(name, model.config, capacity=100)
     prefill(fast, ids, cache)
+    monkeypatch.setattr(Transformer, "run_layers", None)  # not one layer at a time
     found = parts_of(lambda: decode(fast, ids[:, :1], cache, cache.length), cache)
-    assert len(steps) == len(cache)
     assert found["weights"] > 0 and found["attention"] > 0 and found["cache update"] > 0
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", ["static", "growing", "paged", "prefix"])
+def test_a_step_is_one_call_until_somebody_listens(name, monkeypatch):
+    """A hook on a block, a block with another forward, a cache with another append: each is asked, and tokens stay."""
+    (model, ids), layers = small(), []
+    fast, right = optimize(model), Transformer.run_layers
+    monkeypatch.setattr(
+        Transformer, "run_layers", lambda self, *args: (layers.append(len(args[2])), right(self, *args))[1]
+    )
+
+    def listened(where):
+        layers.clear()
+        cache = make_cache(name, model.config, capacity=100)
+        prefill(fast, ids, cache)
+        with where(cache):
+            token = decode(fast, ids[:, :1], cache, cache.length)
+        return len(layers) - 1, gap(token, decode_plain(model, ids, name))
+
+    @contextmanager
+    def nobody(cache):
+        yield
+
+    @contextmanager
+    def hook(cache):
+        handle = fast.layers[1].register_forward_hook(lambda *args: None)
+        yield
+        handle.remove()
+
+    @contextmanager
+    def forward(cache):
+        own = fast.layers[1].forward
+        fast.layers[1].forward = lambda *args: own(*args)
+        yield
+        del fast.layers[1].forward
+
+    @contextmanager
+    def append(cache):
+        own = cache[1].append
+        cache[1].append = lambda *args: own(*args)
+        yield
+
+    assert listened(nobody)[0] == 0
+    for where in (hook, forward, append):
+        calls, difference = listened(where)
+        assert calls == 1 and difference < 2e-5, where.__name__
+
+
+def decode_plain(model, ids, name):
+    """Logits of one step of the plain model."""
+    cache = make_cache(name, model.config, capacity=100)
+    prefill(model, ids, cache)
+    return decode(model, ids[:, :1], cache, cache.length)
 
 
 @needs_kernels

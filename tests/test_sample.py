@@ -167,3 +167,18 @@ def test_logprob_is_that_of_the_raw_logits():
 def test_who_says_nothing_gets_the_likeliest_token():
     assert defaults(sample) == SAMPLING | {"previous": None, "generator": None}
     assert defaults(module.probabilities) == SAMPLING | {"previous": None}
+
+
+def test_top_p_of_a_few_is_top_p_of_all(monkeypatch):
+    """After top-k only what is left is sorted: the same tokens stay as when all are, ties and thin margins included."""
+    generator, rows = torch.Generator().manual_seed(1), []
+    for i in range(600):
+        logits = torch.randn(1, 5 + i * 3, generator=generator) * (1 + i % 5)
+        logits = (logits * 2).round() / 2 if i % 3 == 0 else logits  # many equals
+        p = (0.0, 0.5, 0.9, 0.95, 1.0, float(torch.rand(1, generator=generator)))[i % 6]
+        rows.append((module.top_k(logits, 1 + i % 40), p))
+    short = [module.top_p(*row) for row in rows]
+    taken = sum(module._top_p_of_few(*row) is not None for row in rows)
+    monkeypatch.setattr(module, "_top_p_of_few", lambda logits, p: None)
+    assert all(torch.equal(few, module.top_p(*row)) for few, row in zip(short, rows, strict=True))
+    assert 300 < taken < 600  # both ways were gone

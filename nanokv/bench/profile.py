@@ -124,26 +124,29 @@ class Clock(TorchDispatchMode):
 
 @contextmanager
 def watched(cache):
-    """[seconds spent in every append and reserve of the cache's layers]"""
-    spent = [0.0]
+    """[seconds spent in every append and reserve of the cache]"""
+    spent, inside = [0.0], []
 
     def timed(method):
         def call(*args):
+            if inside:  # the cache asks its layers: counted once
+                return method(*args)
+            inside.append(True)
             began = time.perf_counter()
-            result = method(*args)
-            spent[0] += time.perf_counter() - began
-            return result
+            try:
+                return method(*args)
+            finally:
+                spent[0] += time.perf_counter() - began
+                inside.clear()
 
         call.__func__ = method.__func__  # it changes nothing: kernels may go on as with the method itself
         return call
 
-    names = ("append", "reserve")
-    for layer in cache:
-        for name in names:
-            setattr(layer, name, timed(getattr(layer, name)))
+    places = [(cache, "reserve_layers"), *((layer, name) for layer in cache for name in ("append", "reserve"))]
+    for owner, name in places:
+        setattr(owner, name, timed(getattr(owner, name)))
     try:
         yield spent
     finally:
-        for layer in cache:
-            for name in names:
-                delattr(layer, name)
+        for owner, name in places:
+            delattr(owner, name)

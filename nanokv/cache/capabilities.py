@@ -175,6 +175,10 @@ class CacheCapabilities(FirstNames, list):
         """The longest guess that can be appended and truncated as if it had never been there; None = any."""
         return self[0].max_rollback if self else None
 
+    def reserve_layers(self, like: torch.Tensor) -> list[Pages]:
+        """`reserve` of every layer, for a kernel that goes through all of them in one call."""
+        return [layer.reserve(like) for layer in self]
+
     def reuse(self, tokens: Sequence[int]) -> int:
         """How many leading tokens of a prompt this empty cache already knows; a cache that shares nothing: none."""
         return 0

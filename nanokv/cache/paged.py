@@ -41,6 +41,12 @@ class PagedCache(KVCache):
         """Pages for positions start … end−1 of every row, none of them shared."""
         self.pool.reserve(self.tables, [start] * len(self.tables), end - start)
 
+    def reserve_layers(self, like) -> list[Pages]:
+        view = self[0].step(1, like)
+        for layer in self:
+            layer.length += 1
+        return view.pages
+
     def truncate(self, n: int):
         super().truncate(n)
         self.trim()

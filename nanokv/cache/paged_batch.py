@@ -53,6 +53,13 @@ class PagedBatch(BatchCache):
     def layers(self, rows) -> list[PagedBatchLayer]:
         return [PagedBatchLayer(self, i, list(parts)) for i, parts in enumerate(zip(*rows, strict=True))]
 
+    def reserve_layers(self, like) -> list[Pages]:
+        view = next_view(self, 0, [row[0].length for row in self.rows], 1, like)
+        for row in self.rows:
+            for layer in row:
+                layer.length += 1
+        return view.pages
+
     @property
     def tables(self) -> list[list[int]]:
         """Of each row, oldest page first."""

@@ -14,7 +14,6 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-import weakref
 from pathlib import Path
 
 import torch
@@ -32,7 +31,6 @@ FLAGS = ("-O3", "-march=native", *MATH, "-std=c++17", "-shared", "-fPIC")
 FORMATS = {torch.float32: 0, torch.bfloat16: 1, "int8": 2, "int4": 3}
 TIMEOUT = 120  # seconds that the compiler may take
 POINTER, LONG, INT, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
-STRUCTS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # a cache's Pages → the same as the kernels take it
 
 
 class Weight(ctypes.Structure):
@@ -71,7 +69,7 @@ SIGNATURES = {  # name: (arguments, result)
     "add_rows": ((POINTER, POINTER, LONG, INT), None),
     "has_flash": ((LONG,), INT),
     "flash_attention": ((*[POINTER] * 4, *[LONG] * 8), None),
-    "step": ((POINTER, POINTER, LONG, POINTER, POINTER, LONG, POINTER), None),
+    "steps": ((POINTER, LONG, POINTER, LONG, POINTER, POINTER, LONG, POINTER), None),
 }
 
 
@@ -200,16 +198,21 @@ def pointer(tensor):
 
 
 def pages_struct(pages):
-    """The cache's Pages as the kernels take it, by reference; made once for as long as the cache gives the same one."""
-    made = STRUCTS.get(pages)
+    """The cache's Pages as the kernels take it; made once for each, and kept on it: it lives as long as its tensors."""
+    made = vars(pages).get("struct")
     if made is None:
         keys, values = pages.keys, pages.values  # (P,Hk,page,D)
         if keys.stride() != values.stride() or keys.stride()[2:] != (keys.shape[3], 1):
             keys, values = keys.contiguous(), values.contiguous()
         table, width = (None, 0) if pages.table is None else (pages.table.data_ptr(), pages.table.shape[1])
-        struct = Pages(
+        made = pages.struct = Pages(
             keys.data_ptr(), values.data_ptr(), keys.stride(0), keys.stride(1), keys.shape[2], table, width,
             pages.lengths.data_ptr(), FORMATS[keys.dtype],
         )  # fmt: skip
-        made = STRUCTS[pages] = ctypes.byref(struct), keys, values  # these live as long as their addresses
-    return made[0]
+        made.tensors = keys, values  # these live as long as their addresses
+    return made
+
+
+def addresses(structs):
+    """What a kernel takes for a list of structs, each of which somebody keeps alive: an array of pointers."""
+    return (POINTER * len(structs))(*map(ctypes.addressof, structs))

@@ -479,8 +479,8 @@ void after_cache(const Layer* layer, float* x, int64_t M, float* q, const Pages*
 }
 
 // One token per row through a whole layer, over a cache that has made room for it: its key and value go to the last place.
-void step(const Layer* layer, float* x, int64_t M, const float* cos, const float* sin, int64_t rope_stride,
-          const Pages* p) {
+static void layer_step(const Layer* layer, float* x, int64_t M, const float* cos, const float* sin, int64_t rope_stride,
+                       const Pages* p) {
     int64_t Hk = layer->Hk, D = layer->D, size = layer->format == FP32 ? 4 : 2;
     std::vector<float> q(M * layer->H * D), k(M * Hk * D), v(M * Hk * D);  // room for either format
     before_cache(layer, x, M, cos, sin, rope_stride, q.data(), k.data(), v.data());
@@ -491,6 +491,12 @@ void step(const Layer* layer, float* x, int64_t M, const float* cos, const float
             memcpy((char*)p->values + to, (char*)v.data() + from, D * size);
         }
     after_cache(layer, x, M, q.data(), p);
+}
+
+// The same through L layers in one call.
+void steps(const Layer* const* layers, int64_t L, float* x, int64_t M, const float* cos, const float* sin,
+           int64_t rope_stride, const Pages* const* pages) {
+    for (int64_t i = 0; i < L; i++) layer_step(layers[i], x, M, cos, sin, rope_stride, pages[i]);
 }
 
 }  // extern "C"
