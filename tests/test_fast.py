@@ -354,6 +354,22 @@ def test_products_with_dense_weights(code, dtype, rows, N, K):
     assert gap(matrix(x).double(), expected) <= (1e-5 if dtype == torch.float32 else 0.01)
 
 
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["int8", "int4"])
+@pytest.mark.parametrize(("N", "K"), [(8, 32), (37, 96), (101, 288), (5, 544)])
+def test_codes_made_dense_by_the_kernels_are_those_of_torch(monkeypatch, dtype, name, N, K):
+    """To the bit, and however many rows are made at a time."""
+    matrix = weights.FORMATS[name](torch.randn(N, K).to(dtype))
+    for count in (K, 3 * K, weights.UNPACKED):
+        monkeypatch.setattr(weights, "UNPACKED", count)
+        parts = [(first, part.clone()) for first, part in matrix.parts()]
+        assert len(parts) == -(-N // max(1, count // K))
+        assert torch.equal(torch.cat([part for _, part in parts]), matrix.dense())
+    x = torch.randn(40, K)
+    assert gap(matrix(x), F.linear(x.to(dtype), matrix.dense()).float()) < (1e-5 if dtype == torch.float32 else 0.02)
+
+
 @pytest.mark.parametrize("weights_name", [None, "int8", "int4"])
 def test_bundled_model_keeps_its_likelihoods(code, weights_name):
     """Mean |Δ log-likelihood| a token of held-out conversations: bf16 0.01, int8 0.03, int4 0.4."""

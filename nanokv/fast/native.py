@@ -61,6 +61,7 @@ class Layer(ctypes.Structure):
 SIGNATURES = {  # name: (arguments, result)
     "times": ((), ctypes.POINTER(ctypes.c_double * 6)),
     "linear": ((POINTER, POINTER, LONG, POINTER), None),
+    "dense_rows": ((POINTER, POINTER, LONG, LONG, INT), None),
     "before_cache": ((POINTER, POINTER, LONG, POINTER, POINTER, LONG, POINTER, POINTER, POINTER), None),
     "after_cache": ((POINTER, POINTER, LONG, POINTER, POINTER), None),
     "norm_rows": ((POINTER, POINTER, LONG, LONG, POINTER, FLOAT, INT), None),

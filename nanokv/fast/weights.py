@@ -19,6 +19,7 @@ from nanokv.errors import ConfigError
 from nanokv.fast import native, torch_ops
 
 GROUP = 32  # weights of a row that share a scale in int4, and activations that share one in int8 and int4
+UNPACKED = 1 << 24  # weights made dense at a time: 32 MB of bf16, and torch's product of fewer columns is slower
 FEW_ROWS = 32  # rows of activations up to which the kernels win; above, torch's blocked product does
 
 
@@ -86,11 +87,28 @@ class Matrix(Addressed):
 
     def product(self, x):
         """The same in the weights' dtype; of many rows at most 2³² products in one call, so that Ctrl-C is heard."""
-        weight = self.dense()
-        bias = None if self.bias is None else self.bias.to(weight.dtype)
-        rows = x.to(weight.dtype).reshape(-1, x.shape[-1]).split(max(1, 2**32 // weight.numel()))
-        y = [F.linear(part, weight, bias).to(weight.dtype) for part in rows]  # torch.autocast gives another dtype
-        return (y[0] if len(y) == 1 else torch.cat(y)).view(*x.shape[:-1], -1)
+        columns = []
+        for first, weight in self.parts():  # (n,K)
+            bias = None if self.bias is None else self.bias[first : first + len(weight)].to(weight.dtype)
+            rows = x.to(weight.dtype).reshape(-1, x.shape[-1]).split(max(1, 2**32 // weight.numel()))
+            y = [F.linear(part, weight, bias).to(weight.dtype) for part in rows]  # torch.autocast gives another dtype
+            columns.append(y[0] if len(y) == 1 else torch.cat(y))  # (rows,n)
+        return (columns[0] if len(columns) == 1 else torch.cat(columns, 1)).view(*x.shape[:-1], -1)
+
+    def parts(self):
+        """(first row, those rows as a dense tensor), all of them one after the other; each is read before the next."""
+        kernels = native.kernels() if self.weight.device.type == "cpu" and self.format in ("int8", "int4") else None
+        if kernels is None:
+            yield 0, self.dense()
+            return
+        step = max(1, UNPACKED // self.K)
+        room = torch.empty(min(step, self.N), self.K, dtype=self.dtype)
+        for first in range(0, self.N, step):
+            part = room[: self.N - first]  # (n,K)
+            kernels.dense_rows(
+                part.data_ptr(), ctypes.byref(self.struct), first, first + len(part), native.FORMATS[self.dtype]
+            )
+            yield first, part
 
     def few(self, x):
         """The fastest operator of torch for a row or two, without bias."""

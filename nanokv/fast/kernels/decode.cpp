@@ -1,6 +1,6 @@
 // A decode step in C++: what PyTorch is several times slower at than the memory, and nothing else.
 //
-// One token per row through one layer is one call, `step`, or two where a cache wants the key and the value itself:
+// One token per row through all layers is one call, `steps`, or two for a layer where a cache wants the key and the value itself:
 // `before_cache` and `after_cache`. Activations are fp32 throughout; weights and cached keys and values are read once, in
 // the format in which they are stored. Every matrix is (N,K) row-major, as nn.Linear keeps it, so that one copy serves
 // these kernels and torch's own large products alike.
@@ -208,6 +208,14 @@ double* times() { return spent; }
 void linear(float* y, const float* x, int64_t M, const Weight* w) {
     Timer timer(HEAD);
     multiply(y, x, M, *w, false);
+}
+
+// Rows n0 … n1−1 of int8 or int4 weights → (n1−n0,K) in `format`, for a product that wants them dense.
+void dense_rows(void* to, const Weight* w, int64_t n0, int64_t n1, int32_t format) {
+    int64_t K = w->K;
+#pragma omp parallel for if ((n1 - n0) * K >= WORTH)
+    for (int64_t n = n0; n < n1; n++)
+        format == FP32 ? unpack((float*)to + (n - n0) * K, *w, n) : unpack((bf16*)to + (n - n0) * K, *w, n);
 }
 
 // x (M,C) → q (M,H,D) fp32 and k, v (M,Hk,D) in the cache's format: norm, one product, head norms, rotation

@@ -22,87 +22,125 @@ static inline float dot(const T* w, const float* x, int64_t K) {
 
 static inline int64_t pairs_of(int64_t K) { return (K + 2 * GROUP - 1) / (2 * GROUP); }  // int4 packs groups in pairs
 
-// Activations in 8 bits, a scale for each group: x ≈ codes · scale.
+// Activations in 8 bits, a scale for each group: x ≈ codes · scale. Filled up with zeros to whole blocks.
+const int64_t BLOCK_OF_CODES = 512;
 struct Codes {
-    std::vector<int8_t> code;
+    std::vector<int8_t> code, split;   // split: as int4 packs weights, of 128 codes groups 0 and 2, then 1 and 3
     std::vector<float> scale, offset;  // offset = scale · (sum of the group's codes): what a zero point of 1 costs
+    std::vector<float> wide;           // each scale 8 times, a lane for every sum of 4 products
     float total;                       // sum of the offsets
-    void quantize(const float* x, int64_t K) {
-        int64_t pairs = pairs_of(K);
-        code.assign(pairs * 2 * GROUP, 0), scale.assign(pairs * 2, 0), offset.assign(pairs * 2, 0), total = 0;
+    void quantize(const float* x, int64_t K, int32_t format) {
+        int64_t padded = (K + BLOCK_OF_CODES - 1) / BLOCK_OF_CODES * BLOCK_OF_CODES;
+        code.assign(padded, 0), scale.assign(padded / GROUP, 0), offset.assign(padded / GROUP, 0), total = 0;
         for (int64_t g = 0; g < K / GROUP; g++) {
-            const float* xg = x + g * GROUP;
-            float largest = 0;
-            bool finite = true;
-            for (int i = 0; i < GROUP; i++) largest = fmaxf(largest, fabsf(xg[i])), finite &= fabsf(xg[i]) <= FLT_MAX;
+            f32x16 a = load16(x + g * GROUP), b = load16(x + g * GROUP + 16);
+            float largest = max16(max16(abs16(a), abs16(b)));
+            bool finite = largest <= FLT_MAX && sum16(a - a) == 0 && sum16(b - b) == 0;  // NaN − NaN is no 0
             float inverse = finite && largest > 1e-30f ? 127 / largest : 0;
-            int sum = 0;
-            for (int i = 0; i < GROUP; i++) sum += code[g * GROUP + i] = finite ? (int8_t)nearbyintf(xg[i] * inverse) : 0;
+            int sum = inverse ? round16(a * inverse, &code[g * GROUP]) + round16(b * inverse, &code[g * GROUP + 16]) : 0;
             scale[g] = finite ? largest / 127 : NAN;  // no code stands for NaN or infinity: the product becomes NaN
             offset[g] = scale[g] * sum, total += offset[g];
+        }
+        if (format == INT8) {
+            wide.resize(padded / 4);
+            for (int64_t i = 0; i < padded / 4; i++) wide[i] = scale[i / 8];
+        } else {
+            split.resize(padded);
+            for (int64_t g = 0; g < padded / GROUP; g++)
+                memcpy(&split[g / 4 * 128 + g % 2 * 64 + g % 4 / 2 * GROUP], &code[g * GROUP], GROUP);
         }
     }
 };
 
-// Sums of 4 products in each of 8 lanes: unsigned weights × signed activations, 32 of each, exact in int32.
-#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
-typedef __m256i bytes32;
-typedef __m256 f32x8;
-static inline bytes32 load32(const void* p) { return _mm256_loadu_si256((const __m256i*)p); }
-static inline bytes32 plus128(bytes32 b) { return _mm256_xor_si256(b, _mm256_set1_epi8((char)128)); }
-static inline bytes32 low4(bytes32 b) { return _mm256_and_si256(b, _mm256_set1_epi8(15)); }
-static inline bytes32 high4(bytes32 b) { return low4(_mm256_srli_epi16(b, 4)); }
-static inline f32x8 zero8() { return _mm256_setzero_ps(); }
-static inline void add_products(f32x8& sum, bytes32 w, const int8_t* x, float scale) {
-    __m256i products = _mm256_dpbusd_epi32(_mm256_setzero_si256(), w, load32(x));
-    sum = _mm256_fmadd_ps(_mm256_cvtepi32_ps(products), _mm256_set1_ps(scale), sum);
+// Four products each of unsigned weights and signed activations are added up exactly, in int32; then the scales come.
+// int8: one byte per weight, one scale per row. The instruction wants unsigned weights: 128 more, taken back at the end.
+// int4: 32 bytes hold two groups, one in the low halves and one in the high ones, stored as code + 8; a bf16 scale per group.
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+static inline __m512 add_products(__m512 sum, __m512i w, const int8_t* x, __m512 scale) {
+    __m512i products = _mm512_dpbusd_epi32(_mm512_setzero_si512(), w, _mm512_loadu_si512(x));
+    return _mm512_fmadd_ps(_mm512_cvtepi32_ps(products), scale, sum);
 }
-static inline float sum8(f32x8 a, f32x8 b) {
-    return _mm512_reduce_add_ps(_mm512_insertf32x8(_mm512_castps256_ps512(a), b, 1));
+static inline __m512i bytes64(const uint8_t* p, int64_t count) {  // the first `count` of 64, then zeros
+    if (count >= 64) return _mm512_loadu_si512(p);
+    return _mm512_maskz_loadu_epi8(((__mmask64)1 << count) - 1, p);
+}
+static inline float dot_int8(const uint8_t* w, float scale, const Codes& x, int64_t K) {
+    const __m512i flip = _mm512_set1_epi8((char)128);
+    __m512 sum[4] = {};
+    int64_t k = 0;
+    for (; k + 256 <= K; k += 256)
+        for (int i = 0; i < 4; i++) {
+            int64_t at = k + 64 * i;
+            __m512i plus128 = _mm512_xor_si512(_mm512_loadu_si512(w + at), flip);
+            sum[i] = add_products(sum[i], plus128, &x.code[at], _mm512_loadu_ps(&x.wide[at / 4]));
+        }
+    for (; k < K; k += 64)
+        sum[0] = add_products(sum[0], _mm512_xor_si512(bytes64(w + k, K - k), flip), &x.code[k], _mm512_loadu_ps(&x.wide[k / 4]));
+    return (_mm512_reduce_add_ps((sum[0] + sum[1]) + (sum[2] + sum[3])) - 128 * x.total) * scale;
+}
+static inline float dot_int4(const uint8_t* w, const bf16* scale, const Codes& x, int64_t K) {
+    const __m512i low4 = _mm512_set1_epi8(15);
+    __m512i groups = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 2, 2, 2, 2, 2, 2, 2, 2);
+    __m512 a = _mm512_setzero_ps(), b = a, offset = a;
+    int64_t bytes = pairs_of(K) * GROUP;
+    for (int64_t k = 0; k < K; k += 512) {  // 16 groups, 256 bytes
+        int64_t left = bytes - k / 2;
+        __mmask16 some = left >= 256 ? 0xffff : (1 << left / 16) - 1;
+        __m512i half = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(some, scale + k / GROUP));
+        __m512 s = _mm512_castsi512_ps(_mm512_slli_epi32(half, 16)), both = s * _mm512_loadu_ps(&x.scale[k / GROUP]);
+        offset = _mm512_fmadd_ps(s, _mm512_loadu_ps(&x.offset[k / GROUP]), offset);
+        for (int i = 0; i < 4 && 64 * i < left; i++) {
+            __m512i pair = bytes64(w + k / 2 + 64 * i, left - 64 * i), at = _mm512_add_epi32(groups, _mm512_set1_epi32(4 * i));
+            __m512i after = _mm512_add_epi32(at, _mm512_set1_epi32(1));
+            __m512i high = _mm512_and_si512(_mm512_srli_epi16(pair, 4), low4);
+            const int8_t* codes = &x.split[k + 128 * i];
+            a = add_products(a, _mm512_and_si512(pair, low4), codes, _mm512_permutexvar_ps(at, both));
+            b = add_products(b, high, codes + 64, _mm512_permutexvar_ps(after, both));
+        }
+    }
+    return _mm512_reduce_add_ps(a + b - 8 * offset);
 }
 #else
-struct bytes32 { uint8_t b[32]; };
-typedef float f32x8;
-static inline bytes32 load32(const void* p) { bytes32 v; memcpy(&v, p, 32); return v; }
-static inline bytes32 plus128(bytes32 v) { for (auto& b : v.b) b ^= 128; return v; }
-static inline bytes32 low4(bytes32 v) { for (auto& b : v.b) b &= 15; return v; }
-static inline bytes32 high4(bytes32 v) { for (auto& b : v.b) b >>= 4; return v; }
-static inline f32x8 zero8() { return 0; }
-static inline void add_products(f32x8& sum, bytes32 w, const int8_t* x, float scale) {
+static inline float group_int8(const uint8_t* w, const int8_t* x) {  // of 32 weights as they are: signed
     int products = 0;
-    for (int i = 0; i < 32; i++) products += w.b[i] * x[i];
-    sum += products * scale;
+    for (int i = 0; i < GROUP; i++) products += (int8_t)w[i] * x[i];
+    return products;
 }
-static inline float sum8(f32x8 a, f32x8 b) { return a + b; }
+static inline float dot_int8(const uint8_t* w, float scale, const Codes& x, int64_t K) {
+    float sum = 0;
+    for (int64_t g = 0; g < K / GROUP; g++) sum += group_int8(w + g * GROUP, &x.code[g * GROUP]) * x.scale[g];
+    return sum * scale;
+}
+static inline float dot_int4(const uint8_t* w, const bf16* scale, const Codes& x, int64_t K) {
+    float sum = 0;
+    for (int64_t g = 0; g < 2 * pairs_of(K); g += 2, w += GROUP) {
+        int low = 0, high = 0;
+        for (int i = 0; i < GROUP; i++)
+            low += (w[i] & 15) * x.code[g * GROUP + i], high += (w[i] >> 4) * x.code[(g + 1) * GROUP + i];
+        sum += to_float(scale[g]) * (low * x.scale[g] - 8 * x.offset[g]);
+        sum += to_float(scale[g + 1]) * (high * x.scale[g + 1] - 8 * x.offset[g + 1]);
+    }
+    return sum;
+}
 #endif
 
-// int8: one byte per weight, one scale per row. The instruction wants unsigned weights: 128 more, taken back at the end.
-static inline float dot_int8(const uint8_t* w, float scale, const Codes& x, int64_t K) {
-    f32x8 a = zero8(), b = zero8();
-    int64_t k = 0, g = 0;
-    for (; k + 64 <= K; k += 64, g += 2) {
-        add_products(a, plus128(load32(w + k)), &x.code[k], x.scale[g]);
-        add_products(b, plus128(load32(w + k + 32)), &x.code[k + 32], x.scale[g + 1]);
-    }
-    if (k < K) add_products(a, plus128(load32(w + k)), &x.code[k], x.scale[g]);
-    return (sum8(a, b) - 128 * x.total) * scale;
+// A row of codes as bf16 (or fp32), rounded once: w = code · scale, with the scale in that format as well.
+template <class T>
+static inline void unpack_int8(T* to, const uint8_t* w, float scale, int64_t K) {
+    T rounded;
+    store(&rounded, scale);
+    float s = to_float(rounded);
+    int64_t k = 0;
+    for (; k + 16 <= K; k += 16) store16(to + k, load16((const int8_t*)w + k) * s);
+    for (; k < K; k++) store(to + k, (int8_t)w[k] * s);
 }
-
-// int4: 32 bytes hold two groups, one in the low halves and one in the high ones, stored as code + 8; a bf16 scale per group.
-static inline float dot_int4(const uint8_t* w, const bf16* scale, const Codes& x, int64_t K, float* both) {
-    int64_t groups = 2 * pairs_of(K);
-    float offset = 0;
-    for (int64_t g = 0; g < groups; g++) {
-        float s = to_float(scale[g]);
-        both[g] = s * x.scale[g], offset += s * x.offset[g];
-    }
-    f32x8 a = zero8(), b = zero8();
-    for (int64_t g = 0; g < groups; g += 2) {
-        bytes32 pair = load32(w + g * GROUP / 2);
-        add_products(a, low4(pair), &x.code[g * GROUP], both[g]);
-        add_products(b, high4(pair), &x.code[(g + 1) * GROUP], both[g + 1]);
-    }
-    return sum8(a, b) - 8 * offset;
+template <class T>
+static inline void unpack_int4(T* to, const uint8_t* w, const bf16* scale, int64_t K) {
+    for (int64_t g = 0; g * GROUP < K; g++)
+        for (int i = 0; i < GROUP; i += 16) {
+            u8x16 pair = *(const u8x16*)(w + g / 2 * GROUP + i), code = g % 2 ? pair >> 4 : pair & 15;
+            store16(to + g * GROUP + i, (load16((const int8_t*)&code) - 8) * to_float(scale[g]));
+        }
 }
 
 // --- linear: y (M,N) = x (M,K) · wᵀ, optionally added to what y holds --------------------------------------------------
@@ -160,18 +198,19 @@ struct Input {  // x in the form that the weights' format wants, made once for a
     const float* x;
     int64_t M;
     std::vector<Codes> codes;  // int8 and int4
-    std::vector<bf16> half;    // bf16, where the processor multiplies it: rounded as torch rounds between two products
+    std::vector<bf16> half;    // where the processor multiplies bf16: rounded as torch rounds between two products
     Input(const float* x, int64_t M, const Weight& w) : x(x), M(M) {
-        if (w.format >= INT8) {
-            codes.resize(M);
-            for (int64_t m = 0; m < M; m++) codes[m].quantize(x + m * w.K, w.K);
-        }
 #if defined(__AVX512BF16__)
-        if (w.format == BF16 && w.K % 32 == 0) {
+        if (w.K % 32 == 0 && (w.format == BF16 || (w.format >= INT8 && M > 2 * TILE))) {
             half.resize((M + TILE - 1) / TILE * TILE * w.K);
             for (int64_t i = 0; i < M * w.K; i += 16) store16(&half[i], load16(x + i));
+            return;
         }
 #endif
+        if (w.format >= INT8) {
+            codes.resize(M);
+            for (int64_t m = 0; m < M; m++) codes[m].quantize(x + m * w.K, w.K, w.format);
+        }
     }
 };
 
@@ -182,28 +221,37 @@ static void rows_dense(float* y, const Weight& w, const Input& in, int64_t n0, i
         for (int64_t m = 0; m < in.M; m++) put(y + m * w.N, w, n, dot(data + n * w.K, in.x + m * w.K, w.K), add);
 }
 
+template <class T>
+static void unpack(T* to, const Weight& w, int64_t n) {  // row n of int8 or int4 weights
+    int64_t bytes = pairs_of(w.K) * GROUP;
+    if (w.format == INT8) unpack_int8(to, (const uint8_t*)w.data + n * w.K, ((const float*)w.scale)[n], w.K);
+    else unpack_int4(to, (const uint8_t*)w.data + n * bytes, (const bf16*)w.scale + n * bytes / 16, w.K);
+}
+
 #if defined(__AVX512BF16__)
 // A tile of weights stays in the first-level cache while all rows of activations pass over it, four at a time; the passes
-// share the rows that are fetched ahead among them.
+// share the rows that are fetched ahead among them. Codes become bf16 there: for more than eight rows that costs less than
+// a scale for every group and row.
 static void rows_bf16(float* y, const Weight& w, const Input& in, int64_t n0, int64_t n1, bool add) {
-    const bf16* data = (const bf16*)w.data;
     int64_t passes = (in.M + TILE - 1) / TILE, K = w.K;
-    auto tile = passes == 1 ? tile_bf16<4> : passes < 4 ? tile_bf16<2> : tile_bf16<1>;
-    for (int64_t n = n0; n < n1; n += TILE)
+    std::vector<bf16> unpacked(w.format == BF16 ? 0 : TILE * K);
+    auto tile = w.format != BF16 ? tile_bf16<0> : passes == 1 ? tile_bf16<4> : passes < 4 ? tile_bf16<2> : tile_bf16<1>;
+    for (int64_t n = n0; n < n1; n += TILE) {
+        const bf16* data = w.format == BF16 ? (const bf16*)w.data + n * K : unpacked.data();
+        for (int64_t r = 0; r < TILE && n + r < n1 && w.format != BF16; r++) unpack(&unpacked[r * K], w, n + r);
         for (int64_t pass = 0; pass < passes; pass++) {
             float sums[TILE * TILE];
-            const bf16* ahead = data + (n + AHEAD + pass % TILE) * K;
-            tile(data + n * K, n1 - n, &in.half[pass * TILE * K], K, ahead, passes == 1 ? K : passes * K, sums);
+            const bf16* ahead = data + (AHEAD + pass % TILE) * K;
+            tile(data, n1 - n, &in.half[pass * TILE * K], K, ahead, passes == 1 ? K : passes * K, sums);
             for (int64_t m = pass * TILE; m < in.M && m < (pass + 1) * TILE; m++)
                 for (int64_t r = 0; r < TILE && n + r < n1; r++) put(y + m * w.N, w, n + r, sums[m % TILE * TILE + r], add);
         }
+    }
 }
 #endif
 
 // Rows n0 … n1−1 of the weights; called by every thread with a part of its own.
 static void rows(float* y, const Weight& w, const Input& in, int64_t n0, int64_t n1, bool add) {
-    int64_t pairs = pairs_of(w.K);
-    std::vector<float> both(2 * pairs);
     if (w.format == FP32) return rows_dense<float>(y, w, in, n0, n1, add);
 #if defined(__AVX512BF16__)
     const bf16* data = (const bf16*)w.data;
@@ -214,15 +262,14 @@ static void rows(float* y, const Weight& w, const Input& in, int64_t n0, int64_t
     if (!in.half.empty()) return rows_bf16(y, w, in, n0, n1, add);
 #endif
     if (w.format == BF16) return rows_dense<bf16>(y, w, in, n0, n1, add);
-    for (int64_t n = n0; n < n1; n++) {
+    int64_t bytes = pairs_of(w.K) * GROUP;
+    for (int64_t n = n0; n < n1; n++)
         for (int64_t m = 0; m < in.M; m++) {
             float value = w.format == INT8
                 ? dot_int8((const uint8_t*)w.data + n * w.K, ((const float*)w.scale)[n], in.codes[m], w.K)
-                : dot_int4((const uint8_t*)w.data + n * pairs * GROUP, (const bf16*)w.scale + n * pairs * 2, in.codes[m],
-                           w.K, both.data());
+                : dot_int4((const uint8_t*)w.data + n * bytes, (const bf16*)w.scale + n * bytes / 16, in.codes[m], w.K);
             put(y + m * w.N, w, n, value, add);
         }
-    }
 }
 
 // Parts of half a megabyte, handed out as threads ask for them: long enough for the memory to run ahead, and a thread

@@ -51,6 +51,13 @@ static inline f32x16 load16(const bf16* p) {
 #endif
     return (f32x16)wide;
 }
+static inline f32x16 load16(const int8_t* p) {
+#if defined(__AVX512F__)
+    return (f32x16)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+#else
+    return __builtin_convertvector(*(const i8x16*)p, f32x16);
+#endif
+}
 static inline void store16(float* p, f32x16 v) { *(f32x16*)p = v; }
 static inline void store16(bf16* p, f32x16 v) {
 #if defined(__AVX512BF16__)
@@ -67,6 +74,29 @@ static inline float sum16(f32x16 v) {
     float s = 0;
     for (int i = 0; i < 16; i++) s += v[i];
     return s;
+#endif
+}
+
+static inline f32x16 abs16(f32x16 v) { return v < 0.f ? -v : v; }
+static inline f32x16 max16(f32x16 a, f32x16 b) { return a > b ? a : b; }
+static inline float max16(f32x16 v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)v);
+#else
+    float most = v[0];
+    for (int i = 1; i < 16; i++) most = v[i] > most ? v[i] : most;
+    return most;
+#endif
+}
+static inline int round16(f32x16 v, int8_t* to) {  // to nearest, ties to even; the sum of what was written
+#if defined(__AVX512F__)
+    __m512i codes = _mm512_cvtps_epi32((__m512)v);
+    _mm_storeu_si128((__m128i*)to, _mm512_cvtepi32_epi8(codes));
+    return _mm512_reduce_add_epi32(codes);
+#else
+    int sum = 0;
+    for (int i = 0; i < 16; i++) sum += to[i] = (int8_t)nearbyintf(v[i]);
+    return sum;
 #endif
 }
 
