@@ -29,13 +29,13 @@ from torch.profiler import ProfilerActivity, profile
 from nanokv import costs
 from nanokv.attention import causal_attention, causal_mask, decode_attention, prefill_attention
 from nanokv.bench.machine import Bandwidth, gemm_peak, now, timed
-from nanokv.bench.runners import CHUNK, Ours, Transformers
+from nanokv.bench.runners import Ours, Transformers
 from nanokv.cache import make_cache
 from nanokv.config import Config
 from nanokv.costs.memory import FAMILY
 from nanokv.errors import NanoKVError
 from nanokv.fast.compiled import Compiled
-from nanokv.inference import decode, prefill, prefill_chunks
+from nanokv.inference import decode, prefill, prefill_chunk, prefill_chunks
 from nanokv.loading import random_model
 
 TINY = Config(
@@ -200,7 +200,7 @@ class Nano(Ours):
         if self.backend:
             self.model = Compiled(self.plain, capacity, self.batch, backend=self.backend)
         self.store = make_cache(self.cache, self.plain.config, self.batch, capacity)
-        logits = prefill_chunks(self.plain, ids, self.store, chunk=part_of(self.batch))
+        logits = prefill_chunks(self.plain, ids, self.store, chunk=part_of(self.plain, self.batch))
         self.token = logits.argmax(-1, keepdim=True)  # (B,1)
 
 
@@ -209,8 +209,7 @@ class Peer(Transformers):
 
     def __init__(self, model, cache: str, batch: int, backend: str | None = None):
         super().__init__(model, cache, batch)
-        self.model.model.rotary_emb.to(model.embed_tokens.weight.device)
-        self.compiled = None
+        self.part, self.compiled = part_of(model, batch), None
         if backend:
             self.weights += " compiled"
             how = {"mode": "reduce-overhead"} if backend == "inductor" else {"backend": backend}
@@ -218,7 +217,7 @@ class Peer(Transformers):
 
     def forward(self, ids):
         if self.compiled is None or ids.shape[1] > 1:
-            for part in ids.split(part_of(self.batch), dim=1):
+            for part in ids.split(self.part, dim=1):
                 super().forward(part)
             return
         torch.compiler.cudagraph_mark_step_begin()
@@ -226,9 +225,9 @@ class Peer(Transformers):
         self.token = logits[:, -1].argmax(-1, keepdim=True)
 
 
-def part_of(batch: int) -> int:
+def part_of(model, batch: int) -> int:
     """Tokens per row in one forward of a prefill: what is in flight stays the same for every batch."""
-    return max(1, CHUNK // batch)
+    return max(1, prefill_chunk(model) // batch)
 
 
 def decode_rows(model, plan: Plan, rate: float) -> list[dict]:
@@ -289,7 +288,7 @@ def offload(model, plan: Plan) -> list[dict]:
         ids, logits, seconds = random_ids(plan.config, 1, context, plan.device), [], []
         for name, options in (("dict", {}), ("offloaded", {"to": "host"})):
             cache, times = make_cache(name, model.config, **options), []
-            out = [prefill_chunks(model, ids, cache, chunk=CHUNK)]
+            out = [prefill_chunks(model, ids, cache, chunk=prefill_chunk(model))]
             for _ in range(plan.rounds + 1):
                 began = now(plan.device)
                 out.append(decode(model, ids[:, :1], cache, cache.length))

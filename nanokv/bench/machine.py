@@ -49,26 +49,39 @@ def now(device) -> float:
 
 
 class Others:
-    """Processor time that other processes take while this one measures."""
+    """Processor time that other processes take while this one measures; `pids`: children, which work for this one."""
 
-    def __init__(self):
-        self.began = _busy()
+    def __init__(self, pids=()):
+        self.pids = tuple(pids)
+        self.began = _busy(self.pids)
 
     def cores(self) -> float | None:
         """Cores that others kept busy since the start, on average; None where the system does not say."""
         if self.began is None:
             return None
-        (busy, own, clock), (busy0, own0, clock0) = _busy(), self.began
+        (busy, own, clock), (busy0, own0, clock0) = _busy(self.pids), self.began
         return max(0.0, (busy - busy0 - (own - own0)) / max(clock - clock0, 1e-9))
 
 
-def _busy():
-    """(seconds all cores were busy, seconds of this process, clock); time stolen by a hypervisor counts as busy."""
+def _busy(pids):
+    """(seconds all cores were busy, seconds of this process and its children, clock); time stolen by a hypervisor
+    counts as busy."""
     try:
         with open("/proc/stat") as file:
             user, nice, system, _, _, irq, softirq, steal = map(int, file.readline().split()[1:9])
     except (OSError, ValueError):
         return None
     ticks = os.sysconf("SC_CLK_TCK")
-    own = os.times()
-    return (user + nice + system + irq + softirq + steal) / ticks, own.user + own.system, time.perf_counter()
+    own = sum(os.times()[:4])  # children that have ended are in it
+    own += sum(map(_ticks, pids)) / ticks
+    return (user + nice + system + irq + softirq + steal) / ticks, own, time.perf_counter()
+
+
+def _ticks(pid: int) -> int:
+    """Of processor time that a running child has taken."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+    except OSError:  # it has ended
+        return 0
+    return int(fields[11]) + int(fields[12])

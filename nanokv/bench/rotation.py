@@ -1,12 +1,12 @@
-"""All runners in turn, round after round, in one process: a slow minute of the machine hits them all alike."""
+"""All runners in turn, round after round: a slow minute of the machine hits them all alike. One computes at a time."""
 
 import statistics
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-import torch
-
-from nanokv.bench.machine import Bandwidth, now
+from nanokv.bench.machine import Bandwidth
+from nanokv.bench.remote import LEAST, PeerError
 
 STEPS = 16  # decode steps a measurement, unless asked otherwise
 
@@ -21,6 +21,7 @@ class Row:
     bandwidth: float = 0.0  # median of the run, bytes per second
     prefills: list[float] = field(default_factory=list)
     decodes: list[float] = field(default_factory=list)
+    error: str = ""  # why a peer has no more rounds, or none
 
     @property
     def prefill_s(self) -> float:
@@ -58,6 +59,12 @@ class Row:
             "rounds": len(self.decodes),
         }  # fmt: skip
 
+    def failure(self) -> dict:
+        """What the table says of a peer that failed."""
+        runner = self.runner
+        return {"engine": runner.engine, "weights": runner.weights, "cache": runner.cache, "batch": runner.batch,
+                "context": self.context, "rounds": len(self.decodes), "error": self.error}  # fmt: skip
+
 
 class Rotation:
     """`rows` fill up while `run` is iterated; stop at any time and keep what is finished."""
@@ -66,6 +73,7 @@ class Rotation:
         self.runners, self.contexts, self.repeat, self.steps = list(runners), list(contexts), repeat, steps
         self.vocab_size, self.device, self.bandwidth = vocab_size, device, Bandwidth(device)
         self.rows = {(id(r), c): Row(r, c, steps) for c in self.contexts for r in self.runners}
+        self.slowest = dict.fromkeys(self.contexts, 0.0)  # seconds of a whole measurement
 
     @property
     def total(self) -> int:
@@ -80,22 +88,23 @@ class Rotation:
                 shift = turn % len(self.runners)
                 for runner in self.runners[shift:] + self.runners[:shift]:
                     row = self.rows[id(runner), context]
-                    prefill, decode = self.measure(runner, context, turn)
-                    if turn:
-                        row.prefills.append(prefill)
-                        row.decodes.append(decode)
+                    if not row.error:
+                        self.measure(row, turn)
                     yield row
 
-    def measure(self, runner, context: int, seed: int) -> tuple[float, float]:
-        """(seconds of a prefill, seconds of a decode step)."""
-        ids = torch.randint(self.vocab_size, (runner.batch, context), generator=torch.Generator().manual_seed(seed))
-        ids = ids.to(self.device)
-        began = now(self.device)
-        runner.start(ids, self.steps)
-        prefilled = now(self.device)
-        for _ in range(self.steps):
-            runner.step()
-        return prefilled - began, (now(self.device) - prefilled) / self.steps
+    def measure(self, row, turn: int):
+        """One round of a row. A peer that fails has had its last one at this context; the finished ones stay."""
+        row.runner.patience = max(LEAST, 20 * self.slowest[row.context])
+        began = time.perf_counter()
+        try:
+            prefill, decode = row.runner.measure(self.vocab_size, row.context, self.steps, seed=turn)
+        except PeerError as error:
+            row.error = str(error)
+            return
+        self.slowest[row.context] = max(self.slowest[row.context], time.perf_counter() - began)
+        if turn:
+            row.prefills.append(prefill)
+            row.decodes.append(decode)
 
     @property
     def rate(self) -> float:
@@ -108,3 +117,7 @@ class Rotation:
         for row in rows:
             row.bandwidth = self.rate
         return rows
+
+    def failed(self) -> list[Row]:
+        """Rows of peers that did not come to the end, by context and runner; some of them have finished rounds."""
+        return [row for row in self.rows.values() if row.error]

@@ -1,6 +1,7 @@
 """What can be measured, each behind the same two methods: `start` prefills a prompt, `step` decodes one more token.
 
-Greedy decoding everywhere: a step ends with the likeliest token, which is the next step's input.
+Greedy decoding everywhere: a step ends with the likeliest token, which is the next step's input. A runner of somebody
+else's code lives in a process of its own (peer.py) and is asked from here (remote.py).
 """
 
 from dataclasses import dataclass
@@ -9,11 +10,10 @@ import numpy
 import torch
 
 from nanokv import costs
+from nanokv.bench.machine import now
 from nanokv.cache import make_cache
 from nanokv.errors import NanoKVError
-from nanokv.inference import decode, prefill_chunks
-
-CHUNK = 2048  # tokens per forward of a long prefill
+from nanokv.inference import decode, prefill_chunk, prefill_chunks
 
 
 @dataclass
@@ -27,6 +27,9 @@ class Runner:
     weight_bytes: int
     kv_bytes: int  # a token of one row
 
+    device = "cpu"
+    patience = 0.0  # seconds that a measurement may take; heeded where it runs in another process
+
     @property
     def label(self) -> str:
         """Unique in one run."""
@@ -36,6 +39,17 @@ class Runner:
     def step_bytes(self, context: int) -> int:
         """Bytes that a decode step must read with so many tokens in each row."""
         return self.weight_bytes + self.batch * context * self.kv_bytes
+
+    def measure(self, vocab_size: int, context: int, steps: int, seed: int) -> tuple[float, float]:
+        """(seconds of the prefill of a random prompt, seconds of a decode step), by the clock of this process."""
+        generator = torch.Generator().manual_seed(seed)
+        ids = torch.randint(vocab_size, (self.batch, context), generator=generator).to(self.device)
+        began = now(self.device)
+        self.start(ids, steps)
+        prefilled = now(self.device)
+        for _ in range(steps):
+            self.step()
+        return prefilled - began, (now(self.device) - prefilled) / steps
 
     def start(self, ids, room: int):
         """Prefill ids (B,T); `room` more tokens will follow."""
@@ -66,7 +80,8 @@ class Ours(Runner):
         self.store = make_cache(
             self.cache, self.model.config, batch_size=self.batch, capacity=ids.shape[1] + room, **self.options
         )
-        self.token = prefill_chunks(self.model, ids, self.store, chunk=CHUNK).argmax(-1, keepdim=True)  # (B,1)
+        logits = prefill_chunks(self.model, ids, self.store, chunk=prefill_chunk(self.model))  # as every command does
+        self.token = logits.argmax(-1, keepdim=True)  # (B,1)
 
     def step(self):
         self.token = decode(self.model, self.token, self.store, self.store.length).argmax(-1, keepdim=True)
@@ -109,7 +124,8 @@ class Transformers(Runner):
         names = {name: p for name, p in model.state_dict().items() if name != "lm_head.weight"}
         state = {f"model.{name}": tensor for name, tensor in names.items()}
         self.model.load_state_dict(state | {"lm_head.weight": model.lm_head.weight}, assign=True)
-        self.model.model.rotary_emb = type(self.model.model.rotary_emb)(config)  # its buffers were on meta
+        self.device, rotary = own.device, type(self.model.model.rotary_emb)
+        self.model.model.rotary_emb = rotary(config).to(own.device)  # its buffers were on meta
         self.model.requires_grad_(False).eval()
         weights = costs.weight_bytes(model.config, own.itemsize) - table_bytes(model.config, own.itemsize)
         kv = costs.kv_bytes_per_token(model.config, own.itemsize)
@@ -139,16 +155,14 @@ class Transformers(Runner):
 class LlamaCpp(Runner):
     """llama.cpp over a GGUF file of the same weights, through llama-cpp-python."""
 
-    def __init__(self, model, path, weights: str, context: int, threads: int):
-        try:
-            from llama_cpp import Llama
-        except ImportError:
-            raise NanoKVError("llama.cpp is not installed", "pip install llama-cpp-python gguf") from None
+    def __init__(self, config, path, weights: str, context: int, threads: int):
+        from llama_cpp import Llama
+
         self.llama = Llama(
             str(path), n_ctx=context, n_threads=threads, n_threads_batch=threads, n_batch=512, verbose=False
         )
-        self.vocab_size = model.config.vocab_size
-        kv = costs.kv_bytes_per_token(model.config, 2)  # it keeps fp16
+        self.vocab_size = config.vocab_size
+        kv = costs.kv_bytes_per_token(config, 2)  # it keeps fp16
         super().__init__("llama.cpp", weights, "fp16", 1, path.stat().st_size, kv)
 
     def start(self, ids, room: int):

@@ -2,10 +2,13 @@
 
 import statistics
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
 
+from nanokv.bench.remote import LEAST, PeerError
 from nanokv.engine import Engine
 from nanokv.errors import NanoKVError
 
@@ -17,10 +20,11 @@ class Served:
     """Seconds of every round for the same requests; `tokens` = generated in each."""
 
     label: str
-    serve: object  # () → the answers, a list of ids for each request
+    measure: Callable[[float], tuple[float, int]]  # (seconds that it may take) → (seconds, generated tokens)
     prompt_tokens: int
     tokens: int = 0
     seconds: list[float] = field(default_factory=list)
+    error: str = ""  # why a peer has no more rounds, or none
 
     def figures(self) -> dict:
         """Medians; tokens per second over all requests."""
@@ -29,6 +33,13 @@ class Served:
             "label": self.label, "seconds": seconds, "rounds": len(self.seconds), "prompt_tokens": self.prompt_tokens,
             "generated": self.tokens, "tok_s": self.tokens / seconds,
         }  # fmt: skip
+
+
+def timed(serve) -> tuple[float, int]:
+    """(seconds, generated tokens) of `serve`, which returns the answers, a list of ids for each request."""
+    began = time.perf_counter()
+    answers = serve()
+    return time.perf_counter() - began, sum(map(len, answers))
 
 
 def requests_of(vocab_size: int, count: int, longest: int, seed: int = 0) -> list[list[int]]:
@@ -49,6 +60,19 @@ def engine(model, prompts, new_tokens: int):
         return [request.tokens for request in asked]
 
     return serve
+
+
+def ours(model, prompts, new_tokens: int):
+    """A `measure` of the engine."""
+    serve = engine(model, prompts, new_tokens)
+    return lambda patience: timed(serve)
+
+
+def theirs(process):
+    """A `measure` of the peer that peer.generate_batch makes."""
+    with suppress(PeerError):  # told again by the first measurement
+        process.start()
+    return process.ask
 
 
 def generate_batch(reference, prompts, new_tokens: int):
@@ -78,13 +102,23 @@ def generate_batch(reference, prompts, new_tokens: int):
 
 
 def rounds(served: list[Served], repeat: int):
-    """All in turn, a warm-up and `repeat` rounds; yields after each."""
+    """All in turn, a warm-up and `repeat` rounds; yields after each. A peer that fails has had its last one."""
+    slowest = 0.0
     for turn in range(repeat + 1):
         shift = turn % len(served)
         for one in served[shift:] + served[:shift]:
-            began = time.perf_counter()
-            answers = one.serve()
-            if turn:
-                one.seconds.append(time.perf_counter() - began)
-            one.tokens = sum(map(len, answers))
+            if not one.error:
+                slowest = max(slowest, serve_once(one, turn, max(LEAST, 20 * slowest)))
             yield one
+
+
+def serve_once(one: Served, turn: int, patience: float) -> float:
+    """One round, which counts unless it is the first; its seconds."""
+    try:
+        seconds, one.tokens = one.measure(patience)
+    except PeerError as error:
+        one.error = str(error)
+        return 0.0
+    if turn:
+        one.seconds.append(seconds)
+    return seconds

@@ -4,10 +4,11 @@ import os
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 from nanokv.cli import layout, terminal
-from nanokv.cli.arguments import add_model_arguments, cache_name, integer
+from nanokv.cli.arguments import add_model_arguments, cache_name, integer, real
 from nanokv.cli.files import add_force, ask_to_replace
 from nanokv.cli.loading import code_text, load_model
 from nanokv.cli.random_model import RANDOM, load_random
@@ -38,6 +39,11 @@ def add_arguments(parser) -> None:
     parser.add_argument("--batch", default="1", metavar="N,N", help="rows decoded together (default: %(default)s)")
     parser.add_argument("--uncached", action="store_true", help="also without a cache: every token again at every step")
     parser.add_argument("--against", metavar="X,X", help=f"other runtimes in the same rotation: {', '.join(AGAINST)}")
+    parser.add_argument(
+        "--peer-timeout", type=real(0, above=True), metavar="S",
+        help="end a runtime of --against that takes longer to load, or for one measurement (default: 10 minutes to "
+        "load; 20 × the slowest measurement so far, at least 60 s)",
+    )  # fmt: skip
     parser.add_argument("--steps", type=integer(1), default=16, help="decode steps a measurement (default: 16)")
     parser.add_argument("--repeat", type=integer(1), default=5, help="rounds; medians are shown (default: %(default)s)")
     parser.add_argument(
@@ -76,12 +82,13 @@ def run(args) -> int:
     from nanokv.bench.machine import Others, gemm_peak
     from nanokv.bench.rotation import Rotation
 
-    with tempfile.TemporaryDirectory() as folder:
-        runners = make_runners(args, loaded, weights, batches, against, max(contexts) + args.steps, Path(folder))
-        peak, others = gemm_peak(loaded.dtype, loaded.device), Others()
+    with Peers(args, loaded, against) as peers:
+        runners = make_runners(args, loaded, weights, batches) + peers.runners(against, max(contexts) + args.steps)
+        peak, others = gemm_peak(loaded.dtype, loaded.device), Others(peers.pids())
         rotation = Rotation(runners, contexts, loaded.config.vocab_size, loaded.device, args.repeat, args.steps)
-        stop = carry_out(rotation.run(), rotation.total, args)  # until here Ctrl-C just leaves: nothing to print
-    report(args, loaded, rotation, peak, others.cores())
+        stop = carry_out(rotation.run(), rotation.total, args, peers)  # until here Ctrl-C just leaves
+        busy = others.cores()
+    report(args, loaded, rotation, peak, busy)
     stop.finish()
     return 130 if stop.requested else 0
 
@@ -109,28 +116,30 @@ def check_flags(args, against) -> None:
 def serve(args, loaded, weights, against, longest: int) -> int:
     """Many requests at once, by our engine and by transformers."""
     from nanokv.bench import serving
-    from nanokv.bench.runners import Transformers
 
     prompts = serving.requests_of(loaded.config.vocab_size, args.requests, longest)
     tokens = sum(map(len, prompts))
-    served = [
-        serving.Served(f"nanokv {name} engine", serving.engine(model, prompts, args.steps), tokens)
-        for name, model in made(loaded, weights).items()
-    ]
-    if against:
-        theirs = serving.generate_batch(Transformers(loaded.model, "dynamic", 1).model, prompts, args.steps)
-        served.append(serving.Served("transformers generate_batch", theirs, tokens))
-    stop = carry_out(serving.rounds(served, args.repeat), (args.repeat + 1) * len(served), args)
+    with Peers(args, loaded, against) as peers:
+        served = [
+            serving.Served(f"nanokv {name} engine", serving.ours(model, prompts, args.steps), tokens)
+            for name, model in made(loaded, weights).items()
+        ]
+        if against:
+            process = peers.start("generate_batch", peers.checkpoint() | {"prompts": prompts, "tokens": args.steps})
+            served.append(serving.Served("transformers generate_batch", serving.theirs(process), tokens))
+        stop = carry_out(serving.rounds(served, args.repeat), (args.repeat + 1) * len(served), args, peers)
     rows = [one.figures() for one in served if one.seconds]
+    failed = [{"label": one.label, "rounds": len(one.seconds), "error": one.error} for one in served if one.error]
     if args.json:
         facts = {"model": loaded.name, "dtype": loaded.dtype_name, "threads": loaded.threads, "requests": args.requests}
-        terminal.write_out(to_json(facts | {"rows": rows}) + "\n")
+        terminal.write_out(to_json(facts | {"rows": rows, "failed": failed}) + "\n")
     else:
         head = [f"{loaded.name} {loaded.dtype_name}", threads_text(loaded), f"{args.requests} requests"]
         show(head, ("", "prompt tokens", "new tokens", "seconds", "new tok/s"), [
             (f["label"], f"{f['prompt_tokens']:,}", f"{f['generated']:,}", f"{f['seconds']:.2f}", f"{f['tok_s']:,.1f}")
             for f in rows
         ])  # fmt: skip
+        show_failed((f["label"], f["error"], "") for f in failed)
     stop.finish()
     return 130 if stop.requested else 0
 
@@ -199,6 +208,18 @@ def show(head, names, rows, left: tuple = (0,)) -> None:
     terminal.write_out("\n".join([layout.joined(head, width), *layout.table(names, rows, width, left)]) + "\n")
 
 
+def show_failed(rows) -> None:
+    """(who, why, at which context): a line for each peer that did not come to the end, and for each reason."""
+    found: dict = {}
+    for who, why, context in rows:
+        found.setdefault((who, why), []).append(context)
+    width = layout.columns(sys.stdout)
+    for (who, why), contexts in found.items():
+        at = f", context {', '.join(contexts)}" if any(contexts) else ""
+        line = terminal.message_line(f"{who}{at}: {why}")
+        terminal.write_out(layout.paragraph(line, width, rest="    ") + "\n")
+
+
 def made(loaded, weights) -> dict:
     """Model by name of its weights; they share what they can."""
     from nanokv.fast import optimize
@@ -208,8 +229,8 @@ def made(loaded, weights) -> dict:
     return {name: models[name] for name in weights}
 
 
-def make_runners(args, loaded, weights, batches, against, room: int, folder: Path) -> list:
-    """Every combination that was asked for; models are shared."""
+def make_runners(args, loaded, weights, batches) -> list:
+    """Every combination of ours that was asked for; models are shared."""
     from nanokv.bench.runners import Ours, Uncached
 
     caches = [cache_name(text) for text in dict.fromkeys(args.caches.split(","))] if args.caches else [args.cache]
@@ -220,23 +241,68 @@ def make_runners(args, loaded, weights, batches, against, room: int, folder: Pat
     ]  # fmt: skip
     if args.uncached:
         runners += [Uncached(models[name], name, 1, loaded.dtype) for name in weights]
-    return runners + [other(name, loaded, room, folder) for name in against]
+    return runners
 
 
-def other(name: str, loaded, room: int, folder: Path):
-    """A runner of somebody else's code."""
-    from nanokv.bench import gguf
-    from nanokv.bench.runners import LlamaCpp, Transformers
+class Peers:
+    """The runtimes of --against, each in a process of its own, and the files that they read; gone at the end."""
 
-    engine, _, variant = name.partition(":")
-    if engine == "transformers":
-        return Transformers(loaded.model, variant or "dynamic", 1)
-    path = folder / "model.gguf"
-    if not path.exists():
-        gguf.write(loaded.model, path)
-    if variant:
-        path = gguf.quantize(path, variant)
-    return LlamaCpp(loaded.model, path, variant or "bf16", room, loaded.threads)
+    def __init__(self, args, loaded, against):
+        self.args, self.loaded, self.stack, self.processes = args, loaded, ExitStack(), []
+        if against:
+            self.folder = Path(self.stack.enter_context(tempfile.TemporaryDirectory(prefix="nanokv-bench-")))
+            self.weights = mapped(loaded, self.folder / "checkpoint")
+
+    def __enter__(self) -> "Peers":
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.stack.close()
+
+    def checkpoint(self) -> dict:
+        """What a peer loads."""
+        of = self.loaded
+        return {"folder": str(self.weights), "dtype": of.dtype_name, "device": str(of.device), "threads": of.threads}
+
+    def start(self, name: str, facts: dict):
+        """A process that loads it."""
+        from nanokv.bench.remote import PEERS, Process
+
+        process = Process(PEERS[name], facts, self.args.peer_timeout)
+        self.stack.callback(process.end)
+        self.processes.append(process)
+        return process
+
+    def pids(self) -> list[int]:
+        """What they compute is not the work of others."""
+        return [process.child.pid for process in self.processes]
+
+    def runners(self, against, room: int) -> list:
+        """One for each name in `against`."""
+        from nanokv.bench.remote import Remote
+
+        found = []
+        for name in against:
+            engine, _, variant = name.partition(":")
+            if engine == "transformers":
+                weights, cache = self.loaded.dtype_name, variant or "dynamic"
+                facts = {"cache": cache}
+            else:
+                weights, cache = variant or "bf16", "fp16"
+                facts = {"path": str(self.folder / "model.gguf"), "variant": weights, "context": room}
+            found.append(Remote(engine, weights, cache, self.start(engine, self.checkpoint() | facts)))
+        return found
+
+
+def mapped(loaded, folder: Path) -> Path:
+    """A checkpoint with these very weights, which this process and its peers map: memory holds them once."""
+    if loaded.tokenizer is not None and loaded.folder.is_dir() and loaded.config.torch_dtype == loaded.dtype_name:
+        return loaded.folder
+    from nanokv.bench.peer import model_of
+
+    loaded.model.save(folder, loaded.tokenizer)
+    loaded.model = model_of(str(folder), loaded.dtype_name, str(loaded.device), loaded.threads)
+    return folder
 
 
 def numbers(flag: str, text: str, example: str) -> list[int]:
@@ -259,14 +325,19 @@ def names(flag: str, text: str, known) -> list[str]:
     return found
 
 
-def carry_out(rounds, total: int, args) -> terminal.Interrupt:
-    """All rounds, with a bar; Ctrl-C ends after the one that runs, and is in what is returned."""
+def carry_out(rounds, total: int, args, peers=None) -> terminal.Interrupt:
+    """All rounds, with a bar; Ctrl-C ends after the one that runs, a peer's at once, and is in what is returned."""
     with terminal.Interrupt() as stop:
+        for process in peers.processes if peers else ():
+            process.should_stop = stop
         began = time.perf_counter()
-        for done, _ in enumerate(rounds, start=1):
-            progress(done, total, time.perf_counter() - began, args)
-            if stop.requested:
-                break
+        try:
+            for done, _ in enumerate(rounds, start=1):
+                progress(done, total, time.perf_counter() - began, args)
+                if stop.requested:
+                    break
+        except KeyboardInterrupt:  # of `should_stop`, while a peer was waited for
+            pass
     return stop
 
 
@@ -291,9 +362,11 @@ def report(args, loaded, rotation, peak: float, others: float | None) -> None:
             "bandwidths": rotation.bandwidth.rates, "gemm_flops": peak, "other_cores": others,
             "code": native.library()[1], "peak_bytes": peak_bytes(),
         }  # fmt: skip
-        terminal.write_out(to_json(facts | {"rows": [row.figures() for row in rows]}) + "\n")
+        failed = [row.failure() for row in rotation.failed()]
+        terminal.write_out(to_json(facts | {"rows": [row.figures() for row in rows], "failed": failed}) + "\n")
     else:
         print_table(head, rows, others, code_text())
+        show_failed((row.runner.label, row.error, f"{row.context:,}") for row in rotation.failed())
     if args.plot and rows:
         from nanokv.bench.plot import plot
 
