@@ -374,6 +374,7 @@ def test_served_answers_are_those_of_generate():
     (["--quality", "--caches", "ring"], "no cache is called 'ring'"),
     (["--quality", "--text", "no-such-file"], "no-such-file"), (["--quality", "--text", os.devnull], "has 0 tokens"),
     (["--text", "README.md"], "--text is the text of --quality"),
+    (["--requests", "3", "--through", "cli"], "--through means nothing to --requests"),
     (["--requests", "3", "--uncached"], "--uncached means nothing to --requests"),
     (["--requests", "3", "--caches", "static"], "--caches means nothing to --requests"),
     (["--dtype", "float16"], "no kernels for a model in float16"),

@@ -2,13 +2,12 @@
 
 import os
 import sys
-import tempfile
 import time
-from contextlib import ExitStack
 from pathlib import Path
 
 from nanokv.cli import layout, terminal
 from nanokv.cli.arguments import add_model_arguments, cache_name, integer, real
+from nanokv.cli.bench_peers import Peers
 from nanokv.cli.files import add_force, ask_to_replace
 from nanokv.cli.loading import code_text, load_model
 from nanokv.cli.random_model import RANDOM, load_random
@@ -39,6 +38,10 @@ def add_arguments(parser) -> None:
     parser.add_argument("--batch", default="1", metavar="N,N", help="rows decoded together (default: %(default)s)")
     parser.add_argument("--uncached", action="store_true", help="also without a cache: every token again at every step")
     parser.add_argument("--against", metavar="X,X", help=f"other runtimes in the same rotation: {', '.join(AGAINST)}")
+    parser.add_argument(
+        "--through", choices=("cli",), metavar="cli",
+        help="also as `nanokv generate`, started anew for every measurement: what a user waits for",
+    )  # fmt: skip
     parser.add_argument(
         "--peer-timeout", type=real(0, above=True), metavar="S",
         help="end a runtime of --against that takes longer to load, or for one measurement (default: 10 minutes to "
@@ -83,7 +86,9 @@ def run(args) -> int:
     from nanokv.bench.rotation import Rotation
 
     with Peers(args, loaded, against) as peers:
-        runners = make_runners(args, loaded, weights, batches) + peers.runners(against, max(contexts) + args.steps)
+        runners = make_runners(args, loaded, weights, batches)
+        runners += peers.commands(runners) if args.through else []
+        runners += peers.runners(against, max(contexts) + args.steps)
         peak, others = gemm_peak(loaded.dtype, loaded.device), Others(peers.pids())
         rotation = Rotation(runners, contexts, loaded.config.vocab_size, loaded.device, args.repeat, args.steps)
         stop = carry_out(rotation.run(), rotation.total, args, peers)  # until here Ctrl-C just leaves
@@ -105,6 +110,7 @@ def check_flags(args, against) -> None:
     unused = {
         "--requests": args.requests and args.quality, "--against": against and args.quality, "--plot": args.plot,
         "--caches": args.caches and args.requests, "--uncached": args.uncached, "--batch": args.batch != "1",
+        "--through": args.through,
     }  # fmt: skip
     for flag, given in unused.items():
         if mode and given:
@@ -244,67 +250,6 @@ def make_runners(args, loaded, weights, batches) -> list:
     return runners
 
 
-class Peers:
-    """The runtimes of --against, each in a process of its own, and the files that they read; gone at the end."""
-
-    def __init__(self, args, loaded, against):
-        self.args, self.loaded, self.stack, self.processes = args, loaded, ExitStack(), []
-        if against:
-            self.folder = Path(self.stack.enter_context(tempfile.TemporaryDirectory(prefix="nanokv-bench-")))
-            self.weights = mapped(loaded, self.folder / "checkpoint")
-
-    def __enter__(self) -> "Peers":
-        return self
-
-    def __exit__(self, *exception) -> None:
-        self.stack.close()
-
-    def checkpoint(self) -> dict:
-        """What a peer loads."""
-        of = self.loaded
-        return {"folder": str(self.weights), "dtype": of.dtype_name, "device": str(of.device), "threads": of.threads}
-
-    def start(self, name: str, facts: dict):
-        """A process that loads it."""
-        from nanokv.bench.remote import PEERS, Process
-
-        process = Process(PEERS[name], facts, self.args.peer_timeout)
-        self.stack.callback(process.end)
-        self.processes.append(process)
-        return process
-
-    def pids(self) -> list[int]:
-        """What they compute is not the work of others."""
-        return [process.child.pid for process in self.processes]
-
-    def runners(self, against, room: int) -> list:
-        """One for each name in `against`."""
-        from nanokv.bench.remote import Remote
-
-        found = []
-        for name in against:
-            engine, _, variant = name.partition(":")
-            if engine == "transformers":
-                weights, cache = self.loaded.dtype_name, variant or "dynamic"
-                facts = {"cache": cache}
-            else:
-                weights, cache = variant or "bf16", "fp16"
-                facts = {"path": str(self.folder / "model.gguf"), "variant": weights, "context": room}
-            found.append(Remote(engine, weights, cache, self.start(engine, self.checkpoint() | facts)))
-        return found
-
-
-def mapped(loaded, folder: Path) -> Path:
-    """A checkpoint with these very weights, which this process and its peers map: memory holds them once."""
-    if loaded.tokenizer is not None and loaded.folder.is_dir() and loaded.config.torch_dtype == loaded.dtype_name:
-        return loaded.folder
-    from nanokv.bench.peer import model_of
-
-    loaded.model.save(folder, loaded.tokenizer)
-    loaded.model = model_of(str(folder), loaded.dtype_name, str(loaded.device), loaded.threads)
-    return folder
-
-
 def numbers(flag: str, text: str, example: str) -> list[int]:
     """"128,1024" → [128, 1024]."""
     try:
@@ -353,6 +298,11 @@ def report(args, loaded, rotation, peak: float, others: float | None) -> None:
     from nanokv.fast import native
 
     rows = rotation.finished()
+    through = []
+    if args.through:
+        from nanokv.bench.command import comparison
+
+        through = comparison(rows)
     rate = rotation.rate
     head = f"{loaded.name} {loaded.dtype_name} · {threads_text(loaded)} · read bandwidth {rate / 1e9:.1f} GB/s"
     head += f" · products {peak / 1e9:,.0f} GFLOP/s (measured now)"
@@ -362,15 +312,28 @@ def report(args, loaded, rotation, peak: float, others: float | None) -> None:
             "bandwidths": rotation.bandwidth.rates, "gemm_flops": peak, "other_cores": others,
             "code": native.library()[1], "peak_bytes": peak_bytes(),
         }  # fmt: skip
-        failed = [row.failure() for row in rotation.failed()]
-        terminal.write_out(to_json(facts | {"rows": [row.figures() for row in rows], "failed": failed}) + "\n")
+        facts |= {"rows": [row.figures() for row in rows], "failed": [row.failure() for row in rotation.failed()]}
+        terminal.write_out(to_json(facts | ({"through": through} if through else {})) + "\n")
     else:
         print_table(head, rows, others, code_text())
+        print_through(through)
         show_failed((row.runner.label, row.error, f"{row.context:,}") for row in rotation.failed())
     if args.plot and rows:
         from nanokv.bench.plot import plot
 
         plot(rows, head, args.plot)
+
+
+def print_through(through) -> None:
+    """What a user of `nanokv generate` waits for, and how near it comes to the bench's own rows."""
+    if through:
+        head = ["load: from the start of the process", "first token: from there", "speeds: of the bench's own"]
+        names = ("nanokv generate", "context", "load s", "first token s", "prefill", "decode")
+        terminal.write_out("\n")
+        show(head, names, [
+            (f"{f['weights']} {f['cache']}", f"{f['context']:,}", f"{f['load_s']:.2f}", f"{f['ttft_s']:.2f}",
+             f"{f['prefill_ratio']:.0%}", f"{f['decode_ratio']:.0%}") for f in through
+        ])  # fmt: skip
 
 
 def threads_text(loaded) -> str:
