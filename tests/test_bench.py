@@ -8,6 +8,7 @@ import math
 import os
 import signal
 import time
+import types
 from collections import Counter
 
 import pytest
@@ -21,7 +22,7 @@ from nanokv.bench import gguf, machine, profile, serving
 from nanokv.bench.rotation import Rotation
 from nanokv.bench.runners import Ours, Runner, Transformers, Uncached
 from nanokv.cache import make_cache
-from nanokv.cli import random_model
+from nanokv.cli import bench, random_model
 from nanokv.errors import NanoKVError
 from nanokv.fast import native, optimize
 from nanokv.fast.weights import FEW_ROWS
@@ -69,6 +70,78 @@ def test_figures_are_what_the_clock_and_the_bytes_say(monkeypatch):
     assert figures["decode_tok_s"] == pytest.approx(2 / row.decode_s)
     assert figures["prefill_tok_s"] == pytest.approx(2 * 5 / row.prefill_s)
     assert row.share == pytest.approx(row.bytes / row.decode_s / row.bandwidth)
+
+
+LARGEST = machine.BUFFER
+
+
+class Readings(machine.Bandwidth):
+    """Says that it read with these rates, one after the other, and writes down how many bytes were asked for."""
+
+    def __init__(self, *rates):
+        super().__init__()
+        self.rate, self.asked = iter(rates), []
+
+    def probe(self, size=LARGEST):
+        self.asked.append(size)
+        self.readings.setdefault(self.bytes(size), []).append(next(self.rate))
+
+
+def test_a_limit_is_the_best_reading_of_as_many_bytes_as_a_step_reads(monkeypatch):
+    """The median of a large buffer lay below what small models do, and they beat their limit."""
+    monkeypatch.setattr(machine, "BUFFER", 1 << 16)
+    rotation = Rotation([Scripted("a", [], 0)], [5], 97, repeat=2, steps=3)
+    rotation.bandwidth = Readings(20e9, 3e9, 30e9, 9e9, 25e9, 6e9)  # memory, cache, memory, …
+    list(rotation.run())
+    (row,) = rotation.finished()
+    assert rotation.bandwidth.asked == [LARGEST, row.bytes] * 3 and row.bytes == 1140
+    assert row.bandwidth == 9e9 and rotation.rate == 30e9
+    assert row.share == pytest.approx(1140 / 9e9 / row.decode_s)
+
+
+def test_a_reading_is_the_best_pass_over_so_many_bytes(monkeypatch):
+    passes = []
+
+    def fake_timed(run, repeat, device):
+        passes.append((run.__self__.nbytes, repeat))
+        return [0.5, 0.25, 1.0]
+
+    monkeypatch.setattr(machine, "BUFFER", 1 << 23)
+    monkeypatch.setattr(machine, "timed", fake_timed)
+    bandwidth = machine.Bandwidth()
+    assert bandwidth.probe(1 << 20) == bandwidth.best(1 << 20) == (1 << 20) / 0.25
+    assert bandwidth.probe() == (1 << 23) / 0.25 and bandwidth.rates == [(1 << 23) / 0.25]
+    assert passes == [(1 << 20, 64), (1 << 23, 8)] and bandwidth.best(1 << 21) == 0
+
+
+def test_profile_floors_are_the_best_readings_between_the_measurements(monkeypatch):
+    monkeypatch.setattr(machine, "BUFFER", 1 << 16)
+    rates = [5e9, 1e9, 8e9, *[2e9] * 30]
+    monkeypatch.setattr(profile, "Bandwidth", lambda device: Readings(*rates))
+    peaks = iter([1e9, 4e9, *[3e9] * 30])
+    monkeypatch.setattr(profile, "gemm_peak", lambda *_, repeat: next(peaks))
+    model, _ = small()
+    first, step = profile.phases(model, "static", {}, 60, 1000, torch.float32)
+    kv = costs.kv_bytes_per_token(model.config, 4)
+    floors = {part.name: part.floor for part in step.parts}
+    assert floors["weights"] == 1000 / 8e9 and floors["attention"] == 60 * kv / 8e9
+    assert first.floor == pytest.approx(costs.prefill_flops(model.config, 60) / 4e9 + 60 * kv / 8e9)
+
+
+@pytest.mark.parametrize(("noise", "words"), [
+    ((0.1, 0.1, 0.1), []), ((0.4, 0.1, 0.1), ["spread ±20%"]), ((None, None, None), []),
+    ((0.1, 0.5, 1.25), ["memory at times 50% slower", "others keep 1.2 cores busy"]),
+])  # fmt: skip
+def test_noise_is_told_with_its_numbers(noise, words):
+    named = dict(zip(("decode_spread", "bandwidth_spread", "other_cores"), noise, strict=True))
+    assert bench.noisy(named) == words
+
+
+def test_noise_is_what_the_rows_and_the_readings_say():
+    rows = [types.SimpleNamespace(spread=spread) for spread in (None, 0.2, 0.6)]
+    assert bench.noise_of(rows, 1.5, [30e9, 20e9, 40e9]) == {
+        "decode_spread": 0.6, "other_cores": 1.5, "bandwidth_spread": 0.5}  # fmt: skip
+    assert set(bench.noise_of([], None, [1e9]).values()) == {None}
 
 
 def test_what_was_interrupted_is_left_out(monkeypatch):
@@ -261,12 +334,14 @@ def test_bench_prints_one_json_object_and_a_picture(tmp_path):
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
-    assert found["bandwidth"] > 1e8 and found["gemm_flops"] > 1e8 and found["threads"] == 1
+    assert found["bandwidth"] == max(found["bandwidths"]) > 1e8 and found["gemm_flops"] > 1e8 and found["threads"] == 1
     kinds = Counter((row["engine"], row["weights"], row["cache"], row["batch"]) for row in found["rows"])
     assert len(kinds) == 3 * 2 * 2 + 3 + 1 and set(kinds.values()) == {2}
+    assert set(found["noise"]) == {"decode_spread", "bandwidth_spread", "other_cores"}
+    assert found["noisy"] is any((value or 0) > 0.15 for value in found["noise"].values())
     for row in found["rows"]:
         assert row["decode_s"] > 0 and row["share"] == pytest.approx(
-            row["step_bytes"] / row["decode_s"] / found["bandwidth"]
+            row["step_bytes"] / row["decode_s"] / row["bandwidth"]
         )
     assert picture.read_text().lstrip().startswith("<?xml") and "limit" in picture.read_text()
 

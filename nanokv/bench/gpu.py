@@ -94,10 +94,11 @@ def measure(plan: Plan) -> dict:
     report |= {"machine": machine(plan.device), "versions": versions(), "parity": parity(plan)}
     report["attention"] = attention_kernels(plan.config, dtype, plan.device)
     bandwidth = Bandwidth(plan.device)
-    for _ in range(5):
-        bandwidth.probe()
-    report |= {"bandwidth": statistics.median(bandwidth.rates), "gemm_flops": gemm_peak(dtype, plan.device)}
-    report["rows"] = decode_rows(model, plan, report["bandwidth"])
+    report["gemm_flops"], report["rows"] = gemm_peak(dtype, plan.device), decode_rows(model, plan, bandwidth)
+    report["bandwidth"] = bandwidth.best()
+    for row in report["rows"]:
+        if "decode_s" in row:
+            row["share"] = row["step_bytes"] / bandwidth.best(row["step_bytes"]) / row["decode_s"]
     report["offload"] = offload(model, plan)
     return report | {"faults": faults(report)}
 
@@ -230,7 +231,7 @@ def part_of(model, batch: int) -> int:
     return max(1, prefill_chunk(model) // batch)
 
 
-def decode_rows(model, plan: Plan, rate: float) -> list[dict]:
+def decode_rows(model, plan: Plan, bandwidth: Bandwidth) -> list[dict]:
     """One runner at a time, so that each has the whole memory; every row says what came of it."""
     kinds = (  # (whose, cache, backend of torch.compile)
         (Nano, "static", plan.backend), (Nano, "static", None), (Nano, "dict", None),
@@ -240,14 +241,15 @@ def decode_rows(model, plan: Plan, rate: float) -> list[dict]:
     for batch in plan.batches:
         for context in plan.contexts:
             for kind, cache, backend in kinds:
-                rows.append(decode_row(kind(model, cache, batch, backend), context, plan, rate))
+                bandwidth.probe()
+                rows.append(decode_row(kind(model, cache, batch, backend), context, plan, bandwidth))
                 gc.collect()  # the runner and its cache are gone
                 if plan.device == "cuda":
                     torch.cuda.empty_cache()
     return rows
 
 
-def decode_row(runner, context: int, plan: Plan, rate: float) -> dict:
+def decode_row(runner, context: int, plan: Plan, bandwidth: Bandwidth) -> dict:
     """Seconds per step, median of the rounds, or why there are none. The context grows by a token per step."""
     row = {"runner": f"{runner.engine} {runner.weights} {runner.cache}", "batch": runner.batch, "context": context}
     wanted = costs.kv_bytes(plan.config, context + plan.room, runner.batch, 2) * 5 // 4 + SPARE
@@ -263,9 +265,10 @@ def decode_row(runner, context: int, plan: Plan, rate: float) -> dict:
     except (RuntimeError, NanoKVError) as error:  # out of memory, a compiler that gives up: a row of its own
         return row | {"failed": (str(error).splitlines() or [type(error).__name__])[0][:200]}
     seconds, read = statistics.median(times), runner.step_bytes(context + plan.room // 2)
+    bandwidth.probe(read)
     return row | {
         "prefill_s": prefill_s, "decode_s": seconds, "spread": (max(times) - min(times)) / seconds,
-        "tok_s": runner.batch / seconds, "step_bytes": read, "share": read / rate / seconds,
+        "tok_s": runner.batch / seconds, "step_bytes": read,
     }  # fmt: skip
 
 

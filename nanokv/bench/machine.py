@@ -5,24 +5,46 @@ import time
 
 import torch
 
-BUFFER = 1 << 29  # bytes read by the bandwidth probe: far more than a cache of the processor holds
+BUFFER = 1 << 29  # bytes of the largest read: far more than a cache of the processor holds
+AGAIN = 1 << 26  # bytes that a reading streams: what is smaller is read several times, at most 100
 SIDE = 1024  # rows and columns of the matrices whose product is timed
 
 
 class Bandwidth:
-    """Bytes per second that a sum over a large buffer streams from memory; probed once per round, the median counts."""
+    """Bytes per second at which all threads read a buffer, as large as what they are to be compared with: a model that
+    fits into a cache of the processor is read from there.
+
+    Readings are taken between the measurements, and the best one of a run counts: others can only make them slower, and
+    the least time of a step must not lie above what a step took. torch's fp32 sum is the reader, because the kernels of
+    decode are no faster (GB/s of 2 Zen 5 cores at 4, 12, 24 and 64 MB: sum 138, 172, 162, 80; fp32 GEMV 128, 136, 105,
+    43; bf16 and int8 GEMV at most 84).
+    """
 
     def __init__(self, device="cpu"):
-        self.buffer, self.rates = torch.ones(BUFFER // 4, device=device), []
-        self.probe()  # the first pass meets pages that nobody has touched
-        self.rates.clear()
+        self.buffer = torch.ones(BUFFER // 4, device=device)
+        self.readings: dict[int, list[float]] = {}  # bytes → bytes per second of each
 
-    def probe(self) -> float:
-        """One pass over the buffer."""
-        began = now(self.buffer.device)
-        self.buffer.sum()
-        self.rates.append(BUFFER / (now(self.buffer.device) - began))
-        return self.rates[-1]
+    def probe(self, size: int = BUFFER) -> float:
+        """One reading of so many bytes."""
+        part = self.buffer[: self.bytes(size) // 4]
+        seconds = min(timed(part.sum, min(100, max(1, AGAIN // part.nbytes)), part.device))
+        self.readings.setdefault(part.nbytes, []).append(part.nbytes / seconds)
+        return part.nbytes / seconds
+
+    def best(self, size: int = BUFFER) -> float:
+        """The fastest reading of so many bytes; 0 before the first."""
+        return max(self.readings.get(self.bytes(size), [0.0]))
+
+    @property
+    def rates(self) -> list[float]:
+        """All readings of memory."""
+        return self.readings.get(self.buffer.nbytes, [])
+
+    def bytes(self, size: int) -> int:
+        """What is read for `size`: at most the buffer, whole values; on a GPU always the buffer, because a launch takes
+        longer than the read of what its caches hold."""
+        whole = self.buffer.nbytes
+        return min(max(4, size // 4 * 4), whole) if self.buffer.device.type == "cpu" else whole
 
 
 def gemm_peak(dtype, device="cpu", repeat: int = 5) -> float:

@@ -1,7 +1,8 @@
 """Where the time of one prefill and of one decode step goes, part by part, each beside its floor.
 
-The floor of a decode part is its bytes over the measured bandwidth, of a prefill part its FLOPs over the speed of a
-large product in the same dtype. The two phases are timed apart: the first new token comes out of the prefill.
+The floor of a decode part is its bytes over the bandwidth of a buffer as large as what a step reads, of a prefill part
+its FLOPs over the speed of a large product in the same dtype. Both speeds are read between the measurements, and the
+best readings count. The two phases are timed apart: the first new token comes out of the prefill.
 """
 
 import statistics
@@ -48,12 +49,10 @@ class Phase:
 def phases(model, cache_name: str, options: dict, context: int, weight_bytes: int, dtype) -> list[Phase]:
     """The prefill of `context` tokens and one decode step behind them."""
     config, device = model.config, model.embed_tokens.weight.device
-    bandwidth, peak = Bandwidth(device), gemm_peak(dtype, device)
-    for _ in range(3):
-        bandwidth.probe()
-    rate = statistics.median(bandwidth.rates)
+    kv = costs.kv_bytes_per_token(config, dtype.itemsize)
+    limits = Limits(dtype, device, weight_bytes + context * kv)
     ids = torch.randint(config.vocab_size, (1, context), generator=torch.Generator().manual_seed(0)).to(device)
-    cache = make_cache(cache_name, config, capacity=context + 2 * REPEAT, **options)
+    cache = make_cache(cache_name, config, capacity=context + 3 * REPEAT, **options)
 
     def fill():
         cache.truncate(0)
@@ -62,27 +61,50 @@ def phases(model, cache_name: str, options: dict, context: int, weight_bytes: in
     def step():
         decode(model, ids[:, :1], cache, start_pos=cache.length)
 
+    found = [measure(run, cache, limits) for run in (fill, step)]
+    rate, peak = limits.bandwidth.best(limits.size), limits.peak
     scores = 2 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * context * (context + 1)
     flops = costs.prefill_flops(config, context)
-    kv = costs.kv_bytes_per_token(config, dtype.itemsize)
-    floors = {
+    first = {
         "weights": ((flops - scores) / peak, f"{(flops - scores) / 1e9:,.1f} GFLOP"),
         "attention": (scores / peak, f"{scores / 1e9:,.1f} GFLOP"),
         "cache update": (context * kv / rate, f"{context * kv / 1e6:,.2f} MB written"),
     }
-    first = measure(f"prefill of {context:,} tokens", fill, cache, floors)
-    floors = {
+    then = {
         "weights": (weight_bytes / rate, f"{weight_bytes / 1e6:,.1f} MB read"),
         "attention": (context * kv / rate, f"{context * kv / 1e6:,.1f} MB read"),
         "cache update": (kv / rate, f"{kv:,} B written"),
     }
-    return [first, measure(f"decode step at {context:,} tokens", step, cache, floors)]
+    names = f"prefill of {context:,} tokens", f"decode step at {context:,} tokens"
+    return [phase(*each) for each in zip(names, found, (first, then), strict=True)]
 
 
-def measure(name: str, run, cache, floors: dict) -> Phase:
-    """Wall time without a profiler, then the shares of the parts with one; what is in no part is the rest."""
-    total = statistics.median(timed(run, REPEAT))
-    spent = min((parts_of(run, cache) for _ in range(3)), key=lambda parts: sum(parts.values()))
+class Limits:
+    """What the machine can do: its speeds are read before, between and after the measurements, and the best count."""
+
+    def __init__(self, dtype, device, size: int):
+        self.dtype, self.device, self.size, self.peak = dtype, device, size, 0.0
+        self.bandwidth = Bandwidth(device)
+
+    def read(self) -> None:
+        self.bandwidth.probe(self.size)
+        self.peak = max(self.peak, gemm_peak(self.dtype, self.device, repeat=1))
+
+
+def measure(run, cache, limits: Limits) -> tuple[float, dict[str, float]]:
+    """(wall time without a profiler, seconds of the parts with one)."""
+    times, spent = [], []
+    for _ in range(REPEAT):
+        limits.read()
+        times += timed(run, 1)
+        spent.append(parts_of(run, cache))
+    limits.read()
+    return statistics.median(times), min(spent, key=lambda parts: sum(parts.values()))
+
+
+def phase(name: str, found: tuple[float, dict[str, float]], floors: dict) -> Phase:
+    """The parts beside their floors; what is in no part is the rest."""
+    total, spent = found
     parts = [Part(part, spent[part], *floors.get(part, (0.0, ""))) for part in spent if part in floors or spent[part]]
     rest = max(0.0, total - sum(spent.values()))
     return Phase(name, total, [*parts, Part("the rest", rest, 0.0, "Python, dispatch, unattributed")])

@@ -18,7 +18,7 @@ class Row:
     runner: object
     context: int
     steps: int
-    bandwidth: float = 0.0  # median of the run, bytes per second
+    bandwidth: float = 0.0  # the best reading of as many bytes as a step reads, bytes per second
     prefills: list[float] = field(default_factory=list)
     decodes: list[float] = field(default_factory=list)
     error: str = ""  # why a peer has no more rounds, or none
@@ -56,7 +56,7 @@ class Row:
             "context": self.context, "prefill_s": self.prefill_s, "decode_s": self.decode_s, "spread": self.spread,
             "prefill_tok_s": batch * self.context / self.prefill_s, "decode_tok_s": batch / self.decode_s,
             "step_bytes": self.bytes, "gigabytes_per_second": self.bytes / self.decode_s / 1e9, "share": self.share,
-            "rounds": len(self.decodes),
+            "bandwidth": self.bandwidth, "rounds": len(self.decodes),
         }  # fmt: skip
 
     def failure(self) -> dict:
@@ -94,6 +94,7 @@ class Rotation:
 
     def measure(self, row, turn: int):
         """One round of a row. A peer that fails has had its last one at this context; the finished ones stay."""
+        self.bandwidth.probe(row.bytes)
         row.runner.patience = max(LEAST, 20 * self.slowest[row.context])
         began = time.perf_counter()
         try:
@@ -108,14 +109,14 @@ class Rotation:
 
     @property
     def rate(self) -> float:
-        """Median of the probed bandwidths, bytes per second; 0 before the first."""
-        return statistics.median(self.bandwidth.rates) if self.bandwidth.rates else 0.0
+        """Of memory, the best reading, bytes per second; 0 before the first."""
+        return self.bandwidth.best()
 
     def finished(self) -> list[Row]:
         """Rows with at least one round behind the warm-up, by context and runner."""
         rows = [row for row in self.rows.values() if row.decodes]
         for row in rows:
-            row.bandwidth = self.rate
+            row.bandwidth = self.bandwidth.best(row.bytes)
         return rows
 
     def failed(self) -> list[Row]:

@@ -24,7 +24,7 @@ EXAMPLES = (
 DESCRIPTION = "Prefill and decode speed here, beside the memory bandwidth measured in the same run."
 WEIGHTS = ("plain", "fast", "int8", "int4")
 AGAINST = ("transformers", "transformers:static", "llama.cpp", "llama.cpp:q8_0", "llama.cpp:q4_0")
-NOISY = 0.15  # spread of the decode times, or cores that others keep busy, from which on the table says so
+NOISY = 0.15  # spread of decode times or bandwidth, or cores that others keep busy, from which on the table says so
 
 
 def add_arguments(parser) -> None:
@@ -304,18 +304,22 @@ def report(args, loaded, rotation, peak: float, others: float | None) -> None:
 
         through = comparison(rows)
     rate = rotation.rate
+    noise = noise_of(rows, others, rotation.bandwidth.rates)
     head = f"{loaded.name} {loaded.dtype_name} · {threads_text(loaded)} · read bandwidth {rate / 1e9:.1f} GB/s"
+    if rows and rotation.bandwidth.bytes(rows[0].bytes) == rows[0].bytes // 4 * 4:
+        head += f", {rows[0].bandwidth / 1e9:.1f} GB/s of {rows[0].bytes / 1e6:.1f} MB"
     head += f" · products {peak / 1e9:,.0f} GFLOP/s (measured now)"
     if args.json:
         facts = {
             "model": loaded.name, "dtype": loaded.dtype_name, "threads": loaded.threads, "bandwidth": rate,
             "bandwidths": rotation.bandwidth.rates, "gemm_flops": peak, "other_cores": others,
+            "noise": noise, "noisy": bool(noisy(noise)),
             "code": native.library()[1], "peak_bytes": peak_bytes(),
         }  # fmt: skip
         facts |= {"rows": [row.figures() for row in rows], "failed": [row.failure() for row in rotation.failed()]}
         terminal.write_out(to_json(facts | ({"through": through} if through else {})) + "\n")
     else:
-        print_table(head, rows, others, code_text())
+        print_table(head, rows, noise, code_text())
         print_through(through)
         show_failed((row.runner.label, row.error, f"{row.context:,}") for row in rotation.failed())
     if args.plot and rows:
@@ -350,17 +354,31 @@ def peak_bytes() -> int | None:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def print_table(head: str, rows, others: float | None, code: str) -> None:
+def noise_of(rows, others: float | None, rates) -> dict:
+    """What disturbed this run: the largest spread of a row's decode times and that of the readings of memory, both
+    (largest − smallest) of the middle or best one, and the cores that other processes kept busy; null: not known."""
+    spreads = [row.spread for row in rows if row.spread is not None]
+    return {
+        "decode_spread": max(spreads, default=None), "other_cores": others,
+        "bandwidth_spread": (max(rates) - min(rates)) / max(rates) if len(rates) > 1 else None,
+    }  # fmt: skip
+
+
+def noisy(noise: dict) -> list[str]:
+    """Each of these that is too large to compare small differences, in words."""
+    texts = {
+        "decode_spread": lambda value: f"spread ±{value / 2:.0%}",
+        "bandwidth_spread": lambda value: f"memory at times {value:.0%} slower",
+        "other_cores": lambda value: f"others keep {value:.1f} cores busy",
+    }  # fmt: skip
+    return [text(noise[name]) for name, text in texts.items() if (noise[name] or 0) > NOISY]
+
+
+def print_table(head: str, rows, noise: dict, code: str) -> None:
     """tok/s never without GB/s and the share of the limit."""
-    spread = max((row.spread or 0 for row in rows), default=0)
-    noise = []
-    if spread > NOISY:
-        noise.append(f"spread ±{spread / 2:.0%}")
-    if (others or 0) > NOISY:
-        noise.append(f"others keep {others:.1f} cores busy")
     peak = peak_bytes()
     parts = [*head.split(" · "), *([f"peak memory {peak / 1e9:.1f} GB"] if peak else []),
-             *([f"noisy: {', '.join(noise)}"] if noise else [])]  # fmt: skip
+             *([f"noisy: {', '.join(noisy(noise))}"] if noisy(noise) else [])]  # fmt: skip
     names = ("", "context", "prefill tok/s", "decode tok/s", "ms/step", "±", "MB/step", "GB/s", "% of limit")
     lines = []
     for row in rows:

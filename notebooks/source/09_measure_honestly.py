@@ -324,7 +324,8 @@ course.show(fig, alt="Two pictures with two bars each, split into the parts of a
 # rest that has become shorter may be a larger part.)
 #
 # (A floor is only as good as its assumption. A model of a few megabytes fits into the processor's own caches, from
-# which it can be read faster than from memory.)
+# which it can be read faster than from memory. So the bandwidth here is that of a buffer as large as what a step reads,
+# and of several readings the best one.)
 
 # %% [markdown]
 # ## Experiment 5: company is cheap
@@ -375,7 +376,7 @@ qwen = FAMILY["Qwen/Qwen3-0.6B"]
 bandwidth = Bandwidth()
 for _ in range(5):
     bandwidth.probe()
-here = gemm_peak(torch.float32) / statistics.median(bandwidth.rates)  # FLOPs per byte
+here = gemm_peak(torch.float32) / bandwidth.best()  # FLOPs per byte
 h100 = 989e12 / 3.35e12  # from its data sheet: bf16, dense
 fed = [2**i for i in range(12)]
 intensity = [costs.prefill_flops(qwen, T) / (costs.weight_bytes(qwen, 2) + costs.kv_bytes(qwen, T, 1, 2)) for T in fed]
