@@ -15,10 +15,14 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from nanokv.cache import make_cache
 from nanokv.decoding import sample as module
+from nanokv.decoding.draw import SamplingParams
+from nanokv.decoding.generation import Generation
 from nanokv.decoding.sample import logprob, sample
 from nanokv.errors import GenerationError
 from oracle import SAMPLING, defaults
+from small_model import small
 
 pytestmark = pytest.mark.sampled
 
@@ -178,7 +182,20 @@ def test_top_p_of_a_few_is_top_p_of_all(monkeypatch):
         p = (0.0, 0.5, 0.9, 0.95, 1.0, float(torch.rand(1, generator=generator)))[i % 6]
         rows.append((module.top_k(logits, 1 + i % 40), p))
     short = [module.top_p(*row) for row in rows]
-    taken = sum(module._top_p_of_few(*row) is not None for row in rows)
-    monkeypatch.setattr(module, "_top_p_of_few", lambda logits, p: None)
+    taken = sum(module._nucleus_of_few(*row) is not None for row in rows)
+    monkeypatch.setattr(module, "_nucleus_of_few", lambda logits, p: None)
     assert all(torch.equal(few, module.top_p(*row)) for few, row in zip(short, rows, strict=True))
     assert 300 < taken < 600  # both ways were gone
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_ranges_are_checked_where_values_enter_and_not_at_every_token(temperature, monkeypatch):
+    """Twice per token and once more in each filter, before."""
+    model, _ = small()
+    params = SamplingParams(temperature, 5, 0.9, 0.1, 1.2, seed=1)
+    generation = Generation(model, [1, 2, 3], make_cache("dict", model.config), params, max_new_tokens=4)
+    checked = []
+    monkeypatch.setattr(module, "check_sampling", lambda **values: checked.append(values))
+    assert len(list(generation)) == 4 and checked == []
+    sample(torch.zeros(1, 5), temperature, 5, 0.9)
+    assert len(checked) == 1

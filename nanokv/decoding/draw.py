@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from nanokv.config import GenerationConfig
-from nanokv.decoding.sample import check_sampling, sample
+from nanokv.decoding.sample import check_sampling, choose
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def draw(logits: torch.Tensor, values: dict, generator: torch.Generator, *texts:
     previous = None
     if values["repetition_penalty"] != 1:
         previous = torch.tensor([[*chain(*texts)]], device=logits.device)  # (1,N)
-    return sample(logits, **values, previous=previous, generator=generator)
+    return choose(logits, **values, previous=previous, generator=generator)
 
 
 def reason_to_end(

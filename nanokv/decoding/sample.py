@@ -6,7 +6,6 @@ generator seeded by s it draws what transformers draws after set_seed(s). Temper
 """
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -41,22 +40,110 @@ def temperature(logits: Tensor, t: float) -> Tensor:
     check_sampling(temperature=t)
     if t == 0:
         raise GenerationError("temperature 0 is argmax and has no scaled logits: use sample()")
-    return logits / t
+    return _scaled(logits, t)
 
 
 def top_k(logits: Tensor, k: int) -> Tensor:
     """Keep the k highest; equals of the k-th stay too. 0 = keep all."""
     check_sampling(top_k=k)
+    return _highest(logits, k)
+
+
+def top_p(logits: Tensor, p: float) -> Tensor:
+    """Keep the likeliest tokens whose probabilities reach p together (Holtzman et al. 2020, arXiv 1904.09751)."""
+    check_sampling(top_p=p)
+    return _nucleus(logits, p)
+
+
+def min_p(logits: Tensor, p: float) -> Tensor:
+    """Keep tokens at least p times as likely as the likeliest (Nguyen et al. 2024, arXiv 2407.01082)."""
+    check_sampling(min_p=p)
+    return _likely_enough(logits, p)
+
+
+def repetition_penalty(logits: Tensor, ids: Tensor, penalty: float) -> Tensor:
+    """Make tokens that occur in ids (B,N) less likely, once each however often they occur (CTRL, arXiv 1909.05858)."""
+    check_sampling(repetition_penalty=penalty)
+    return _penalized(logits, ids, penalty)
+
+
+def sample(logits: Tensor, temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0,
+           repetition_penalty: float = 1.0, previous: Tensor | None = None,
+           generator: torch.Generator | None = None) -> Tensor:  # fmt: skip
+    """One token per row: logits (B,V) of any float type → (B,) int64. `previous` (B,N) feeds the repetition penalty.
+
+    Raises GenerationError for values out of range and for logits that are NaN or leave no token to choose.
+    """
+    values = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
+              "repetition_penalty": repetition_penalty}  # fmt: skip
+    check_sampling(**values)
+    return choose(logits, **values, previous=previous, generator=generator)
+
+
+def probabilities(logits: Tensor, temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0,
+                  repetition_penalty: float = 1.0, previous: Tensor | None = None) -> Tensor:  # fmt: skip
+    """What `sample` draws from: logits (B,V) → (B,V) fp32, rows that sum to 1; temperature 0 puts all on the argmax."""
+    values = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
+              "repetition_penalty": repetition_penalty}  # fmt: skip
+    check_sampling(**values)
+    return distribution(logits, **values, previous=previous)
+
+
+# --- the same without a check, once per token: SamplingParams has checked its values ----------------------------------
+
+
+def choose(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float, repetition_penalty: float,
+           previous: Tensor | None, generator: torch.Generator | None) -> Tensor:  # fmt: skip
+    """`sample`."""
+    if temperature == 0:
+        return _likeliest(_prepared(logits, repetition_penalty, previous))[:, 0]  # the generator stays where it is
+    chances = distribution(logits, temperature, top_k, top_p, min_p, repetition_penalty, previous)
+    return torch.multinomial(chances, 1, generator=generator)[:, 0]  # (B,)
+
+
+def distribution(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float, repetition_penalty: float,
+                 previous: Tensor | None = None) -> Tensor:  # fmt: skip
+    """`probabilities`."""
+    logits = _prepared(logits, repetition_penalty, previous)
+    if temperature == 0:
+        return torch.zeros_like(logits).scatter(-1, _likeliest(logits), 1.0)
+    _refuse_unusable(logits.amax(-1))
+    logits = _scaled(logits, temperature)
+    for keep, value, off in ((_highest, top_k, 0), (_nucleus, top_p, 1), (_likely_enough, min_p, 0)):
+        if value != off:
+            logits = keep(logits, value)
+    probability = logits.softmax(-1)
+    if not math.isfinite(probability.sum()):
+        raise GenerationError(f"temperature {temperature} is too small: the scaled logits leave fp32's range")
+    return probability
+
+
+def _prepared(logits, penalty, previous):
+    """fp32 as the reference does: bf16 has 3 digits, and sums of V of them have none."""
+    logits = logits.float()
+    return logits if penalty == 1 or previous is None or not previous.numel() else _penalized(logits, previous, penalty)
+
+
+def _likeliest(logits):
+    """(B,V) → (B,1)"""
+    token = logits.argmax(-1, keepdim=True)
+    _refuse_unusable(logits.gather(-1, token))  # argmax returns the place of a NaN, if there is one
+    return token
+
+
+def _scaled(logits, t):
+    return logits / t
+
+
+def _highest(logits, k):
     if k == 0:
         return logits
     smallest = logits.topk(min(k, logits.shape[-1])).values[..., -1, None]  # (B,1)
     return logits.masked_fill(logits < smallest, -torch.inf)
 
 
-def top_p(logits: Tensor, p: float) -> Tensor:
-    """Keep the likeliest tokens whose probabilities reach p together (Holtzman et al. 2020, arXiv 1904.09751)."""
-    check_sampling(top_p=p)
-    if (few := _top_p_of_few(logits, p)) is not None:
+def _nucleus(logits, p):
+    if (few := _nucleus_of_few(logits, p)) is not None:
         return few
     ordered, index = logits.sort(descending=False)  # (B,V) ascending: the tail to drop comes first
     drop = ordered.softmax(-1).cumsum(-1) <= 1 - p
@@ -64,10 +151,10 @@ def top_p(logits: Tensor, p: float) -> Tensor:
     return logits.masked_fill(drop.scatter(1, index, drop), -torch.inf)
 
 
-def _top_p_of_few(logits, p):
-    """`top_p` of one row of which another filter has left few: those alone are sorted, which of 151,936 takes 8 ms.
+def _nucleus_of_few(logits, p):
+    """`_nucleus` of one row of which top-k has left few: those alone are sorted; to sort 151,936 takes 8 ms.
 
-    None where the answer could depend on how sums are rounded (5.23 sums over all V), or on the order of equals.
+    None where the answer could depend on how a sum over all V is rounded, or on the order of equals.
     """
     index = (logits > -torch.inf).nonzero()[:, 1] if logits.shape[0] == 1 else ()  # (n,)
     if not 0 < len(index) <= 1024:
@@ -80,71 +167,16 @@ def _top_p_of_few(logits, p):
     return logits.index_fill(1, index[order[:dropped]], -torch.inf)
 
 
-def min_p(logits: Tensor, p: float) -> Tensor:
-    """Keep tokens at least p times as likely as the likeliest (Nguyen et al. 2024, arXiv 2407.01082)."""
-    check_sampling(min_p=p)
+def _likely_enough(logits, p):
     probability = logits.softmax(-1)
     drop = probability < p * probability.amax(-1, keepdim=True)
     return logits.masked_fill(drop, -torch.inf)
 
 
-def repetition_penalty(logits: Tensor, ids: Tensor, penalty: float) -> Tensor:
-    """Make tokens that occur in ids (B,N) less likely, once each however often they occur (CTRL, arXiv 1909.05858)."""
-    check_sampling(repetition_penalty=penalty)
+def _penalized(logits, ids, penalty):
     seen = logits.gather(1, ids)  # (B,N)
     seen = torch.where(seen < 0, seen * penalty, seen / penalty)
     return logits.scatter(1, ids, seen)  # a token that occurs twice is written twice with the same value
-
-
-def sample(logits: Tensor, temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0,
-           repetition_penalty: float = 1.0, previous: Tensor | None = None,
-           generator: torch.Generator | None = None) -> Tensor:  # fmt: skip
-    """One token per row: logits (B,V) of any float type → (B,) int64. `previous` (B,N) feeds the repetition penalty.
-
-    Raises GenerationError for values out of range and for logits that are NaN or leave no token to choose.
-    """
-    if temperature == 0:
-        check_sampling(top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty)
-        return _likeliest(_penalized(logits, repetition_penalty, previous))[:, 0]  # no draw: the generator stays
-    chances = probabilities(logits, temperature, top_k, top_p, min_p, repetition_penalty, previous)
-    return torch.multinomial(chances, 1, generator=generator)[:, 0]  # (B,)
-
-
-def probabilities(logits: Tensor, temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0,
-                  repetition_penalty: float = 1.0, previous: Tensor | None = None) -> Tensor:  # fmt: skip
-    """What `sample` draws from: logits (B,V) → (B,V) fp32, rows that sum to 1; temperature 0 puts all on the argmax."""
-    check_sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    check_sampling(repetition_penalty=repetition_penalty)
-    logits = _penalized(logits, repetition_penalty, previous)
-    if temperature == 0:
-        return torch.zeros_like(logits).scatter(-1, _likeliest(logits), 1.0)
-    _refuse_unusable(logits.amax(-1))
-    logits = _steps["temperature"](logits, temperature)
-    for name, value, off in (("top_k", top_k, 0), ("top_p", top_p, 1), ("min_p", min_p, 0)):
-        if value != off:
-            logits = _steps[name](logits, value)
-    probability = logits.softmax(-1)
-    if not math.isfinite(probability.sum()):
-        raise GenerationError(f"temperature {temperature} is too small: the scaled logits leave fp32's range")
-    return probability
-
-
-def _penalized(logits, penalty, previous):
-    logits = logits.float()  # fp32 as the reference does: bf16 has 3 digits, and sums of V of them have none
-    if penalty == 1 or previous is None or not previous.numel():
-        return logits
-    return repetition_penalty(logits, previous, penalty)
-
-
-def _likeliest(logits):
-    token = logits.argmax(-1, keepdim=True)  # (B,1)
-    _refuse_unusable(logits.gather(-1, token))  # argmax returns the place of a NaN, if there is one
-    return token
-
-
-_steps: dict[str, Callable[..., Tensor]] = {
-    step.__name__: step for step in (temperature, top_k, top_p, min_p, repetition_penalty)
-}
 
 
 def logprob(logits: Tensor, token: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from nanokv.cache import KVCache, make_cache
 from nanokv.checkpoint import Model
 from nanokv.decoding.generation import LONGEST_PREFILL, EosIds, Generation, SamplingParams, Step, context_limit
-from nanokv.decoding.sample import check_sampling, logprob, probabilities
+from nanokv.decoding.sample import check_sampling, distribution, logprob
 from nanokv.errors import CapacityError, GenerationError
 from nanokv.inference import decode, prefill_chunks, verify_draft
 from nanokv.loading import skeleton
@@ -240,4 +240,4 @@ class Speculation(Generation):
             text = self._text + self.tokens + guesses
             rows = [text[: len(text) - i] + text[:1] * i for i in reversed(range(T))]  # filler: an id counts once
             previous = torch.tensor(rows, device=logits.device)  # (T,N)
-        return probabilities(logits, **values, previous=previous)
+        return distribution(logits, **values, previous=previous)
