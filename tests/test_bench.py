@@ -307,6 +307,7 @@ def test_a_family_that_another_runtime_would_not_get_whole_is_refused_by_name(sh
 
 def test_random_models_have_the_published_shapes():
     assert costs.parameters(random_model.RANDOM["qwen3-0.6b-random"]) == 596_049_920
+    assert costs.parameters(random_model.RANDOM["smollm2-135m-random"]) == 134_515_008
     assert set(random_model.RANDOM) >= {"qwen3-1.7b-random", "qwen3-8b-random"}
 
 

@@ -8,6 +8,7 @@ from transformers import set_seed
 import nanokv.decoding.generation as module
 from nanokv.cache import make_cache
 from nanokv.config import GenerationConfig
+from nanokv.decoding import batching
 from nanokv.decoding.generation import Generation, LoopGuard, SamplingParams, StopStrings, TextStream, generate
 from nanokv.errors import CapacityError, ContextError, GenerationError
 from nanokv.inference import prefill_chunk
@@ -563,3 +564,15 @@ def test_a_chunk_is_as_long_as_one_product_may_take(name, tokens):
 def test_the_chunk_of_an_answer_is_that_of_the_one_policy(model):
     generation = Generation(model, prompt(1), make_cache("dict", model.config))
     assert generation.chunk == prefill_chunk(model) == 512
+
+
+def test_every_path_prefills_in_the_same_chunks(model, monkeypatch):
+    """The Python API took 2,048 tokens where the commands took 512, and batches always 512."""
+    for place in ("generation", "batching"):
+        monkeypatch.setattr(f"nanokv.decoding.{place}.prefill_chunk", lambda model: 4)
+    sizes, forward, ids = [], model.forward, [3, 4, 5, 6, 7, 8, 9, 10, 11, 12]
+    monkeypatch.setattr(model, "forward", lambda ids, *rest: sizes.append(ids.shape[1]) or forward(ids, *rest))
+    next(generate(model, ids))
+    batching.generate_padded(model, [ids], max_new_tokens=1)
+    batching.generate_ragged(model, [ids], max_new_tokens=1)
+    assert sizes == [4, 4, 2] * 3

@@ -228,7 +228,7 @@ def test_guesses_after_an_eos_are_not_even_checked(model):
 
 def test_a_long_prompt_is_prefilled_in_parts(model, monkeypatch):
     """One forward for all of it would need a T×S mask and T rows of the MLP at once."""
-    monkeypatch.setattr(module, "LONGEST_PREFILL", 4)
+    monkeypatch.setattr("nanokv.decoding.generation.prefill_chunk", lambda model: 4)
     shapes, ids = [], prompt(7, 11)
     hook = model.register_forward_pre_hook(lambda module, args: shapes.append(args[0].shape[1]))
     try:
@@ -412,8 +412,8 @@ def test_a_draft_model_computes_what_its_cache_does_not_hold(model, monkeypatch)
     ids, fed = prompt(16, 6), []
     for name in ("prefill_chunks", "decode"):
         real = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda m, x, c, start_pos, real=real: (
-            fed.append((start_pos, len(x[0]))), real(m, x, c, start_pos=start_pos))[1])  # fmt: skip
+        monkeypatch.setattr(module, name, lambda m, x, c, start_pos, real=real, **more: (
+            fed.append((start_pos, len(x[0]))), real(m, x, c, start_pos=start_pos, **more))[1])  # fmt: skip
     draft = DraftModel(model, tokens=3)
 
     def guess(ids, count):

@@ -1,6 +1,6 @@
-"""Models of the published Qwen3 shapes with random weights: for timing and memory, without a download.
+"""Models of published shapes with random weights: for timing and memory, without a download.
 
-`qwen3-0.6b-random` is Qwen/Qwen3-0.6B in everything but what it says.
+`qwen3-0.6b-random` is Qwen/Qwen3-0.6B in everything but what it says; `smollm2-135m-random` is SmolLM2-135M.
 """
 
 import time
@@ -8,10 +8,17 @@ from pathlib import Path
 
 from nanokv.cli.loading import Loaded, Plan, check_address_space, check_memory, choose_context, thread_count
 from nanokv.cli.terminal import loading
+from nanokv.config import Config
 from nanokv.costs.free_memory import available_memory
 from nanokv.costs.memory import FAMILY
 
+SMOLLM2 = Config(  # from the published config.json of HuggingFaceTB/SmolLM2-135M
+    model_type="llama", vocab_size=49_152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30,
+    num_attention_heads=9, num_key_value_heads=3, head_dim=64, max_position_embeddings=8192, rope_theta=100_000.0,
+    rms_norm_eps=1e-5, tie_word_embeddings=True, torch_dtype="bfloat16",
+)  # fmt: skip
 RANDOM = {f"{name.removeprefix('Qwen/').lower()}-random": config for name, config in FAMILY.items()}
+RANDOM["smollm2-135m-random"] = SMOLLM2
 
 
 def load_random(args) -> Loaded:

@@ -17,13 +17,13 @@ from nanokv.checkpoint import Model
 from nanokv.decoding.draw import GREEDY, SamplingParams, draw, reason_to_end
 from nanokv.decoding.generation import EosIds, Generation
 from nanokv.errors import CacheError, CapacityError, GenerationError
-from nanokv.inference import decode, prefill_chunks
+from nanokv.inference import decode, prefill_chunk, prefill_chunks
 from nanokv.text.ids import Ids
 
 
 def generate_padded(model: Model, prompts: Iterable[Ids], cache: KVCache | None = None, max_new_tokens: int = 64,
                     params: SamplingParams | Sequence[SamplingParams] = GREEDY,
-                    eos_token_ids: EosIds = None, chunk: int = 512) -> list[list[int]]:  # fmt: skip
+                    eos_token_ids: EosIds = None, chunk: int | None = None) -> list[list[int]]:  # fmt: skip
     """New ids of every prompt, in order; an eos token ends a row and is part of it.
 
     prompts: lists of ids. cache: empty, any kind, made for len(prompts) rows; it is used up. params: one for all rows,
@@ -35,6 +35,7 @@ def generate_padded(model: Model, prompts: Iterable[Ids], cache: KVCache | None 
         cache = make_cache("dict", model.config, len(prompts))
     if not isinstance(cache.length, int) or cache.length:
         raise CacheError(f"the cache holds {cache.length} tokens already", hint="pass an empty one, or none")
+    chunk = prefill_chunk(model) if chunk is None else chunk
     rows = _rows(model, prompts, [cache] * len(prompts), params, max_new_tokens, eos_token_ids, chunk)
     longest = max(len(row.ids) for row in rows)
     pads = [longest - len(row.ids) for row in rows]
@@ -47,7 +48,7 @@ def generate_padded(model: Model, prompts: Iterable[Ids], cache: KVCache | None 
 
 def generate_ragged(model: Model, prompts: Iterable[Ids], cache: KVCache | None = None, max_new_tokens: int = 64,
                     params: SamplingParams | Sequence[SamplingParams] = GREEDY,
-                    eos_token_ids: EosIds = None, chunk: int = 512) -> list[list[int]]:  # fmt: skip
+                    eos_token_ids: EosIds = None, chunk: int | None = None) -> list[list[int]]:  # fmt: skip
     """As generate_padded, without padding. cache: make_cache("batch", config, len(prompts), of="paged" …).
 
     Rows that hold a beginning already go on from it: prompts are the tokens that are not yet in the cache. Afterwards
@@ -59,6 +60,7 @@ def generate_ragged(model: Model, prompts: Iterable[Ids], cache: KVCache | None 
     caches: list[KVCache] = list(getattr(cache, "rows", ()))
     if len(caches) != len(prompts):
         raise CacheError(f"{len(prompts)} prompts need a batch cache of as many rows", 'make_cache("batch", config, B)')
+    chunk = prefill_chunk(model) if chunk is None else chunk
     rows = _rows(model, prompts, caches, params, max_new_tokens, eos_token_ids, chunk)
     before = [own.length for own in caches]
     try:

@@ -27,7 +27,6 @@ from nanokv.text.thinking import overlap
 from nanokv.text.tokenizer import StreamDecoder, Tokenizer
 
 EosIds = int | Iterable[int] | None  # None = the checkpoint's
-LONGEST_PREFILL = 2048  # tokens in one forward; longer prompts go in parts, or the T×S mask alone takes gigabytes
 
 
 def never(*_: object) -> bool:
@@ -56,7 +55,7 @@ def generate(model: Model, ids: Ids, cache: KVCache | None = None, max_new_token
     params = SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty, seed)
     if cache is None:
         cache = make_cache("dict", model.config)
-    generation = Generation(model, ids, cache, params, max_new_tokens, eos_token_ids, chunk=LONGEST_PREFILL)
+    generation = Generation(model, ids, cache, params, max_new_tokens, eos_token_ids)
     return (step.token for step in generation)
 
 

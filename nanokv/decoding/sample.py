@@ -6,6 +6,7 @@ generator seeded by s it draws what transformers draws after set_seed(s). Temper
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,8 +75,8 @@ def sample(logits: Tensor, temperature: float = 0.0, top_k: int = 0, top_p: floa
 
     Raises GenerationError for values out of range and for logits that are NaN or leave no token to choose.
     """
-    values = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
-              "repetition_penalty": repetition_penalty}  # fmt: skip
+    values: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
+                              "repetition_penalty": repetition_penalty}  # fmt: skip
     check_sampling(**values)
     return choose(logits, **values, previous=previous, generator=generator)
 
@@ -83,8 +84,8 @@ def sample(logits: Tensor, temperature: float = 0.0, top_k: int = 0, top_p: floa
 def probabilities(logits: Tensor, temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0,
                   repetition_penalty: float = 1.0, previous: Tensor | None = None) -> Tensor:  # fmt: skip
     """What `sample` draws from: logits (B,V) → (B,V) fp32, rows that sum to 1; temperature 0 puts all on the argmax."""
-    values = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
-              "repetition_penalty": repetition_penalty}  # fmt: skip
+    values: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
+                              "repetition_penalty": repetition_penalty}  # fmt: skip
     check_sampling(**values)
     return distribution(logits, **values, previous=previous)
 

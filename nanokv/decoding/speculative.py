@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from nanokv.cache import KVCache, make_cache
 from nanokv.checkpoint import Model
-from nanokv.decoding.generation import LONGEST_PREFILL, EosIds, Generation, SamplingParams, Step, context_limit
+from nanokv.decoding.generation import EosIds, Generation, SamplingParams, Step, context_limit
 from nanokv.decoding.sample import check_sampling, distribution, logprob
 from nanokv.errors import CapacityError, GenerationError
-from nanokv.inference import decode, prefill_chunks, verify_draft
+from nanokv.inference import decode, prefill_chunk, prefill_chunks, verify_draft
 from nanokv.loading import skeleton
 from nanokv.model import Transformer
 from nanokv.text.ids import Ids, common_prefix
@@ -89,8 +89,10 @@ class DraftModel(Draft):
         keep = min(common_prefix(self.fed, ids), len(ids) - 1)
         self.fed = self.fed[:keep]
         self.cache.truncate(keep)  # also mends what a failed forward left behind
-        path = decode if keep == len(ids) - 1 else prefill_chunks
-        logits = path(self.model, [ids[keep:]], self.cache, start_pos=keep)
+        if keep == len(ids) - 1:
+            logits = decode(self.model, [ids[keep:]], self.cache, start_pos=keep)
+        else:
+            logits = prefill_chunks(self.model, [ids[keep:]], self.cache, keep, chunk=prefill_chunk(self.model))
         self.fed = list(ids)
         return logits
 
@@ -139,9 +141,7 @@ def speculate(model: Model, ids: Ids, draft: Draft, cache: KVCache | None = None
     """
     params = SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty, seed)
     cache = make_cache("dict", model.config) if cache is None else cache
-    return Tokens(
-        Speculation(model, ids, cache, params, max_new_tokens, eos_token_ids, draft=draft, chunk=LONGEST_PREFILL)
-    )
+    return Tokens(Speculation(model, ids, cache, params, max_new_tokens, eos_token_ids, draft=draft))
 
 
 class Tokens(Iterator[int]):
