@@ -1,6 +1,7 @@
 """nanokv bench --through cli: the command that a user starts, timed from outside, beside the bench's own rows."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -63,6 +64,14 @@ def test_a_command_that_fails_is_told_in_its_own_words(endless_small):
         runner.measure(300, 20, 4, 0)
 
 
+def test_ctrl_c_during_the_command_is_no_failure_of_it(endless_small, monkeypatch):
+    runner = Command(*endless_small, [])
+    runner.words = [sys.executable, "-c", "raise SystemExit(130)"]
+    with pytest.raises(KeyboardInterrupt):
+        runner.measure(300, 20, 4, 0)
+
+
+@pytest.mark.slow
 def test_through_the_command_stands_beside_the_rows_of_the_bench(cli, monkeypatch):
     monkeypatch.setitem(random_model.RANDOM, "small-random", small(vocab_size=300)[0].config)
     code, out, err = cli(

@@ -192,6 +192,7 @@ def test_a_peer_maps_the_file_that_the_bench_maps(tmp_path):
     assert any(low <= address < high for low, high in spans)
 
 
+@pytest.mark.slow
 def test_transformers_in_its_own_process_reads_the_same_weights(tmp_path):
     model, _ = small(torch.bfloat16)
     process = Process(remote.PEERS["transformers"], checkpoint(tmp_path / "model") | {"cache": "dynamic"})

@@ -70,6 +70,8 @@ class Command(Runner):
                 child.kill()
             if code == 0:
                 return json.loads(text), arrived
+            if code == 130:  # Ctrl-C was for both
+                raise KeyboardInterrupt
             errors.seek(0)
             said = errors.read()[:300].decode("utf-8", "replace").strip().splitlines()
             raise PeerError(f"nanokv generate ended with {code}: {' '.join(said)}")
