@@ -28,10 +28,12 @@ def command(*argv) -> list:
 
 
 def environment(extra: dict | None = None) -> dict:
-    """The test's environment without the variables that change what the command does; one thread."""
+    """The test's environment without the variables that change what the command does; one thread; the kernels as
+    conftest.py says."""
     drop = ("NANOKV_", "HF_", "FORCE_COLOR", "NO_COLOR", "COLUMNS", "PYTHONIOENCODING", "PYTHONUNBUFFERED")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(drop)}
-    return kept | {"OMP_NUM_THREADS": "1", "TERM": "xterm", "PYTHONPATH": HOME} | (extra or {})
+    kept |= {"OMP_NUM_THREADS": "1", "TERM": "xterm", "PYTHONPATH": HOME}
+    return kept | {"NANOKV_KERNELS": os.environ["NANOKV_KERNELS"]} | (extra or {})
 
 
 def choice(completion: dict) -> dict:

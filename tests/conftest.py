@@ -1,9 +1,11 @@
 """Fixtures that every test file may use: published Qwen3 files (never part of the repository) and a tiny checkpoint."""
 
+import contextlib
 import gc
 import os
 import shutil
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,10 @@ from sampling import pytest_collection_modifyitems  # noqa: F401  (a hook)
 for number, handler in ((signal.SIGINT, signal.default_int_handler), (getattr(signal, "SIGHUP", None), signal.SIG_DFL)):
     if number is not None and signal.getsignal(number) == signal.SIG_IGN:
         signal.signal(number, handler)
+
+# The kernels are built once, before the first test, and each command finds them: tests see what a user with a compiler
+# sees. No command starts a compiler by itself; a test of that sets NANOKV_KERNELS=on and a NANOKV_CACHE of its own.
+os.environ.setdefault("NANOKV_KERNELS", "explicit")
 
 os.environ.pop("COLUMNS", None)  # pytest-xdist sets it in its processes: what is printed would be fitted to that
 
@@ -56,6 +62,15 @@ def _environment_stays():
     if os.environ != before:
         os.environ.clear()
         os.environ.update(before)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _kernels_are_built():
+    from nanokv.fast import building, private
+
+    if building.mode() != "off" and (compiler := building.find_compiler()):
+        with contextlib.suppress(OSError, subprocess.SubprocessError):  # then everything runs on torch's operators
+            building.obtain(compiler, private.is_whole)
 
 
 @pytest.fixture

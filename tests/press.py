@@ -11,8 +11,7 @@ from types import SimpleNamespace
 
 import torch
 
-from nanokv.cli import terminal
-from nanokv.cli.loading import faster
+from nanokv.cli import speed, terminal
 from nanokv.cli.random_model import load_random
 from nanokv.decoding.generation import Generation
 
@@ -38,10 +37,10 @@ def main():
     terminal.install_signals()
     args = SimpleNamespace(
         model="qwen3-0.6b-random", dtype="bfloat16", threads=None, cache=("static", {}), context=8192, quiet=True,
-        fast=sys.argv[1] == "fast", quantize=None, color="never",
+        quantize=None, color="never",
     )  # fmt: skip
     loaded = load_random(args)
-    model = faster(loaded.model, args)
+    model = speed.optimized(loaded.model, args, speed.Choice(sys.argv[1] == "fast", requested=True))
     print("ready", flush=True)
     for line in sys.stdin:
         answer(loaded, model, *map(int, line.split()))

@@ -427,7 +427,7 @@ def test_beams_that_do_not_fit_into_memory_are_refused(capsys, monkeypatch, tiny
     no_stdin(monkeypatch)
     each = 512  # 2 layers · 2 (K, V) · 2 heads · 16 · 4 bytes at least: 40 tokens are more than 20 kB
     monkeypatch.setattr(loading, "available_memory", lambda device: 100 * each)
-    monkeypatch.setattr(loading, "check_memory", lambda plan, available, guessing=0: None)
+    monkeypatch.setattr(loading, "check_memory", lambda plan, available, flags=None: None)
     assert main(["generate", "x", "-m", str(tiny_folder), "-n", "40", "--beams", "9"]) == 2
     err = capsys.readouterr().err
     assert "--beams 9 needs" in err and "51.2 kB are free" in err and "--max-new-tokens" in err
@@ -544,7 +544,7 @@ def test_the_winner_is_not_computed_again(tiny_folder):
 def test_a_chat_looks_at_the_memory_of_its_beams(monkeypatch, capsys, tiny_folder):
     from nanokv.cli import loading
 
-    monkeypatch.setattr(loading, "check_memory", lambda plan, available, guessing=0: None)
+    monkeypatch.setattr(loading, "check_memory", lambda plan, available, flags=None: None)
     monkeypatch.setattr(loading, "available_memory", lambda device: 50_000)
     code, out, err = chat(monkeypatch, capsys, tiny_folder, b"Hi\n", "--beams", "9", "-n", "8")
     assert (code, out) == (2, "") and "--beams 9 needs" in err and "50.0 kB are free" in err

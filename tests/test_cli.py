@@ -640,14 +640,14 @@ def test_the_banner_is_on_the_screen_before_torch_is_imported(tiny_folder):
         load_model(make_parser("chat", chat).parse(sys.argv[1:]), announce)
     """
     done = subprocess.run(
-        [sys.executable, "-c", code, "-m", str(tiny_folder), "--device", "cpu", "--context", "300"],
+        [sys.executable, "-c", code, "-m", str(tiny_folder), "--device", "cpu", "--context", "300", "--plain"],
         capture_output=True,
         env=environment(),
         check=False,
     )
     assert done.returncode == 7, done.stderr
-    shape = r"nanokv [\d.]+ · tiny-random 0\.2 M fp32 · 1 thread · cache dict · context 300 · False\n"
-    assert re.fullmatch(shape, done.stdout.decode())
+    shape = r"nanokv [\d.]+ · tiny-random 0\.2 M fp32 · 1 thread · cache dict · context 300 · plain \(--plain\)"
+    assert re.fullmatch(shape + r" · False\n", done.stdout.decode())
 
 
 def test_a_full_disk_is_an_error(tiny_folder):
@@ -804,12 +804,12 @@ def test_env_shows_every_variable_that_is_read(cli):
 
 
 def test_env_names_the_folder_of_the_kernels(cli, monkeypatch, tmp_path):
-    from nanokv.fast import native
+    from nanokv.fast import building
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "x"))
     for name, origin in (("x", "XDG_CACHE_HOME"), ("k", "NANOKV_CACHE")):
         monkeypatch.setenv(origin, str(tmp_path / name))
-        assert json.loads(cli("env", "--json")[1])["paths"]["kernels"] == [str(native.folder()), origin]
+        assert json.loads(cli("env", "--json")[1])["paths"]["kernels"] == [str(building.folder()), origin]
 
 
 def test_ctrl_c_inside_an_import_is_ctrl_c_all_the_same(monkeypatch, capsys):

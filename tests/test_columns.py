@@ -237,13 +237,21 @@ def test_the_status_line_breaks_before_the_cache():
     assert "\n" not in status(turn, 2048) and len(status(turn, 2048, 100).splitlines()) == 1
 
 
-def test_the_banner_of_the_bundled_model_is_one_line_of_80_columns(monkeypatch):
+@pytest.mark.parametrize(("columns", "lines"), [
+    (100, ["nanokv 0.1.0 · tiny 3.1 M fp32 · 16 threads · cache dict · context 2,048 · fast kernels · /help"]),
+    (80, ["nanokv 0.1.0 · tiny 3.1 M fp32 · 16 threads · cache dict · context 2,048", "fast kernels · /help"]),
+    (60, ["nanokv 0.1.0 · tiny 3.1 M fp32 · 16 threads · cache dict", "context 2,048 · fast kernels · /help"]),
+    (40, ["nanokv 0.1.0 · tiny 3.1 M fp32", "16 threads · cache dict · context 2,048", "fast kernels · /help"]),
+])  # fmt: skip
+def test_the_banner_of_the_bundled_model_breaks_between_its_parts(columns, lines):
     from nanokv.cli import chat, make_parser
     from nanokv.cli.loading import plan_model
+    from nanokv.cli.speed import Choice
 
     args = make_parser("chat", chat).parse(["--threads", "16"])
-    banner = layout.joined([*plan_model(args).banner(), "/help"], 80)
-    assert banner == "nanokv 0.1.0 · tiny 3.1 M fp32 · 16 threads · cache dict · context 2,048 · /help"
+    plan = plan_model(args)
+    plan.code = Choice(True, "fast kernels")
+    assert layout.joined([*plan.banner(), "/help"], columns).split("\n") == lines
 
 
 def resize(chat, width, lines=60):
@@ -258,11 +266,11 @@ def test_no_word_is_broken_on_the_screen(tiny_folder, tmp_path):
     from nanokv.cli.chat_commands import KEYS
 
     env = {"XDG_STATE_HOME": str(tmp_path), "NANOKV_NO_HISTORY": "1"}
-    chat = Terminal(chat_argv(tiny_folder, "-n", "4", "--threads", "1"), env, 40, 60)
+    chat = Terminal(chat_argv(tiny_folder, "-n", "4", "--threads", "1", "--plain"), env, 40, 60)
     try:
         chat.see(r"^> *$")
         begin = " ".join(words(chat.text.split(">")[0]))
-        assert begin.endswith("tiny-random 0.2 M fp32 1 thread cache dict context 512 /help")
+        assert begin.endswith("tiny-random 0.2 M fp32 1 thread cache dict context 512 plain (--plain) /help")
         for width in (40, 60, 80):
             resize(chat, width)
             chat.ask("My name is Zorbla.", "first token")

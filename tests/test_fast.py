@@ -30,7 +30,7 @@ from nanokv.cache.base import NoCache
 from nanokv.cache.capabilities import Pages
 from nanokv.cache.paged_batch import PagedBatch
 from nanokv.errors import ConfigError
-from nanokv.fast import native, optimize, private, torch_ops, weights
+from nanokv.fast import building, native, optimize, private, torch_ops, weights
 from nanokv.fast.model import alike, sees_its_row
 from nanokv.inference import decode, prefill, prefill_chunks, score, verify_draft
 from nanokv.model import Transformer
@@ -660,7 +660,7 @@ def fresh(monkeypatch, tmp_path):
 @needs_kernels
 def test_numbers_next_to_zero_stay_what_they_are(fresh):
     """A library linked with all of -ffast-math sets the processor's mode for whoever loads it: 1e-320 becomes 0."""
-    fresh(f'exec {native.find_compiler()[0]} "$@"')
+    fresh(f'exec {building.find_compiler()[0]} "$@"')
     tiny = math.ldexp(1.0, -1070)
     assert native.library()[0] and fresh.runs() == 1
     assert tiny * 2 > 0 and torch.tensor([1e-40]).mul(2).item() > 0
@@ -671,7 +671,7 @@ def copying(fresh):
     """A compiler that hands out the library which is there already, in no time."""
     with pytest.MonkeyPatch.context() as usual:
         usual.delenv("NANOKV_CACHE")
-        library = native.load(native.find_compiler())[1]
+        library = building.obtain(building.find_compiler(), native.load)[1]
     return fresh(f'for last; do :; done; cp {library} "$last"')
 
 
@@ -696,7 +696,7 @@ def test_half_a_file_is_noticed_before_it_is_mapped(fresh, copying, kept):
 @needs_kernels
 def test_another_content_under_the_name_is_not_loaded(fresh, copying):
     fresh.folder.mkdir()
-    stem = fresh.folder / f"kernels-{native.build_key(native.find_compiler())}"
+    stem = fresh.folder / f"kernels-{building.build_key(building.find_compiler())}"
     content = b"no library at all" * 99
     wrong, not_a_library = fresh.folder / f"{stem.name}-{'0' * 64}.so", private.named(stem, content)
     wrong.write_bytes(content), not_a_library.write_bytes(content)
@@ -707,7 +707,7 @@ def test_another_content_under_the_name_is_not_loaded(fresh, copying):
 def planted(fresh):
     """A file of the right name and content hash, as an attacker would leave it."""
     fresh.folder.mkdir(exist_ok=True)
-    path = private.named(fresh.folder / f"kernels-{native.build_key(native.find_compiler())}", b"planted")
+    path = private.named(fresh.folder / f"kernels-{building.build_key(building.find_compiler())}", b"planted")
     path.write_bytes(b"planted")
     path.chmod(0o600)
     return path
@@ -777,13 +777,13 @@ def test_a_compiler_name_with_an_open_quote_is_named(fresh, monkeypatch):
 
 
 def test_a_compiler_that_hangs_and_one_that_warns_first(fresh, monkeypatch):
-    monkeypatch.setattr(native, "TIMEOUT", 0.5)
+    monkeypatch.setattr(building, "TIMEOUT", 0.5)
     fresh("exec sleep 20")
     assert "not done after 0.5 seconds" in native.library()[1]
     fresh("echo 'a.cpp:1: warning: x' >&2; echo 'a.cpp:2: error: no such luck' >&2; exit 1")
     native.library.cache_clear()
     assert "a.cpp:2: error: no such luck" in native.library()[1]
-    assert list(fresh.folder.iterdir()) == []
+    assert not list(fresh.folder.glob("building-*")) and not private.kept(building.stem_of([os.environ["CXX"]]))
 
 
 def test_no_home_and_no_place_to_write_are_named(fresh, monkeypatch):
@@ -792,7 +792,7 @@ def test_no_home_and_no_place_to_write_are_named(fresh, monkeypatch):
     def no_home():
         raise RuntimeError("Could not determine home directory.")
 
-    monkeypatch.setattr(native.Path, "home", no_home)
+    monkeypatch.setattr(building.Path, "home", no_home)
     for name in ("NANOKV_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     kernels, why = native.library()
@@ -826,8 +826,8 @@ def test_the_key_names_the_processor_on_arm_too(monkeypatch):
     arm = "processor : 0\nBogoMIPS : 50.00\nFeatures : fp asimd{}\nCPU implementer : 0x41\nCPU part : 0x{}\n"
     texts, found = [arm.format(*each) for each in (("", "d0c"), (" sve", "d0c"), ("", "d40"))], []
     for text in texts:
-        monkeypatch.setattr(native.Path, "read_text", lambda self, text=text: text)
-        found.append(native.processor())
+        monkeypatch.setattr(building.Path, "read_text", lambda self, text=text: text)
+        found.append(building.processor())
     assert len(set(found)) == 3 and "Bogo" not in "".join(found)
 
 

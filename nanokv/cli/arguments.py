@@ -268,9 +268,10 @@ def add_model_arguments(parser) -> None:
 
 
 def add_speed_arguments(parser) -> None:
-    """nanokv.optimize, for the commands that answer."""
-    group = parser.add_argument_group("speed")
-    group.add_argument("--fast", action="store_true", help="decode with the native kernels of nanokv.optimize")
+    """Which code computes, for the commands that answer (nanokv/cli/speed.py)."""
+    group = parser.add_argument_group("speed", "Default: native kernels, as soon as they are built in the background.")
+    group.add_argument("--fast", action="store_true", help="wait until the kernels are built, and say what runs")
+    group.add_argument("--plain", action="store_true", help="the plain model, without fused weights and kernels")
     group.add_argument(
         "--quantize", choices=("int8", "int4"), metavar="BITS", help="weights in int8 or int4; implies --fast"
     )

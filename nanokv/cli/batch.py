@@ -112,11 +112,9 @@ def pool_options(args) -> None:
 
 def prepare(args, loaded, lines, output) -> tuple[list[Job], list]:
     """The jobs that are still to do, and (job, error) of each line that is no request."""
-    from nanokv.cache.saving import fingerprint
-
     jobs, wrong, settings = [], [], common_settings(args, loaded)
     eos = list(loaded.model.generation_config.eos_token_ids)
-    common = [fingerprint(loaded.model), eos, loaded.context, settings]
+    common, marks = [eos, loaded.context, settings], loaded.fingerprints()
     for number, data in lines:
         output.want(number)
         job = Job(number)
@@ -124,8 +122,9 @@ def prepare(args, loaded, lines, output) -> tuple[list[Job], list]:
             job.fields = parse_line(data)
             check_fields(job.fields)
             job.ids = encode(args, loaded, job.fields)
-            job.digest = digest([*common, job.fields, job.ids])
-            if (found := output.find(job.digest)) is None:
+            digests = [digest([mark, *common, job.fields, job.ids]) for mark in marks]
+            job.digest = digests[0]
+            if (found := next(filter(None, map(output.find, digests)), None)) is None:
                 jobs.append(job)
             else:
                 output.keep(number, found if "choices" in found else first_release(args, loaded, job, found))

@@ -9,8 +9,9 @@ from nanokv.cli import layout, terminal
 from nanokv.cli.arguments import add_model_arguments, cache_name, integer, real
 from nanokv.cli.bench_peers import Peers
 from nanokv.cli.files import add_force, ask_to_replace
-from nanokv.cli.loading import code_text, load_model
+from nanokv.cli.loading import load_model
 from nanokv.cli.random_model import RANDOM, load_random
+from nanokv.cli.speed import code_text
 from nanokv.cli.text import read_prompt_bytes, to_json
 from nanokv.errors import NanoKVError
 

@@ -18,10 +18,7 @@ def cache_path(path):
 
 def save(chat, path, kv) -> str:
     """Write FILE, and the cache to `kv` if that is a path; returns what to tell the user. An error leaves old files."""
-    session = chat.session
-    from nanokv.cache.saving import fingerprint
-
-    mark = fingerprint(session.model)
+    session, mark = chat.session, chat.loaded.fingerprints()[0]
     extra = {"kv": kv.name} if kv else {}
     history = {"history": session.messages, "system": session.system, "settings": session.params}
     size = transcript.write_whole(path, [transcript.header(chat.loaded.name, mark, **extra), history])
@@ -53,18 +50,16 @@ def load(chat, path) -> str:
     session.params |= {k: v for k, v in (head.get("settings") or {}).items() if k in session.params}
     parts = [*notices, f"loaded {transcript.turns_text(messages)}"]
     if head.get("kv"):
-        parts.append(_load_cache(session, path.with_name(head["kv"]), head.get("fingerprint", "?")))
+        parts.append(_load_cache(chat, path.with_name(head["kv"]), head.get("fingerprint", "?")))
     return " · ".join(parts)
 
 
-def _load_cache(session, path, saved):
-    from nanokv.cache.saving import fingerprint
-
-    mine = fingerprint(session.model)
-    if saved != mine:
-        return f"cache refused: it was saved by model {sanitize_line(str(saved))}, this is {mine}"
+def _load_cache(chat, path, saved):
+    session, known = chat.session, chat.loaded.fingerprints()
+    if saved not in known:
+        return f"cache refused: it was saved by model {sanitize_line(str(saved))}, this is {known[0]}"
     try:
-        cache = type(session.cache).load(path, session.model.config, model_fingerprint=mine)
+        cache = type(session.cache).load(path, session.model.config, model_fingerprint=saved)
         dtypes = {t.dtype for t in cache[0].state().values() if t.is_floating_point()}
         mine = getattr(session.model.layers[0], "dtype", session.model.embed_tokens.weight.dtype)
         if cache.name == "dict" and dtypes - {mine}:

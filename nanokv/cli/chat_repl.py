@@ -52,13 +52,12 @@ class Chat:
     """Everything that the loop and the commands share."""
 
     def __init__(self, args, view, keyboard, loaded, session):
-        from nanokv.cache.saving import fingerprint
         from nanokv.cli.chat_input import Input
 
         self.args, self.view, self.keyboard, self.loaded, self.session = args, view, keyboard, loaded, session
         self.draft, self.recorded, self.file = "", [], None
         self.went_well = True                            # only then what was typed ahead is sent by itself
-        self.mark = fingerprint(session.model)
+        self.marks = loaded.fingerprints()
         self.input = Input(
             keyboard, chat_commands.COMMANDS, lambda text: len(session.tokenizer.encode(text)), self.toolbar,
             transcript.state_folder() / "history", view.say, view.out.enabled,
@@ -177,7 +176,7 @@ class Chat:
 
     def start_file(self, folder):
         """A new session file; nothing is created before the first turn."""
-        head = transcript.header(self.loaded.name, self.mark)
+        head = transcript.header(self.loaded.name, self.marks[0])
         self.file = transcript.Transcript(folder / f"{transcript.new_id()}.jsonl", head)
 
     def take_up(self, path, head, messages):
@@ -187,7 +186,7 @@ class Chat:
         if not self.args.no_save:
             self.file = transcript.Transcript.reopen(path)
         text = f"resumed {path.stem} · {transcript.turns_text(messages)}"
-        if head.get("fingerprint") != self.mark:
+        if head.get("fingerprint") not in self.marks:
             text += f" · saved with model {sanitize_line(str(head.get('model')))}, other weights than these"
         self.view.say(text)
         if not self.args.quiet:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from nanokv import __version__
 from nanokv.cache.options import check_options
-from nanokv.cli import layout, terminal
+from nanokv.cli import layout, speed, terminal
 from nanokv.cli.arguments import add_model_arguments, environment
 from nanokv.cli.loading import check_address_space, check_device, display_name, thread_count
 from nanokv.costs.free_memory import available_memory
@@ -96,6 +96,7 @@ def settings(args) -> dict:
         ),
         "device": (device, device_origin),
         "threads": (str(args.threads or thread_count()), threads),
+        "kernels": speed.setting(),
         "cache": (args.cache[0], "flag" if args.cache != ("dict", {}) else "built-in"),
         "sampling": (
             "temperature, top_k, top_p, min_p, repetition_penalty",

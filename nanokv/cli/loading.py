@@ -9,13 +9,13 @@ import os
 import re
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from nanokv import __version__
 from nanokv.cache.options import check_options
-from nanokv.cli import speculation
+from nanokv.cli import speculation, speed
 from nanokv.cli.arguments import environment, integer
 from nanokv.cli.terminal import bytes_text, loading, notice, sanitize_line
 from nanokv.config import Config
@@ -42,12 +42,14 @@ class Plan:
     context: int
     cache_name: str
     cache_options: dict
+    code: speed.Choice = field(default=speed.Choice(False), kw_only=True)
 
     def banner(self) -> list[str]:
-        """The parts of: nanokv 0.1.0 · tiny 3.1 M fp32 · 2 threads · cache dict · context 2,048"""
+        """The parts of: nanokv 0.1.0 · tiny 3.1 M fp32 · 2 threads · cache dict · context 2,048 · fast kernels"""
         where = f"{self.threads} thread{'s' * (self.threads > 1)}" if self.device == "cpu" else self.device
         model = f"{self.name} {count_text(parameters(self.config))} {SHORT[self.dtype_name]}"
-        return [f"nanokv {__version__}", model, where, f"cache {self.cache_name}", f"context {self.context:,}"]
+        parts = [f"nanokv {__version__}", model, where, f"cache {self.cache_name}", f"context {self.context:,}"]
+        return [*parts, *filter(None, [self.code.text])]
 
 
 @dataclass
@@ -58,10 +60,21 @@ class Loaded(Plan):
     tokenizer: Any
     dtype: Any  # torch.dtype
     load_s: float
+    plain: Any = None  # the model as read, whose weights are views of the fused ones; None where that is `model`
 
     def make_cache(self):
         """An empty cache of the kind that --cache asked for, with room for the whole context."""
         return _make_cache(self, self.dtype)
+
+    def fingerprints(self) -> list[str]:
+        """Names of these weights; the first is written, all are recognized.
+
+        Kernels answer as the plain model does, so what one of them began the other continues. Version 0.1.0 wrote the
+        name of the fused weights with --fast.
+        """
+        from nanokv.cache.saving import fingerprint
+
+        return [fingerprint(model) for model in (self.plain, self.model) if model is not None]
 
 
 def load_model(args, announce=None) -> Loaded:
@@ -72,48 +85,43 @@ def load_model(args, announce=None) -> Loaded:
 
 def _load_model(args, announce) -> Loaded:
     start = time.perf_counter()
+    speed.check(args)
     plan = plan_model(args)
     early = args.device == "cpu" or (args.device == "auto" and not _gpu_possible())
-    if announce and early:
-        announce(plan)
+    if early:
+        decide(args, plan, announce)
     check_address_space()
     import torch  # the first of about 2 seconds
 
     plan.device = _device(args.device)
     plan.dtype_name = choose_dtype(args, plan.config, plan.device)
-    if announce and not early:
-        announce(plan)
+    if not early:
+        decide(args, plan, announce)
     dtype = getattr(torch, plan.dtype_name)
-    guessing = speculation.memory(getattr(args, "speculate", None), plan)
-    check_memory(plan, available_memory(plan.device), guessing)
+    check_memory(plan, available_memory(plan.device), memory_of_flags(args, plan))
     _make_cache(plan, dtype)  # what this model cannot have is told before the weights are read; empty, 0 bytes
     torch.set_num_threads(plan.threads)
     from nanokv.loading import load
 
     check = getattr(args, "check_finite", False)
-    model, tokenizer = load(plan.folder, dtype=dtype, device=plan.device, check_finite=check)
-    model = faster(model, args)
+    read, tokenizer = load(plan.folder, dtype=dtype, device=plan.device, check_finite=check)
+    model = speed.optimized(read, args, plan.code)
+    plain = None if model is read or getattr(args, "quantize", None) else read
     plan.config = model.config  # the tensors decide whether the head is tied, whatever config.json says
-    return Loaded(**vars(plan), model=model, tokenizer=tokenizer, dtype=dtype, load_s=time.perf_counter() - start)
+    seconds = time.perf_counter() - start
+    return Loaded(**vars(plan), model=model, tokenizer=tokenizer, dtype=dtype, load_s=seconds, plain=plain)
 
 
-def faster(model, args):
-    """The model as --fast and --quantize want it, and a line that says which code runs."""
-    quantize = getattr(args, "quantize", None)
-    if not quantize and not getattr(args, "fast", False):
-        return model
-    from nanokv.fast import optimize
-
-    model = optimize(model, quantize)
-    notice(f"fast: {model.weights} weights, {code_text()}", args)
-    return model
-
-
-def code_text() -> str:
-    """Which code decodes; of the 80 hexadecimal digits in the name of the kernels' file the first eight tell enough."""
-    from nanokv.fast import native
-
-    return re.sub(r"(kernels-[0-9a-f]{8})[0-9a-f]+-[0-9a-f]+", r"\1…", native.library()[1])
+def decide(args, plan: Plan, announce) -> None:
+    """Which code runs; then the banner, or, where there is none, a line if a build begins."""
+    available = available_memory(plan.device)
+    taken = weight_bytes(plan.config, ITEMSIZE[plan.dtype_name]) + cache_memory(plan)
+    taken += sum(memory_of_flags(args, plan).values())
+    plan.code = speed.choose(args, plan, lambda more: available is None or taken + more <= available)
+    if announce:
+        announce(plan)
+    elif speed.NEXT_START in plan.code.text:
+        notice(plan.code.text, args)
 
 
 def plan_model(args) -> Plan:
@@ -240,21 +248,30 @@ def check_address_space() -> None:
         raise NanoKVError(f"torch takes about {need} of address space, ulimit -v leaves {left}", "ulimit -v unlimited")
 
 
-def check_memory(plan: Plan, available: int | None, guessing: int = 0) -> None:
-    """Refuse before allocation: weights, the cache of a full context, and what guesses tokens must fit into memory."""
+def memory_of_flags(args, plan: Plan) -> dict[str, int]:
+    """Bytes beside weights and cache: flag → bytes."""
+    guessing = speculation.memory(getattr(args, "speculate", None), plan)
+    fusing = speed.fusing_bytes(plan) if plan.code.requested else 0
+    return {flag: count for flag, count in (("--speculate", guessing), ("--fast", fusing)) if count}
+
+
+def check_memory(plan: Plan, available: int | None, flags: dict[str, int] | None = None) -> None:
+    """Refuse before allocation: weights, the cache of a full context, and what flags take must fit into memory."""
+    flags = flags or {}
     if available is None:
         return
     weights, cached = weight_bytes(plan.config, ITEMSIZE[plan.dtype_name]), cache_memory(plan)
-    if weights + cached + guessing <= available:
+    more = sum(flags.values())
+    if weights + cached + more <= available:
         return
     pages = plan.cache_options.get("pages")
     holder = f"a pool of {pages:,} pages" if pages else f"the cache of {plan.context:,} tokens"
-    guess = f" + {bytes_text(guessing)} for --speculate" if guessing else ""
+    rest = "".join(f" + {bytes_text(count)} for {flag}" for flag, count in flags.items())
+    without = f"leave out {' and '.join(flags)}" if flags else NOTHING_FITS
     raise NanoKVError(
-        f"{plan.name} needs {bytes_text(weights)} for weights + {bytes_text(cached)} for {holder}{guess} in "
-        f"{SHORT[plan.dtype_name]}; {bytes_text(available)} are free",
-        memory_hint(plan, available - guessing) or ("leave out --speculate" if guessing else NOTHING_FITS),
-    )
+        f"{plan.name} needs {bytes_text(weights)} for weights + {bytes_text(cached)} for {holder}{rest} in "
+        f"{SHORT[plan.dtype_name]}; {bytes_text(available)} are free", memory_hint(plan, available - more) or without,
+    )  # fmt: skip
 
 
 def cache_memory(plan: Plan, tokens: int | None = None) -> int:

@@ -60,3 +60,11 @@ def open_checked(path: Path) -> str | None:
         os.close(descriptor)
         return str(path) if whole else None
     return f"/proc/self/fd/{descriptor}"  # stays open: the loader takes a name that it has seen for the same library
+
+
+def is_whole(path: Path) -> bool | None:
+    """Would `open_checked` give a path? None if not."""
+    opened = open_checked(path)
+    if opened is not None and opened != str(path):
+        os.close(int(opened.rsplit("/", 1)[1]))
+    return True if opened is not None else None
