@@ -244,13 +244,16 @@ class GenerationConfig:
     repetition_penalty: float = 1.0
 
     @classmethod
-    def from_folder(cls, folder: str | os.PathLike) -> "GenerationConfig":
-        """Read generation_config.json; without one, the eos ids of config.json and greedy decoding."""
+    def from_folder(cls, folder: str | os.PathLike, config: dict | None = None) -> "GenerationConfig":
+        """Read generation_config.json; without one, the eos ids of config.json (or `config`, what it says) and greedy
+        decoding."""
         fields: dict = {}
         for name in ("config.json", "generation_config.json"):
             path = Path(folder) / name
-            if path.is_file():
-                found = {k: v for k, v in read_object(path, ConfigError).items() if v is not None}
+            known = config if name == "config.json" else None
+            if known is not None or path.is_file():
+                found = read_object(path, ConfigError) if known is None else known
+                found = {k: v for k, v in found.items() if v is not None}
                 if name == "config.json":  # of its many fields those that old checkpoints keep there
                     found = {k: v for k, v in found.items() if k in SAMPLED or k in NEUTRAL or k in NEUTRAL_SAMPLED}
                 fields |= found

@@ -1,15 +1,18 @@
 """From a name, a folder or a hub id to a model and its tokenizer: where weights_loader's tensors become a model."""
 
 import os
+from pathlib import Path
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 import weights_loader
 from nanokv.config import Config, GenerationConfig
+from nanokv.errors import ConfigError
 from nanokv.model import Transformer
 from nanokv.text.tokenizer import Tokenizer
 from weights_loader import CheckpointError, names
+from weights_loader.strict import read_object
 
 
 def load(source: str | os.PathLike = "tiny", dtype: torch.dtype | None = torch.float32,
@@ -24,10 +27,20 @@ def load(source: str | os.PathLike = "tiny", dtype: torch.dtype | None = torch.f
     """
     weights_loader.check_target(dtype, device)
     folder = weights_loader.resolve(source, revision=revision)
-    Config.from_folder(folder)  # refuse what is not implemented before a byte of weights is read
-    generation_config = GenerationConfig.from_folder(folder)
-    tokenizer = Tokenizer.from_folder(folder)
-    fields, state_dict = weights_loader.load(folder, dtype=dtype, device=device)
+    return load_folder(folder, read_object(folder / "config.json", ConfigError), dtype, device, check_finite)
+
+
+def load_folder(folder: Path, fields: dict, dtype: torch.dtype | None, device: str | torch.device,
+                check_finite: bool = False) -> tuple[Transformer, Tokenizer]:  # fmt: skip
+    """`load` of a folder on this disk; `fields` is what its config.json says. Each of its files is read once."""
+    device = weights_loader.check_target(dtype, device)
+    config = Config.from_dict(fields)  # refuse what is not implemented before a byte of weights is read
+    generation_config = GenerationConfig.from_folder(folder, fields)
+    tokenizer = Tokenizer.from_folder(folder, rows=config.vocab_size)
+    last = tokenizer.vocab_size - 1
+    name = tokenizer.backend.id_to_token(last) or ""
+    weights_loader.check_last_id(folder / "tokenizer.json", name, last, config.vocab_size)
+    fields, state_dict = weights_loader.read(folder, dict(fields), dtype, device)
     model = build(Config.from_dict(fields), state_dict)
     model.generation_config = generation_config
     if check_finite and (bad := unfinite(model)):

@@ -37,11 +37,19 @@ def load(source: Source, dtype: "torch.dtype | None" = None, device: "str | torc
     dtype None keeps the stored types; on the CPU such tensors are views of the mapped file. lm_head.weight is there
     only if it differs from the embedding, and config["tie_word_embeddings"] says the same. Raises CheckpointError.
     """
-    from . import shards
-
     device = check_target(dtype, device)
     folder = resolve(source, revision)
     config = read_object(folder / "config.json")
+    names.expected(config)  # vocab_size is a size
+    check_tokenizer(folder / "tokenizer.json", config["vocab_size"])
+    return read(folder, config, dtype, device)
+
+
+def read(folder: Path, config: dict, dtype: "torch.dtype | None",
+         device: "torch.device") -> "tuple[dict, dict[str, torch.Tensor]]":  # fmt: skip
+    """`load` of a folder whose config.json is read and whose tokenizer is checked (check_last_id)."""
+    from . import shards
+
     try:
         entries = check(folder, config, shards.read_entries(folder))
         config["tie_word_embeddings"] = names.HEAD not in entries
@@ -153,7 +161,6 @@ def check(folder: Path, config: dict, entries: dict) -> dict:
                 f"{entries[name].path}: tensor {quote(name)} has shape {list(entries[name].shape)}, "
                 f"config.json asks for {list(shape)}"
             )
-    check_tokenizer(folder / "tokenizer.json", config["vocab_size"])
     tied = resolve_head(config, entries)
     return {name: entries[name] for name in shapes if name in entries and not (tied and name == names.HEAD)}
 
@@ -186,12 +193,17 @@ def check_tokenizer(path: Path, vocab_size: int) -> None:
         vocab = fields["model"]["vocab"]
         ids = dict(vocab) if isinstance(vocab, dict) else {token[0]: i for i, token in enumerate(vocab)}
         ids |= {token["content"]: token["id"] for token in fields.get("added_tokens") or ()}
-        last = max(ids, key=ids.__getitem__, default=None)
-        beyond = last is not None and ids[last] >= vocab_size
+        last = max(ids, key=ids.__getitem__, default="")
+        last_id = ids.get(last, -1) + 0
     except (KeyError, TypeError, IndexError, AttributeError) as error:
         raise CheckpointError(f"{path}: model.vocab or added_tokens is missing or malformed ({error!r})") from error
-    if beyond:
+    check_last_id(path, last, last_id, vocab_size)
+
+
+def check_last_id(path: Path, token: str, id: int, vocab_size: int) -> None:
+    """CheckpointError if the largest id of tokenizer.json has no row in the embedding."""
+    if id >= vocab_size:
         raise CheckpointError(
-            f"{path}: token {quote(last)} has id {ids[last]:,}, the embedding has {vocab_size:,} rows (vocab_size)",
+            f"{path}: token {quote(token)} has id {id:,}, the embedding has {vocab_size:,} rows (vocab_size)",
             hint="tokenizer and weights are from different models",
         )

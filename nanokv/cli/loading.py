@@ -22,7 +22,8 @@ from nanokv.config import Config
 from nanokv.costs import ITEMSIZE, cache_bytes, kv_bytes_per_token, parameters, weight_bytes
 from nanokv.costs.free_memory import available_memory, free_address_space
 from nanokv.costs.memory import SHORT, most_tokens
-from nanokv.errors import ContextError, NanoKVError
+from nanokv.errors import ConfigError, ContextError, NanoKVError
+from weights_loader.strict import read_object
 
 PAGE = 16  # tokens per page where --cache does not say
 TORCH_BYTES = 600_000_000  # address space that importing torch takes on a CPU; measured, 2.13
@@ -42,6 +43,7 @@ class Plan:
     context: int
     cache_name: str
     cache_options: dict
+    fields: dict = field(default_factory=dict, kw_only=True)  # what config.json says
     code: speed.Choice = field(default=speed.Choice(False), kw_only=True)
 
     def banner(self) -> list[str]:
@@ -101,10 +103,10 @@ def _load_model(args, announce) -> Loaded:
     check_memory(plan, available_memory(plan.device), memory_of_flags(args, plan))
     _make_cache(plan, dtype)  # what this model cannot have is told before the weights are read; empty, 0 bytes
     torch.set_num_threads(plan.threads)
-    from nanokv.loading import load
+    from nanokv.loading import load_folder
 
     check = getattr(args, "check_finite", False)
-    read, tokenizer = load(plan.folder, dtype=dtype, device=plan.device, check_finite=check)
+    read, tokenizer = load_folder(plan.folder, plan.fields, dtype, plan.device, check)
     model = speed.optimized(read, args, plan.code)
     plain = None if model is read or getattr(args, "quantize", None) else read
     plan.config = model.config  # the tensors decide whether the head is tied, whatever config.json says
@@ -136,12 +138,12 @@ def plan_model(args) -> Plan:
 
     with said(args):
         folder = Path(weights_loader.resolve(args.model, revision=args.revision))
-    config = Config.from_folder(folder)
-    plan = Plan(
+    fields = read_object(folder / "config.json", ConfigError)
+    config = Config.from_dict(fields)
+    return Plan(
         display_name(args.model), folder, config, choose_dtype(args, config, "cpu"), threads, "cpu",
-        choose_context(args.context, config), name, options,
+        choose_context(args.context, config), name, options, fields=fields,
     )  # fmt: skip
-    return plan
 
 
 @contextmanager

@@ -34,14 +34,17 @@ class Tokenizer:
     """Ids are 0 … vocab_size-1; `special_tokens` are the added tokens, which text can contain literally."""
 
     def __init__(self, backend: tokenizers.Tokenizer, names: Mapping[str, str] | None = None,
-                 chat_template: str | None = None, rows: int = 0, config: dict | None = None):  # fmt: skip
+                 chat_template: str | None = None, rows: int = 0, config: dict | None = None,
+                 last_id: int | None = None):  # fmt: skip
         backend.no_truncation()
         backend.no_padding()
         self.backend = backend
         added = backend.get_added_tokens_decoder()
         self.special_tokens = {token.content: id for id, token in sorted(added.items())}
         self.control_ids = frozenset(id for id, token in added.items() if token.special)
-        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        if last_id is None:
+            last_id = max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
+        self.vocab_size = last_id + 1
         self.rows = max(rows, self.vocab_size)  # the embedding may be padded: Qwen3-0.6B has 151,936 rows, 151,669 ids
         self.names = dict(names or {})  # {"eos_token": "<|im_end|>", …}, what the template sees
         self.chat_template = chat_template
@@ -50,14 +53,18 @@ class Tokenizer:
         self._added_ids = frozenset(added)
 
     @classmethod
-    def from_folder(cls, path: str | os.PathLike) -> "Tokenizer":
-        """Reads tokenizer.json, tokenizer_config.json and chat_template.jinja; TokenizerError names what is wrong."""
+    def from_folder(cls, path: str | os.PathLike, rows: int | None = None) -> "Tokenizer":
+        """Reads tokenizer.json, tokenizer_config.json and chat_template.jinja; TokenizerError names what is wrong.
+
+        rows: of the embedding; None asks config.json, where there is one.
+        """
         folder = Path(path)
-        backend = read_backend(folder / "tokenizer.json")
+        backend, last_id = read_backend(folder / "tokenizer.json")
         config = _json_object(folder / "tokenizer_config.json")
-        rows = _json_object(folder / "config.json").get("vocab_size", 0)
-        rows = rows if type(rows) is int else 0
-        return cls(backend, _token_names(config), _chat_template(folder, config), rows, config)
+        if rows is None:
+            rows = _json_object(folder / "config.json").get("vocab_size", 0)
+            rows = rows if type(rows) is int else 0
+        return cls(backend, _token_names(config), _chat_template(folder, config), rows, config, last_id)
 
     def __repr__(self) -> str:
         template = "a chat template" if self.chat_template else "no chat template"

@@ -6,6 +6,7 @@ tokenizers use (GPT-2, Llama 3 and 4, Qwen2 to 3.5, SmolLM2, Mistral) are accept
 Not here: what the ids mean (nanokv.text.tokenizer).
 """
 
+import itertools
 import json
 from pathlib import Path
 
@@ -40,8 +41,9 @@ REGEXES = {  # of Split: known by heart, because whether another one is cheap ca
 }
 
 
-def read_backend(path: Path) -> tokenizers.Tokenizer:
-    """The file, checked and then parsed by the library; TokenizerError names what is refused."""
+def read_backend(path: Path) -> tuple[tokenizers.Tokenizer, int]:
+    """(the file, checked and then parsed by the library; its largest id, −1 for none); TokenizerError names what is
+    refused. The file of Qwen3, 11 MB, is read once and parsed twice: by Python for the checks, then by the library."""
     if not path.is_file():
         raise TokenizerError(f"{path.parent} has no {path.name}", "the folder of a checkpoint holds one")
     data = read_bytes(path, TokenizerError)
@@ -49,11 +51,13 @@ def read_backend(path: Path) -> tokenizers.Tokenizer:
     check_fields(path, fields)
     with foreign(f"{path} cannot be read", TokenizerError):
         backend = tokenizers.Tokenizer.from_buffer(data)
-    for token in fields.get("added_tokens") or []:  # one that is not in the vocabulary gets the next free id
+    added = fields.get("added_tokens") or []
+    for token in added:  # one that is not in the vocabulary gets the next free id
         if (id := backend.token_to_id(token["content"])) != token.get("id"):
             raise TokenizerError(f"{path}: added token {quote(token['content'])} says id {quote(token.get('id'))}, but "
                                  f"comes to be {id:,}: ids are missing before it")  # fmt: skip
-    return backend
+    ids = itertools.chain(fields["model"]["vocab"].values(), (token["id"] for token in added))
+    return backend, max(ids, default=-1)
 
 
 def write_tokenizer(folder: Path, backend: tokenizers.Tokenizer, config: dict, chat_template: str | None = None):
