@@ -12,6 +12,7 @@ from nanokv.errors import ConfigError
 from nanokv.model import Transformer
 from nanokv.text.tokenizer import Tokenizer
 from weights_loader import CheckpointError, names
+from weights_loader.prefetch import Prefetch
 from weights_loader.strict import read_object
 
 
@@ -31,7 +32,8 @@ def load(source: str | os.PathLike = "tiny", dtype: torch.dtype | None = torch.f
 
 
 def load_folder(folder: Path, fields: dict, dtype: torch.dtype | None, device: str | torch.device,
-                check_finite: bool = False) -> tuple[Transformer, Tokenizer]:  # fmt: skip
+                check_finite: bool = False,
+                prefetched: Prefetch | None = None) -> tuple[Transformer, Tokenizer]:  # fmt: skip
     """`load` of a folder on this disk; `fields` is what its config.json says. Each of its files is read once."""
     device = weights_loader.check_target(dtype, device)
     config = Config.from_dict(fields)  # refuse what is not implemented before a byte of weights is read
@@ -40,7 +42,7 @@ def load_folder(folder: Path, fields: dict, dtype: torch.dtype | None, device: s
     last = tokenizer.vocab_size - 1
     name = tokenizer.backend.id_to_token(last) or ""
     weights_loader.check_last_id(folder / "tokenizer.json", name, last, config.vocab_size)
-    fields, state_dict = weights_loader.read(folder, dict(fields), dtype, device)
+    fields, state_dict = weights_loader.read(folder, dict(fields), dtype, device, prefetched)
     model = build(Config.from_dict(fields), state_dict)
     model.generation_config = generation_config
     if check_finite and (bad := unfinite(model)):

@@ -17,6 +17,8 @@ from .strict import CheckpointError, CheckpointWarning, quote, read_object
 if TYPE_CHECKING:
     import torch
 
+    from .prefetch import Prefetch
+
 __all__ = [
     "BUNDLED", "CheckpointError", "CheckpointWarning", "check_hashes", "check_target", "config_file", "load", "resolve",
 ]  # fmt: skip
@@ -45,15 +47,16 @@ def load(source: Source, dtype: "torch.dtype | None" = None, device: "str | torc
     return read(folder, config, dtype, device)
 
 
-def read(folder: Path, config: dict, dtype: "torch.dtype | None",
-         device: "torch.device") -> "tuple[dict, dict[str, torch.Tensor]]":  # fmt: skip
+def read(folder: Path, config: dict, dtype: "torch.dtype | None", device: "torch.device",
+         prefetched: "Prefetch | None" = None) -> "tuple[dict, dict[str, torch.Tensor]]":  # fmt: skip
     """`load` of a folder whose config.json is read and whose tokenizer is checked (check_last_id)."""
     from . import shards
 
     try:
         entries = check(folder, config, shards.read_entries(folder))
         config["tie_word_embeddings"] = names.HEAD not in entries
-        state = {names.to_nanokv(name): shards.materialize(entry, dtype, device) for name, entry in entries.items()}
+        where = dtype, device, prefetched
+        state = {names.to_nanokv(name): shards.materialize(entry, *where) for name, entry in entries.items()}
     except CheckpointError:
         raise
     except (OSError, ValueError) as error:  # ValueError: a file that became shorter since its header was read

@@ -20,6 +20,7 @@ import torch
 from .gguf_file import TensorInfo
 from .gguf_model import POINTER, places
 from .names import INDEX, SINGLE, read_weight_map
+from .prefetch import Prefetch
 from .strict import LIMITS, CheckpointError, parse_object, quote
 
 STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # of a GGUF file
@@ -217,9 +218,14 @@ def _naturals(value) -> bool:
     return isinstance(value, list) and all(type(n) is int and n >= 0 for n in value)
 
 
-def materialize(entry: Entry, dtype: torch.dtype | None, device: torch.device) -> torch.Tensor:
-    """The tensor: a view of the file if dtype and device allow it, else converted chunk by chunk."""
+def materialize(entry: Entry, dtype: torch.dtype | None, device: torch.device,
+                prefetched: Prefetch | None = None) -> torch.Tensor:  # fmt: skip
+    """The tensor: a view of the file (or of what was read of it) if dtype and device allow it, else converted chunk by
+    chunk."""
     if entry.as_stored and dtype in (None, entry.dtype) and device.type == "cpu":
+        if prefetched is not None and (at := prefetched.taken(entry)) is not None:
+            whole = torch.frombuffer(prefetched.memory, dtype=torch.uint8)  # one storage for all
+            return whole[at : at + entry.nbytes].view(entry.dtype).view(entry.shape)
         return entry.mapped(0, entry.nbytes).view(entry.shape)  # 0 bytes now; pages come in when touched
     result = torch.empty(entry.shape, dtype=dtype or entry.dtype, device=device)
     flat = result.view(-1)

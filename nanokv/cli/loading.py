@@ -92,6 +92,8 @@ def _load_model(args, announce) -> Loaded:
     early = args.device == "cpu" or (args.device == "auto" and not _gpu_possible())
     if early:
         decide(args, plan, announce)
+        check_memory(plan, available_memory("cpu"), memory_of_flags(args, plan))
+    prefetched = speed.prefetch(plan, args)
     check_address_space()
     import torch  # the first of about 2 seconds
 
@@ -99,14 +101,14 @@ def _load_model(args, announce) -> Loaded:
     plan.dtype_name = choose_dtype(args, plan.config, plan.device)
     if not early:
         decide(args, plan, announce)
+        check_memory(plan, available_memory(plan.device), memory_of_flags(args, plan))
     dtype = getattr(torch, plan.dtype_name)
-    check_memory(plan, available_memory(plan.device), memory_of_flags(args, plan))
     _make_cache(plan, dtype)  # what this model cannot have is told before the weights are read; empty, 0 bytes
     torch.set_num_threads(plan.threads)
     from nanokv.loading import load_folder
 
     check = getattr(args, "check_finite", False)
-    read, tokenizer = load_folder(plan.folder, plan.fields, dtype, plan.device, check)
+    read, tokenizer = load_folder(plan.folder, plan.fields, dtype, plan.device, check, prefetched)
     model = speed.optimized(read, args, plan.code)
     plain = None if model is read or getattr(args, "quantize", None) else read
     plan.config = model.config  # the tensors decide whether the head is tied, whatever config.json says

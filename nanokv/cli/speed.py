@@ -52,6 +52,16 @@ def choose(args, plan, fits) -> Choice:
     return Choice(False, f"plain ({why})") if why else Choice(True, "fast kernels")
 
 
+def prefetch(plan, args):
+    """The weights that are fused, on their way into memory while torch is imported; None where nothing is fused, or
+    quantized weights take the place of these. `check_memory` has counted them."""
+    if plan.code.fast and plan.device == "cpu" and not args.quantize:
+        from weights_loader.prefetch import Prefetch
+
+        return Prefetch(plan.folder, plan.dtype_name, (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")))
+    return None
+
+
 def unusable(plan) -> str:
     """Why kernels cannot run this model, or ""."""
     if plan.device != "cpu":

@@ -1,0 +1,142 @@
+"""Reads the weights of a folder while something else is imported: one thread, a few long system calls, no torch.
+
+`import torch` keeps one core busy for a second. Meanwhile another can bring the matrices that a model fuses into
+memory, one below the other, so that fusing them copies nothing. The other tensors stay in the mapped file; the system
+is told to read it ahead.
+
+Nothing is decided here. What looks odd is left to shards.py, which checks every header and names the fault; it then
+maps the file as ever.
+"""
+
+import mmap
+import os
+import threading
+from pathlib import Path
+
+from .names import INDEX, SINGLE
+from .strict import LIMITS, MB, CheckpointError, parse_object
+
+DTYPES = {"float32": "F32", "bfloat16": "BF16"}
+MOST_BUFFERS = 1024  # of one system call (IOV_MAX)
+ALIGNMENT = 64  # bytes; a cache line
+
+
+class Prefetch:
+    """Begins at once. `taken(entry)` waits, and says where the bytes of one tensor lie in `memory`, or None."""
+
+    def __init__(self, folder: Path, dtype: str, together: tuple[tuple[str, ...], ...]):
+        """Only matrices of these names are read, e.g. ("q_proj", "k_proj", "v_proj"), which then lie side by side."""
+        self.places: dict[tuple[Path, int, int], int] = {}  # (file, start, bytes) → where it lies in `memory`
+        self.memory: mmap.mmap | None = None
+        self.versions: dict[Path, tuple] = {}  # of each file, as it was read
+        self.thread = None
+        try:
+            files = {path: header(path, DTYPES.get(dtype, "")) for path in weight_files(folder)}
+            self._lay_out(files, together)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, CheckpointError):
+            self.places = {}
+        if not hasattr(os, "preadv"):  # Windows
+            self.places = {}
+        if self.places:
+            self.thread = threading.Thread(target=self._read, args=(list(files),), daemon=True)
+            self.thread.start()
+
+    def taken(self, entry) -> int | None:
+        if self.thread is not None:
+            self.thread.join()
+            self.thread = None
+        if self.versions.get(entry.path) != version(os.stat(entry.path)):  # another file by now: not half of each
+            return None
+        return self.places.get((entry.path, entry.start, entry.nbytes))
+
+    def _lay_out(self, files: dict, together) -> None:
+        order = {name: (group, i) for group in together for i, name in enumerate(group)}
+        found = []
+        for path, tensors in files.items():
+            for name, start, nbytes in tensors:
+                parent, leaf, kind = ("..", *name.rsplit(".", 2))[-3:]
+                if leaf in order and nbytes:
+                    group, rank = order[leaf]
+                    found.append(((parent, kind, group), rank, path, start, nbytes))
+        end, last = 0, None
+        for key, _, *place, nbytes in sorted(found):
+            begin = end if key == last else -(-end // ALIGNMENT) * ALIGNMENT
+            self.places[(*place, nbytes)], end, last = begin, begin + nbytes, key
+        self.memory = mmap.mmap(-1, end) if end else None
+
+    def _read(self, files: list[Path]) -> None:
+        try:
+            with memoryview(self.memory) as memory:
+                for path in files:
+                    wanted = sorted((start, n, at) for (file, start, n), at in self.places.items() if file == path)
+                    with open(path, "rb", buffering=0) as file:
+                        self.versions[path] = version(os.fstat(file.fileno()))
+                        if hasattr(os, "posix_fadvise"):  # the rest of the file, too, if it is not in memory yet
+                            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
+                        for start, places in runs(wanted):
+                            read_all(file.fileno(), [memory[at : at + n] for at, n in places], start)
+        except (OSError, ValueError):  # shards.py will find out why
+            self.places = {}
+
+
+def version(status: os.stat_result) -> tuple:
+    """Changes when a file is replaced or written to."""
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def runs(wanted: list[tuple[int, int, int]]):
+    """(start, nbytes, place) in the file's order → (start, [(place, nbytes), …]) for each stretch without a gap."""
+    start, places, end = 0, [], -1
+    for begin, nbytes, at in wanted:
+        if begin != end or len(places) == MOST_BUFFERS:
+            if places:
+                yield start, places
+            start, places = begin, []
+        places.append((at, nbytes))
+        end = begin + nbytes
+    if places:
+        yield start, places
+
+
+def read_all(descriptor: int, views: list, start: int) -> None:
+    """Fill the views with the bytes from `start` on. One call takes at most 2 GiB."""
+    while views:
+        count = os.preadv(descriptor, views, start)
+        if count == 0:
+            raise OSError("the file ended")
+        start += count
+        while views and count >= len(views[0]):
+            count -= len(views.pop(0))
+        if count:
+            views[0] = views[0][count:]
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files that shards.py will read."""
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    index = parse_object((folder / INDEX).read_bytes(), INDEX)
+    return [folder / file for file in sorted(set(index["weight_map"].values())) if Path(file).name == file]
+
+
+def header(path: Path, dtype: str) -> list[tuple[str, int, int]]:
+    """(name, start, bytes) of each tensor, in the file's order; ValueError unless all of them are of this type and
+    fill the file without a hole."""
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > min(size, 10 * MB, LIMITS["safetensors header"]):
+            raise ValueError
+        fields = parse_object(file.read(length), f"header of {path}")
+    fields.pop("__metadata__", None)
+    if {tensor["dtype"] for tensor in fields.values()} != {dtype}:
+        raise ValueError
+    tensors = sorted((*tensor["data_offsets"], name) for name, tensor in fields.items())
+    end = 0
+    for begin, after, _ in tensors:
+        if begin != end or after < begin:
+            raise ValueError
+        end = after
+    if 8 + length + end != size:
+        raise ValueError
+    return [(name, 8 + length + begin, after - begin) for begin, after, name in tensors]
