@@ -7,6 +7,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 import weights_loader
+from nanokv.clock import stamp
 from nanokv.config import Config, GenerationConfig
 from nanokv.errors import ConfigError
 from nanokv.model import Transformer
@@ -39,6 +40,7 @@ def load_folder(folder: Path, fields: dict, dtype: torch.dtype | None, device: s
     config = Config.from_dict(fields)  # refuse what is not implemented before a byte of weights is read
     generation_config = GenerationConfig.from_folder(folder, fields)
     tokenizer = Tokenizer.from_folder(folder, rows=config.vocab_size)
+    stamp("tokenizer")
     last = tokenizer.vocab_size - 1
     name = tokenizer.backend.id_to_token(last) or ""
     weights_loader.check_last_id(folder / "tokenizer.json", name, last, config.vocab_size)

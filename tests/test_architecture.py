@@ -34,7 +34,7 @@ LAYERS = [
     {"nanokv.checkpoint"},
     {"nanokv.rope", "nanokv.text", "nanokv.attention", "nanokv.cache.options"},
     {"nanokv.config"},
-    {"nanokv.errors"},
+    {"nanokv.errors", "nanokv.clock"},
     {"weights_loader"},
 ]
 PROGRAMS = {"nanokv.cli", "nanokv.faults", "nanokv.training"}  # may use the public names, `import nanokv`

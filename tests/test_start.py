@@ -142,3 +142,28 @@ def test_a_short_read_goes_on_where_it_stopped(tmp_path, monkeypatch):
     early = Prefetch(folder, "float32", FUSED)
     mapped = loaded(folder, None)
     assert all(torch.equal(x, mapped[name]) for name, x in loaded(folder, early).items()) and early.places
+
+
+# --- what a start takes -----------------------------------------------------------------------------------------------
+
+
+def test_profile_start_says_where_the_time_goes(cli, tiny_folder):
+    """Each part of the real command, from its process's start to the first token; floors beside three of them."""
+    from nanokv.cli.profile_start import FLOORS, PARTS
+
+    code, out, err = cli("profile", "--start", "--repeat", "1", "-m", tiny_folder, "--json")
+    assert code == 0, err
+    *rows, whole = json.loads(out)
+    assert [row["part"] for row in rows] == list(PARTS.values()) and whole["part"] == "together"
+    assert all(row["seconds"] > 0 for row in rows)
+    assert whole["seconds"] == pytest.approx(sum(row["seconds"] for row in rows))
+    floors = {name: row["floor_seconds"] for name, row in zip(PARTS, rows, strict=True)}
+    assert {name for name, floor in floors.items() if floor > 0} == set(FLOORS)
+    assert floors["torch"] > 10 * floors["plan"], "torch is imported, and it is the largest part"
+
+
+def test_profile_start_needs_a_folder_and_tells_what_generate_said(cli, tmp_path):
+    code, _, err = cli("profile", "--start", "-m", "qwen3-0.6b-random")
+    assert code == 2 and "no folder that a start could read" in err
+    code, out, err = cli("profile", "--start", "--repeat", "1", "-m", "tiny", "--weights", "int4", "--dtype", "float16")
+    assert (code, out) == (2, "") and "nanokv generate ended with 2: nanokv: error: there are no kernels" in err

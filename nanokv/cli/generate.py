@@ -10,6 +10,7 @@ from nanokv.cli.arguments import DEFAULT_NEW_TOKENS
 from nanokv.cli.loading import Loaded, load_model
 from nanokv.cli.prompt import add_prompt_arguments, answer, encode, form, read_prompt, room, templated
 from nanokv.cli.text import to_json
+from nanokv.clock import stamp
 from nanokv.decoding import completion
 from nanokv.text.thinking import opens_thinking
 
@@ -43,6 +44,7 @@ def run(args) -> int:
     prompt = read_prompt(args, EXAMPLES[0])
     loaded = load_model(args)
     ids = encode(args, loaded, prompt)
+    stamp("prompt")
     if args.beams:
         return run_beams(args, loaded, ids)
     from nanokv.decoding.generation import TextStream
@@ -56,6 +58,7 @@ def run(args) -> int:
         out = JsonOutput() if args.json else TextOutput(args, loaded, ids)
         for chunk in stream:
             out.put(chunk)
+        stamp("token")  # of the one token that `nanokv profile --start` asks for
         out.flush()
     found = result(args, loaded, generation, stream)
     if args.json:

@@ -18,6 +18,7 @@ from nanokv.cache.options import check_options
 from nanokv.cli import speculation, speed
 from nanokv.cli.arguments import environment, integer
 from nanokv.cli.terminal import bytes_text, loading, notice, sanitize_line
+from nanokv.clock import stamp
 from nanokv.config import Config
 from nanokv.costs import ITEMSIZE, cache_bytes, kv_bytes_per_token, parameters, weight_bytes
 from nanokv.costs.free_memory import available_memory, free_address_space
@@ -95,8 +96,10 @@ def _load_model(args, announce) -> Loaded:
         check_memory(plan, available_memory("cpu"), memory_of_flags(args, plan))
     prefetched = speed.prefetch(plan, args)
     check_address_space()
+    stamp("plan")
     import torch  # the first of about 2 seconds
 
+    stamp("torch")
     plan.device = _device(args.device)
     plan.dtype_name = choose_dtype(args, plan.config, plan.device)
     if not early:
@@ -107,9 +110,12 @@ def _load_model(args, announce) -> Loaded:
     torch.set_num_threads(plan.threads)
     from nanokv.loading import load_folder
 
+    stamp("code")
     check = getattr(args, "check_finite", False)
     read, tokenizer = load_folder(plan.folder, plan.fields, dtype, plan.device, check, prefetched)
+    stamp("weights")
     model = speed.optimized(read, args, plan.code)
+    stamp("kernels")
     plain = None if model is read or getattr(args, "quantize", None) else read
     plan.config = model.config  # the tensors decide whether the head is tied, whatever config.json says
     seconds = time.perf_counter() - start

@@ -1,4 +1,5 @@
-"""`nanokv profile`: where the time of one prefill and one decode step goes, each part beside its floor."""
+"""`nanokv profile`: where the time of one prefill and one decode step goes, or with --start that of a whole start, each
+part beside its floor."""
 
 import sys
 from dataclasses import asdict
@@ -10,8 +11,14 @@ from nanokv.cli.random_model import RANDOM, load_random
 from nanokv.cli.text import to_json
 from nanokv.errors import NanoKVError
 
-EXAMPLES = ("nanokv profile", "nanokv profile --weights plain", "nanokv profile -m qwen3-0.6b-random --tokens 1024")
-DESCRIPTION = "Where one prefill and one decode step spend their time, beside the least that this machine allows."
+EXAMPLES = (
+    "nanokv profile", "nanokv profile --weights plain", "nanokv profile -m qwen3-0.6b-random --tokens 1024",
+    "nanokv profile --start",
+)  # fmt: skip
+DESCRIPTION = (
+    "Where one prefill and one decode step spend their time, beside the least that this machine allows. With --start: "
+    "where `nanokv generate` spends its time from the command to the first token."
+)
 
 
 def add_arguments(parser) -> None:
@@ -20,12 +27,20 @@ def add_arguments(parser) -> None:
     parser.add_argument(
         "--weights", default="fast", choices=("plain", "fast", "int8", "int4"), help="as in bench (default: fast)"
     )
+    parser.add_argument("--start", action="store_true", help="from the command to the first token, in real processes")
+    parser.add_argument("--repeat", type=integer(1, 100), default=5, metavar="N", help="of --start (default: 5)")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     add_model_arguments(parser)
 
 
 def run(args) -> int:
-    """Two tables."""
+    """Two tables, or one."""
+    if args.start:
+        from nanokv.cli.profile_start import run as profile_start
+
+        if args.model in RANDOM:
+            raise NanoKVError(f"{args.model} is no folder that a start could read", "nanokv profile --start -m FOLDER")
+        return profile_start(args)
     loaded = load_random(args) if args.model in RANDOM else load_model(args)
     if args.tokens + 16 > loaded.context:
         raise NanoKVError(f"--tokens {args.tokens:,} leaves no room to decode: at most {loaded.context - 16:,}")
