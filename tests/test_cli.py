@@ -330,7 +330,8 @@ def test_json_object(cli, tiny_folder, oracle):
     assert choice(got)["token_ids"] == ids and len(logprobs) == 6 and all(x < 0 for x in logprobs)
     assert choice(got)["finish_reason"] == "length" and text_of(got) == tokenizer.decode(ids, skip_special_tokens=True)
     used = got["usage"]["prompt_tokens"] + 5  # the last token is never fed
-    assert got["cache"] == {"kind": "dict", "tokens": used, "bytes": used * 2 * 3 * 2 * 32 * 4}
+    assert 16 < used <= 32  # slots come in powers of two
+    assert got["cache"] == {"kind": "growing", "tokens": used, "bytes": 32 * 2 * 3 * 2 * 32 * 4}
     assert got["seed"] is None and ids_of(cli, PROMPT, "-m", tiny_folder, "-t", "1", "--seed", "7")["seed"] == 7
 
 
@@ -517,7 +518,7 @@ def test_dtype_auto(cli, tiny_folder, tmp_path, stored, flag, itemsize):
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     config = json.loads((folder / "config.json").read_text()) | {"dtype": stored}
     (folder / "config.json").write_text(json.dumps(config))
-    got = ids_of(cli, PROMPT, "-m", folder, "--dtype", flag, "--device", "cpu")
+    got = ids_of(cli, PROMPT, "-m", folder, "--dtype", flag, "--device", "cpu", "--cache", "dict")
     assert got["cache"]["bytes"] == (got["usage"]["prompt_tokens"] + 5) * 2 * 3 * 2 * 32 * itemsize
 
 
@@ -646,7 +647,7 @@ def test_the_banner_is_on_the_screen_before_torch_is_imported(tiny_folder):
         check=False,
     )
     assert done.returncode == 7, done.stderr
-    shape = r"nanokv [\d.]+ · tiny-random 0\.2 M fp32 · 1 thread · cache dict · context 300 · plain \(--plain\)"
+    shape = r"nanokv [\d.]+ · tiny-random 0\.2 M fp32 · 1 thread · cache growing · context 300 · plain \(--plain\)"
     assert re.fullmatch(shape + r" · False\n", done.stdout.decode())
 
 

@@ -238,10 +238,10 @@ def test_the_status_line_breaks_before_the_cache():
 
 
 @pytest.mark.parametrize(("columns", "lines"), [
-    (100, ["nanokv 0.1.0 · tiny 3.1 M fp32 · 16 threads · cache dict · context 2,048 · fast kernels · /help"]),
-    (80, ["nanokv 0.1.0 · tiny 3.1 M fp32 · 16 threads · cache dict · context 2,048", "fast kernels · /help"]),
-    (60, ["nanokv 0.1.0 · tiny 3.1 M fp32 · 16 threads · cache dict", "context 2,048 · fast kernels · /help"]),
-    (40, ["nanokv 0.1.0 · tiny 3.1 M fp32", "16 threads · cache dict · context 2,048", "fast kernels · /help"]),
+    (100, ["nanokv 0.1.0 · tiny 3.1 M fp32 · 16 threads · cache growing · context 2,048 · fast kernels · /help"]),
+    (80, ["nanokv 0.1.0 · tiny 3.1 M fp32 · 16 threads · cache growing · context 2,048", "fast kernels · /help"]),
+    (60, ["nanokv 0.1.0 · tiny 3.1 M fp32 · 16 threads · cache growing", "context 2,048 · fast kernels · /help"]),
+    (40, ["nanokv 0.1.0 · tiny 3.1 M fp32", "16 threads · cache growing", "context 2,048 · fast kernels · /help"]),
 ])  # fmt: skip
 def test_the_banner_of_the_bundled_model_breaks_between_its_parts(columns, lines):
     from nanokv.cli import chat, make_parser
@@ -270,7 +270,7 @@ def test_no_word_is_broken_on_the_screen(tiny_folder, tmp_path):
     try:
         chat.see(r"^> *$")
         begin = " ".join(words(chat.text.split(">")[0]))
-        assert begin.endswith("tiny-random 0.2 M fp32 1 thread cache dict context 512 plain (--plain) /help")
+        assert begin.endswith("tiny-random 0.2 M fp32 1 thread cache growing context 512 plain (--plain) /help")
         for width in (40, 60, 80):
             resize(chat, width)
             chat.ask("My name is Zorbla.", "first token")

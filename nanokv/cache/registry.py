@@ -47,8 +47,8 @@ def make_static(config: Config, batch_size: int, capacity: Capacity) -> KVCache:
 
 
 def make_growing(config: Config, batch_size: int, capacity: Capacity) -> KVCache:
-    """A slab that doubles."""
-    return KVCache((GrowingCache() for _ in range(config.num_hidden_layers)), config)
+    """A slab that doubles, up to `capacity` slots if that many are enough."""
+    return KVCache((GrowingCache(capacity) for _ in range(config.num_hidden_layers)), config)
 
 
 def make_paged(config: Config, batch_size: int, capacity: Capacity, *, page: int = 0, pages: int = 0,

@@ -71,13 +71,17 @@ class StaticCache(LayerCache):
         self.check_truncate(n)
         self.length = min(n, self.length)  # the slots behind it are written again before they are read again
 
+    def empty(self):
+        """One like this without a token."""
+        return type(self)(self.capacity)
+
     def fork(self):
-        copy = type(self)(self.capacity)
+        copy = self.empty()
         copy.restore(self.state())
         return copy
 
     def reordered(self, index):
-        copy = type(self)(self.capacity)
+        copy = self.empty()
         copy.restore({name: used[index] for name, used in self.state().items()})  # (B',Hk,S,D) into a new slab
         return copy
 
@@ -98,14 +102,22 @@ class StaticCache(LayerCache):
 
 
 class GrowingCache(StaticCache):
-    """A slab that doubles when it is full: N appends copy fewer than 2N tokens in all, where `cat` copies N²/2."""
+    """A slab that doubles when it is full: N appends copy fewer than 2N tokens in all, where `cat` copies N²/2.
 
-    def __init__(self, capacity=None):
-        super().__init__(capacity)
+    `expected_tokens` is no limit: the slab does not grow beyond it as long as no more come.
+    """
+
+    def __init__(self, expected_tokens: int | None = None):
+        super().__init__(None)
+        self.expected_tokens = expected_tokens
+
+    def empty(self):
+        return type(self)(self.expected_tokens)
 
     def make_room(self, slots: int, like):
         if slots > (0 if self.keys is None else self.keys.shape[2]):
-            size = growing_slots(slots)
+            size, expected = growing_slots(slots), self.expected_tokens or 0
+            size = min(size, expected) if slots <= expected else size
             keys, values = empty_slab(like, size), empty_slab(like, size)  # (B,Hk,2N,D)
             if self.length:
                 keys[:, :, : self.length] = self.keys[:, :, : self.length]

@@ -19,6 +19,7 @@ EXIT_CODES = (
     "143 SIGTERM",
 )  # fmt: skip
 DEFAULT_NEW_TOKENS = 1024
+CACHE = "growing"  # holds what the dict cache holds; that one copies every key and value at every step
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 ALIASES = {  # flags of llama.cpp, mlx-lm and the OpenAI interface → ours
@@ -224,7 +225,7 @@ def _literal(text: str):
 # --- shared flags -------------------------------------------------------------------------------------------------
 
 
-def add_model_arguments(parser) -> None:
+def add_model_arguments(parser, cache: str = "dict") -> None:
     """Which model, how it is held, which cache."""
     group = parser.add_argument_group("model")
     group.add_argument(
@@ -251,8 +252,8 @@ def add_model_arguments(parser) -> None:
         "--cache",
         metavar="KIND",
         type=cache_name,
-        default=("dict", {}),
-        help="NAME or NAME:option=value (default: dict)",
+        default=(cache, {}),
+        help=f"NAME or NAME:option=value (default: {cache})",
     )
     group.add_argument(
         "--context",

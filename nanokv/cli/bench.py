@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from nanokv.cli import layout, terminal
-from nanokv.cli.arguments import add_model_arguments, cache_name, integer, real
+from nanokv.cli.arguments import CACHE, add_model_arguments, cache_name, integer, real
 from nanokv.cli.bench_peers import Peers
 from nanokv.cli.files import add_force, ask_to_replace
 from nanokv.cli.loading import load_model
@@ -65,7 +65,7 @@ def add_arguments(parser) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.add_argument("--plot", metavar="FILE", help="a picture as well: .png or .svg")
     add_force(parser)
-    add_model_arguments(parser)
+    add_model_arguments(parser, CACHE)
 
 
 def run(args) -> int:

@@ -8,6 +8,7 @@ import sys
 
 from nanokv.cli import answer, beams, layout, speculation
 from nanokv.cli.arguments import (
+    CACHE,
     add_model_arguments,
     add_sampling_arguments,
     add_speed_arguments,
@@ -31,7 +32,7 @@ DESCRIPTION = (
 
 def add_arguments(parser):
     """Flags of chat beyond the general ones."""
-    add_model_arguments(parser)
+    add_model_arguments(parser, CACHE)
     add_speed_arguments(parser)
     add_sampling_arguments(parser)
     add_system_argument(parser)

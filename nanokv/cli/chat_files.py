@@ -62,7 +62,7 @@ def _load_cache(chat, path, saved):
         cache = type(session.cache).load(path, session.model.config, model_fingerprint=saved)
         dtypes = {t.dtype for t in cache[0].state().values() if t.is_floating_point()}
         mine = getattr(session.model.layers[0], "dtype", session.model.embed_tokens.weight.dtype)
-        if cache.name == "dict" and dtypes - {mine}:
+        if cache.name != "quantized" and dtypes - {mine}:
             return f"cache refused: it holds {dtypes.pop()}, the model computes in {mine}"
         session.adopt_cache(cache, cache.tokens)
     except (CacheError, SessionError, OSError) as error:

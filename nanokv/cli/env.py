@@ -13,7 +13,7 @@ from pathlib import Path
 from nanokv import __version__
 from nanokv.cache.options import check_options
 from nanokv.cli import layout, speed, terminal
-from nanokv.cli.arguments import add_model_arguments, environment
+from nanokv.cli.arguments import CACHE, add_model_arguments, environment
 from nanokv.cli.loading import check_address_space, check_device, display_name, thread_count
 from nanokv.costs.free_memory import available_memory
 
@@ -37,7 +37,7 @@ SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD")
 def add_arguments(parser) -> None:
     """The model flags, to see what they would select; --json."""
     parser.add_argument("--json", action="store_true", help="one JSON object: {section: {name: [value, origin]}}")
-    add_model_arguments(parser)
+    add_model_arguments(parser, CACHE)
 
 
 def run(args) -> int:
@@ -98,7 +98,7 @@ def settings(args) -> dict:
         "device": (device, device_origin),
         "threads": (str(args.threads or thread_count()), threads),
         "kernels": speed.setting(),
-        "cache": (args.cache[0], "flag" if args.cache != ("dict", {}) else "built-in"),
+        "cache": (args.cache[0], "flag" if args.cache != (CACHE, {}) else "built-in"),
         "sampling": (
             "temperature, top_k, top_p, min_p, repetition_penalty",
             "flag > the checkpoint's generation_config > greedy",

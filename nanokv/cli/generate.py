@@ -31,7 +31,7 @@ def add_arguments(parser) -> None:
     """Prompt sources, template, output; then the shared flags."""
     add_prompt_arguments(parser)
     parser.add_argument("--json", action="store_true", help="an OpenAI chat.completion or text_completion")
-    arguments.add_model_arguments(parser)
+    arguments.add_model_arguments(parser, arguments.CACHE)
     arguments.add_speed_arguments(parser)
     arguments.add_sampling_arguments(parser)
     speculation.add_argument(parser)

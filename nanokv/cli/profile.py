@@ -5,7 +5,7 @@ import sys
 from dataclasses import asdict
 
 from nanokv.cli import layout, terminal
-from nanokv.cli.arguments import add_model_arguments, integer
+from nanokv.cli.arguments import CACHE, add_model_arguments, integer
 from nanokv.cli.loading import load_model
 from nanokv.cli.random_model import RANDOM, load_random
 from nanokv.cli.text import to_json
@@ -30,7 +30,7 @@ def add_arguments(parser) -> None:
     parser.add_argument("--start", action="store_true", help="from the command to the first token, in real processes")
     parser.add_argument("--repeat", type=integer(1, 100), default=5, metavar="N", help="of --start (default: 5)")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    add_model_arguments(parser)
+    add_model_arguments(parser, CACHE)
 
 
 def run(args) -> int:

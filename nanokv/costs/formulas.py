@@ -112,11 +112,17 @@ def cache_slots(name: str, config: Config, tokens: int, capacity: int | None = N
         raise CapacityError(f"{tokens} tokens do not fit into a static cache of {whole}")
     return {
         "static": lambda: whole if tokens else 0,
-        "growing": lambda: max(16, 1 << (tokens - 1).bit_length()) if tokens else 0,
+        "growing": lambda: growing_slots(tokens, capacity),
         "paged": lambda: -(-tokens // page) * page,
         "prefix": lambda: -(-tokens // page) * page,
         "sliding": lambda: min(tokens, sinks + (window or whole) - 1),
     }.get(name, lambda: tokens)()
+
+
+def growing_slots(tokens: int, capacity: int | None = None) -> int:
+    """The next power of two, at least 16, and not beyond a capacity that is enough."""
+    slots = max(16, 1 << (tokens - 1).bit_length()) if tokens else 0
+    return min(slots, capacity) if capacity and tokens <= capacity else slots
 
 
 def quantized_bytes(config: Config, tokens: int, batch_size: int, itemsize: int, **options: Any) -> int:
