@@ -491,8 +491,8 @@ def test_who_guesses_is_counted_before_anything_is_loaded(cli, monkeypatch, tiny
     config = Config.from_folder(tiny_folder)
     one = weight_bytes(config, 4) + kv_bytes(config, 512, 1, 4)
     loads = []
-    load = nanokv.loading.load
-    monkeypatch.setattr("nanokv.loading.load", lambda *args, **options: (loads.append(1), load(*args, **options))[1])
+    load = importlib.import_module("nanokv.loading").load_folder
+    monkeypatch.setattr("nanokv.loading.load_folder", lambda *args: (loads.append(1), load(*args))[1])
     draft = ("-m", tiny_folder, "--speculate", f"draft:{tiny_folder}")
     message, hint = memory_refusal(cli, monkeypatch, 2 * one - 1, *draft)
     assert re.search(r"for weights \+ 786 kB for the cache of 512 tokens \+ ([\d.]+ [kM]B) for --speculate", message)
