@@ -88,7 +88,8 @@ def fresh(chat):
 
 def test_banner_is_one_line_and_the_toolbar_shows_the_context(chat):
     first = chat.raw.split(b"\n")[0].decode()
-    assert "nanokv 0." in first and re.search(r"cache growing · context 512 · (fast kernels|plain \(.*\)) · /help", first)
+    parts = r"cache growing · context 512 · (fast kernels|plain \(.*\)) · /help"
+    assert "nanokv 0." in first and re.search(parts, first)
     chat.see(r"context ▕ {8}▏ 0 %  ·  Alt-Enter newline")
 
 
