@@ -23,7 +23,7 @@ from nanokv.bench.runners import Ours, Runner
 from nanokv.text.tokenizer import Tokenizer
 
 # --weights → the same for generate
-FLAGS = {"plain": [], "fast": ["--fast"], "int8": ["--quantize", "int8"], "int4": ["--quantize", "int4"]}
+FLAGS = {"plain": ["--plain"], "fast": [], "int8": ["--quantize", "int8"], "int4": ["--quantize", "int4"]}
 WORDS = "the of and to in is you that it he was for on are as with his they at be this have from or one had by".split()
 
 

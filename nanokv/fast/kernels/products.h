@@ -153,6 +153,8 @@ struct Weight {  // as nanokv/fast/native.py fills it
     int32_t format;
 };
 
+const int TILE = 4, AHEAD = 8 * TILE;  // rows, of weights and of activations; and how many of weights come early
+
 #if defined(__AVX512BF16__)
 // One row of bf16 weights with one of activations in bf16: 64 FLOPs an instruction.
 static inline float dot_bf16(const bf16* w, const bf16* x, int64_t K) {
@@ -165,7 +167,6 @@ static inline float dot_bf16(const bf16* w, const bf16* x, int64_t K) {
 // For several rows of activations the arithmetic counts as much as the bytes: 64 FLOPs per instruction, one load for two
 // instructions. y[4·c + r] = w_r · x_c for four rows of weights and four of activations. The processor would wait for
 // memory and compute in turns. Therefore each step prefetches LINES cache lines of rows that come later.
-const int TILE = 4, AHEAD = 8 * TILE;  // rows
 template <int LINES>
 static inline void tile_bf16(const bf16* w, int64_t rows, const bf16* x, int64_t K, const bf16* ahead, int64_t apart,
                              float* y) {
@@ -194,6 +195,16 @@ static inline void put(float* y, const Weight& w, int64_t n, float value, bool a
     y[n] = add ? y[n] + value : value;
 }
 
+static inline void put4(float* y, const Weight& w, int64_t n, const float* values, int64_t count, bool add) {
+    if (count < 4) {
+        for (int64_t r = 0; r < count; r++) put(y, w, n + r, values[r], add);
+        return;
+    }
+    f32x4 four = *(const f32x4*)values;
+    if (w.bias) four += *(const f32x4*)(w.bias + n);
+    *(f32x4*)(y + n) = add ? *(f32x4*)(y + n) + four : four;
+}
+
 struct Input {  // x in the form that the weights' format wants, made once for all threads
     const float* x;
     int64_t M;
@@ -203,12 +214,15 @@ struct Input {  // x in the form that the weights' format wants, made once for a
 #if defined(__AVX512BF16__)
         if (w.K % 32 == 0 && (w.format == BF16 || (w.format >= INT8 && M > 2 * TILE))) {
             half.resize((M + TILE - 1) / TILE * TILE * w.K);
-            for (int64_t i = 0; i < M * w.K; i += 16) store16(&half[i], load16(x + i));
+#pragma omp parallel for if (M >= MANY)
+            for (int64_t m = 0; m < M; m++)
+                for (int64_t k = 0; k < w.K; k += 16) store16(&half[m * w.K + k], load16(x + m * w.K + k));
             return;
         }
 #endif
         if (w.format >= INT8) {
             codes.resize(M);
+#pragma omp parallel for if (M >= MANY)
             for (int64_t m = 0; m < M; m++) codes[m].quantize(x + m * w.K, w.K, w.format);
         }
     }
@@ -244,7 +258,7 @@ static void rows_bf16(float* y, const Weight& w, const Input& in, int64_t n0, in
             const bf16* ahead = data + (AHEAD + pass % TILE) * K;
             tile(data, n1 - n, &in.half[pass * TILE * K], K, ahead, passes == 1 ? K : passes * K, sums);
             for (int64_t m = pass * TILE; m < in.M && m < (pass + 1) * TILE; m++)
-                for (int64_t r = 0; r < TILE && n + r < n1; r++) put(y + m * w.N, w, n + r, sums[m % TILE * TILE + r], add);
+                put4(y + m * w.N, w, n, &sums[m % TILE * TILE], n1 - n, add);
         }
     }
 }
@@ -277,7 +291,7 @@ static void rows(float* y, const Weight& w, const Input& in, int64_t n0, int64_t
 static void multiply(float* y, const float* x, int64_t M, const Weight& w, bool add) {
     Input in(x, M, w);
     const int64_t bytes[] = {4 * w.K, 2 * w.K, w.K, w.K * 9 / 16};
-    int64_t part = (1 << 19) / bytes[w.format], most = w.N / 4;
+    int64_t part = (1 << (M > TILE ? 17 : 19)) / bytes[w.format], most = w.N / 4;
     part = part > most ? most : part;
     part = part < 8 ? 8 : part / 8 * 8;
 #pragma omp parallel for schedule(dynamic) if (M * w.N * bytes[w.format] >= WORTH)

@@ -15,6 +15,7 @@
 #endif
 
 typedef float    f32x16 __attribute__((vector_size(64), aligned(4), may_alias));
+typedef float    f32x4  __attribute__((vector_size(16), aligned(4), may_alias));
 typedef int32_t  i32x16 __attribute__((vector_size(64), aligned(4), may_alias));
 typedef uint32_t u32x16 __attribute__((vector_size(64), aligned(4), may_alias));
 typedef uint16_t u16x16 __attribute__((vector_size(32), aligned(2), may_alias));
@@ -25,6 +26,7 @@ struct bf16 { uint16_t bits; };  // the upper half of a float
 
 enum Format { FP32, BF16, INT8, INT4 };
 const int64_t WORTH = 1 << 18;  // bytes to touch (or as much arithmetic) from which on a second thread is asked
+const int MANY = 8;  // rows of activations from which on what is done with each of them is shared among threads
 const int GROUP = 32;  // inputs that share a scale: of the activations for int8 and int4, of the weights for int4
 
 // --- numbers -----------------------------------------------------------------------------------------------------------
