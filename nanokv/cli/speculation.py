@@ -72,6 +72,7 @@ def memory(how, plan) -> int:
 
 def load_draft(source: str, loaded):
     """The model that guesses; its words must be the target's, in number and in the special ones."""
+    from nanokv.fast import optimize
     from nanokv.loading import load
 
     model, tokenizer = load(source, dtype=loaded.dtype, device=loaded.device)
@@ -82,7 +83,7 @@ def load_draft(source: str, loaded):
             f"than the model ({mine.vocab_size:,} tokens)",
             "a smaller checkpoint of the same family, or --speculate ngram",
         )
-    return model
+    return optimize(model) if loaded.code.fast and not model.config.experts else model
 
 
 def status(summary: dict) -> list[str]:
