@@ -141,13 +141,14 @@ static void attend_part(const Pages& p, const Task& task, const Task* next, cons
     for (int64_t s = from; s < to; s += run(s)) mix_run<T, G>(at(p.values, s), then(s), run(s), &scores[s - from], D, out);
 }
 
-// All G queries of a KV head: as many at once as there are, or 4, 2, 1.
+// All G queries of a KV head: as many at once as there are, or 4 and the rest.
 template <class T>
 static void attend_head(const Pages& p, const Task& task, const Task* next, const float* q, int64_t G, int64_t D,
                         float* out, float* largest, float* total) {
     for (int64_t g = 0; g < G;) {
-        int count = G - g >= 4 ? 4 : G - g >= 2 ? 2 : 1;
-        auto part = count == 4 ? attend_part<T, 4> : count == 2 ? attend_part<T, 2> : attend_part<T, 1>;
+        int count = G - g >= 4 ? 4 : (int)(G - g);
+        auto pair = count == 2 ? attend_part<T, 2> : attend_part<T, 1>;
+        auto part = count == 4 ? attend_part<T, 4> : count == 3 ? attend_part<T, 3> : pair;
         part(p, task, g ? nullptr : next, q + g * D, D, out + g * D, largest + g, total + g);
         g += count;
     }
