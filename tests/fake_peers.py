@@ -1,6 +1,7 @@
 """Peers that misbehave, in a process of their own as the real ones are. Tests put their names into remote.PEERS."""
 
 import ctypes
+import importlib
 import os
 import signal
 import time
@@ -57,7 +58,7 @@ def raising(**facts):
 
 
 def missing(**facts):
-    import no_such_library  # noqa: F401
+    importlib.import_module("no_such_library")
 
 
 def crashing_at_once(**facts):

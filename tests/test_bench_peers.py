@@ -72,7 +72,7 @@ def test_a_peer_that_fails_is_a_row_that_says_so(cli, fake, name, why):
 def test_a_peer_that_never_begins_says_so_once_in_the_table(cli, fake, name, why):
     fake(name)
     code, out, _ = cli(*BENCH, "--against", "transformers")
-    assert code == 0 and out.count("nanokv fast dict") == 2
+    assert code == 0 and out.count("nanokv fast growing") == 2
     assert " ".join(out.split()).endswith(f"transformers float32 dynamic, context 16, 20: {why}")
 
 
@@ -259,6 +259,6 @@ def test_llama_cpp_that_is_not_installed_is_named(cli, tmp_path, monkeypatch):
     (tmp_path / "llama_cpp.py").write_text("raise ImportError('not here')")
     monkeypatch.syspath_prepend(tmp_path)
     code, out, err = cli("bench", "--against", "llama.cpp", "--contexts", "16", "--steps", "1", "--repeat", "1")
-    assert code == 0 and err == "" and "nanokv plain dict" in out
+    assert code == 0 and err == "" and "nanokv plain growing" in out
     assert "llama.cpp bf16 fp16, context 16: llama.cpp is not installed (pip install llama-cpp-python gguf)" in \
         " ".join(out.split())

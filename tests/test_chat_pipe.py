@@ -16,6 +16,7 @@ import pytest
 
 import nanokv
 from cli_helpers import choice, text_of
+from nanokv import costs
 from nanokv.chat.session import Turn
 from nanokv.cli import main
 from nanokv.cli.chat_pipe import one_line
@@ -75,7 +76,10 @@ def test_jsonl_is_lossless(talk, tiny_folder):
     usage, reused = last["usage"], last["usage"]["prompt_tokens_details"]["cached_tokens"]
     assert (usage["completion_tokens"], reused) == (session.last.out, session.last.reused) and reused > 0
     assert choice(last)["finish_reason"] == "length" and choice(last)["token_ids"] == session.last.ids
-    assert last["cache"] == {"kind": "dict", "tokens": session.cache.length, "bytes": session.cache.nbytes}
+    assert last["cache"] == {
+        "kind": "growing", "tokens": session.cache.length,
+        "bytes": costs.cache_bytes("growing", session.model.config, session.cache.length, 1, 4),
+    }  # fmt: skip
     assert all(value >= 0 for value in last["timings"].values())
 
 

@@ -377,5 +377,5 @@ def test_a_runner_that_fails_is_a_row(monkeypatch):
     model = gpu.random_model(gpu.TINY, torch.bfloat16, "cpu")
     runner = gpu.Nano(model, "static", 1)
     monkeypatch.setattr(runner, "step", lambda: (_ for _ in ()).throw(RuntimeError("out of memory\nand more")))
-    row = gpu.decode_row(runner, 8, gpu.SMALL, rate=1e9)
+    row = gpu.decode_row(runner, 8, gpu.SMALL, bandwidth=None)
     assert row == {"runner": "nanokv plain static", "batch": 1, "context": 8, "failed": "out of memory"}

@@ -186,7 +186,7 @@ def test_template_that_drops_think_breaks_the_prefix_there(loaded, decoder_of_pl
     session = Session(model, tokenizer, params={"max_new_tokens": 40})
     session.replace([])
     wanted = iter(tokenizer.encode("<think>hm</think>Yes.") + [2])
-    monkeypatch.setattr("nanokv.decoding.draw.sample", lambda *_, **__: torch.tensor([next(wanted)]))
+    monkeypatch.setattr("nanokv.decoding.draw.choose", lambda *_, **__: torch.tensor([next(wanted)]))
     assert session.ask("Is it?") == "Yes."
     head, cached = len(session.prompt_ids), len(session.cached_ids)
     wanted = iter([5, 2])

@@ -44,5 +44,6 @@ def run(data: bytes) -> None:
     path = common.scratch() / "session.jsonl"
     path.write_bytes(data)
     common.expect(ALLOWED, transcript.listing, path.parent)
-    chat = SimpleNamespace(session=Session(*loaded()), loaded=SimpleNamespace(name="tiny"))
+    model = SimpleNamespace(name="tiny", fingerprints=lambda: ["1" * 16])
+    chat = SimpleNamespace(session=Session(*loaded()), loaded=model)
     assert isinstance(chat_files.load(chat, path), str)
