@@ -370,6 +370,19 @@ def test_codes_made_dense_by_the_kernels_are_those_of_torch(monkeypatch, dtype, 
     assert gap(matrix(x), F.linear(x.to(dtype), matrix.dense()).float()) < (1e-5 if dtype == torch.float32 else 0.02)
 
 
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 4, 5, 16, 17, 32, 49])
+@pytest.mark.parametrize(("N", "K"), [(31, 64), (32, 32), (101, 288), (600, 1024)])
+def test_products_with_whole_numbers_are_exact(dtype, rows, N, K):
+    """No sum reaches 2²⁴: every order of additions and every width of vectors gives the same bits."""
+    g = torch.Generator().manual_seed(0)
+    w, x = (torch.randint(-9, 10, (n, K), generator=g).float() for n in (N, rows))
+    matrix, y = weights.Dense(w.to(dtype), torch.arange(N)), torch.empty(rows, N)
+    KERNELS.linear(y.data_ptr(), x.data_ptr(), rows, ctypes.byref(matrix.struct))
+    assert torch.equal(y, x @ w.T + torch.arange(N))
+
+
 @pytest.mark.parametrize("weights_name", [None, "int8", "int4"])
 def test_bundled_model_keeps_its_likelihoods(code, weights_name):
     """Mean |Δ log-likelihood| a token of held-out conversations: bf16 0.01, int8 0.03, int4 0.4."""

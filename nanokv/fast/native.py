@@ -44,6 +44,7 @@ class Layer(ctypes.Structure):
 
 SIGNATURES = {  # name: (arguments, result)
     "times": ((), ctypes.POINTER(ctypes.c_double * 6)),
+    "instructions": ((), ctypes.c_char_p),
     "linear": ((POINTER, POINTER, LONG, POINTER), None),
     "dense_rows": ((POINTER, POINTER, LONG, LONG, INT), None),
     "before_cache": ((POINTER, POINTER, LONG, POINTER, POINTER, LONG, POINTER, POINTER, POINTER), None),
@@ -73,7 +74,7 @@ def library():
         kernels, path = building.obtain(compiler, load)
     except (OSError, subprocess.SubprocessError) as error:
         return None, f"torch operators (the kernels did not build with {compiler[0]}: {building.reason(error)})"
-    return kernels, f"native kernels ({Path(compiler[0]).name}, {path})"
+    return kernels, f"native kernels ({kernels.instructions().decode()}, {Path(compiler[0]).name}, {path})"
 
 
 def built() -> bool:

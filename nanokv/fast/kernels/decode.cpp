@@ -207,6 +207,21 @@ extern "C" {
 
 double* times() { return spent; }
 
+// What the code was compiled for and may use, in words.
+const char* instructions() {
+#if defined(TILES)
+    return tiles_allowed() ? "AVX-512 bf16, " TILES : "AVX-512 bf16, tiles refused by the system";
+#elif defined(__AVX512BF16__)
+    return "AVX-512 bf16";
+#elif defined(__AVX512F__)
+    return "AVX-512";
+#elif defined(__AVX2__)
+    return "AVX2";
+#else
+    return "portable";
+#endif
+}
+
 // y (M,N) = x·wᵀ
 void linear(float* y, const float* x, int64_t M, const Weight* w) {
     Timer timer(HEAD);

@@ -6,7 +6,7 @@
 //
 //     M = B·T rows · H query heads · Hk KV heads · D head dim · S keys
 
-#include "vectors.h"
+#include "tiles.h"
 
 template <class T>
 static void norm_all(T* y, const float* x, int64_t M, int64_t C, const float* weight, float eps) {
@@ -68,17 +68,7 @@ static void add_all(float* x, const T* y, int64_t count) {
 
 const int BLOCK = 64;  // queries, and keys: 64 × D of each fit into the first-level cache
 
-// Keys of one head in the order in which they are multiplied: of 16 keys at a time, pairs of neighbouring dims.
-static void pack_keys(const bf16* k, int64_t n, int64_t D, bf16* to) {
-    uint32_t* pairs = (uint32_t*)to;
-    for (int64_t s = 0; s < BLOCK; s++)
-        for (int64_t d = 0; d < D / 2; d++) {
-            uint32_t two = 0;
-            if (s < n) memcpy(&two, k + s * D + 2 * d, 4);
-            pairs[(s / 16 * D / 2 + d) * 16 + s % 16] = two;
-        }
-}
-// Values likewise: pairs of neighbouring keys.
+// Values of one head in the order in which they are multiplied: pairs of neighbouring keys.
 static void pack_values(const bf16* v, int64_t n, int64_t D, bf16* to) {
     for (int64_t s = 0; s < BLOCK; s += 2) {
         const bf16 *even = v + s * D, *odd = even + D;
@@ -95,75 +85,144 @@ static inline __m512bh pair(const bf16* p) {
     return (__m512bh)_mm512_set1_epi32(two);
 }
 
-// scores (4,64) = q (4,D) · keys
-static inline void score_block(const bf16* q, const bf16* keys, int64_t D, float scale, f32x16 (*scores)[4]) {
-    __m512 sum[4][4] = {};
-    for (int64_t d = 0; d < D / 2; d++) {
-        __m512bh k[4];
-        for (int i = 0; i < 4; i++) k[i] = (__m512bh)_mm512_loadu_si512(keys + (i * D / 2 + d) * 32);
-#pragma GCC unroll 4
-        for (int r = 0; r < 4; r++) {
-            __m512bh two = pair(q + r * D + 2 * d);
-            for (int i = 0; i < 4; i++) sum[r][i] = _mm512_dpbf16_ps(sum[r][i], two, k[i]);
-        }
-    }
-    for (int r = 0; r < 4; r++) for (int i = 0; i < 4; i++) scores[r][i] = (f32x16)sum[r][i] * scale;
-}
+struct Vectors {  // the two products of attention, for four queries at a time
+    static const int QUERIES = 4;
 
-// out (4,16·N dims) = out · keep + p (4,64) · values
-template <int N>
-static inline void mix_block(const bf16* p, const bf16* values, int64_t D, const float* keep, float* out) {
-    __m512 sum[4][N];
-    for (int r = 0; r < 4; r++)
-        for (int i = 0; i < N; i++) sum[r][i] = (__m512)(load16(out + r * D + 16 * i) * keep[r]);
-    for (int64_t s = 0; s < BLOCK / 2; s++) {
-        __m512bh v[N];
-        for (int i = 0; i < N; i++) v[i] = (__m512bh)_mm512_loadu_si512(values + (s * D + 16 * i) * 2);
+    // scores (4,64) = q (4,D) · keys
+    static void score(const bf16* q, const bf16* keys, int64_t D, f32x16 (*scores)[4]) {
+        __m512 sum[4][4] = {};
+        for (int64_t d = 0; d < D / 2; d++) {
+            __m512bh k[4];
+            for (int i = 0; i < 4; i++) k[i] = (__m512bh)_mm512_loadu_si512(keys + (i * D / 2 + d) * 32);
 #pragma GCC unroll 4
-        for (int r = 0; r < 4; r++) {
-            __m512bh two = pair(p + r * BLOCK + 2 * s);
-            for (int i = 0; i < N; i++) sum[r][i] = _mm512_dpbf16_ps(sum[r][i], two, v[i]);
+            for (int r = 0; r < 4; r++) {
+                __m512bh two = pair(q + r * D + 2 * d);
+                for (int i = 0; i < 4; i++) sum[r][i] = _mm512_dpbf16_ps(sum[r][i], two, k[i]);
+            }
+        }
+        for (int r = 0; r < 4; r++) for (int i = 0; i < 4; i++) scores[r][i] = (f32x16)sum[r][i];
+    }
+
+    // out (4,D) = out · keep + p (4,64) · values
+    static void mix(const bf16* p, const bf16* values, int64_t D, const float* keep, float* out) {
+        int64_t d = 0;
+        for (; d + 64 <= D; d += 64) mix_dims<4>(p, values + 2 * d, D, keep, out + d);
+        for (; d < D; d += 16) mix_dims<1>(p, values + 2 * d, D, keep, out + d);
+    }
+    template <int N>
+    static inline void mix_dims(const bf16* p, const bf16* values, int64_t D, const float* keep, float* out) {
+        __m512 sum[4][N];
+        for (int r = 0; r < 4; r++)
+            for (int i = 0; i < N; i++) sum[r][i] = (__m512)(load16(out + r * D + 16 * i) * keep[r]);
+        for (int64_t s = 0; s < BLOCK / 2; s++) {
+            __m512bh v[N];
+            for (int i = 0; i < N; i++) v[i] = (__m512bh)_mm512_loadu_si512(values + (s * D + 16 * i) * 2);
+#pragma GCC unroll 4
+            for (int r = 0; r < 4; r++) {
+                __m512bh two = pair(p + r * BLOCK + 2 * s);
+                for (int i = 0; i < N; i++) sum[r][i] = _mm512_dpbf16_ps(sum[r][i], two, v[i]);
+            }
+        }
+        for (int r = 0; r < 4; r++)
+            for (int i = 0; i < N; i++) *(f32x16*)(out + r * D + 16 * i) = (f32x16)sum[r][i];
+    }
+};
+
+#if defined(TILES)
+struct Matrices {  // the same for sixteen, D a multiple of 32: keys and values lie in pairs, as tiles want them
+    static const int QUERIES = 16;
+
+    static void score(const bf16* q, const bf16* keys, int64_t D, f32x16 (*scores)[4]) {
+        tile_zero(0);
+        tile_zero(1);
+        tile_zero(2);
+        tile_zero(3);
+        for (int64_t d = 0; d < D; d += 32) {
+            const bf16* k = keys + 16 * d;  // of the first 16 keys; the next 16 lie 16 · D further
+            tile_load(4, q + d, 2 * D);
+            tile_load(5, k, 64);
+            tile_dot_bf16(0, 4, 5);
+            tile_load(6, k + 16 * D, 64);
+            tile_dot_bf16(1, 4, 6);
+            tile_load(7, k + 32 * D, 64);
+            tile_dot_bf16(2, 4, 7);
+            tile_load(5, k + 48 * D, 64);
+            tile_dot_bf16(3, 4, 5);
+        }
+        tile_store(0, &scores[0][0], 4 * 64);
+        tile_store(1, &scores[0][1], 4 * 64);
+        tile_store(2, &scores[0][2], 4 * 64);
+        tile_store(3, &scores[0][3], 4 * 64);
+    }
+
+    static void mix(const bf16* p, const bf16* values, int64_t D, const float* keep, float* out) {
+        for (int r = 0; r < 16; r++)
+            for (int64_t d = 0; d < D && keep[r] != 1; d += 16) *(f32x16*)(out + r * D + d) *= keep[r];
+        tile_load(4, p, 2 * BLOCK);  // keys 0 … 31
+        tile_load(5, p + 32, 2 * BLOCK);
+        for (int64_t d = 0; d < D; d += 32) {
+            const bf16 *first = values + 2 * d, *second = first + 32 * D;
+            tile_load(0, out + d, 4 * D);
+            tile_load(1, out + d + 16, 4 * D);
+            tile_load(6, first, 4 * D);
+            tile_dot_bf16(0, 4, 6);
+            tile_load(7, first + 32, 4 * D);
+            tile_dot_bf16(1, 4, 7);
+            tile_load(6, second, 4 * D);
+            tile_dot_bf16(0, 5, 6);
+            tile_load(7, second + 32, 4 * D);
+            tile_dot_bf16(1, 5, 7);
+            tile_store(0, out + d, 4 * D);
+            tile_store(1, out + d + 16, 4 * D);
         }
     }
-    for (int r = 0; r < 4; r++)
-        for (int i = 0; i < N; i++) *(f32x16*)(out + r * D + 16 * i) = (f32x16)sum[r][i];
-}
+};
+#endif
+
+struct Running {  // softmax of one query, over the keys so far: the largest score, and the sum of the exponentials
+    float most = -INFINITY, total = 0;
+
+    // scores (64) → weights p, of keys < seen; returns what the sums so far are multiplied by
+    float add(f32x16* scores, int64_t seen, float scale, bf16* p) {
+        float* row = (float*)scores;
+        for (int64_t s = seen < 0 ? 0 : seen; s < BLOCK; s++) row[s] = -1e30f;  // not yet visible
+        f32x16 high = scores[0], sum = {};
+        for (int j = 1; j < 4; j++) high = scores[j] > high ? scores[j] : high;
+        float largest = fmaxf(most, _mm512_reduce_max_ps((__m512)high) * scale);
+        float keep = most == -INFINITY ? 0 : expf(most - largest);
+        for (int j = 0; j < 4; j++) {
+            f32x16 e = exp16(scores[j] * scale - largest);
+            store16(p + 16 * j, e);
+            sum += e;
+        }
+        total = total * keep + sum16(sum), most = largest;
+        return keep;
+    }
+};
 
 // One block of 64 queries of one head over all keys that they see. `first` = position of query 0 among the keys.
+template <class Products>
 static void attend_block(const bf16* q, int64_t n, int64_t first, const bf16* keys, const bf16* values, int64_t D, bf16* y,
                          int64_t y_stride) {
+    const int QUERIES = Products::QUERIES;
     std::vector<float> out(BLOCK * D);
-    float most[BLOCK], total[BLOCK], scale = 1 / sqrtf((float)D);
-    for (int r = 0; r < BLOCK; r++) most[r] = -INFINITY, total[r] = 0;
     std::vector<bf16> padded(BLOCK * D);
+    Running running[BLOCK];
+    float scale = 1 / sqrtf((float)D);
     memcpy(padded.data(), q, n * D * sizeof(bf16));
     for (int64_t from = 0; from < first + n; from += BLOCK, keys += BLOCK * D, values += BLOCK * D)
-        for (int64_t r = 0; r < n; r += 4) {
-            f32x16 scores[4][4];
-            alignas(64) bf16 p[4 * BLOCK];
-            float keep[4];
-            score_block(&padded[r * D], keys, D, scale, scores);
-            for (int i = 0; i < 4; i++) {
-                float* row = (float*)scores[i];
-                for (int64_t s = first + r + i + 1 - from; s < BLOCK; s++) row[s < 0 ? 0 : s] = -1e30f;  // not yet visible
-                f32x16 high = scores[i][0];
-                for (int j = 1; j < 4; j++) high = scores[i][j] > high ? scores[i][j] : high;
-                float largest = fmaxf(most[r + i], _mm512_reduce_max_ps((__m512)high));
-                keep[i] = most[r + i] == -INFINITY ? 0 : expf(most[r + i] - largest);
-                f32x16 sum = {};
-                for (int j = 0; j < 4; j++) {
-                    f32x16 e = exp16(scores[i][j] - largest);
-                    store16(p + i * BLOCK + 16 * j, e);
-                    sum += e;
-                }
-                total[r + i] = total[r + i] * keep[i] + sum16(sum), most[r + i] = largest;
-            }
-            int64_t d = 0;
-            for (; d + 64 <= D; d += 64) mix_block<4>(p, values + 2 * d, D, keep, &out[r * D + d]);
-            for (; d < D; d += 16) mix_block<1>(p, values + 2 * d, D, keep, &out[r * D + d]);
+        for (int64_t r = 0; r < n; r += QUERIES) {
+            f32x16 scores[QUERIES][4];
+            alignas(64) bf16 p[QUERIES * BLOCK];
+            float keep[QUERIES];
+            if (from >= first + r + QUERIES) continue;  // none of these queries sees one of these keys
+            Products::score(&padded[r * D], keys, D, scores);
+            for (int i = 0; i < QUERIES; i++)
+                keep[i] = running[r + i].add(scores[i], first + r + i + 1 - from, scale, p + i * BLOCK);
+            Products::mix(p, values, D, keep, &out[r * D]);
         }
     for (int64_t r = 0; r < n; r++)
-        for (int64_t d = 0; d < D; d++) store(y + r * y_stride + d, out[r * D + d] / total[r]);
+        for (int64_t d = 0; d < D; d++) store(y + r * y_stride + d, out[r * D + d] / running[r].total);
 }
 
 #endif
@@ -218,15 +277,21 @@ void flash_attention(void* y, const void* q, const void* k, const void* v, int64
     Timer timer(ATTENTION);
 #if defined(__AVX512BF16__)
     int64_t blocks = (S + BLOCK - 1) / BLOCK, queries = (T + BLOCK - 1) / BLOCK, G = H / Hk;
-    std::vector<bf16> keys(B * Hk * blocks * BLOCK * D), values(keys.size());
+    std::vector<Line> lines(2 * B * Hk * blocks * BLOCK * D / 32);
+    bf16 *keys = lines[0].values, *values = lines[lines.size() / 2].values;
+    auto attend = attend_block<Vectors>;
+#if defined(TILES)
+    if (D % 32 == 0 && tiles_allowed()) attend = attend_block<Matrices>;
+#endif
 #pragma omp parallel if (B * H * T * S >= WORTH)
     {
+        Tiles configured;
 #pragma omp for collapse(2)
         for (int64_t row = 0; row < B * Hk; row++)
             for (int64_t block = 0; block < blocks; block++) {
                 int64_t from = row / Hk * batch_stride + row % Hk * head_stride + block * BLOCK * D;
                 int64_t to = (row * blocks + block) * BLOCK * D, n = S - block * BLOCK < BLOCK ? S - block * BLOCK : BLOCK;
-                pack_keys((const bf16*)k + from, n, D, &keys[to]);
+                pack_pairs((const bf16*)k + from, n, BLOCK, D, &keys[to]);
                 pack_values((const bf16*)v + from, n, D, &values[to]);
             }
 #pragma omp for schedule(dynamic) collapse(2)
@@ -234,8 +299,8 @@ void flash_attention(void* y, const void* q, const void* k, const void* v, int64
             for (int64_t head = 0; head < B * H; head++) {
                 int64_t block = queries - 1 - i, b = head / H, h = head % H, first = block * BLOCK;  // the longest first
                 int64_t n = T - first < BLOCK ? T - first : BLOCK, at = (b * Hk + h / G) * blocks * BLOCK * D;
-                attend_block((const bf16*)q + (head * T + first) * D, n, S - T + first, &keys[at], &values[at], D,
-                             (bf16*)y + ((b * T + first) * H + h) * D, H * D);
+                attend((const bf16*)q + (head * T + first) * D, n, S - T + first, &keys[at], &values[at], D,
+                       (bf16*)y + ((b * T + first) * H + h) * D, H * D);
             }
     }
 #endif

@@ -3,7 +3,7 @@
 //     M rows of activations · N outputs · K inputs
 
 #pragma once
-#include "vectors.h"
+#include "tiles.h"
 
 // --- inner products: R rows of weights with one row of activations -----------------------------------------------------
 
@@ -210,6 +210,7 @@ struct Input {  // x in the form that the weights' format wants, made once for a
     int64_t M;
     std::vector<Codes> codes;  // int8 and int4
     std::vector<bf16> half;    // where the processor multiplies bf16: rounded as torch rounds between two products
+    std::vector<Line> paired;  // the same for tiles: blocks of 16 rows
     Input(const float* x, int64_t M, const Weight& w) : x(x), M(M) {
 #if defined(__AVX512BF16__)
         if (w.K % 32 == 0 && (w.format == BF16 || (w.format >= INT8 && M > 2 * TILE))) {
@@ -217,14 +218,20 @@ struct Input {  // x in the form that the weights' format wants, made once for a
 #pragma omp parallel for if (M >= MANY)
             for (int64_t m = 0; m < M; m++)
                 for (int64_t k = 0; k < w.K; k += 16) store16(&half[m * w.K + k], load16(x + m * w.K + k));
-            return;
         }
 #endif
-        if (w.format >= INT8) {
-            codes.resize(M);
-#pragma omp parallel for if (M >= MANY)
-            for (int64_t m = 0; m < M; m++) codes[m].quantize(x + m * w.K, w.K, w.format);
+#if defined(TILES)
+        // Up to TILE rows the memory is what counts.
+        if (!half.empty() && w.format == BF16 && M > TILE && w.N >= 32 && tiles_allowed()) {
+            int64_t upto = (M + 15) / 16 * 16;
+            paired.resize(upto * w.K / 32);
+            pack_pairs(half.data(), M, upto, w.K, paired[0].values);
         }
+#endif
+        if (w.format < INT8 || !half.empty()) return;
+        codes.resize(M);
+#pragma omp parallel for if (M >= MANY)
+        for (int64_t m = 0; m < M; m++) codes[m].quantize(x + m * w.K, w.K, w.format);
     }
 };
 
@@ -264,9 +271,57 @@ static void rows_bf16(float* y, const Weight& w, const Input& in, int64_t n0, in
 }
 #endif
 
+#if defined(TILES)
+// 32 rows of weights, 16 and 16, with BLOCKS · 16 rows of activations: sums[2 · block + half][row of weights][activation].
+// Each step asks for the lines of the rows that come next.
+template <int BLOCKS>
+static void multiply_tiles(const bf16* w, const Line* x, int64_t K, float (*sums)[16][16]) {
+    const bf16 *below = w + 16 * K, *ahead = w + 32 * K;
+    tile_zero(0);
+    tile_zero(1);
+    tile_zero(2);
+    tile_zero(3);
+    for (int64_t k = 0; k < K; k += 32, x += 16) {
+        for (int r = 0; r < 32; r++) __builtin_prefetch(ahead + r * K + k, 0, 2);
+        tile_load(4, w + k, 2 * K);
+        tile_load(5, below + k, 2 * K);
+        tile_load(6, x, 64);
+        tile_dot_bf16(0, 4, 6);
+        tile_dot_bf16(1, 5, 6);
+        if (BLOCKS == 1) continue;
+        tile_load(7, x + K / 2, 64);
+        tile_dot_bf16(2, 4, 7);
+        tile_dot_bf16(3, 5, 7);
+    }
+    tile_store(0, sums[0], 64);
+    tile_store(1, sums[1], 64);
+    tile_store(2, sums[2], 64);
+    tile_store(3, sums[3], 64);
+}
+
+// The last block of a matrix is a whole one too, and begins earlier: what it computes twice is put once.
+static void rows_tiles(float* y, const Weight& w, const Input& in, int64_t n0, int64_t n1, bool add) {
+    Tiles configured;
+    for (int64_t n = n0; n < n1; n += 32) {
+        int64_t first = n + 32 <= w.N ? n : w.N - 32, end = n + 32 < n1 ? n + 32 : n1;
+        for (int64_t m0 = 0; m0 < in.M; m0 += 32) {
+            alignas(64) float sums[4][16][16];
+            auto product = in.M - m0 > 16 ? multiply_tiles<2> : multiply_tiles<1>;
+            product((const bf16*)w.data + first * w.K, &in.paired[m0 * w.K / 32], w.K, sums);
+            for (int64_t m = m0; m < in.M && m < m0 + 32; m++)
+                for (int64_t i = n, r = n - first; i < end; i++, r++)
+                    put(y + m * w.N, w, i, sums[(m - m0) / 16 * 2 + r / 16][r % 16][m % 16], add);
+        }
+    }
+}
+#endif
+
 // Rows n0 … n1−1 of the weights; called by every thread with a part of its own.
 static void rows(float* y, const Weight& w, const Input& in, int64_t n0, int64_t n1, bool add) {
     if (w.format == FP32) return rows_dense<float>(y, w, in, n0, n1, add);
+#if defined(TILES)
+    if (!in.paired.empty()) return rows_tiles(y, w, in, n0, n1, add);
+#endif
 #if defined(__AVX512BF16__)
     const bf16* data = (const bf16*)w.data;
     if (!in.half.empty() && in.M == 1) {
@@ -293,7 +348,7 @@ static void multiply(float* y, const float* x, int64_t M, const Weight& w, bool 
     const int64_t bytes[] = {4 * w.K, 2 * w.K, w.K, w.K * 9 / 16};
     int64_t part = (1 << (M > TILE ? 17 : 19)) / bytes[w.format], most = w.N / 4;
     part = part > most ? most : part;
-    part = part < 8 ? 8 : part / 8 * 8;
+    part = part < 8 ? 8 : part < 32 ? part / 8 * 8 : part / 32 * 32;
 #pragma omp parallel for schedule(dynamic) if (M * w.N * bytes[w.format] >= WORTH)
     for (int64_t n = 0; n < w.N; n += part) rows(y, w, in, n, n + part < w.N ? n + part : w.N, add);
 }

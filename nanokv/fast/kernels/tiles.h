@@ -1,0 +1,110 @@
+// Matrix tiles (Intel's AMX): one instruction adds the product of a (16,32) and a (32,16) matrix of bf16 to sums in fp32.
+//
+// A tile is 16 rows of 64 bytes, and a thread has eight of them, 0 … 7. tile_dot_bf16(c, a, b) is C += A · B:
+//
+//     A   16 rows of 32 bf16, as they lie in a matrix
+//     B   row j holds inputs 2j and 2j+1 of 16 columns, side by side: what pack_pairs makes
+//     C   16 rows of 16 fp32
+//
+// Compiled with -DNANOKV_TILES=emulated the same instructions are functions: any processor with AVX-512 tests the code.
+
+#pragma once
+#include "vectors.h"
+#if defined(__AVX512BF16__) && defined(NANOKV_TILES)
+#define TILES "emulated tiles"
+#elif defined(__AVX512BF16__) && defined(__AMX_BF16__) && defined(__linux__)
+#define TILES "tiles"
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+// Of 16 rows of x (rows,K) at a time pairs of neighbouring inputs, K / 2 · 16 of them; zeros fill up to `upto` rows.
+static inline void pack_pairs(const bf16* x, int64_t rows, int64_t upto, int64_t K, bf16* to) {
+    uint32_t* pairs = (uint32_t*)to;
+    for (int64_t r = 0; r < upto; r++)
+        for (int64_t k = 0; k < K / 2; k++) {
+            uint32_t two = 0;
+            if (r < rows) memcpy(&two, x + r * K + 2 * k, 4);
+            pairs[(r / 16 * K / 2 + k) * 16 + r % 16] = two;
+        }
+}
+
+struct alignas(64) Line { bf16 values[32]; };  // a row of a tile that lies in one cache line is loaded at once
+
+#if defined(TILES) && !defined(NANOKV_TILES)
+
+// Numbers of tiles are part of the instruction: literals only. The compilers' own _tile_loadd does not say that it reads
+// memory (GCC 12), and what was written there just before may come too late.
+#define tile_load(t, from, stride) \
+    asm volatile("tileloadd (%0,%1,1), %%tmm" #t : : "r"((const void*)(from)), "r"((int64_t)(stride)) : "memory")
+#define tile_store(t, to, stride) \
+    asm volatile("tilestored %%tmm" #t ", (%0,%1,1)" : : "r"((void*)(to)), "r"((int64_t)(stride)) : "memory")
+#define tile_zero(t) asm volatile("tilezero %%tmm" #t : :)
+#define tile_dot_bf16(c, a, b) asm volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c : :)
+
+// Linux grants the 8 KiB that a thread's tiles take to processes that ask.
+inline bool tiles_allowed() {
+    const long request = 0x1023 /* ARCH_REQ_XCOMP_PERM */, tile_data = 18 /* XFEATURE_XTILEDATA */;
+    static const bool allowed = syscall(SYS_arch_prctl, request, tile_data) == 0;
+    return allowed;
+}
+
+struct Tiles {  // while one lives its thread may use tiles; torch configures its own afterwards
+    Tiles() {
+        struct alignas(64) {
+            uint8_t palette = 1, unused[15] = {};
+            uint16_t bytes[16] = {};
+            uint8_t rows[16] = {};
+        } form;
+        for (int t = 0; t < 8; t++) form.bytes[t] = 64, form.rows[t] = 16;
+        if (tiles_allowed()) asm volatile("ldtilecfg %0" : : "m"(form));
+    }
+    ~Tiles() {
+        if (tiles_allowed()) asm volatile("tilerelease" : :);
+    }
+};
+
+#elif defined(TILES)
+
+static thread_local struct { uint8_t row[16][64]; } tile[8];
+
+static inline bool tiles_allowed() { return true; }
+struct Tiles {
+    Tiles() { memset(tile, 0, sizeof(tile)); }
+    ~Tiles() { memset(tile, 0xff, sizeof(tile)); }  // NaN: whoever still uses them will see
+};
+static inline void tile_zero(int t) { memset(tile[t].row, 0, sizeof(tile[t].row)); }
+static inline void tile_load(int t, const void* from, int64_t stride) {
+    for (int r = 0; r < 16; r++) memcpy(tile[t].row[r], (const char*)from + r * stride, 64);
+}
+static inline void tile_store(int t, void* to, int64_t stride) {
+    for (int r = 0; r < 16; r++) memcpy((char*)to + r * stride, tile[t].row[r], 64);
+}
+static inline float flushed(float x) { return fabsf(x) < FLT_MIN ? 0 : x; }  // denormals count as zero, read and written
+
+// As Intel's manual describes TDPBF16PS: for each value of C a sum of the even inputs and one of the odd ones, from 0 up
+// by fused multiply-adds to nearest even; then the odd sum is added to the even one, and both to C.
+static void tile_dot_bf16(int c, int a, int b) {
+    float A[16][32], B[16][32], C[16][16];
+    for (int r = 0; r < 16; r++)
+        for (int i = 0; i < 32; i++) {
+            bf16 x, y;
+            memcpy(&x, &tile[a].row[r][2 * i], 2), memcpy(&y, &tile[b].row[r][2 * i], 2);
+            A[r][i] = flushed(to_float(x)), B[r][i] = flushed(to_float(y));
+        }
+    memcpy(C, tile[c].row, sizeof(C));
+    for (int m = 0; m < 16; m++) {
+        float sum[32] = {};
+        for (int k = 0; k < 16; k++)
+            for (int i = 0; i < 32; i++) sum[i] = flushed(fmaf(A[m][2 * k + i % 2], B[k][i], sum[i]));
+        for (int n = 0; n < 16; n++) C[m][n] = flushed(flushed(C[m][n]) + flushed(sum[2 * n] + sum[2 * n + 1]));
+    }
+    memcpy(tile[c].row, C, sizeof(C));
+}
+
+#else
+
+static inline bool tiles_allowed() { return false; }
+struct Tiles {};
+
+#endif
