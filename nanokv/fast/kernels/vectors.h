@@ -124,14 +124,27 @@ static inline f32x16 sums16(const f32x16* v) {
 #endif
 }
 
-// e^x to 2e-7: 2^n · e^r with |r| ≤ ln(2)/2, e^r by its series. Below −87 it stays at e^−87 = 1.6e-38; from 88.4 on, where
-// n is 128, it is infinite. NaN stays NaN.
+// Keeps what is in it in one piece, where sums may be taken in any order (-fassociative-math).
+#if defined(__has_builtin)
+#if __has_builtin(__builtin_assoc_barrier)  // GCC 12
+#define IN_ORDER(x) __builtin_assoc_barrier(x)
+#elif __has_builtin(__arithmetic_fence)  // clang
+#define IN_ORDER(x) __arithmetic_fence(x)
+#endif
+#endif
+#ifndef IN_ORDER
+#define IN_ORDER(x) (x)
+#endif
+
+// e^x to 2.6e-7: 2^n · e^r with |r| ≤ ln(2)/2, e^r by its series. ln(2) is subtracted in two parts, the first of which has
+// few enough bits that n times it is exact; both parts in one would make an error of 4e-6. Below −87 it stays at
+// e^−87 = 1.6e-38; from 88.4 on, where n is 128, it is infinite. NaN stays NaN.
 static inline f32x16 exp16(f32x16 x) {
     x = x < -87.f ? (f32x16){} - 87.f : x;
     x = x > 89.f ? (f32x16){} + 89.f : x;  // more would run over into the bit of the sign
     i32x16 n = __builtin_convertvector(x * 1.44269504f + (x < 0.f ? (f32x16){} - 0.5f : (f32x16){} + 0.5f), i32x16);
     f32x16 whole = __builtin_convertvector(n, f32x16);
-    f32x16 r = x - whole * 0.693359375f + whole * 2.12194440e-4f;
+    f32x16 r = IN_ORDER(x - whole * 0.693359375f) + whole * 2.12194440e-4f;
     f32x16 y = 4.1666667e-2f + r * (8.3333333e-3f + r * 1.3888889e-3f);
     y = 1 + r * (1 + r * (0.5f + r * (1.6666667e-1f + r * y)));
     i32x16 power = (n + 127) << 23;
