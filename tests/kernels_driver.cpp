@@ -21,7 +21,7 @@ static std::vector<T> array() {
     return values;
 }
 
-static std::vector<float> floats(const std::vector<char>& data, int32_t format) {
+static std::vector<float> as_floats(const std::vector<char>& data, int32_t format) {
     std::vector<float> values(data.size() / (format == FP32 ? 4 : 2));
     for (size_t i = 0; i < values.size(); i++)
         values[i] = format == FP32 ? ((const float*)data.data())[i] : to_float(((const bf16*)data.data())[i]);
@@ -84,7 +84,8 @@ static void run_gate(Sizes n, std::vector<char>& y) {  // M, I, format
 static void run_exp(Sizes n, std::vector<char>& y) {  // → e^x over what it should be, in fp64: 1, but for the error
     auto x = array<float>();
     for (int64_t i = 0; i < n[0]; i += 16) {
-        f32x16 e = exp16(load16(&x[i]));
+        float e[16];
+        store16(e, exp16(load16(&x[i])));
         for (int j = 0; j < 16; j++) ((float*)y.data())[i + j] = e[j] / exp((double)x[i + j]);
     }
 }
@@ -113,7 +114,7 @@ int main(int, char** arguments) {
         std::vector<char> y(expected.size());
         for (auto& kernel : kernels) if (wanted == kernel.name) kernel.run(sizes, y);
         if (y.empty()) { printf("%s absent\n", wanted.c_str()); continue; }
-        auto found = floats(y, format), right = floats(expected, format);
+        auto found = as_floats(y, format), right = as_floats(expected, format);
         double largest = 0, apart = 0;
         bool good = found.size() == right.size();
         for (size_t i = 0; good && i < right.size(); i++) {

@@ -81,7 +81,7 @@ static void score_run(const T* k, const T* v, int64_t n, const float* q, int64_t
                 for (int g = 0; g < G; g++) sum[g * keys + i] += key * load16(q + g * D + d);
             }
         f32x16 all = sums16(sum);
-        for (int g = 0; g < G; g++) memcpy(scores + g * PART + s, (float*)&all + g * keys, keys * sizeof(float));
+        for (int g = 0; g < G; g++) memcpy(scores + g * PART + s, (char*)&all + g * keys * sizeof(float), keys * sizeof(float));
     }
     for (; s < n; s++)
         for (int g = 0; g < G; g++) scores[g * PART + s] = dot(k + s * D, q + g * D, D);
@@ -99,7 +99,8 @@ static void mix_run(const T* v, const T* next, int64_t n, const float* p, int64_
             f32x16 a = load16(at), b = load16(at + D), c = load16(at + 2 * D), e = load16(at + 3 * D);
             for (int g = 0; g < G; g++) {
                 const float* w = p + g * PART + s;
-                *(f32x16*)(out + g * D + d) += (w[0] * a + w[1] * b) + (w[2] * c + w[3] * e);
+                float* to = out + g * D + d;
+                store16(to, load16(to) + ((w[0] * a + w[1] * b) + (w[2] * c + w[3] * e)));
             }
         }
     }
@@ -134,7 +135,11 @@ static void attend_part(const Pages& p, const Task& task, const Task* next, cons
         f32x16 sum = {};
         for (int64_t s = 0; s < to - from; s++) most = row[s] > most ? row[s] : most;
         for (int64_t s = to - from; s % 16; s++) row[s] = most - 1000;  // fills up the last vector with next to nothing
-        for (int64_t s = 0; s < to - from; s += 16) sum += *(f32x16*)(row + s) = exp16(load16(row + s) - most);
+        for (int64_t s = 0; s < to - from; s += 16) {
+            f32x16 e = exp16(load16(row + s) - most);
+            store16(row + s, e);
+            sum += e;
+        }
         largest[g] = most, total[g] = sum16(sum);
     }
     memset(out, 0, G * D * sizeof(float));

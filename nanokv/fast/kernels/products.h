@@ -53,8 +53,8 @@ struct Codes {
 };
 
 // Four products each of unsigned weights and signed activations are added up exactly, in int32; then the scales come.
-// int8: one byte per weight, one scale per row. The instruction wants unsigned weights: 128 more, taken back at the end.
-// int4: 32 bytes hold two groups, one in the low halves and one in the high ones, stored as code + 8; a bf16 scale per group.
+// int8: one byte per weight, one scale per row. int4: 32 bytes hold two groups, one in the low halves and one in the high
+// ones, stored as code + 8; a bf16 scale per group.
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
 static inline __m512 add_products(__m512 sum, __m512i w, const int8_t* x, __m512 scale) {
     __m512i products = _mm512_dpbusd_epi32(_mm512_setzero_si512(), w, _mm512_loadu_si512(x));
@@ -65,7 +65,7 @@ static inline __m512i bytes64(const uint8_t* p, int64_t count) {  // the first `
     return _mm512_maskz_loadu_epi8(((__mmask64)1 << count) - 1, p);
 }
 static inline float dot_int8(const uint8_t* w, float scale, const Codes& x, int64_t K) {
-    const __m512i flip = _mm512_set1_epi8((char)128);
+    const __m512i flip = _mm512_set1_epi8((char)128);  // to unsigned: 128 more, taken back at the end
     __m512 sum[4] = {};
     int64_t k = 0;
     for (; k + 256 <= K; k += 256)
@@ -75,7 +75,8 @@ static inline float dot_int8(const uint8_t* w, float scale, const Codes& x, int6
             sum[i] = add_products(sum[i], plus128, &x.code[at], _mm512_loadu_ps(&x.wide[at / 4]));
         }
     for (; k < K; k += 64)
-        sum[0] = add_products(sum[0], _mm512_xor_si512(bytes64(w + k, K - k), flip), &x.code[k], _mm512_loadu_ps(&x.wide[k / 4]));
+        sum[0] = add_products(sum[0], _mm512_xor_si512(bytes64(w + k, K - k), flip), &x.code[k],
+                              _mm512_loadu_ps(&x.wide[k / 4]));
     return (_mm512_reduce_add_ps((sum[0] + sum[1]) + (sum[2] + sum[3])) - 128 * x.total) * scale;
 }
 static inline float dot_int4(const uint8_t* w, const bf16* scale, const Codes& x, int64_t K) {
@@ -90,7 +91,8 @@ static inline float dot_int4(const uint8_t* w, const bf16* scale, const Codes& x
         __m512 s = _mm512_castsi512_ps(_mm512_slli_epi32(half, 16)), both = s * _mm512_loadu_ps(&x.scale[k / GROUP]);
         offset = _mm512_fmadd_ps(s, _mm512_loadu_ps(&x.offset[k / GROUP]), offset);
         for (int i = 0; i < 4 && 64 * i < left; i++) {
-            __m512i pair = bytes64(w + k / 2 + 64 * i, left - 64 * i), at = _mm512_add_epi32(groups, _mm512_set1_epi32(4 * i));
+            __m512i pair = bytes64(w + k / 2 + 64 * i, left - 64 * i);
+            __m512i at = _mm512_add_epi32(groups, _mm512_set1_epi32(4 * i));
             __m512i after = _mm512_add_epi32(at, _mm512_set1_epi32(1));
             __m512i high = _mm512_and_si512(_mm512_srli_epi16(pair, 4), low4);
             const int8_t* codes = &x.split[k + 128 * i];
@@ -101,26 +103,54 @@ static inline float dot_int4(const uint8_t* w, const bf16* scale, const Codes& x
     return _mm512_reduce_add_ps(a + b - 8 * offset);
 }
 #else
-static inline float group_int8(const uint8_t* w, const int8_t* x) {  // of 32 weights as they are: signed
-    int products = 0;
-    for (int i = 0; i < GROUP; i++) products += (int8_t)w[i] * x[i];
-    return products;
+#if defined(__AVX2__)
+// Of one group, signed: widened to 16 bits, because _mm256_maddubs_epi16 would add two products of up to 255 · 127 there.
+typedef __m256 f32x8;
+static inline f32x8 zero8() { return _mm256_setzero_ps(); }
+static inline void add_products(f32x8& sum, const uint8_t* w, int shift, int mask, const int8_t* x, float scale) {
+    __m256i codes = _mm256_loadu_si256((const __m256i*)x), weights = _mm256_loadu_si256((const __m256i*)w);
+    if (mask) weights = _mm256_and_si256(_mm256_srli_epi16(weights, shift), _mm256_set1_epi8(mask));
+    auto low = [](__m256i v) { return _mm256_cvtepi8_epi16(_mm256_castsi256_si128(v)); };
+    auto high = [](__m256i v) { return _mm256_cvtepi8_epi16(_mm256_extracti128_si256(v, 1)); };
+    __m256i products = _mm256_add_epi32(_mm256_madd_epi16(low(weights), low(codes)),
+                                        _mm256_madd_epi16(high(weights), high(codes)));
+    sum += _mm256_cvtepi32_ps(products) * _mm256_set1_ps(scale);
 }
+static inline float sum8(f32x8 a, f32x8 b) {
+    __m256 sum = a + b;
+    __m128 four = _mm256_castps256_ps128(sum) + _mm256_extractf128_ps(sum, 1);
+    return (four[0] + four[1]) + (four[2] + four[3]);
+}
+#else
+typedef float f32x8;
+static inline f32x8 zero8() { return 0; }
+static inline void add_products(f32x8& sum, const uint8_t* w, int shift, int mask, const int8_t* x, float scale) {
+    int products = 0;
+    for (int i = 0; i < GROUP; i++) products += (mask ? w[i] >> shift & mask : (int8_t)w[i]) * x[i];
+    sum += products * scale;
+}
+static inline float sum8(f32x8 a, f32x8 b) { return a + b; }
+#endif
 static inline float dot_int8(const uint8_t* w, float scale, const Codes& x, int64_t K) {
-    float sum = 0;
-    for (int64_t g = 0; g < K / GROUP; g++) sum += group_int8(w + g * GROUP, &x.code[g * GROUP]) * x.scale[g];
-    return sum * scale;
+    f32x8 a = zero8(), b = zero8();
+    int64_t g = 0;
+    for (; g + 2 <= K / GROUP; g += 2) {
+        add_products(a, w + g * GROUP, 0, 0, &x.code[g * GROUP], x.scale[g]);
+        add_products(b, w + (g + 1) * GROUP, 0, 0, &x.code[(g + 1) * GROUP], x.scale[g + 1]);
+    }
+    if (g < K / GROUP) add_products(a, w + g * GROUP, 0, 0, &x.code[g * GROUP], x.scale[g]);
+    return sum8(a, b) * scale;
 }
 static inline float dot_int4(const uint8_t* w, const bf16* scale, const Codes& x, int64_t K) {
-    float sum = 0;
+    f32x8 a = zero8(), b = zero8();
+    float offset = 0;
     for (int64_t g = 0; g < 2 * pairs_of(K); g += 2, w += GROUP) {
-        int low = 0, high = 0;
-        for (int i = 0; i < GROUP; i++)
-            low += (w[i] & 15) * x.code[g * GROUP + i], high += (w[i] >> 4) * x.code[(g + 1) * GROUP + i];
-        sum += to_float(scale[g]) * (low * x.scale[g] - 8 * x.offset[g]);
-        sum += to_float(scale[g + 1]) * (high * x.scale[g + 1] - 8 * x.offset[g + 1]);
+        float s = to_float(scale[g]), t = to_float(scale[g + 1]);
+        add_products(a, w, 0, 15, &x.code[g * GROUP], s * x.scale[g]);
+        add_products(b, w, 4, 15, &x.code[(g + 1) * GROUP], t * x.scale[g + 1]);
+        offset += s * x.offset[g] + t * x.offset[g + 1];
     }
-    return sum;
+    return sum8(a, b) - 8 * offset;
 }
 #endif
 

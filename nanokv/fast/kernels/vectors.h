@@ -1,6 +1,7 @@
 // Numbers and vectors that the kernels share: bf16, sixteen floats at a time, and what is done with them.
 //
-// Vectors are GCC's and clang's portable vector types: a machine with narrower registers uses several of them. Intrinsics
+// Vectors are GCC's and clang's portable vector types, as wide as the machine's registers: sixteen floats are one of them,
+// or two halves, or four quarters. (A type that is wider than a register GCC keeps in memory: 6 times slower.) Intrinsics
 // stand only where a processor has an instruction that no portable expression becomes.
 
 #pragma once
@@ -10,17 +11,44 @@
 #include <cstdint>
 #include <cstring>
 #include <vector>
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
-typedef float    f32x16 __attribute__((vector_size(64), aligned(4), may_alias));
-typedef float    f32x4  __attribute__((vector_size(16), aligned(4), may_alias));
-typedef int32_t  i32x16 __attribute__((vector_size(64), aligned(4), may_alias));
-typedef uint32_t u32x16 __attribute__((vector_size(64), aligned(4), may_alias));
-typedef uint16_t u16x16 __attribute__((vector_size(32), aligned(2), may_alias));
-typedef uint8_t  u8x16  __attribute__((vector_size(16), aligned(1), may_alias));
-typedef int8_t   i8x16  __attribute__((vector_size(16), aligned(1), may_alias));
+typedef float   f32x4 __attribute__((vector_size(16), aligned(4), may_alias));
+typedef uint8_t u8x16 __attribute__((vector_size(16), aligned(1), may_alias));
+
+#if defined(__AVX512F__)
+const int LANES = 16;
+#elif defined(__AVX2__)
+const int LANES = 8;
+#else
+const int LANES = 4;
+#endif
+typedef float    floats __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef int32_t  ints   __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint32_t words  __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+
+template <class V>  // a template's argument loses `aligned` and `may_alias`: memory is read and written by load16 and store16
+struct Twice { V low, high; };
+#define ON_BOTH(op) \
+    template <class V> static inline Twice<V> operator op(Twice<V> a, Twice<V> b) { return {a.low op b.low, a.high op b.high}; } \
+    template <class V> static inline Twice<V> operator op(Twice<V> a, float b) { return {a.low op b, a.high op b}; } \
+    template <class V> static inline Twice<V> operator op(float a, Twice<V> b) { return {a op b.low, a op b.high}; }
+ON_BOTH(+)
+ON_BOTH(-)
+ON_BOTH(*)
+ON_BOTH(/)
+template <class V> static inline Twice<V> operator-(Twice<V> a) { return {-a.low, -a.high}; }
+template <class V> static inline void operator+=(Twice<V>& a, Twice<V> b) { a = a + b; }
+
+#if defined(__AVX512F__)
+typedef floats f32x16;
+#elif defined(__AVX2__)
+typedef Twice<floats> f32x16;
+#else
+typedef Twice<Twice<floats>> f32x16;
+#endif
 
 struct bf16 { uint16_t bits; };  // the upper half of a float
 
@@ -44,62 +72,103 @@ static inline void store(bf16* to, float x) {  // to nearest, ties to even, as t
     memcpy(&bits, &x, 4);
     to->bits = x != x ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
-static inline f32x16 load16(const float* p) { return *(const f32x16*)p; }
-static inline f32x16 load16(const bf16* p) {
+static inline void load(floats& v, const float* p) { v = *(const floats*)p; }
+static inline void load(floats& v, const bf16* p) {
 #if defined(__AVX512F__)  // gcc 12 takes several instructions for what is one
-    u32x16 wide = (u32x16)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)) << 16;
+    words wide = (words)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)) << 16;
+#elif defined(__AVX2__)
+    words wide = (words)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)) << 16;
+#else  // zeros and values in turns; __builtin_convertvector would take them one by one
+    typedef uint16_t eight __attribute__((vector_size(16)));
+    eight zeros = {}, values = {};
+    memcpy(&values, p, 2 * LANES);
+#if defined(__clang__)
+    words wide = (words)__builtin_shufflevector(zeros, values, 0, 8, 1, 9, 2, 10, 3, 11);
 #else
-    u32x16 wide = __builtin_convertvector(*(const u16x16*)p, u32x16) << 16;
+    words wide = (words)__builtin_shuffle(zeros, values, (eight){0, 8, 1, 9, 2, 10, 3, 11});
 #endif
-    return (f32x16)wide;
+#endif
+    v = (floats)wide;
 }
-static inline f32x16 load16(const int8_t* p) {
+static inline void load(floats& v, const int8_t* p) {
 #if defined(__AVX512F__)
-    return (f32x16)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+    v = (floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+#elif defined(__AVX2__)
+    v = (floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
 #else
-    return __builtin_convertvector(*(const i8x16*)p, f32x16);
+    for (int i = 0; i < LANES; i++) v[i] = p[i];
 #endif
 }
-static inline void store16(float* p, f32x16 v) { *(f32x16*)p = v; }
+template <class V, class T>
+static inline void load(Twice<V>& v, const T* p) {
+    load(v.low, p);
+    load(v.high, p + sizeof(V) / sizeof(float));
+}
+template <class T>
+static inline f32x16 load16(const T* p) {
+    f32x16 v;
+    load(v, p);
+    return v;
+}
+static inline void store16(float* p, floats v) { *(floats*)p = v; }
+template <class V>
+static inline void store16(float* p, Twice<V> v) {
+    store16(p, v.low);
+    store16(p + sizeof(V) / sizeof(float), v.high);
+}
 static inline void store16(bf16* p, f32x16 v) {
 #if defined(__AVX512BF16__)
     __m256bh half = _mm512_cvtneps_pbh((__m512)v);
     memcpy(p, &half, 32);
 #else
-    for (int i = 0; i < 16; i++) store(p + i, v[i]);
+    float each[16];
+    store16(each, v);
+    for (int i = 0; i < 16; i++) store(p + i, each[i]);
 #endif
 }
-static inline float sum16(f32x16 v) {
+static inline float sum16(floats v) {
 #if defined(__AVX512F__)
     return _mm512_reduce_add_ps((__m512)v);
 #else
     float s = 0;
-    for (int i = 0; i < 16; i++) s += v[i];
+    for (int i = 0; i < LANES; i++) s += v[i];
     return s;
 #endif
 }
+template <class V>
+static inline float sum16(Twice<V> v) { return sum16(v.low + v.high); }
 
-static inline f32x16 abs16(f32x16 v) { return v < 0.f ? -v : v; }
-static inline f32x16 max16(f32x16 a, f32x16 b) { return a > b ? a : b; }
-static inline float max16(f32x16 v) {
+static inline floats abs16(floats v) { return v < 0.f ? -v : v; }
+static inline floats max16(floats a, floats b) { return a > b ? a : b; }
+static inline float max16(floats v) {
 #if defined(__AVX512F__)
     return _mm512_reduce_max_ps((__m512)v);
 #else
     float most = v[0];
-    for (int i = 1; i < 16; i++) most = v[i] > most ? v[i] : most;
+    for (int i = 1; i < LANES; i++) most = v[i] > most ? v[i] : most;
     return most;
 #endif
 }
-static inline int round16(f32x16 v, int8_t* to) {  // to nearest, ties to even; the sum of what was written
+static inline int round16(floats v, int8_t* to) {  // to nearest, ties to even; the sum of what was written
 #if defined(__AVX512F__)
     __m512i codes = _mm512_cvtps_epi32((__m512)v);
     _mm_storeu_si128((__m128i*)to, _mm512_cvtepi32_epi8(codes));
     return _mm512_reduce_add_epi32(codes);
 #else
     int sum = 0;
-    for (int i = 0; i < 16; i++) sum += to[i] = (int8_t)nearbyintf(v[i]);
+    for (int i = 0; i < LANES; i++) sum += to[i] = (int8_t)nearbyintf(v[i]);
     return sum;
 #endif
+}
+template <class V>
+static inline Twice<V> abs16(Twice<V> v) { return {abs16(v.low), abs16(v.high)}; }
+template <class V>
+static inline Twice<V> max16(Twice<V> a, Twice<V> b) { return {max16(a.low, b.low), max16(a.high, b.high)}; }
+template <class V>
+static inline float max16(Twice<V> v) { return max16(max16(v.low, v.high)); }
+template <class V>
+static inline int round16(Twice<V> v, int8_t* to) {
+    return round16(v.low, to) + round16(v.high, to + sizeof(V) / sizeof(float));
 }
 
 // The sums of sixteen vectors, together: 45 instructions instead of 200.
@@ -118,9 +187,9 @@ static inline f32x16 sums16(const f32x16* v) {
                   _mm512_shuffle_f32x4(four[2 * i], four[2 * i + 1], 0xdd);
     return (f32x16)(_mm512_shuffle_f32x4(half[0], half[1], 0x88) + _mm512_shuffle_f32x4(half[0], half[1], 0xdd));
 #else
-    f32x16 sums;
+    float sums[16];
     for (int i = 0; i < 16; i++) sums[i] = sum16(v[i]);
-    return sums;
+    return load16(sums);
 #endif
 }
 
@@ -139,17 +208,19 @@ static inline f32x16 sums16(const f32x16* v) {
 // e^x to 2.6e-7: 2^n · e^r with |r| ≤ ln(2)/2, e^r by its series. ln(2) is subtracted in two parts, the first of which has
 // few enough bits that n times it is exact; both parts in one would make an error of 4e-6. Below −87 it stays at
 // e^−87 = 1.6e-38; from 88.4 on, where n is 128, it is infinite. NaN stays NaN.
-static inline f32x16 exp16(f32x16 x) {
-    x = x < -87.f ? (f32x16){} - 87.f : x;
-    x = x > 89.f ? (f32x16){} + 89.f : x;  // more would run over into the bit of the sign
-    i32x16 n = __builtin_convertvector(x * 1.44269504f + (x < 0.f ? (f32x16){} - 0.5f : (f32x16){} + 0.5f), i32x16);
-    f32x16 whole = __builtin_convertvector(n, f32x16);
-    f32x16 r = IN_ORDER(x - whole * 0.693359375f) + whole * 2.12194440e-4f;
-    f32x16 y = 4.1666667e-2f + r * (8.3333333e-3f + r * 1.3888889e-3f);
+static inline floats exp16(floats x) {
+    x = x < -87.f ? (floats){} - 87.f : x;
+    x = x > 89.f ? (floats){} + 89.f : x;  // more would run over into the bit of the sign
+    ints n = __builtin_convertvector(x * 1.44269504f + (x < 0.f ? (floats){} - 0.5f : (floats){} + 0.5f), ints);
+    floats whole = __builtin_convertvector(n, floats);
+    floats r = IN_ORDER(x - whole * 0.693359375f) + whole * 2.12194440e-4f;
+    floats y = 4.1666667e-2f + r * (8.3333333e-3f + r * 1.3888889e-3f);
     y = 1 + r * (1 + r * (0.5f + r * (1.6666667e-1f + r * y)));
-    i32x16 power = (n + 127) << 23;
-    return y * (f32x16)power;
+    ints power = (n + 127) << 23;
+    return y * (floats)power;
 }
+template <class V>
+static inline Twice<V> exp16(Twice<V> x) { return {exp16(x.low), exp16(x.high)}; }
 
 template <class Out, class In>
 static void rms_norm(Out* y, const In* x, const float* weight, int64_t n, float eps) {
