@@ -30,7 +30,8 @@ from nanokv.cache.base import NoCache
 from nanokv.cache.capabilities import Pages
 from nanokv.cache.paged_batch import PagedBatch
 from nanokv.errors import ConfigError
-from nanokv.fast import building, native, optimize, private, torch_ops, weights
+from nanokv.fast import building, choice, native, optimize, private, torch_ops, weights
+from nanokv.fast import model as fast_model
 from nanokv.fast.model import alike, sees_its_row
 from nanokv.inference import decode, prefill, prefill_chunks, score, verify_draft
 from nanokv.model import Transformer
@@ -430,6 +431,28 @@ def test_flash_attention(B, H, Hk, T, S, D):
     mask = causal_mask(T, S)
     expected = F.scaled_dot_product_attention(q.float(), k.float(), v.float(), attn_mask=mask, enable_gqa=True)
     assert gap(y.float(), expected.transpose(1, 2)) <= 0.01
+
+
+@needs_kernels
+@pytest.mark.parametrize(("kernel", "other", "chosen"), [(1.0, 0.8, 1), (1.0, 0.95, 0), (1.0, 2.0, 0)])
+def test_attention_over_tiles_is_measured_once(monkeypatch, kernel, other, chosen):
+    """By an injected clock. Long prefills take what was faster, short ones the kernel, and nobody measures without."""
+    if not KERNELS.has_flash(32):
+        pytest.skip("this processor does not multiply bf16")
+    ticks = [tick for seconds in [kernel] * 3 + [other] * 3 for tick in (0, seconds)]
+    used, its_choice = [], choice.Choice(lambda: ticks.pop(0))
+    monkeypatch.setattr(choice, "attention", lambda: its_choice)
+    monkeypatch.setattr(fast_model, "flash", lambda kernels, *qkv: (used.append("kernel"), Causal()(*qkv))[1])
+    block = optimize(small(torch.bfloat16)[0]).layers[0]
+    long, short = ([torch.randn(1, heads, T, 32).bfloat16() for heads in (4, 2, 2)] for T in (300, 40))
+    block.attended(KERNELS, Causal(), *long)
+    assert used == ["kernel"] and len(ticks) == 12  # no tiles: nothing is measured
+    monkeypatch.setattr(native, "has_tiles", lambda kernels: True)
+    for calls, qkv in ((0, short), (3, long), (0, long)):
+        used.clear()
+        block.attended(KERNELS, Causal(), *qkv)
+        assert len(used) == calls + (qkv is short or chosen == 0)
+    assert not ticks
 
 
 @needs_kernels

@@ -17,7 +17,7 @@ from torch import nn
 from nanokv.attention import Causal, Decode, Packed, row_blocks
 from nanokv.cache.capabilities import Pages
 from nanokv.errors import ConfigError
-from nanokv.fast import native
+from nanokv.fast import choice, native
 from nanokv.fast.weights import FEW_ROWS, FORMATS, Addressed, Dense, Int8, check_dense
 from nanokv.loading import skeleton
 from nanokv.model import Transformer
@@ -118,18 +118,13 @@ class Block(Addressed):
             return Packed(parts)(q, k, v)
         if type(attend) is not Causal or q.dtype != torch.bfloat16 or not kernels.has_flash(q.shape[-1]):
             return attend(q, k, v)
-        (B, H, T, D), (Hk, S), strides = q.shape, k.shape[1:3], k.stride()
+        (_, H, T, D), (Hk, S), strides = q.shape, k.shape[1:3], k.stride()
         if strides != v.stride() or strides[2:] != (D, 1) or H % Hk or not alike(q[:, :Hk], k, v):
             return attend(q, k, v)
         attend.check(T, S)
-        parts = []
-        for a, b in row_blocks(q, S):
-            rows, y = q[:, :, a:b].contiguous(), q.new_empty(B, b - a, H, D)
-            kernels.flash_attention(
-                y.data_ptr(), rows.data_ptr(), k.data_ptr(), v.data_ptr(), B, H, Hk, b - a, S - T + b, D, *strides[:2]
-            )
-            parts.append(y)
-        return (parts[0] if len(parts) == 1 else torch.cat(parts, 1)).transpose(1, 2)
+        ways = functools.partial(flash, kernels), Causal()  # torch's attention uses matrix tiles too
+        measured = native.has_tiles(kernels) and T >= choice.LONG
+        return ways[choice.attention().pick(ways, q, k, v) if measured else 0](q, k, v)
 
     def torch_path(self, x, rope, cache, attend):
         """Any number of tokens, any mask, any device; norms in fp32, products and attention in the weights' dtype."""
@@ -150,6 +145,18 @@ class Block(Addressed):
     def normed(self, x, weight):
         """As it is where the family has no such norm."""
         return x if weight is None else F.rms_norm(x, weight.shape, weight, self.eps)
+
+
+def flash(kernels, q, k, v):
+    """Causal()(q, k, v) by the kernel, for bf16 whose tokens lie D apart."""
+    (B, H, T, D), (Hk, S), strides, parts = q.shape, k.shape[1:3], k.stride(), []
+    for a, b in row_blocks(q, S):
+        rows, y = q[:, :, a:b].contiguous(), q.new_empty(B, b - a, H, D)
+        kernels.flash_attention(
+            y.data_ptr(), rows.data_ptr(), k.data_ptr(), v.data_ptr(), B, H, Hk, b - a, S - T + b, D, *strides[:2]
+        )
+        parts.append(y)
+    return (parts[0] if len(parts) == 1 else torch.cat(parts, 1)).transpose(1, 2)
 
 
 def sees_its_row(attend, cache) -> bool:

@@ -88,6 +88,11 @@ def kernels():
     return library()[0]
 
 
+def has_tiles(kernels) -> bool:
+    """Do they use the processor's matrix tiles (AMX)? Emulated ones do not count."""
+    return kernels.instructions().endswith(b", tiles")
+
+
 def load(path: Path):
     """(the library with the types of its functions, its path); None if the file is not whole."""
     checked = private.open_checked(path)
