@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from nanokv.attention import Decode, causal_mask
 from nanokv.cache import make_cache
 from nanokv.cache.paged_batch import PagedBatch
-from nanokv.fast import native, optimize, weights
+from nanokv.fast import building, native, optimize, weights
 from nanokv.inference import prefill
 from nanokv.rope import apply_rope
 from small_model import needs_kernels, small
@@ -31,7 +31,7 @@ KERNEL_TESTS = "products_with or flash or decode_attention or equal_on_every or 
 
 def macros() -> str:
     """What the compiler knows of this processor."""
-    command = [native.find_compiler()[0], "-march=native", "-dM", "-E", "-x", "c++", os.devnull]
+    command = [building.find_compiler()[0], "-march=native", "-dM", "-E", "-x", "c++", os.devnull]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
@@ -49,7 +49,7 @@ def test_kernels_compiled_for_another_processor(tmp_path, flags, needs, expected
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-rs", "-k", f"({KERNEL_TESTS}) and not torch", "-p", "no:cacheprovider",
          str(Path(__file__).with_name("test_fast.py"))],
-        env=os.environ | {"CXX": f"{native.find_compiler()[0]} {flags}", "NANOKV_CACHE": str(tmp_path)},
+        env=os.environ | {"CXX": f"{building.find_compiler()[0]} {flags}", "NANOKV_CACHE": str(tmp_path)},
         capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:]
@@ -108,7 +108,8 @@ def record(path) -> int:
             x = cases.whole(rows, K, most=127)
             x[:, ::32] = 127
             expected = (x.double() @ matrix.dense().double().T + matrix.bias).float()
-            cases.add("linear", [rows], 2e-6, expected, *parts(matrix), x)
+            # of more than 8 rows codes become bf16, where the processor multiplies it
+            cases.add("linear", [rows], 5e-3 if name and rows > 8 else 2e-6, expected, *parts(matrix), x)
     for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 0.02)):
         record_step(cases, dtype, bound)
     for dtype, bound in ((torch.float32, 2e-6), (torch.bfloat16, 0.008)):
@@ -182,7 +183,7 @@ def test_kernels_over_recorded_inputs(tmp_path, compiler, flags, runner, expecte
     program, count = tmp_path / "driver", record(tmp_path / "cases")
     source = str(Path(__file__).with_name("kernels_driver.cpp"))
     subprocess.run(
-        [compiler, *flags, *native.MATH, "-std=c++17", f"-I{native.FOLDER}", source, "-o", program], check=True
+        [compiler, *flags, *building.MATH, "-std=c++17", f"-I{building.FOLDER}", source, "-o", program], check=True
     )
     done = subprocess.run([*runner, program, tmp_path / "cases"], capture_output=True, text=True, check=False)
     first, *lines = done.stdout.splitlines()

@@ -35,7 +35,7 @@ struct Codes {
         for (int64_t g = 0; g < K / GROUP; g++) {
             f32x16 a = load16(x + g * GROUP), b = load16(x + g * GROUP + 16);
             float largest = max16(max16(abs16(a), abs16(b)));
-            bool finite = largest <= FLT_MAX && sum16(a - a) == 0 && sum16(b - b) == 0;  // NaN − NaN is no 0
+            bool finite = finite16(a) && finite16(b);
             float inverse = finite && largest > 1e-30f ? 127 / largest : 0;
             int sum = inverse ? round16(a * inverse, &code[g * GROUP]) + round16(b * inverse, &code[g * GROUP + 16]) : 0;
             scale[g] = finite ? largest / 127 : NAN;  // no code stands for NaN or infinity: the product becomes NaN

@@ -149,6 +149,15 @@ static inline float max16(floats v) {
     return most;
 #endif
 }
+static inline bool finite16(floats v) {  // not by v − v: an associative compiler knows that to be 0
+#if defined(__AVX512F__)
+    return _mm512_cmp_ps_mask((__m512)abs16(v), _mm512_set1_ps(FLT_MAX), _CMP_LE_OQ) == 0xffff;
+#else
+    bool finite = true;
+    for (int i = 0; i < LANES; i++) finite &= fabsf(v[i]) <= FLT_MAX;
+    return finite;
+#endif
+}
 static inline int round16(floats v, int8_t* to) {  // to nearest, ties to even; the sum of what was written
 #if defined(__AVX512F__)
     __m512i codes = _mm512_cvtps_epi32((__m512)v);
@@ -166,6 +175,8 @@ template <class V>
 static inline Twice<V> max16(Twice<V> a, Twice<V> b) { return {max16(a.low, b.low), max16(a.high, b.high)}; }
 template <class V>
 static inline float max16(Twice<V> v) { return max16(max16(v.low, v.high)); }
+template <class V>
+static inline bool finite16(Twice<V> v) { return finite16(v.low) && finite16(v.high); }
 template <class V>
 static inline int round16(Twice<V> v, int8_t* to) {
     return round16(v.low, to) + round16(v.high, to + sizeof(V) / sizeof(float));
