@@ -123,7 +123,7 @@ def token_ids(model: Model, ids: Rows) -> Tensor:
     if isinstance(ids, torch.Tensor) and ids.dim() == 2 and ids.numel() and ids.dtype in (torch.int64, torch.int32):
         if ids.device.type != "cpu" and device.type != "cpu":
             return ids.to(device, torch.int64)
-        low, high = ids.aminmax()
+        low, high = (ids.item(),) * 2 if ids.numel() == 1 else ids.aminmax()  # the common case, in one operator
         if low >= 0 and high < vocabulary:
             return ids.to(device, torch.int64)
     return torch.tensor(id_rows(ids, vocabulary), device=device)  # (B,T); or it says what is wrong
