@@ -335,7 +335,7 @@ def test_torch_packs_four_bits_where_it_can():
 
 
 @pytest.mark.parametrize("name", ["int8", "int4"])
-@pytest.mark.parametrize("rows", [1, 2, 5])
+@pytest.mark.parametrize("rows", [1, 2, 5, 9, 32])
 @pytest.mark.parametrize("K", [32, 64, 96, 288])
 @pytest.mark.parametrize("N", [37, 48])  # torch packs four bits in blocks of 16 rows
 def test_products_with_codes(code, name, rows, K, N):

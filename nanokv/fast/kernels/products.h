@@ -252,7 +252,7 @@ struct Input {  // x in the form that the weights' format wants, made once for a
 #endif
 #if defined(TILES)
         // Up to TILE rows the memory is what counts.
-        if (!half.empty() && w.format == BF16 && M > TILE && w.N >= 32 && tiles_allowed()) {
+        if (!half.empty() && M > TILE && w.N >= 32 && tiles_allowed()) {
             int64_t upto = (M + 15) / 16 * 16;
             paired.resize(upto * w.K / 32);
             pack_pairs(half.data(), M, upto, w.K, paired[0].values);
@@ -332,12 +332,15 @@ static void multiply_tiles(const bf16* w, const Line* x, int64_t K, float (*sums
 // The last block of a matrix is a whole one too, and begins earlier: what it computes twice is put once.
 static void rows_tiles(float* y, const Weight& w, const Input& in, int64_t n0, int64_t n1, bool add) {
     Tiles configured;
+    std::vector<bf16> unpacked(w.format == BF16 ? 0 : 32 * w.K);
     for (int64_t n = n0; n < n1; n += 32) {
         int64_t first = n + 32 <= w.N ? n : w.N - 32, end = n + 32 < n1 ? n + 32 : n1;
+        const bf16* block = w.format == BF16 ? (const bf16*)w.data + first * w.K : unpacked.data();
+        for (int64_t r = 0; r < 32 && w.format != BF16; r++) unpack(&unpacked[r * w.K], w, first + r);
         for (int64_t m0 = 0; m0 < in.M; m0 += 32) {
             alignas(64) float sums[4][16][16];
             auto product = in.M - m0 > 16 ? multiply_tiles<2> : multiply_tiles<1>;
-            product((const bf16*)w.data + first * w.K, &in.paired[m0 * w.K / 32], w.K, sums);
+            product(block, &in.paired[m0 * w.K / 32], w.K, sums);
             for (int64_t m = m0; m < in.M && m < m0 + 32; m++)
                 for (int64_t i = n, r = n - first; i < end; i++, r++)
                     put(y + m * w.N, w, i, sums[(m - m0) / 16 * 2 + r / 16][r % 16][m % 16], add);
