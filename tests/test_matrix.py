@@ -495,8 +495,10 @@ def test_a_cache_that_only_looks_like_one(model, code):
         def mask(self, T):
             return nanokv.attention.causal_mask(T, self.length + T)
 
-    run = steps_of(lambda: Cache(Layer() for _ in range(plain().config.num_hidden_layers)))
-    assert distance(run(candidate(model, 2)), run(plain())) <= MODELS[model]
+    own = lambda: [Layer() for _ in range(plain().config.num_hidden_layers)]  # noqa: E731
+    for layers in (own, lambda: new(plain().config, "static", 2)):
+        run = steps_of(lambda layers=layers: Cache(layers()))
+        assert distance(run(candidate(model, 2)), run(plain())) <= MODELS[model]
 
 
 def step_with(model, mask, spec="static"):

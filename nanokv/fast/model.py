@@ -186,9 +186,8 @@ class FastTransformer(Transformer):
 
     def run_layers(self, x, rope, cache, attend):
         kernels = native.kernels() if x.device.type == "cpu" and x.shape[1] == 1 else None
-        if not kernels or not all(map(untouched, self.layers)) or not all(layer.in_place for layer in cache):
-            return super().run_layers(x, rope, cache, attend)
-        if any(layer.patched for layer in cache) or not sees_its_row(attend, cache[0]):
+        ours = kernels and all(map(untouched, self.layers))
+        if not ours or not in_place(cache) or not sees_its_row(attend, cache[0]):
             return super().run_layers(x, rope, cache, attend)
         B, (cos, sin), D, like = x.shape[0], rope, self.config.head_dim, self.layers[0].like
         layers = native.addresses([layer.struct for layer in self.layers])
@@ -197,6 +196,12 @@ class FastTransformer(Transformer):
         angles = cos.data_ptr(), sin.data_ptr(), D if cos.numel() > D else 0
         kernels.steps(layers, len(layers), x.data_ptr(), B, *angles, pages)
         return x
+
+
+def in_place(cache) -> bool:
+    """Can all layers of the cache reserve, each with the `append` of its class?"""
+    layers = hasattr(cache, "reserve_layers") and cache
+    return bool(layers) and all(getattr(one, "in_place", False) and not getattr(one, "patched", True) for one in layers)
 
 
 def untouched(layer) -> bool:
