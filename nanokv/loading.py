@@ -42,7 +42,7 @@ def load_folder(folder: Path, fields: dict, dtype: torch.dtype | None, device: s
     tokenizer = Tokenizer.from_folder(folder, rows=config.vocab_size)
     stamp("tokenizer")
     last = tokenizer.vocab_size - 1
-    name = tokenizer.backend.id_to_token(last) or ""
+    name = (tokenizer.backend.id_to_token(last) or "") if last >= 0 else ""
     weights_loader.check_last_id(folder / "tokenizer.json", name, last, config.vocab_size)
     fields, state_dict = weights_loader.read(folder, dict(fields), dtype, device, prefetched)
     model = build(Config.from_dict(fields), state_dict)

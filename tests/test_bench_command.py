@@ -2,13 +2,14 @@
 
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import nanokv
 from nanokv.bench import command
-from nanokv.bench.command import Command, endless, prompt_text
+from nanokv.bench.command import Command, comparison, endless, prompt_text
 from nanokv.bench.remote import PeerError
 from nanokv.bench.runners import Ours
 from nanokv.cli import random_model
@@ -62,6 +63,17 @@ def test_a_command_that_fails_is_told_in_its_own_words(endless_small):
     runner = Command(*endless_small, ["--threads", "0"])
     with pytest.raises(PeerError, match="ended with 2: nanokv: error: --threads: 0 is not a whole number"):
         runner.measure(300, 20, 4, 0)
+
+
+def test_a_command_that_ends_before_it_reads_a_long_prompt_is_told_as_well(endless_small):
+    runner = Command(*endless_small, [])
+    with pytest.raises(PeerError, match="no memory"):
+        runner.answered("x" * 300_000, [sys.executable, "-c", "raise SystemExit('no memory')"], 0.0)
+
+
+def test_a_row_whose_own_row_has_no_round_yet_is_left_out(endless_small):
+    row = SimpleNamespace(runner=Command(*endless_small, []), context=8)
+    assert comparison([row]) == []
 
 
 def test_ctrl_c_during_the_command_is_no_failure_of_it(endless_small, monkeypatch):

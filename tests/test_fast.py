@@ -575,8 +575,14 @@ def test_a_step_is_one_call_until_somebody_listens(name, monkeypatch):
         cache[1].append = lambda *args: own(*args)
         yield
 
+    @contextmanager
+    def everywhere(cache):
+        handle = torch.nn.modules.module.register_module_forward_hook(lambda *args: None)
+        yield
+        handle.remove()
+
     assert listened(nobody)[0] == 0
-    for where in (hook, forward, append):
+    for where in (hook, forward, append, everywhere):
         calls, difference = listened(where)
         assert calls == 1 and difference < 2e-5, where.__name__
 

@@ -137,6 +137,13 @@ def test_env_says_what_runs(cli, monkeypatch):
         assert shown[0] == value and origin in shown[1]
 
 
+def test_env_shows_a_setting_that_every_other_command_refuses(cli, monkeypatch):
+    monkeypatch.setenv("NANOKV_KERNELS", "yes")
+    code, out, _ = cli("env", "--json")
+    assert code == 0 and "NANOKV_KERNELS is 'yes'" in json.loads(out)["settings"]["kernels"][1]
+    assert cli("generate", PROMPT, "-n", "1")[0] == 2
+
+
 # --- building in the background ---------------------------------------------------------------------------------------
 
 
@@ -190,6 +197,35 @@ def test_a_start_without_kernels_runs_plain_and_the_next_one_finds_them(place, c
     code, out, err = cli(*argv)
     assert (code, out) == (0, first.stdout.decode()) and speed.NEXT_START not in err
     assert steps and len(place.runs()) == 1
+
+
+@linux
+@needs_kernels
+def test_a_build_is_of_this_package_and_for_this_folder(place, monkeypatch, tmp_path):
+    """Another nanokv comes first on the path, and the name of the cache folder is a relative one."""
+    (tmp_path / "other" / "nanokv").mkdir(parents=True)
+    (tmp_path / "other" / "nanokv" / "__init__.py").write_text("raise SystemExit('not this one')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "other"))
+    monkeypatch.setenv("NANOKV_CACHE", "kept")
+    monkeypatch.chdir(tmp_path)
+    building.begin()
+    until(lambda: building.state().ready)
+    assert private.kept(building.stem_of(building.find_compiler()))[0].parent == tmp_path / "kept" / "nanokv"
+
+
+@linux
+@needs_kernels
+def test_starts_during_a_build_that_fails_do_not_build_again(place):
+    place.script(place.wait + "exit 1")
+    building.begin()
+    until(place.runs)
+    for _ in range(3):
+        building.begin()
+    time.sleep(1)
+    place.go.touch()
+    until(lambda: building.state().detail)
+    time.sleep(0.5)
+    assert len(place.runs()) == 2  # with OpenMP and without
 
 
 @linux

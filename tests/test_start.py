@@ -1,6 +1,7 @@
 """From the command to the first token: what a start reads, imports and waits for."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -110,6 +111,13 @@ def test_what_looks_odd_is_left_to_the_loader(tmp_path, change):
     else:
         with pytest.raises(CheckpointError):
             loaded(folder, early)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no named pipes here")
+def test_a_pipe_among_the_files_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "a.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"x": "a.safetensors"}}')
+    assert Prefetch(tmp_path, "float32", FUSED).places == {}
 
 
 @pytest.mark.parametrize("how", ["replaced", "written over"])

@@ -116,7 +116,10 @@ def weight_files(folder: Path) -> list[Path]:
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
     index = parse_object((folder / INDEX).read_bytes(), INDEX)
-    return [folder / file for file in sorted(set(index["weight_map"].values())) if Path(file).name == file]
+    files = [folder / file for file in sorted(set(index["weight_map"].values())) if Path(file).name == file]
+    if not all(map(Path.is_file, files)):  # a pipe would never end
+        raise ValueError
+    return files
 
 
 def header(path: Path, dtype: str) -> list[tuple[str, int, int]]:

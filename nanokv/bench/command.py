@@ -4,6 +4,7 @@ Its rows stand beside those of the same weights and cache measured inside the be
 agree: what the bench leaves out (starting, loading, first touches of memory) is what a user pays all the same.
 """
 
+import contextlib
 import json
 import random
 import shutil
@@ -59,8 +60,10 @@ class Command(Runner):
             guard = threading.Timer(max(LEAST, self.patience), child.kill)
             guard.start()
             try:
-                child.stdin.write(prompt.encode())
-                child.stdin.close()
+                with contextlib.suppress(BrokenPipeError):  # it has ended: its exit code says why
+                    child.stdin.write(prompt.encode())
+                with contextlib.suppress(BrokenPipeError):
+                    child.stdin.close()
                 first = child.stdout.read(1)
                 arrived = time.perf_counter() - began
                 text = first + child.stdout.read()
@@ -120,7 +123,10 @@ def comparison(rows) -> list[dict]:
            and row.runner.batch == 1}  # fmt: skip
     found = []
     for row in (row for row in rows if isinstance(row.runner, Command)):
-        theirs, ours = row.figures(), own[row.runner.weights, row.runner.cache, row.context].figures()
+        key = row.runner.weights, row.runner.cache, row.context
+        if key not in own:  # Ctrl-C came before its first round
+            continue
+        theirs, ours = row.figures(), own[key].figures()
         speeds = {name: theirs[name] for name in ("prefill_tok_s", "decode_tok_s")}
         found.append(
             {"weights": theirs["weights"], "cache": theirs["cache"], "context": row.context}

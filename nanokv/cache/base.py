@@ -48,7 +48,10 @@ class KVCache(CacheCapabilities):
 
     @property
     def length(self) -> int:
-        """Tokens held, the same in every layer; a failed forward leaves them unequal, which raises until mended."""
+        """Tokens held, the same in every layer; a failed forward may leave them unequal, which raises until mended.
+
+        Who goes on after one truncates to the length from before it, unequal or not: a kernel counts a token first.
+        """
         lengths = {layer.length for layer in self}
         if len(lengths) > 1:
             raise CacheError(

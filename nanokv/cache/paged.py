@@ -42,6 +42,8 @@ class PagedCache(KVCache):
         self.pool.reserve(self.tables, [start] * len(self.tables), end - start)
 
     def reserve_layers(self, like) -> list[Pages]:
+        if any(type(layer) is not PagedLayer for layer in self):  # one of the caller's is asked
+            return super().reserve_layers(like)
         view = self[0].step(1, like)
         for layer in self:
             layer.length += 1

@@ -115,6 +115,8 @@ def _load_model(args, announce) -> Loaded:
     read, tokenizer = load_folder(plan.folder, plan.fields, dtype, plan.device, check, prefetched)
     stamp("weights")
     model = speed.optimized(read, args, plan.code)
+    if model is read and plan.code.fast:  # then a draft model is plain as well
+        plan.code = speed.Choice(False, "plain (kernels cannot be loaded)")
     stamp("kernels")
     plain = None if model is read or getattr(args, "quantize", None) else read
     plan.config = model.config  # the tensors decide whether the head is tied, whatever config.json says

@@ -18,6 +18,7 @@ from nanokv.cli import layout, terminal
 from nanokv.cli.loading import plan_model
 from nanokv.cli.text import to_json
 from nanokv.errors import NanoKVError
+from nanokv.fast import native
 
 PROMPT = "one two three four five six seven eight nine ten eleven twelve"
 WEIGHTS = {"plain": ["--plain"], "fast": [], "int8": ["--quantize", "int8"], "int4": ["--quantize", "int4"]}
@@ -41,6 +42,8 @@ CLOCK = "import sys, time\nstart = time.perf_counter()\n{}\nprint(time.perf_coun
 def run(args) -> int:
     """One table, medians in ms."""
     plan = plan_model(args)
+    if args.weights != "plain":
+        native.library()  # built before the first start, not between two
     files = [str(path) for path in sorted(plan.folder.glob("*.safetensors"))]
     floors: dict[str, list[float]] = {name: [] for name in FLOORS}
     taken: dict[str, list[float]] = {name: [] for name in PARTS}

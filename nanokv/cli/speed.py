@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from nanokv.cli.terminal import notice, sanitize_line
 from nanokv.config import Config
-from nanokv.errors import NanoKVError
+from nanokv.errors import ConfigError, NanoKVError
 from nanokv.fast import building
 
 NEXT_START = "kernels are being built for the next start"
@@ -108,7 +108,10 @@ def code_text() -> str:
 
 def setting() -> tuple[str, str]:
     """The row of `nanokv env`: what runs where no flag says otherwise, and why. Starts nothing."""
-    found = building.state()
+    try:
+        found = building.state()
+    except ConfigError as error:
+        return "refused", str(error)
     if found.ready:
         return "native kernels", f"NANOKV_KERNELS={building.mode()}: {building.MODES[building.mode()]}"
     if found.missing and building.mode() == "on":

@@ -40,7 +40,12 @@ MODES = {
     "explicit": "built for --fast and nanokv.optimize only",
     "off": "never used",
 }
-CODE = "import sys; sys.path.append(sys.argv[1]); from nanokv.fast.building import main; sys.exit(main())"
+# This package first, whatever others of its name are installed; for nothing else.
+CODE = """import sys
+sys.path.insert(0, sys.argv[1])
+from nanokv.fast.building import main
+sys.path.append(sys.path.pop(0))
+sys.exit(main())"""
 
 
 class State(NamedTuple):
@@ -86,8 +91,11 @@ def state() -> State:
 # --- building -----------------------------------------------------------------------------------------------------
 
 
-def obtain(compiler: list[str], usable, wait: float | None = None):
-    """usable(path) of the library, which is built where it is missing; `usable` gives None for a file that is not."""
+def obtain(compiler: list[str], usable, timeout: float | None = None, wait: float | None = None):
+    """usable(path) of the library, which is built where it is missing; `usable` gives None for a file that is not.
+
+    timeout: seconds for the compiler; wait: for another process that builds, as long if it is not given.
+    """
     stem = stem_of(compiler)
     private.make_folder(stem.parent)
     private.check_folder(stem.parent)
@@ -95,13 +103,14 @@ def obtain(compiler: list[str], usable, wait: float | None = None):
         return found
     from filelock import FileLock
 
-    wait = TIMEOUT if wait is None else wait
+    timeout = TIMEOUT if timeout is None else timeout
+    wait = timeout if wait is None else wait
     with FileLock(stem.with_name("kernels.lock"), timeout=wait):  # the system gives it back when its holder is killed
         if (found := first(stem, usable)) is not None:  # built while this process waited
             return found
         for left in stem.parent.glob("building-*"):  # of a build that was killed
             shutil.rmtree(left, ignore_errors=True)
-        return build_noted(compiler, stem, usable, wait)
+        return build_noted(compiler, stem, usable, timeout)
 
 
 def first(stem: Path, usable):
@@ -180,9 +189,12 @@ def begin() -> None:
     It finds the package where this process did, but nothing that lies in the user's working folder (-P).
     """
     command = [sys.executable, "-P", "-c", CODE, str(Path(__file__).resolve().parents[2])]
+    environment = os.environ | {"NANOKV_CACHE": str(folder().parent)}  # a relative one is not to be one of "/"
     null = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     with contextlib.suppress(OSError):  # no process can be started: then it stays plain
-        process = subprocess.Popen(command, **null, cwd="/" if os.name == "posix" else None, start_new_session=True)
+        process = subprocess.Popen(
+            command, **null, env=environment, cwd="/" if os.name == "posix" else None, start_new_session=True
+        )  # fmt: skip
         threading.Thread(target=process.wait, daemon=True).start()  # or it would stay in the table as a zombie
 
 
@@ -192,7 +204,7 @@ def main() -> int:
         os.nice(19)
     with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):  # noted, or another process builds
         if state().missing:
-            obtain(find_compiler(), loaded, BACKGROUND_TIMEOUT)
+            obtain(find_compiler(), loaded, BACKGROUND_TIMEOUT, wait=0)
     return 0 if state().ready else 1
 
 
@@ -205,7 +217,7 @@ def find_compiler() -> list[str] | None:
     wanted = shlex.split(os.environ.get("CXX", ""))
     for name in wanted[:1] or ("c++", "g++", "clang++"):
         if found := shutil.which(name):
-            return [found, *wanted[1:]]
+            return [os.path.abspath(found), *wanted[1:]]
     return None
 
 

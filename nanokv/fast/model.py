@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, overload
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.modules import module
 
 from nanokv.attention import Causal, Decode, Packed, row_blocks
 from nanokv.cache.capabilities import Pages
@@ -159,6 +160,9 @@ def flash(kernels, q, k, v):
     return (parts[0] if len(parts) == 1 else torch.cat(parts, 1)).transpose(1, 2)
 
 
+FORWARD = Block.forward
+
+
 def sees_its_row(attend, cache) -> bool:
     """Does each query see every token of its own row and nothing else? That is what the decode kernel computes.
 
@@ -206,7 +210,10 @@ def in_place(cache) -> bool:
 
 def untouched(layer) -> bool:
     """Is it a block of ours, and nobody listens to it or has put another function in the place of its forward?"""
-    return type(layer) is Block and not (layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer))
+    if type(layer) is not Block or "forward" in vars(layer) or Block.forward is not FORWARD:
+        return False
+    heard = layer._forward_hooks or layer._forward_pre_hooks
+    return not (heard or module._global_forward_hooks or module._global_forward_pre_hooks)
 
 
 class Embedding(nn.Module):

@@ -186,7 +186,8 @@ static inline int round16(Twice<V> v, int8_t* to) {
 static inline f32x16 sums16(const f32x16* v) {
 #if defined(__AVX512F__)
     __m512 two[8], four[4], half[2];
-    const __m512* s = (const __m512*)v;
+    __m512 s[16];  // not a cast of v, whose vectors may lie anywhere
+    for (int i = 0; i < 16; i++) s[i] = (__m512)v[i];
     for (int i = 0; i < 8; i++)
         two[i] = _mm512_unpacklo_ps(s[2 * i], s[2 * i + 1]) + _mm512_unpackhi_ps(s[2 * i], s[2 * i + 1]);
     for (int i = 0; i < 4; i++) {
