@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from chat_terminal import Terminal
+from nanokv.fast import building, native
 
 ROOT = Path(__file__).resolve().parents[1]
 PICTURE = ROOT / "docs" / "chat.svg"
@@ -30,7 +31,9 @@ def record() -> list[Text]:
     """The screen after the conversation and a /cache, line by line, with its colours."""
     with tempfile.TemporaryDirectory() as home:
         argv = (sys.executable, "-m", "nanokv", "chat", "--no-save")
-        env = {"XDG_STATE_HOME": home, "HOME": home, "PYTHONPATH": str(ROOT)}
+        native.library()  # kernels are built, as after a user's first start
+        kept = str(building.folder().parent)
+        env = {"XDG_STATE_HOME": home, "HOME": home, "PYTHONPATH": str(ROOT), "NANOKV_CACHE": kept}
         env |= {"NANOKV_NO_HISTORY": "1", "NANOKV_THREADS": "2"}
         terminal = Terminal(argv, env, COLUMNS, LINES + 20)
         terminal.raw_mode()

@@ -6,6 +6,7 @@ import re
 import pytest
 
 from record_chat import MESSAGES, PICTURE, record
+from small_model import needs_kernels
 
 TIMES = r"[\d.,]+ (ms|s|tok/s)"
 
@@ -14,6 +15,7 @@ def without_times(text: str) -> list[str]:
     return [re.sub(TIMES, "…", line) for line in text.splitlines() if line.strip()]
 
 
+@needs_kernels
 @pytest.mark.slow
 def test_the_picture_shows_what_the_program_does():
     fresh = "\n".join(line.plain for line in record())

@@ -24,7 +24,7 @@ template <class T>
 static void split_heads(const Layer& layer, const float* qkv, int64_t M, const float* cos, const float* sin,
                         int64_t rope_stride, float* q, T* k, T* v) {
     int64_t H = layer.H, Hk = layer.Hk, D = layer.D;
-#pragma omp parallel for if (M >= MANY)
+#pragma omp parallel for if (M * H * D >= MANY)
     for (int64_t m = 0; m < M; m++) {
         std::vector<float> head(D);
         const float *row = qkv + m * (H + 2 * Hk) * D, *c = cos + m * rope_stride, *s = sin + m * rope_stride;
@@ -203,7 +203,7 @@ thread_local double spent[6];
 
 static void norm_multiply(float* y, const float* x, int64_t M, const float* norm, float eps, const Weight& w) {
     std::vector<float> normed(M * w.K);
-#pragma omp parallel for if (M >= MANY)
+#pragma omp parallel for if (M * w.K >= MANY)
     for (int64_t m = 0; m < M; m++) rms_norm(&normed[m * w.K], x + m * w.K, norm, w.K, eps);
     multiply(y, normed.data(), M, w, false);
 }
@@ -265,7 +265,7 @@ void after_cache(const Layer* layer, float* x, int64_t M, float* q, const Pages*
     }
     Timer timer(MLP);
     norm_multiply(both.data(), x, M, layer->mlp_norm, layer->eps, layer->gate_up);
-#pragma omp parallel for if (M >= MANY)
+#pragma omp parallel for if (M * I >= MANY)
     for (int64_t m = 0; m < M; m++) {
         const float *gate = &both[m * 2 * I], *up = gate + I;
         int64_t i = 0;

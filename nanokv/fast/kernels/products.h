@@ -245,7 +245,7 @@ struct Input {  // x in the form that the weights' format wants, made once for a
 #if defined(__AVX512BF16__)
         if (w.K % 32 == 0 && (w.format == BF16 || (w.format >= INT8 && M > 2 * TILE))) {
             half.resize((M + TILE - 1) / TILE * TILE * w.K);
-#pragma omp parallel for if (M >= MANY)
+#pragma omp parallel for if (M * w.K >= MANY)
             for (int64_t m = 0; m < M; m++)
                 for (int64_t k = 0; k < w.K; k += 16) store16(&half[m * w.K + k], load16(x + m * w.K + k));
         }
@@ -260,7 +260,7 @@ struct Input {  // x in the form that the weights' format wants, made once for a
 #endif
         if (w.format < INT8 || !half.empty()) return;
         codes.resize(M);
-#pragma omp parallel for if (M >= MANY)
+#pragma omp parallel for if (M * w.K >= MANY)
         for (int64_t m = 0; m < M; m++) codes[m].quantize(x + m * w.K, w.K, w.format);
     }
 };

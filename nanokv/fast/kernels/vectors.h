@@ -54,7 +54,7 @@ struct bf16 { uint16_t bits; };  // the upper half of a float
 
 enum Format { FP32, BF16, INT8, INT4 };
 const int64_t WORTH = 1 << 18;  // bytes to touch (or as much arithmetic) from which on a second thread is asked
-const int MANY = 8;  // rows of activations from which on what is done with each of them is shared among threads
+const int64_t MANY = 1 << 14;  // activations from which on what is done with each row of them is shared among threads
 const int GROUP = 32;  // inputs that share a scale: of the activations for int8 and int4, of the weights for int4
 
 // --- numbers -----------------------------------------------------------------------------------------------------------
