@@ -146,6 +146,19 @@ def test_a_slab_grows_to_the_next_power_of_two_and_not_beyond(model, tokens):
     assert cache[0].keys.shape[2] == (expected if tokens < expected else 2 * expected)
 
 
+@pytest.mark.parametrize("expected", [10, 16, 31, 32, 100])
+def test_a_slab_ends_where_no_more_tokens_are_expected(model, expected):
+    """No doubling for the last few, and no limit: one token more than was said is stored as any other."""
+    cache, slots = make_cache("growing", model.config, capacity=expected), set()
+    for tokens in range(1, expected + 2):
+        for layer in cache:
+            layer.append(zeros(), zeros())
+        slots.add(cache[0].keys.shape[2])
+        assert cache.nbytes == costs.cache_bytes("growing", model.config, tokens, 1, 4, capacity=expected)
+    assert {n for n in slots if n < expected} <= {16, 32} and expected in slots and len(slots) <= 4
+    assert max(slots) == growing_slots(expected + 1) and cache.capacity is None
+
+
 def test_a_flush_leaves_no_view_of_something_larger(model):
     """The exact tokens are few; a view of what they were cut from would keep all of it in memory."""
     layer = make_cache("quantized", model.config, group=4, residual=2)[0]

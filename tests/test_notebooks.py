@@ -19,8 +19,8 @@ from solved_notebooks import TIMED, WALL, solved
 NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
 SOURCES = sorted((NOTEBOOKS / "source").glob("*.py"))
 NUMBERS = [path.stem[:2] for path in SOURCES]
-# Of one core, at most: the slowest takes 40 s alone, and several times that beside a test that streams gigabytes through
-# the processor's cache.
+# Of one core, at most: the slowest takes 40 s alone, and several times that beside a test that streams gigabytes
+# through the processor's cache.
 SECONDS, MEMORY = 360, 4 * 2**30
 
 pytestmark = pytest.mark.slow

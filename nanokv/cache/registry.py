@@ -47,7 +47,7 @@ def make_static(config: Config, batch_size: int, capacity: Capacity) -> KVCache:
 
 
 def make_growing(config: Config, batch_size: int, capacity: Capacity) -> KVCache:
-    """A slab that doubles, up to `capacity` slots if that many are enough."""
+    """A slab that doubles, and ends at `capacity` slots if no more tokens come."""
     return KVCache((GrowingCache(capacity) for _ in range(config.num_hidden_layers)), config)
 
 

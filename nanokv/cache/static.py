@@ -104,7 +104,7 @@ class StaticCache(LayerCache):
 class GrowingCache(StaticCache):
     """A slab that doubles when it is full: N appends copy fewer than 2N tokens in all, where `cat` copies N²/2.
 
-    `expected_tokens` is no limit: the slab does not grow beyond it as long as no more come.
+    `expected_tokens` is no limit: the slab ends there as long as no more come.
     """
 
     def __init__(self, expected_tokens: int | None = None):
@@ -116,8 +116,7 @@ class GrowingCache(StaticCache):
 
     def make_room(self, slots: int, like):
         if slots > (0 if self.keys is None else self.keys.shape[2]):
-            size, expected = growing_slots(slots), self.expected_tokens or 0
-            size = min(size, expected) if slots <= expected else size
+            size = growing_slots(slots, self.expected_tokens)
             keys, values = empty_slab(like, size), empty_slab(like, size)  # (B,Hk,2N,D)
             if self.length:
                 keys[:, :, : self.length] = self.keys[:, :, : self.length]
@@ -125,9 +124,11 @@ class GrowingCache(StaticCache):
             self.keys, self.values = keys, values
 
 
-def growing_slots(tokens: int) -> int:
-    """Slots that a growing cache takes for so many tokens: the next power of two, at least 16."""
-    return max(16, 1 << (tokens - 1).bit_length())
+def growing_slots(tokens: int, expected: int | None = None) -> int:
+    """Slots that a growing cache takes for so many tokens: the next power of two, at least 16; or all that are
+    expected, where the next doubling would reach them."""
+    slots = max(16, 1 << (tokens - 1).bit_length())
+    return expected if expected is not None and tokens <= expected < 2 * slots else slots
 
 
 def empty_slab(like, slots: int):

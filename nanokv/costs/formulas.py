@@ -120,9 +120,9 @@ def cache_slots(name: str, config: Config, tokens: int, capacity: int | None = N
 
 
 def growing_slots(tokens: int, capacity: int | None = None) -> int:
-    """The next power of two, at least 16, and not beyond a capacity that is enough."""
+    """The next power of two, at least 16; or the whole capacity, where the next doubling would reach it."""
     slots = max(16, 1 << (tokens - 1).bit_length()) if tokens else 0
-    return min(slots, capacity) if capacity and tokens <= capacity else slots
+    return capacity if capacity is not None and tokens <= capacity < 2 * slots else slots
 
 
 def quantized_bytes(config: Config, tokens: int, batch_size: int, itemsize: int, **options: Any) -> int:
