@@ -5,7 +5,7 @@ import torch
 
 from nanokv import costs
 from nanokv.cache import CACHES, BatchCache, PagePool, make_cache
-from nanokv.cache.static import growing_slots
+from nanokv.cache.options import growing_slots
 from nanokv.cache.stores import HostStore
 from nanokv.decoding.batching import generate_padded
 from nanokv.decoding.generation import generate

@@ -57,3 +57,10 @@ def check_options(name: str, options: dict, objects: bool = False) -> None:
         rule = known[key]
         if rule is not OBJECT and not rule[0](value):
             raise CacheError(f"{key} is {value!r}: {rule[1]}")
+
+
+def growing_slots(tokens: int, expected: int | None = None) -> int:
+    """Slots per row that the growing cache has taken for so many tokens: the next power of two, at least 16; or all
+    that are expected, where the next doubling would reach them."""
+    slots = max(16, 1 << (tokens - 1).bit_length()) if tokens else 0
+    return expected if expected is not None and tokens <= expected < 2 * slots else slots

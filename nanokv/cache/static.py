@@ -9,6 +9,7 @@ import torch
 from nanokv.cache.base import LayerCache
 from nanokv.cache.capabilities import Pages
 from nanokv.cache.checks import check_append
+from nanokv.cache.options import growing_slots
 from nanokv.errors import CapacityError
 
 
@@ -122,13 +123,6 @@ class GrowingCache(StaticCache):
                 keys[:, :, : self.length] = self.keys[:, :, : self.length]
                 values[:, :, : self.length] = self.values[:, :, : self.length]
             self.keys, self.values = keys, values
-
-
-def growing_slots(tokens: int, expected: int | None = None) -> int:
-    """Slots that a growing cache takes for so many tokens: the next power of two, at least 16; or all that are
-    expected, where the next doubling would reach them."""
-    slots = max(16, 1 << (tokens - 1).bit_length())
-    return expected if expected is not None and tokens <= expected < 2 * slots else slots
 
 
 def empty_slab(like, slots: int):

@@ -5,7 +5,7 @@ Nothing is measured here. `itemsize` is bytes per value: 4 for fp32, 2 for bf16 
 
 from typing import Any
 
-from nanokv.cache.options import check_options
+from nanokv.cache.options import check_options, growing_slots
 from nanokv.config import Config
 from nanokv.errors import CacheError, CapacityError
 
@@ -117,12 +117,6 @@ def cache_slots(name: str, config: Config, tokens: int, capacity: int | None = N
         "prefix": lambda: -(-tokens // page) * page,
         "sliding": lambda: min(tokens, sinks + (window or whole) - 1),
     }.get(name, lambda: tokens)()
-
-
-def growing_slots(tokens: int, capacity: int | None = None) -> int:
-    """The next power of two, at least 16; or the whole capacity, where the next doubling would reach it."""
-    slots = max(16, 1 << (tokens - 1).bit_length()) if tokens else 0
-    return capacity if capacity is not None and tokens <= capacity < 2 * slots else slots
 
 
 def quantized_bytes(config: Config, tokens: int, batch_size: int, itemsize: int, **options: Any) -> int:
