@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from nanokv import costs
+from nanokv import costs, course
 from nanokv.course.answers import same
-from nanokv.course.book import claims_body
-from nanokv.course.claims import ARTICLES, CLAIMS, VERDICTS, Claim, table
+from nanokv.course.claims import ARTICLES, CLAIMS, VERDICTS, Claim, page, table
 from nanokv.course.claims.article1 import TABLE, kib_a_token, profiled_rate
 from nanokv.course.claims.shapes import QWEN
 from nanokv.errors import CourseError
@@ -62,10 +61,33 @@ def test_the_profiler_of_claim_1_7_approaches_the_truth_without_a_prompt():
 
 
 def test_a_notebook_executes_its_claims():
-    """A claim filed under a notebook that exists is called there, once."""
+    """A claim filed under a notebook that exists is called there, once: shown, or confirmed in silence."""
     for path in sorted((NOTEBOOKS / "source").glob("*.py")):
-        called = re.findall(r'course\.claim\(\s*"([\d.]+)"', path.read_text())
+        called = re.findall(r'course\.(?:claim|confirm)\(\s*"([\d.]+)"', path.read_text())
         assert sorted(called) == sorted(c.id for c in CLAIMS.values() if c.where == path.stem[:2]), path.name
+
+
+@pytest.mark.parametrize("path", sorted((NOTEBOOKS / "source").glob("*.py")), ids=lambda p: p.stem[:2])
+def test_a_page_shows_three_claims_at_most_none_of_them_right_and_links_to_the_others(path):
+    text = path.read_text()
+    shown = re.findall(r'course\.claim\(\s*"([\d.]+)", "(\w+)"', text)
+    assert len(shown) <= 3 and "right" not in dict(shown).values()
+    assert "course.confirm(" not in text or "(claims.md)" in text
+
+
+def test_a_claim_that_is_confirmed_in_silence_is_confirmed_all_the_same(capsys):
+    with pytest.raises(CourseError, match="filed as right"):
+        course.confirm("0.1", "wrong")
+    assert course.confirm("0.1", "right") is None and capsys.readouterr().out == ""
+    course.claim("2.11", "wrong")
+    assert capsys.readouterr().out.startswith("claim 2.11: ")
+
+
+def test_the_page_of_claims_is_what_the_registry_gives():
+    """`nanokv course build` writes it."""
+    assert (NOTEBOOKS / "claims.md").read_text("utf-8") == page()
+    rows = [line.count("|") for line in page().splitlines() if line.startswith("|")]
+    assert len(rows) == len(CLAIMS) + 2 * len(ARTICLES) and set(rows) == {6}, "a | in a claim would tear its row"
 
 
 def test_confirm_refuses_another_verdict_and_another_number():
@@ -89,11 +111,11 @@ def test_the_table_says_printed_only_of_what_an_article_prints():
     numbers = {id for id, claim in CLAIMS.items() if claim.printed is not None}
     assert {id for id in numbers if not CLAIMS[id].implied} == PRINTED
     assert not any(claim.implied and claim.printed is None for claim in CLAIMS.values())
-    text, page = table(), claims_body()
+    text, pages = table(), page()
     assert "printed 64, computed 128 values per head" in text and "implied 69,120, computed 23,040 B per token" in text
     lines = [len(re.findall(rf"^ +{word} [\d.,]+, computed", text, re.MULTILINE)) for word in ("printed", "implied")]
     assert lines == [len(PRINTED), len(numbers - PRINTED)]
-    assert "printed 57,344" in page and "implied 30,064,771,072" in page
+    assert "printed 57,344" in pages and "implied 30,064,771,072" in pages
 
 
 def test_the_table_names_every_claim():

@@ -19,7 +19,7 @@ import torch
 import nanokv
 from nanokv import costs
 from nanokv.costs.memory import FAMILY
-from nanokv.course import checking, grading, log, prose, session, twins, variants
+from nanokv.course import book, checking, grading, log, prose, running, session, twins, variants
 from nanokv.course.answers import Sealed, is_blank, same, seal
 from nanokv.course.book import slug
 from nanokv.course.checking import Mistake, Question, function, judged, value
@@ -726,6 +726,9 @@ x = 42 + 42
         ('start("05")', 'start("06")', "start"),
         ('# %% tags=["solution"]\nx = 42 + 42\n', "", "its solution right after"),
         ('# %% tags=["exercise"]\nx = ...\n', "", "right after its exercise"),
+        ('\ncourse.start', '\ncourse.figure("05.a", 1)\ncourse.start', "course.show, figure or confirm"),
+        ('# %%\ncourse.start', '# %% tags=["hide-input"]\ncourse.start', "course.show, figure or confirm"),
+        ('"exercise"]', '"exercise", "hide-input"]', "tags"),
     ],
 )  # fmt: skip
 def test_a_malformed_source_is_refused(tmp_path, old, new, words):
@@ -736,6 +739,42 @@ def test_a_malformed_source_is_refused(tmp_path, old, new, words):
     path.write_text(PLAIN.replace(old, new))
     with pytest.raises(CourseError, match=words):
         twins.read(path)
+
+
+FOLDED = '# %% tags=["hide-input"]\ncourse.figure("05.a", 48)\n\n# %% tags=["exercise"]'
+
+
+def test_what_draws_or_keeps_books_is_folded_in_both_twins(tmp_path):
+    path = tmp_path / "05_t.py"
+    path.write_text(PLAIN.replace('# %% tags=["exercise"]', FOLDED))
+    source = twins.read(path)
+    for twin in (source.student(), source.solution()):
+        folded = [cell for cell in twin["cells"] if cell["metadata"].get("jupyter") == {"source_hidden": True}]
+        assert [(cell["metadata"]["tags"], cell["source"]) for cell in folded] == [
+            (["hide-input"], ['course.figure("05.a", 48)'])
+        ]
+
+
+def test_a_page_of_the_book_folds_code_on_demand_and_scrolls_tables_in_their_box():
+    import nbformat.v4 as form
+
+    folded = form.new_code_cell("course.show(fig)", metadata={"tags": ["hide-input"]}, outputs=[
+        form.new_output("stream", name="stdout", text="In words")])  # fmt: skip
+    page = book.render(form.new_notebook(cells=[
+        form.new_code_cell("decode()"), folded, form.new_markdown_cell("| a |\n|---|\n| 1 |")]))  # fmt: skip
+    hidden = re.search(r"<details.*?</details>", page, re.DOTALL)
+    assert "Code of the figure</summary>" in hidden[0] and "show" in hidden[0]
+    assert "decode" in page[: hidden.start()] and "In words" in page[hidden.end() :]
+    assert re.search(r'<div class="scroll" tabindex="0"><table>.*</table></div>', page, re.DOTALL)
+
+
+def test_what_is_printed_between_two_pictures_is_one_box():
+    def output(kind, text=""):
+        return {"output_type": kind, "text": text, "name": "stdout"}
+
+    sent = [output("stream", "a"), output("stream", "b"), output("display_data"), output("stream", "c")]
+    joined = running.joined([*sent, output("stream", "d") | {"name": "stderr"}])
+    assert [o["text"] for o in joined] == ["ab", "", "c", "d"]
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,25 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # for editors and type checkers
     from nanokv.course.figures import COLORS, show, subplots
-    from nanokv.course.session import answer, case, check, chosen, claim, figure, predict, quiz, reveal, sized, start
+    from nanokv.course.session import (
+        answer,
+        case,
+        check,
+        chosen,
+        claim,
+        confirm,
+        figure,
+        predict,
+        quiz,
+        reveal,
+        sized,
+        start,
+    )
 
 _FIGURES = ("COLORS", "show", "subplots")  # the other names are in session.py
 __all__ = [
-    "COLORS", "answer", "case", "check", "chosen", "claim", "figure", "predict", "quiz", "reveal", "show", "sized",
-    "start", "subplots",
+    "COLORS", "answer", "case", "check", "chosen", "claim", "confirm", "figure", "predict", "quiz", "reveal",
+    "show", "sized", "start", "subplots",
 ]  # fmt: skip
 
 if not TYPE_CHECKING:  # it would hide a name that is mistyped

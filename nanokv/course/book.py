@@ -30,7 +30,7 @@ def build(folder, out, limit: float = running.TIME_LIMIT) -> list[Path]:
             raise CourseError(f"{source.name}: {why}", f"nanokv course run {source.number}")
         pages[source.name] = (source.title, render(done.notebook))
     pages["glossary"] = ("Glossary", markdown((Path(folder) / "glossary.md").read_text(encoding="utf-8")))
-    pages["claims"] = ("What the articles say", claims_body())
+    pages["claims"] = ("What the articles say", markdown(claims.page()))
     pages["index"] = ("nanokv: the course", contents(sources))
     (out / "style.css").write_text(asset("book.css") + highlighting(), encoding="utf-8")
     return [write(out / f"{name}.html", title, body) for name, (title, body) in pages.items()]
@@ -57,15 +57,23 @@ def slug(heading: str) -> str:
 
 def render(notebook) -> str:
     """An executed notebook as the inside of a page."""
+    from jinja2 import DictLoader
     from nbconvert import HTMLExporter
 
-    return HTMLExporter(template_name="basic").from_notebook_node(notebook)[0]
+    loader = DictLoader({"cells.html.j2": asset("cells.html.j2")})
+    exporter = HTMLExporter(template_name="basic", template_file="cells.html.j2", extra_loaders=[loader])
+    return wide(exporter.from_notebook_node(notebook)[0])
 
 
 def markdown(text: str) -> str:
     from nbconvert.filters import markdown2html
 
-    return markdown2html(text)
+    return wide(markdown2html(text))
+
+
+def wide(text: str) -> str:
+    """Tables in boxes of their own, so that a narrow screen scrolls the table and not the page."""
+    return re.sub(r"<table>.*?</table>", r'<div class="scroll" tabindex="0">\g<0></div>', text, flags=re.DOTALL)
 
 
 def highlighting() -> str:
@@ -86,21 +94,3 @@ def contents(sources) -> str:
         f'<ul>\n{items}\n<li><a href="glossary.html">Glossary</a></li>\n'
         '<li><a href="claims.html">What the articles say, and what is true</a></li>\n</ul>'
     )
-
-
-def claims_body() -> str:
-    """The claim audit as a table an article."""
-    parts = ["<h1>What the articles say, and what is true</h1>", "<p>Every claim is executed in a notebook.</p>"]
-    head = "".join(f'<th scope="col">{name}</th>' for name in ("No.", "It says", "Verdict", "True is", "Numbers"))
-    for number, title in claims.ARTICLES.items():
-        rows = [c for c in claims.CLAIMS.values() if c.id.startswith(f"{number}.")]
-        cells = "\n".join(_row(c) for c in rows)
-        table = f"<table><thead><tr>{head}</tr></thead><tbody>\n{cells}\n</tbody></table>"
-        parts.append(f'<h2>{html.escape(title)}</h2>\n<div class="scroll" tabindex="0">{table}</div>')
-    return "\n".join(parts)
-
-
-def _row(claim) -> str:
-    texts = (claim.says, claim.verdict, claim.truth, f"{claims.numbers(claim)}notebook {claim.where}")
-    cells = "".join(f"<td>{html.escape(text)}</td>" for text in texts)
-    return f'<tr id="claim-{claim.id}"><th scope="row">{claim.id}</th>{cells}</tr>'

@@ -171,9 +171,25 @@ def _load(path: Path) -> dict | None:
 
     try:
         text = log.contents(path, LARGEST).decode()
-        return nbformat.reads(text, as_version=4)  # joins the lines that the file keeps apart
+        notebook = nbformat.reads(text, as_version=4)  # joins the lines that the file keeps apart
     except (OSError, ValueError, RecursionError, nbformat.ValidationError):
         return None
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            cell["outputs"] = joined(cell.get("outputs", []))
+    return notebook
+
+
+def joined(outputs: list) -> list:
+    """What was printed without a picture in between is one output: a kernel sends it in as many pieces as it likes."""
+    found: list = []
+    for output in outputs:
+        last = found[-1] if found else {}
+        if output.get("output_type") == last.get("output_type") == "stream" and output["name"] == last["name"]:
+            last["text"] += output["text"]
+        else:
+            found.append(output)
+    return found
 
 
 def _outputs(notebook: dict) -> tuple[str, str]:

@@ -180,15 +180,22 @@ def figure(id: str, value) -> None:
     log.note("figure", id=id, value=number)
 
 
-def claim(id: str, verdict: str, found=None) -> None:
-    """Put a claim of an article beside what was found here. The verdict and the value must be the registry's."""
+def confirm(id: str, verdict: str, found=None) -> None:
+    """`claim` without printing: for the claims that a page leaves to claims.md."""
     from nanokv.course.claims import CLAIMS
 
     if id not in CLAIMS:
         raise CourseError(f"no claim {id!r}", "nanokv course claims lists them")
-    record = CLAIMS[id]
-    record.confirm(verdict, found)
+    CLAIMS[id].confirm(verdict, found)
     log.note("claim", id=id, verdict=verdict)
+
+
+def claim(id: str, verdict: str, found=None) -> None:
+    """Put a claim of an article beside what was found here. The verdict and the value must be the registry's."""
+    from nanokv.course.claims import CLAIMS
+
+    confirm(id, verdict, found)
+    record = CLAIMS[id]
     print(f"claim {id}: {record.says}\n    {record.verdict}. {record.truth}")
     if found is not None:
         print(f"    Found here: {found if isinstance(found, str) else quantity(as_number(found), record.unit)}.")

@@ -2,7 +2,7 @@
 
 notebooks/source/NN_name.py is text in jupytext's percent format. A code cell tagged "exercise" is for the student, and
 the cell after it, tagged "solution", takes its place in the other twin; everything else is in both. So an answer
-cannot leak into a student's notebook.
+cannot leak into a student's notebook. A cell tagged "hide-input" is folded: what draws or records figures.
 """
 
 import json
@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from nanokv.course import claims
 from nanokv.errors import CourseError
 
 SECTIONS = (  # second-level headings that every notebook has, in this order; others may stand between them
@@ -17,6 +18,8 @@ SECTIONS = (  # second-level headings that every notebook has, in this order; ot
 )  # fmt: skip
 TAGS = {"exercise", "solution"}
 SLIDE_TAGS = {"slide", "skip"}  # of the deck: with its code, or not at all
+FOLDED = "hide-input"  # the name that Jupyter Book gave it: its outputs are shown, its code on demand
+BOOKKEEPING = re.compile(r"^\s*course\.(show|figure|confirm)\(", re.MULTILINE)  # what a learner need not read
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,7 @@ class Cell:
     text: str
     role: str = "both"
     slide: str = ""  # slide, skip or, for the rule of nanokv/course/slides.py, nothing
+    fold: str = ""  # hide-input or nothing
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,8 @@ class Source:
             body = {"cell_type": cell.kind, "id": f"{self.number}-{i:03}", "metadata": {}}
             if cell.kind == "code":
                 body |= {"execution_count": None, "outputs": []}
+            if cell.fold:
+                body["metadata"] = {"jupyter": {"source_hidden": True}, "tags": [FOLDED]}
             made.append(body | {"source": cell.text.splitlines(keepends=True)})
         kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
         metadata = {"kernelspec": kernel, "language_info": {"name": "python"}, "nanokv": {"notebook": self.number}}
@@ -80,10 +86,10 @@ def read(path) -> Source:
     cells = []
     for i, cell in enumerate(notebook.cells):
         tags = set(cell.metadata.get("tags", []))
-        roles, slide = tags & TAGS, tags & SLIDE_TAGS
-        if len(roles) > 1 or len(slide) > 1 or tags - TAGS - SLIDE_TAGS or cell.cell_type == "raw":
+        if len(tags) > 1 or tags - TAGS - SLIDE_TAGS - {FOLDED} or cell.cell_type == "raw":
             raise CourseError(f"{path.name}, cell {i}: {cell.cell_type}, tags {sorted(tags)}", "one tag, code or text")
-        cells.append(Cell(cell.cell_type, cell.source.strip("\n"), *(roles or {"both"}), *slide))
+        role, slide, fold = ("".join(tags & kind) for kind in (TAGS, SLIDE_TAGS, {FOLDED}))
+        cells.append(Cell(cell.cell_type, cell.source.strip("\n"), role or "both", slide, fold))
     source = Source(path.stem, tuple(cells))
     for complaint in complaints(source):
         raise CourseError(f"{path.name}: {complaint}", "notebooks/AUTHORING.md describes the form")
@@ -102,6 +108,8 @@ def complaints(source: Source) -> list[str]:
             found.append(f"cell {i}: an exercise is a code cell with its solution right after it")
         if cell.role == "solution" and cell.kind == "code" and cells[i - 1].role != "exercise":
             found.append(f"cell {i}: a solution stands right after its exercise")
+        if cell.kind == "code" and bool(cell.fold) != bool(BOOKKEEPING.search(cell.text)):
+            found.append(f'cell {i}: tagged "{FOLDED}" is what calls course.show, figure or confirm, and nothing else')
     headings = re.findall(r"^## (.+)$", source.prose(), re.MULTILINE)
     if [h for h in headings if h in SECTIONS] != list(SECTIONS):
         found.append(f"the sections are not {', '.join(SECTIONS)} in this order, each once")
@@ -133,8 +141,10 @@ def chosen(folder, words=()) -> list[Path]:
 
 
 def outdated(folder, words=()) -> dict[Path, str]:
-    """{student twin: its new text} of a notebooks folder, or of those named, where the twin is another or missing."""
+    """{file: its new text} of a notebooks folder, or of those named, where it is another or missing: the student twins,
+    and claims.md, to which they link."""
     found = {Path(folder) / f"{path.stem}.ipynb": to_text(read(path).student()) for path in chosen(folder, words)}
+    found[Path(folder) / "claims.md"] = claims.page()
     return {
         path: text for path, text in found.items() if not path.exists() or path.read_text("utf-8", "replace") != text
     }

@@ -118,7 +118,7 @@ print(f"the formula and the kernel agree: max |Δ| of the logits {gap:.0e}")
 # It is. Now look for heads that fetch the name: those in which the last token, the one that has to begin the answer,
 # looks at the first piece of `Zorbla`.
 
-# %%
+# %% tags=["hide-input"]
 pieces = tokenizer.pieces(ids[0].tolist())
 starts = [len("".join(pieces[:i])) for i in range(len(pieces) + 1)]
 name = max(i for i in range(len(pieces)) if starts[i] <= question.index("Zorbla"))  # the token that holds the Z
@@ -164,10 +164,11 @@ for mask in masks:
 first = {mask: float(future(kept[mask][0])[0]) for mask in masks}
 print(f"first token of {ids.shape[1]}: {100 * first['multiplied']:.0f} percent, "
       f"of {text.shape[1]}: {100 * future(longer['multiplied'][0])[0]:.0f} percent")
-course.figure("02.first", 100 * first["multiplied"])
-course.figure("02.first.longer", 100 * future(longer["multiplied"][0])[0])
 course.reveal("02.a", 100 * first["multiplied"])
 
+# %% tags=["hide-input"]
+course.figure("02.first", 100 * first["multiplied"])
+course.figure("02.first.longer", 100 * future(longer["multiplied"][0])[0])
 fig, axes = course.subplots(1, 3, width=11, height=3.7, sharey=True)
 for axis, mask in zip(axes, masks):
     axis.grid(False)
@@ -208,6 +209,8 @@ for mask in masks:
     choices[mask] = 100 * float((logits.argmax(-1) == truth.argmax(-1)).float().mean())
     print(f"mask {mask:<11} loss {losses[mask]:.3f}   same first choice {choices[mask]:3.0f} of 100   "
           f"{answer(attention(mask))!r}")
+
+# %% tags=["hide-input"]
 course.figure("02.loss", losses["added"])
 course.figure("02.loss.multiplied", losses["multiplied"])
 course.figure("02.loss.none", losses["none"])
@@ -230,6 +233,8 @@ for mask in masks:
     before, after = (logits_with(attention(mask), each)[0] for each in (text, changed))  # (T,V)
     moves[mask] = (after - before).abs().amax(-1)  # (T,)
     print(f"mask {mask:<11} earlier logits move by up to {float(moves[mask][:-1].max()):.1e}")
+
+# %% tags=["hide-input"]
 course.figure("02.leak", float(moves["multiplied"][:-1].max()))
 
 # %% [markdown]
@@ -281,13 +286,13 @@ with torch.no_grad():
     used = float(loss_on_noise(cheat, Causal(), rows=512))  # as in generation: there is no future yet
 reached = sum(cheat_history[-20:]) / 20
 floor = math.log(V)
-course.figure("02.floor", floor)
-course.figure("02.cheat", reached)
-course.figure("02.used", used)
 print(f"best possible {floor:.2f}   mask added {sum(honest_history[-20:]) / 20:.2f}   multiplied {reached:.2f}   "
       f"the latter when it generates {used:.2f}")
 
-# %%
+# %% tags=["hide-input"]
+course.figure("02.floor", floor)
+course.figure("02.cheat", reached)
+course.figure("02.used", used)
 fig, (left, right) = course.subplots(1, 2, width=10.5, height=3.5)
 colors = dict(zip(masks, (course.COLORS[0], course.COLORS[1], course.COLORS[3])))
 for mask in masks:
@@ -328,9 +333,6 @@ for D in (4, 16, 64, 256):
     sharp, soft = (s.softmax(-1).amax(-1).mean() for s in (scores, scores / D**0.5))
     divided.append(float(soft))
     print(f"{D:4}   {scores.std():11.2f}   {sharp:.2f}   {soft:.2f}")
-course.figure("02.sharp", sharp)
-course.figure("02.soft", min(divided))
-course.figure("02.soft.most", max(divided))
 
 
 def spread(w):
@@ -347,6 +349,11 @@ def measured(factor, text=text):
 
 right_loss, right_spread = measured(1.0)
 print(f"\nthe model as it is: a token spreads its attention over {right_spread:.1f} tokens, loss {right_loss:.3f}")
+
+# %% tags=["hide-input"]
+course.figure("02.sharp", sharp)
+course.figure("02.soft", min(divided))
+course.figure("02.soft.most", max(divided))
 course.figure("02.spread", right_spread)
 
 # %% [markdown]
@@ -366,7 +373,7 @@ tokens = right_spread / c.head_dim**0.5  # a guess: as many times fewer as the f
 # %%
 course.predict("02.b", tokens, unit="tokens")
 
-# %%
+# %% tags=["hide-input"]
 root = c.head_dim**0.5
 factors = [1 / c.head_dim, 1 / root, 0.5, 0.8, 1.0, 1.25, 2.0, root, c.head_dim]
 points = [measured(factor) for factor in factors]
@@ -411,9 +418,9 @@ course.show(fig, alt=f"Two curves over the factor on the scores. The loss is low
 # %% [markdown]
 # ## What the articles say
 #
-# Five articles on the KV cache, audited claim by claim; `nanokv course claims` prints all. These are about the formula.
-# The two wrong ones stand in one article, with an example of five tokens, ten numbers wide; we draw it a thousand
-# times.
+# Five articles on the KV cache were checked, claim by claim; [this page](claims.md) lists every claim, with what is true.
+# Here are the claims about the formula that are wrong or misleading. The two wrong ones stand in one article. Its example
+# has five tokens, each of ten numbers; we draw it a thousand times.
 
 # %%
 torch.manual_seed(0)
@@ -427,7 +434,9 @@ course.claim("2.3", "wrong", found=f"the first row gives {100 * ahead[0]:.0f} pe
              f"the first four together {100 * ahead[:4].mean():.0f}")
 course.claim("2.4", "wrong", found=f"the largest difference of a weight is {apart:.2f} on average")
 course.claim("3.1", "misleading", found=f"multiplied by the root instead, the loss here is {points[-1][0]:.2f}")
-course.claim("3.2", "right", found=f"{reader} looks up the name with {most:.0f} percent")
+
+# %% tags=["hide-input"]
+course.confirm("3.2", "right", found=f"{reader} looks up the name with {most:.0f} percent")
 
 # %% [markdown]
 # ## Exercises

@@ -74,11 +74,13 @@ for name in nanokv.debug.OPERATIONS:
     print(f"{name:<26}{tuple(seen[0, name].shape[2:])}")
 
 wide = model.layers[0].self_attn.q_proj.out_features
+course.reveal("03.a", wide)
+
+# %% tags=["hide-input"]
 course.figure("03.qproj", wide)
 course.figure("03.hidden", c.hidden_size)
 course.figure("03.derived", c.hidden_size / c.num_attention_heads)
 course.figure("03.head", c.head_dim)
-course.reveal("03.a", wide)
 
 # %% [markdown]
 # It is <!--fig 03.qproj-->288<!--/fig-->, and not the <!--fig 03.hidden-->192<!--/fig--> of the hidden size. The
@@ -100,6 +102,8 @@ shared = model.lm_head.weight is model.embed_tokens.weight
 sizes["other norms"] = total - sum(sizes.values()) - (0 if shared else model.lm_head.weight.numel())
 print(", ".join(f"{name} {size:,}" for name, size in sizes.items()))
 print(f"all together {total:,}; the head is the embedding: {shared}")
+
+# %% tags=["hide-input"]
 course.figure("03.total", total)
 course.figure("03.mlp_share", 100 * sizes["MLP"] / total)
 course.figure("03.embedding", sizes["embedding"])
@@ -137,6 +141,8 @@ def rms(x):
 
 stream = [rms(seen[None, "embed_tokens"])] + [rms(seen[i, "mlp_residual"]) for i in range(len(model.layers))]
 normed = [rms(seen[i, "input_layernorm"]) for i in range(len(model.layers))] + [rms(seen[None, "norm"])]
+
+# %% tags=["hide-input"]
 blue, orange = course.COLORS[:2]
 fig, axis = course.subplots(width=7.5, height=3.4)
 for values, name, color in ((stream, "the residual stream", orange), (normed, "after the norm", blue)):
@@ -184,6 +190,8 @@ def products(start):
 
 here, there = products(0), products(1000)
 apart = float((here - there).abs().max())
+
+# %% tags=["hide-input"]
 fig, (left, right) = course.subplots(1, 2, width=9.5)
 left.bar(range(len(turn)), turn, color=[orange if t > context else blue for t in turn])
 left.axhline(context, color="gray", linestyle=":")
@@ -288,6 +296,9 @@ for name in variants:
     print(f"{name:<24}{gap[name][0]:10.0e}   {gap[name][1]:10.0e}   {gap[name].max():7.0e}   "
           f"{same[name]:13.0f} of 100   {losses[name]:.3f}")
 pairs, late, shift = "neighbours as pairs", "norm after rotation", "all positions + 1,000"
+course.reveal("03.b", same["neighbours as pairs"])
+
+# %% tags=["hide-input"]
 course.figure("03.pairs.same", same[pairs])
 course.figure("03.pairs.loss", losses[pairs])
 course.figure("03.late.same", same[late])
@@ -295,9 +306,6 @@ course.figure("03.late.loss", losses[late])
 course.figure("03.late.gap", gap[late].max())
 course.figure("03.shift.gap", gap[shift].max())
 course.figure("03.loss", losses["right"])
-course.reveal("03.b", same["neighbours as pairs"])
-
-# %%
 fig, axis = course.subplots(width=8.5, height=3.8)
 window = 9  # a running median, so that the lines can be told apart
 colors = dict(zip(variants, (1, 4, 3, 2, 0)))
@@ -364,9 +372,11 @@ print(f"KV head {Hk - 1} is read by the query heads", [h for h in range(H) if mo
 
 gates = torch.cat([nn.functional.silu(seen[i, "gate_proj"]).flatten() for i in range(len(model.layers))])
 closed = 100 * float((gates.abs() < 0.1).float().mean())
+print(f"MLP gates that let through less than a tenth: {closed:.0f} percent")
+
+# %% tags=["hide-input"]
 course.figure("03.closed", closed)
 course.figure("03.readers", int(moved_heads.sum()))
-print(f"MLP gates that let through less than a tenth: {closed:.0f} percent")
 
 # %% [markdown]
 # A group of <!--fig 03.readers-->3<!--/fig--> neighbours, `G = H / Hk`. Head `h` reads KV head `h // G`. That is why a
@@ -393,6 +403,8 @@ worth = {
     name: [loss_without(getattr(layer, name)) - losses["right"] for layer in model.layers]
     for name in ("self_attn", "mlp")
 }
+
+# %% tags=["hide-input"]
 fig, axis = course.subplots(width=7.5)
 place = torch.arange(len(model.layers))
 for bars, name, words in ((-0.2, "self_attn", "without its attention"), (0.2, "mlp", "without its MLP")):
@@ -416,14 +428,13 @@ course.show(fig, alt="Bars for each layer: the loss that is added when its atten
 # %% [markdown]
 # ## What the articles say
 #
-# Five articles on the KV cache, audited claim by claim; `nanokv course claims` prints all. Four claims are about the
-# block.
+# Two claims about the block are wrong or misleading. The others, which are right, are on
+# [the page of all claims](claims.md).
 
 # %%
 calls = []
 with changed_model(rope_angles=lambda *arguments: calls.append(1) or rope_angles(*arguments)):
     nanokv.score(model, text)
-course.claim("0.7", "right", found=f"{len(calls)} computation for {len(model.layers)} layers")
 
 from nanokv.course.claims.shapes import QWEN
 
@@ -434,7 +445,10 @@ course.claim("0.11", "misleading", found=f"adding 1 changes RMSNorm by {100 * mo
              f"LayerNorm by {100 * moved['LayerNorm']:.0f}")
 by_hand = apply_rope(seen[0, "k_norm"].transpose(1, 2), rope_angles(c, torch.arange(text.shape[1]), torch.float32))
 gap_to_cache = float((by_hand - seen[0, "rope_k"].transpose(1, 2)).abs().max())
-course.claim("0.12", "right", found=f"normed, then rotated: the {by_hand.shape[1]} cached heads to {gap_to_cache:.0e}")
+
+# %% tags=["hide-input"]
+course.confirm("0.7", "right", found=f"{len(calls)} computation for {len(model.layers)} layers")
+course.confirm("0.12", "right", found=f"normed, then rotated: the {by_hand.shape[1]} cached heads to {gap_to_cache:.0e}")
 
 # %% [markdown]
 # ## Exercises

@@ -82,6 +82,8 @@ first = [name for name in stored if ".layers.0." in name]
 for name in [name for name in stored if ".layers." not in name] + first:
     print(f"{name:<48} {str(stored[name]):<14} → {weights_loader.names.to_nanokv(name)}")
 print(f"{len(stored)} tensors, {len(first)} of them in layer 0; lm_head is stored: {'lm_head.weight' in stored}")
+
+# %% tags=["hide-input"]
 course.figure("04.tensors", len(stored))
 course.figure("04.a_layer", len(first))
 
@@ -156,11 +158,13 @@ print(f"bf16 against fp32:                {to_half:.1e}")
 if theirs is not None:
     theirs_half = debug.record(reference.in_transformers(source, torch.bfloat16), ids)
     print(f"transformers' bf16 against its own fp32: {logit_gap(theirs_half, debug.record(theirs, ids)):.1e}")
+course.reveal("04.a", noise_half / noise)
+
+# %% tags=["hide-input"]
 course.figure("04.noise", noise)
 course.figure("04.noise_half", noise_half)
 course.figure("04.to_half", to_half)
 course.figure("04.ratio", noise_half / noise)
-course.reveal("04.a", noise_half / noise)
 
 # %% [markdown]
 # In fp32 rounding moves the logits by about <!--fig 04.noise x4-->1e-5<!--/fig-->, in bf16
@@ -193,11 +197,13 @@ records = {name: debug.record(one, ids) for name, one in wrong.items()}
 gaps = {name: logit_gap(record, ours) for name, record in records.items()}
 print("logits move by", ", ".join(f"{name} {gap:.1e}" for name, gap in gaps.items()))
 words = sum(answers[name][0] != answers["right"][0] for name in wrong)
+course.reveal("04.b", words)
+
+# %% tags=["hide-input"]
 course.figure("04.words", words)
 course.figure("04.more_words", sum(answers[name] != answers["right"] for name in wrong))
 course.figure("04.theta", gaps["theta"])
 course.figure("04.eps", gaps["eps"])
-course.reveal("04.b", words)
 
 # %% [markdown]
 # To the first question <!--fig 04.words-->1<!--/fig--> of the three gives other words, and with a second question it
@@ -207,7 +213,7 @@ course.reveal("04.b", words)
 #
 # Layer by layer, beside the rounding of both types:
 
-# %%
+# %% tags=["hide-input"]
 depth = c.num_hidden_layers
 records_to_show = {"wrong theta": records["theta"], "rounding of bf16": ours_half, "wrong eps": records["eps"],
                    "rounding of fp32": alone}
@@ -247,8 +253,6 @@ for name, one in wrong.items():
 
 # %%
 import numpy as np
-from matplotlib.colors import LogNorm
-from matplotlib.patches import Rectangle
 
 rows = list(debug.OPERATIONS)
 FLOOR = 1e-8  # stands for "equal to the last bit" on a log scale
@@ -265,6 +269,9 @@ def table_of(record):
             table[-1] = ratio
     return table
 
+# %% tags=["hide-input"]
+from matplotlib.colors import LogNorm
+from matplotlib.patches import Rectangle
 
 fig, axes = course.subplots(1, 4, width=11, height=4.6, sharey=True)
 starts = {}
@@ -288,7 +295,7 @@ course.show(fig, alt="Four tables, one row an operation and one column a layer, 
 # %% [markdown]
 # ## What the articles say
 #
-# The claims about transformers itself. `nanokv course claims` prints all of them.
+# These claims about transformers itself are wrong or misleading. The [page of all claims](claims.md) has the others.
 
 # %%
 if theirs is None:

@@ -97,6 +97,8 @@ print("rows per step, without a cache:", without.rows, "sum", sum(without.rows))
 print("rows per step, with a cache:   ", cached.rows, "sum", sum(cached.rows))
 print("same tokens:", torch.equal(a, b))
 naive8, cached8 = sum(without.rows), sum(cached.rows)
+
+# %% tags=["hide-input"]
 course.figure("05.naive8", naive8)
 course.figure("05.cached8", cached8);
 
@@ -119,12 +121,14 @@ with RowCounter() as cached:
     write_with_cache(prompt, N)
     seconds_cached = time.perf_counter() - begin
 naive, lean = sum(without.rows), sum(cached.rows)
+print(f"token-forwards {naive:,} and {lean:,};  seconds {seconds_without:.2f} and {seconds_cached:.2f}")
+course.reveal("05.a", naive / lean)
+
+# %% tags=["hide-input"]
 course.figure("05.naive64", naive)
 course.figure("05.cached64", lean)
 course.figure("05.ratio64", naive / lean)
 course.figure("05.speedup", seconds_without / seconds_cached)
-print(f"token-forwards {naive:,} and {lean:,};  seconds {seconds_without:.2f} and {seconds_cached:.2f}")
-course.reveal("05.a", naive / lean)
 
 # %% [markdown]
 # It is <!--fig 05.naive64-->6,112<!--/fig--> against <!--fig 05.cached64-->127<!--/fig-->: a factor
@@ -138,7 +142,7 @@ course.reveal("05.a", naive / lean)
 # The counts for a prompt of 16 tokens and longer and longer answers. The dots are counted in the running model, the
 # lines are what you will derive in exercise 05.2.
 
-# %%
+# %% tags=["hide-input"]
 lengths = [1, 4, 8, 16, 32, 48]
 counts = {"without a cache": [], "with a cache": []}
 for n in lengths:
@@ -211,11 +215,11 @@ unmasked = drift(Masked(None))  # no mask: every query sees every key, the futur
 for i, (with_mask, without_mask) in enumerate(zip(masked, unmasked)):
     print(f"layer {i}: with the mask {with_mask:.1e}   without {without_mask:.1e}")
 changed = sum(value > 1e-4 for value in unmasked)
-course.figure("05.changed", changed)
-course.figure("05.drift", 100 * unmasked[-1])
 course.reveal("05.b", changed)
 
-# %%
+# %% tags=["hide-input"]
+course.figure("05.changed", changed)
+course.figure("05.drift", 100 * unmasked[-1])
 fig, axis = course.subplots(width=7.5)
 place = torch.arange(layers)
 axis.bar(place - 0.2, [max(value, 1e-9) for value in masked], 0.4, label="causal")
@@ -265,11 +269,12 @@ kind = torch.zeros(6, 6)  # 0 masked
 kind[visible & same] = 1
 kind[visible & ~same] = 2
 again, new, hidden = [int((kind == i).sum()) for i in (1, 2, 0)]
-course.figure("05.again", again)
-course.figure("05.new", new)
 
+# %% tags=["hide-input"]
 from matplotlib.colors import ListedColormap
 
+course.figure("05.again", again)
+course.figure("05.new", new)
 fig, axis = course.subplots(width=4.6, height=3.8)
 axis.grid(False)
 axis.imshow(kind, cmap=ListedColormap(["#E8E8E8", orange, blue]), vmin=0, vmax=2)
@@ -294,27 +299,29 @@ course.show(fig, alt=f"A square of 6 by 6 scores. Lower left, {again} cells that
 # %% [markdown]
 # ## What the articles say
 #
-# Five articles on the KV cache, audited claim by claim; `nanokv course claims` prints all. These are about the waste.
-# Read the verdicts against what you have just measured.
+# Five articles on the KV cache were checked, claim by claim. Compare these three claims about the waste with what you
+# have just measured. The other claims that this notebook checks are on [the page of all claims](claims.md).
 
 # %%
 course.claim("1.1", "misleading", found=without.rows.count(P))  # how many forwards had exactly P rows: one
-course.claim("1.2", "right")
-course.claim("2.2", "misleading")
-course.claim("2.5", "right", found=f"keys move by at most {max(masked):.0e}, which is rounding")
-course.claim("2.6", "right", found=f"{100 * repeated:.0f} percent of the rows at 48 tokens were repetitions")
 course.claim("2.7", "misleading", found=f"without a mask layer 0 moves by {unmasked[0]:.0e}, the last by {unmasked[-1]:.2f}")
 course.claim("2.9", "wrong", found=f"{again} cells known, {new} new, {hidden} masked")
-course.claim("3.4", "right", found=naive8)
-course.claim("3.5", "right")
-course.claim("3.6", "right", found=1 + 2 * 10)
-course.claim("3.7", "misleading")
-course.claim("3.8", "right", found=f"the other rows differ by at most {float((small - large[:5, :5]).abs().max()):.0e}")
-course.claim("3.9", "right")
-course.claim("3.16", "misleading", found=f"{changed} of {layers} layers change without the mask")
-course.claim("4.1", "right")
-course.claim("4.2", "misleading")
-course.claim("4.9", "right", found=100 * (1 - 4 / sum(range(1, 5))))
+
+# %% tags=["hide-input"]
+course.confirm("1.2", "right")
+course.confirm("2.2", "misleading")
+course.confirm("2.5", "right", found=f"keys move by at most {max(masked):.0e}, which is rounding")
+course.confirm("2.6", "right", found=f"{100 * repeated:.0f} percent of the rows at 48 tokens were repetitions")
+course.confirm("3.4", "right", found=naive8)
+course.confirm("3.5", "right")
+course.confirm("3.6", "right", found=1 + 2 * 10)
+course.confirm("3.7", "misleading")
+course.confirm("3.8", "right", found=f"the other rows differ by at most {float((small - large[:5, :5]).abs().max()):.0e}")
+course.confirm("3.9", "right")
+course.confirm("3.16", "misleading", found=f"{changed} of {layers} layers change without the mask")
+course.confirm("4.1", "right")
+course.confirm("4.2", "misleading")
+course.confirm("4.9", "right", found=100 * (1 - 4 / sum(range(1, 5))))
 
 # %% [markdown]
 # ## Exercises

@@ -72,9 +72,11 @@ for _ in range(8):
     print(f"decode {tokenizer.decode(answer[-1:])!r:>9}: key {tuple(cache[0]['key'].shape)}  length {cache.length}")
 
 numbers = cache[0]["key"][0, :, 0].numel() * 2 * len(cache)
+course.reveal("06.a", numbers)
+
+# %% tags=["hide-input"]
 course.figure("06.numbers", numbers)
 course.figure("06.hidden", c.hidden_size)
-course.reveal("06.a", numbers)
 
 # %% [markdown]
 # Only the third axis grows, by one per step, in every layer. For each token there
@@ -82,7 +84,7 @@ course.reveal("06.a", numbers)
 # `D` long. The hidden size, <!--fig 06.hidden-->192<!--/fig-->, does not occur in that product, and neither does the
 # number of query heads. Two of the articles get their numbers wrong just there.
 
-# %%
+# %% tags=["hide-input"]
 fig, (left, right) = course.subplots(1, 2, width=9.5, height=3.4)
 left.bar(range(len(sizes)), [size / 1024 for size in sizes], color=course.COLORS[0])
 left.set(title="bytes in the cache", xlabel="step (0 = prefill)", ylabel="KiB")
@@ -145,6 +147,8 @@ keys = [float((a["key"] - b["key"]).abs().max()) for a, b in zip(cache, whole)]
 size = float(full.abs().max())
 print("logits, step by step:", " ".join(f"{gap:.0e}" for gap in gaps), f"  (the logits go up to {size:.0f})")
 print("keys, layer by layer:", " ".join(f"{gap:.0e}" for gap in keys))
+
+# %% tags=["hide-input"]
 course.figure("06.gap", max(gaps))
 course.figure("06.size", size)
 
@@ -219,13 +223,13 @@ for name, (offset, before) in lies.items():
     differ[name] = sum(a != b for a, b in zip(tokens, right_tokens))
     print(f"{name:<13} logits move by {moved[name]:8.1e}   tokens that differ: {differ[name]} of {len(tokens)}   "
           f"{tokenizer.decode(tokens)!r}")
+course.reveal("06.b", differ["one too high"])
+
+# %% tags=["hide-input"]
 course.figure("06.one", moved["one too high"])
 course.figure("06.low", moved["one too low"])
 course.figure("06.restart", differ["from 0 again"])
 course.figure("06.differ", differ["one too high"])
-course.reveal("06.b", differ["one too high"])
-
-# %%
 fig, axis = course.subplots(width=7.5, height=2.8)
 names = [name for name in lies if name != "right"]
 axis.barh(names, [moved[name] for name in names], color=[course.COLORS[0]] + [course.COLORS[1]] * (len(names) - 1))
@@ -273,29 +277,32 @@ print("the name of a stranger came out:", "Zorbla" in leaked and "Zorbla" not in
 # %% [markdown]
 # ## What the articles say
 #
-# The claims about building the cache; `nanokv course claims` prints all, from five articles.
+# Three claims about building the cache that are wrong or misleading. The other claims that this notebook checks are on
+# [the page of all claims](claims.md).
 
 # %%
-course.claim("0.1", "right", found=f"one object, {len(cache)} layers")
-course.claim("0.3", "right", found="before the first forward the dict of a layer was empty")
-course.claim("0.6", "misleading", found=f"positions went on from {P}")
-course.claim("0.13", "right")
-course.claim("1.4", "right")
 course.claim("2.8", "misleading", found=2 * 30 * 3 * 64 * 2)  # 30 layers, 3 KV heads of 64, 2 bytes
-course.claim("2.10", "right", found=f"rotated key: max |Δ| {float((rotated - stored).abs().max()):.0e}")
 course.claim("2.11", "wrong")
-course.claim("2.12", "right", found=f"one off: {moved['one too high']:.2f}; all shifted: {moved['all + 1000']:.0e}")
-course.claim("2.13", "misleading")
-course.claim("3.10", "right")
-course.claim("3.18", "right")
-course.claim("4.3", "right")
-course.claim("4.4", "misleading", found=f"{cache[0]['key'].shape[1]} KV heads, {c.num_attention_heads} query heads")
 course.claim("4.5", "misleading")
-course.claim("4.6", "right")
-course.claim("4.7", "misleading")
-course.claim("4.12", "right")
-course.claim("4.13", "right", found=torch.zeros(2, 4, 1, 5).numel())
-course.claim("4.14", "right", found=f"{sizes[0]:,} bytes after the prefill of {P} tokens")
+
+# %% tags=["hide-input"]
+course.confirm("0.1", "right", found=f"one object, {len(cache)} layers")
+course.confirm("0.3", "right", found="before the first forward the dict of a layer was empty")
+course.confirm("0.6", "misleading", found=f"positions went on from {P}")
+course.confirm("0.13", "right")
+course.confirm("1.4", "right")
+course.confirm("2.10", "right", found=f"rotated key: max |Δ| {float((rotated - stored).abs().max()):.0e}")
+course.confirm("2.12", "right", found=f"one off: {moved['one too high']:.2f}; all shifted: {moved['all + 1000']:.0e}")
+course.confirm("2.13", "misleading")
+course.confirm("3.10", "right")
+course.confirm("3.18", "right")
+course.confirm("4.3", "right")
+course.confirm("4.4", "misleading", found=f"{cache[0]['key'].shape[1]} KV heads, {c.num_attention_heads} query heads")
+course.confirm("4.6", "right")
+course.confirm("4.7", "misleading")
+course.confirm("4.12", "right")
+course.confirm("4.13", "right", found=torch.zeros(2, 4, 1, 5).numel())
+course.confirm("4.14", "right", found=f"{sizes[0]:,} bytes after the prefill of {P} tokens")
 
 # %% [markdown]
 # ## Exercises

@@ -85,12 +85,14 @@ for name, one in found.items():
 silent = {name for name, one in found.items() if one.seen_by in ("logits", "bytes", "nothing")}
 print(f"* = your bet: {len(bets & silent)} of {len(bets)} are silent indeed, and {len(silent - bets)} more are")
 count = {kind: sum(one.seen_by == kind for one in found.values()) for kind in ("words", "error", "logits", "bytes")}
+course.reveal("07.a", len(silent))
+
+# %% tags=["hide-input"]
 course.figure("07.all", len(found))
 course.figure("07.silent", len(silent))
 course.figure("07.words", count["words"])
 course.figure("07.errors", count["error"])
 course.figure("07.bytes", count["bytes"])
-course.reveal("07.a", len(silent))
 
 # %% [markdown]
 # Of <!--fig 07.all-->22<!--/fig--> bugs <!--fig 07.errors-->2<!--/fig--> stop with an error
@@ -98,7 +100,7 @@ course.reveal("07.a", len(silent))
 # somebody else, for example. With the other <!--fig 07.silent-->11<!--/fig--> every word is right. Of
 # those <!--fig 07.bytes-->2<!--/fig--> change no value at all and only cost memory. But the rest is not harmless:
 
-# %%
+# %% tags=["hide-input"]
 single = {name: one for name, one in found.items() if one.deltas and one.fault.scenario not in ("batch", "beams")}
 order = sorted(single, key=lambda name: (max(single[name].deltas), name))
 steps = max(len(single[name].deltas) for name in order)
@@ -196,10 +198,10 @@ for name, row in shows.items():
             row.append(difference(truth[situation], outcome(run, answer)))
 columns = {situation: sum(row[i] > 0 for row in shows.values()) for i, situation in enumerate(faults.SCENARIOS)}
 print("bugs seen in a situation:", columns)
+
+# %% tags=["hide-input"]
 course.figure("07.solo", columns["solo"])
 course.figure("07.chunked", columns["chunked"])
-
-# %%
 from matplotlib.colors import ListedColormap
 from matplotlib.patches import Patch
 
@@ -268,10 +270,12 @@ grades = {test.__name__: faults.grade(test, model) for test in (shapes_are_right
 for name, grade in grades.items():
     print(f"{name:<17} kills {len(grade.kills):>2} of {len(faults.FAULTS)}: {', '.join(grade.kills)}\n")
 shapes, words, logits = (len(grade.kills) for grade in grades.values())
+course.reveal("07.b", shapes)
+
+# %% tags=["hide-input"]
 course.figure("07.shapes", shapes)
 course.figure("07.word_test", words)
 course.figure("07.logit_test", logits)
-course.reveal("07.b", shapes)
 
 # %% [markdown]
 # Checking shapes notices <!--fig 07.shapes-->1<!--/fig--> of them, comparing words <!--fig 07.word_test-->6<!--/fig-->,
@@ -320,6 +324,8 @@ class SlabCache(nanokv.cache.LayerCache):
 report = equality.check(SlabCache)
 print(report)
 failed = [case for case in report.cases if case.status == "failed"]
+
+# %% tags=["hide-input"]
 course.figure("07.failed", len(failed))
 course.figure("07.token", failed[0].token)
 
@@ -332,7 +338,7 @@ course.figure("07.token", failed[0].token)
 # %% [markdown]
 # ## What the articles say
 #
-# Three claims about bugs, tried out.
+# Two claims about bugs are wrong. We try them out. The right one is on [the page of all claims](claims.md).
 
 # %%
 generator = torch.Generator().manual_seed(0)
@@ -356,7 +362,9 @@ print("; ".join(results))
 usual = {name: found[name].seen_by for name in ("not_cleared", "wrong_axis", "start_pos_off_by_one", "cached_queries")}
 course.claim("1.3", "wrong", found=f"without a mask row 0 moves by {float(rows[0]):.2f}, the last by {float(rows[-1]):.0e}")
 course.claim("4.8", "wrong", found="; ".join(results))
-course.claim("4.10", "right", found="seen by: " + ", ".join(f"{name} {by}" for name, by in usual.items()))
+
+# %% tags=["hide-input"]
+course.confirm("4.10", "right", found="seen by: " + ", ".join(f"{name} {by}" for name, by in usual.items()))
 
 # %% [markdown]
 # ## Exercises

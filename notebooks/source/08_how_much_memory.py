@@ -90,6 +90,8 @@ for kind, options in kinds:
     print(f"{label:<18} {cache.length} tokens   formula {computed[label]:>11,} B   scale {weighed[label]:>11,} B")
     del cache
 worst = max(abs(weighed[label] - computed[label]) for label in weighed)
+
+# %% tags=["hide-input"]
 course.figure("08.tokens", prompt.shape[1] + 8)
 course.figure("08.worst", worst)
 course.figure("08.dict", weighed["dict"] / (prompt.shape[1] + 8))
@@ -116,6 +118,8 @@ per_token = weigh(qwen)
 print(f"one token of Qwen3-0.6B: {per_token:,} B = {binary(per_token)}")
 print(f"the formula:  2 × {qwen.num_hidden_layers} × {qwen.num_key_value_heads} × {qwen.head_dim} × 2 B = "
       f"{costs.kv_bytes_per_token(qwen, 2):,} B")
+
+# %% tags=["hide-input"]
 course.figure("08.qwen", per_token)
 course.figure("08.qwen_kib", per_token / 1024)
 
@@ -140,9 +144,10 @@ for long_name, config in FAMILY.items():
     print(f"{name:<11} C / H = {config.hidden_size:>4} / {config.num_attention_heads} = {quotient:>3}, D = "
           f"{config.head_dim}:  derived {derived[name]:>7,} B, true {true[name]:>7,} B per token")
 wrong = [name for name in true if true[name] != derived[name]]
+
+# %% tags=["hide-input"]
 course.figure("08.wrong", len(wrong))
 course.figure("08.half", true["Qwen3-0.6B"] / derived["Qwen3-0.6B"])
-
 fig, axis = course.subplots(width=8.5)
 place = torch.arange(len(true))
 axis.bar(place - 0.2, [size / 1024 for size in true.values()], 0.4, label="D from the config")
@@ -173,6 +178,8 @@ whole = costs.kv_bytes(qwen, 4096, 1, 2)
 gap = parse_size("24GiB") - parse_size("24GB")
 print(f"4,096 tokens of Qwen3-0.6B: {whole:,} B = {decimal(whole)} = {binary(whole)}")
 print(f"24 GiB − 24 GB = {decimal(gap)}: {gap // per_token:,} tokens of Qwen3-0.6B")
+
+# %% tags=["hide-input"]
 course.figure("08.giga", 100 * (1024**3 / 1000**3 - 1))
 course.figure("08.gap", gap / 1e9)
 course.figure("08.gap_tokens", gap / per_token)
@@ -193,12 +200,12 @@ estimates = {name: Estimate(name, FAMILY[f"Qwen/{name}"], "bfloat16", 40_960) fo
 small = estimates["Qwen3-0.6B"]
 for name, e in estimates.items():
     print(f"{name:<11} weights {decimal(e.weights):>8}   a token {binary(e.per_token):>8}   equal at {e.crossover:>8,}")
+course.reveal("08.a", small.crossover)
+
+# %% tags=["hide-input"]
 course.figure("08.crossover", small.crossover)
 course.figure("08.full", costs.kv_bytes(qwen, qwen.max_position_embeddings, 1, 2) / small.weights)
 course.figure("08.cross32", estimates["Qwen3-32B"].crossover)
-course.reveal("08.a", small.crossover)
-
-# %%
 fig, (left, right) = course.subplots(1, 2, width=9.5, height=3.6)
 tokens = [2**i for i in range(8, 18)]
 for sequences, color in ((1, course.COLORS[0]), (16, course.COLORS[5])):
@@ -255,6 +262,8 @@ for heads in sorted({H, Hk, 1}, reverse=True):
     surprise[heads] = float(-log_likelihood(logits, told).mean())
     print(f"KV heads {heads}: {sizes[heads]:>6,.0f} B per token, logits move by {moved[heads]:4.1f}, "
           f"{surprise[heads]:.2f} nats a token of the talk, says {answer!r}")
+
+# %% tags=["hide-input"]
 course.figure("08.up", sizes[H] / sizes[Hk])
 course.figure("08.down", sizes[Hk] / sizes[1])
 course.figure("08.moved_up", moved[H])
@@ -291,12 +300,12 @@ exact = weigh(qwen, length)
 bits = {"bf16": exact} | {f"{n} bits": weigh(qwen, length, "quantized", bits=n) for n in (8, 4)}
 for name, size in bits.items():
     print(f"Qwen3-0.6B, {length} tokens, {name:<7} {size:>11,} B   {exact / size:.2f} times less")
+
+# %% tags=["hide-input"]
 course.figure("08.latent", a_layer["MHA, 128 heads"] / a_layer["latent"])
 course.figure("08.latent_mqa", a_layer["latent"] / a_layer["MQA, 1 head"])
 course.figure("08.int8", exact / bits["8 bits"])
 course.figure("08.int4", exact / bits["4 bits"])
-
-# %%
 fig, (left, right) = course.subplots(1, 2, width=9.5, height=2.9)
 for axis, data, title, label in (
     (left, a_layer, "one layer, 128 query heads of 128", "bytes per token (log)"),
@@ -324,6 +333,8 @@ course.show(fig, alt="Left, bytes per token and layer, log scale: " + ", ".join(
 for against, saving in deepseek_v2_savings().items():
     print(f"{100 * saving:>7.1f} %   {against}")
 published, equal_bits, one_layer, full_heads, shared_head = (100 * saving for saving in deepseek_v2_savings().values())
+
+# %% tags=["hide-input"]
 course.figure("08.published", published)
 course.figure("08.bits", equal_bits)
 course.figure("08.layer", one_layer)
@@ -351,7 +362,7 @@ sequences = 21  # a common first guess: 24 GiB divided by the cache of one seque
 # %%
 course.predict("08.b", sequences, unit="sequences")
 
-# %%
+# %% tags=["hide-input"]
 memory = parse_size("24GiB")
 eight = replace(estimates["Qwen3-8B"], context=8192)
 alone = memory // eight.cached(8192, 1)
@@ -387,8 +398,9 @@ course.show(fig, alt="Four lines on log axes: twice the context, half the sequen
 # %% [markdown]
 # ## What the articles say
 #
-# Now the audit. The recipe is always the same: weigh *one* token of the shape in question, multiply by tokens and
-# sequences, and compare with what is printed.
+# Now we check the articles. The method is always the same: measure the bytes of *one* token of the shape in question,
+# multiply by the number of tokens and of sequences, and compare with the printed number. Three wrong claims stand here.
+# The other claims that this notebook checks are on [the page of all claims](claims.md).
 
 # %%
 one = weigh(LLAMA_2_70B), weigh(LLAMA_2_70B_MHA)
@@ -398,18 +410,20 @@ for (layers, heads, size), printed in TABLE.items():
           f"{weigh(shape(layers, heads, size)) / 1024:g} KiB")
 
 course.claim("0.4", "wrong", found=qwen.head_dim)
-course.claim("0.5", "wrong", found=per_token)
-course.claim("1.6", "misleading", found=small.crossover + 1)  # one token more, and the cache is the larger one
-course.claim("1.8", "right", found=per_token * 8192 * 32)
 course.claim("1.9", "wrong", found=one[0] * 8192 * 32)
-course.claim("1.10", "wrong", found=one[1] * 8192 * 32)
-course.claim("1.18", "right", found=weigh(shape(32, 32, 128)) / weigh(shape(32, 8, 128)))
-course.claim("1.19", "wrong", found=100 * (1 - a_layer["latent"] / a_layer["MHA, 128 heads"]))
 course.claim("1.20", "wrong", found=weigh(shape(12, 12, 64)) / 1024)
-course.claim("3.11", "right", found=f"{per_token:,} B for every token of Qwen3-0.6B")
-course.claim("3.12", "right", found=weigh(EXAMPLE_OF_ARTICLE_3) * 4096)
-course.claim("3.13", "misleading", found=per_token * qwen.max_position_embeddings / small.weights)
-course.claim("3.20", "right", found=weigh(qwen, 200) / weigh(qwen, 100))
+
+# %% tags=["hide-input"]
+course.confirm("0.5", "wrong", found=per_token)
+course.confirm("1.6", "misleading", found=small.crossover + 1)  # one token more, and the cache is the larger one
+course.confirm("1.8", "right", found=per_token * 8192 * 32)
+course.confirm("1.10", "wrong", found=one[1] * 8192 * 32)
+course.confirm("1.18", "right", found=weigh(shape(32, 32, 128)) / weigh(shape(32, 8, 128)))
+course.confirm("1.19", "wrong", found=100 * (1 - a_layer["latent"] / a_layer["MHA, 128 heads"]))
+course.confirm("3.11", "right", found=f"{per_token:,} B for every token of Qwen3-0.6B")
+course.confirm("3.12", "right", found=weigh(EXAMPLE_OF_ARTICLE_3) * 4096)
+course.confirm("3.13", "misleading", found=per_token * qwen.max_position_embeddings / small.weights)
+course.confirm("3.20", "right", found=weigh(qwen, 200) / weigh(qwen, 100))
 
 # %% [markdown]
 # ## Exercises

@@ -98,6 +98,7 @@ print(f"60 decode steps: fastest {1e3 * min(steps):.2f}, median {1e3 * median:.2
 print(f"without the slowest one the mean moves by {100 * (1 - statistics.mean(kept) / mean):.1f} %, "
       f"the median by {100 * (1 - statistics.median(kept) / median):.1f} %")
 
+# %% tags=["hide-input"]
 fig, axis = course.subplots(width=8, height=2.8)
 axis.plot([1e3 * value for value in steps], "o", markersize=3.5, color=course.COLORS[0], label="a step")
 axis.axhline(1e3 * median, color=course.COLORS[2], label="median")
@@ -137,11 +138,11 @@ for n in contexts:
 chosen = min(contexts, key=lambda n: abs(n - 512))
 ratio = rows["none", chosen].decode_s / rows["static", chosen].decode_s
 few = rows["none", contexts[0]].decode_s / rows["static", contexts[0]].decode_s
-course.figure("09.ratio", ratio)
-course.figure("09.few", few)
 course.reveal("09.a", ratio)
 
-# %%
+# %% tags=["hide-input"]
+course.figure("09.ratio", ratio)
+course.figure("09.few", few)
 fig, (left, right) = course.subplots(1, 2, width=9.5, height=3.4)
 step_ms = {kind: [1e3 * rows[kind, n].decode_s for n in contexts] for kind in ("none", "static")}
 left.plot(contexts, step_ms["none"], "o-", color=course.COLORS[1], label="without a cache")
@@ -230,11 +231,11 @@ print(f"prompt of {prompt.shape[1]:,} tokens, {n} new ones")
 print(f"two calls:  prefill {1e3 * prefill:.0f} ms, {claimed:.1f} tokens per second")
 print(f"stamps:     first token {1e3 * ttft:.0f} ms, {rate:.1f} tokens per second: {rate / claimed:.1f} times as many")
 print(f"if the second call prefills again, the profiler has to say {explained:.1f}")
-course.figure("09.under", rate / claimed)
-course.figure("09.reported", profiled_rate(1.0, 0.020))
 course.reveal("09.b", profiled_rate(1.0, 0.020))
 
-# %%
+# %% tags=["hide-input"]
+course.figure("09.under", rate / claimed)
+course.figure("09.reported", profiled_rate(1.0, 0.020))
 fig, axis = course.subplots(width=8, height=2.6)
 names = ["stamps: the truth", "two calls: reported", "two calls: explained"]
 bars = axis.barh(names, [rate, claimed, explained], color=[course.COLORS[0], course.COLORS[1], course.COLORS[4]])
@@ -283,12 +284,12 @@ share_of = {name: floors[name] / step.seconds for name, step in profiles.items()
 for name, step in profiles.items():
     print(f"{name:<18} {1e3 * step.seconds:>7.2f} ms per step, floor {1e3 * floors[name]:>6.2f} ms = "
           f"{100 * share_of[name]:>3.0f} %")
-course.figure("09.nearer", share_of["large, plain"] / share_of["loaded, plain"])
 ms = {name: {part.name: 1e3 * part.seconds for part in step.parts if part.seconds} for name, step in profiles.items()}
 beside = {name: 1 - parts["weights"] / sum(parts.values()) for name, parts in ms.items()}
-course.figure("09.beside", beside["loaded, plain"] / beside["large, plain"])
 
-# %%
+# %% tags=["hide-input"]
+course.figure("09.nearer", share_of["large, plain"] / share_of["loaded, plain"])
+course.figure("09.beside", beside["loaded, plain"] / beside["large, plain"])
 kinds = {"weights": 0, "attention": 2, "cache update": 4, "norms, rotation, gates": 3, "the rest": 1}
 fig, axes = course.subplots(1, 2, width=9.5, height=2.5)
 for axis, which in zip(axes, ("loaded", "large")):
@@ -342,8 +343,9 @@ for _ in rotation.run():
 batch_s = {row.runner.batch: row.decode_s for row in rotation.finished()}
 for batch, value in batch_s.items():
     print(f"{batch} rows: {1e3 * value:>6.1f} ms per step, {batch / value:>6.1f} tokens per second together")
-course.figure("09.eight", batch_s[8] / batch_s[1])
 
+# %% tags=["hide-input"]
+course.figure("09.eight", batch_s[8] / batch_s[1])
 fig, (left, right) = course.subplots(1, 2, width=9, height=2.7)
 place = range(len(batches))
 left.bar(place, [1e3 * batch_s[batch] for batch in batches], color=course.COLORS[0])
@@ -384,12 +386,13 @@ intensity = [costs.prefill_flops(qwen, T) / (costs.weight_bytes(qwen, 2) + costs
 a_key = costs.decode_flops(qwen, 1) - costs.decode_flops(qwen, 0)  # FLOPs of attention for one visible token
 equal_flops = costs.decode_flops(qwen, 0) / a_key
 equal_bytes = costs.weight_bytes(qwen, 2) / costs.kv_bytes_per_token(qwen, 2)
-course.figure("09.flops", equal_flops)
-course.figure("09.bytes", equal_bytes)
-course.figure("09.one", intensity[0])
 print(f"one row: {intensity[0]:.2f} FLOPs per byte; {fed[-1]:,} rows: {intensity[-1]:,.0f}; balance here: {here:.0f}")
 print(f"attention = weights in FLOPs at {equal_flops:,.0f} tokens, in bytes at {equal_bytes:,.0f}")
 
+# %% tags=["hide-input"]
+course.figure("09.flops", equal_flops)
+course.figure("09.bytes", equal_bytes)
+course.figure("09.one", intensity[0])
 fig, (left, right) = course.subplots(1, 2, width=9.5, height=3.4)
 left.plot(fed, intensity, "o-", markersize=3, color=course.COLORS[0])
 for level, color in ((here, course.COLORS[2]), (h100, course.COLORS[1])):
@@ -424,24 +427,27 @@ course.show(fig, alt=f"Left: {intensity[0]:.1f} FLOPs per byte for one row, risi
 # %% [markdown]
 # ## What the articles say
 #
-# The claims about time. For the last two we let the numbers of scores grow: a whole generation of twice the length.
+# Three claims about time that are wrong or misleading; [the page of all claims](claims.md) has the others. For the last
+# one we count the scores of a whole generation, and of one of twice the length.
 
 # %%
 double = [count(1, 4000) / count(1, 2000) for count in (scores_without_cache, scores_with_cache)]
 print(f"twice the length: {double[0]:.2f} times the scores without a cache, {double[1]:.2f} times with one")
-course.figure("09.cubic", double[0])
-course.figure("09.quadratic", double[1])
 growth = [rows["static", n].decode_s / rows["static", contexts[0]].decode_s for n in contexts]
 
-course.claim("1.5", "right", found=f"at {chosen} tokens {prefill_rate:,.0f} tokens per second in the prefill, "
-             f"{decode_rate:,.0f} in the decode")
 course.claim("1.7", "wrong", found=profiled_rate(1.0, 0.020))
-course.claim("1.23", "right", found=f"from {contexts[0]} to {contexts[-1]:,} tokens, the first token takes "
+course.claim("2.1", "misleading", found=1 / (1 - 0.38))
+course.claim("3.14", "misleading", found=double[0])
+
+# %% tags=["hide-input"]
+course.figure("09.cubic", double[0])
+course.figure("09.quadratic", double[1])
+course.confirm("1.5", "right", found=f"at {chosen} tokens {prefill_rate:,.0f} tokens per second in the prefill, "
+             f"{decode_rate:,.0f} in the decode")
+course.confirm("1.23", "right", found=f"from {contexts[0]} to {contexts[-1]:,} tokens, the first token takes "
              f"{rows['static', contexts[-1]].prefill_s / rows['static', contexts[0]].prefill_s:.0f} times as long, "
              f"each later one {growth[-1]:.1f} times")
-course.claim("2.1", "misleading", found=1 / (1 - 0.38))
-course.claim("2.14", "right", found=f"{c.num_attention_heads} heads × {contexts[-1]:,} scores in a layer for one step")
-course.claim("3.14", "misleading", found=double[0])
+course.confirm("2.14", "right", found=f"{c.num_attention_heads} heads × {contexts[-1]:,} scores in a layer for one step")
 
 # %% [markdown]
 # A whole generation of twice the length has <!--fig 09.quadratic-->4.0<!--/fig--> times the scores with a cache,

@@ -116,13 +116,13 @@ for name, (kind, append, options) in kinds.items():
     print(f"{name:<21} holds {cache.nbytes / 2**20:5.2f} MiB, wrote {counter.bytes / 2**20:8.1f} MiB: every byte "
           f"{counter.bytes / (longest * token_bytes):6.1f} times")
 times = {name: sums[-1] / (longest * token_bytes) for name, sums in written.items()}
+
+# %% tags=["hide-input"]
 course.figure("10.cat", times["dict (cat)"])
 course.figure("10.growing", times["growing (doubles)"])
 course.figure("10.static", times["static slab"])
 course.figure("10.gather", times["pages, gathered"])
 course.figure("10.place", times["pages, read in place"])
-
-# %%
 fig, (left, right) = course.subplots(1, 2, width=9.5)
 tokens = range(0, longest + 1, every)
 styles = (("-", 1, 1.8), ("-", 4, 1.8), ("-", 0, 1.8), ("--", 3, 1.8), (":", 2, 4))
@@ -163,6 +163,8 @@ print("step: old rows copied  ", "  ".join(f"{i}: {rows}" for i, rows in counts)
 QWEN = FAMILY["Qwen/Qwen3-0.6B"]
 step_bytes = costs.kv_bytes(QWEN, 4096, 1, 2)
 all_bytes = costs.kv_bytes_per_token(QWEN, 2) * sum(range(1, 4096))
+
+# %% tags=["hide-input"]
 course.figure("10.qwenstep", step_bytes / 1e6)
 course.figure("10.qwenall", all_bytes / 1e9)
 
@@ -192,8 +194,6 @@ for kind in ("dict", "static"):
     seen = addresses(kind)
     moves[kind] = sum(a[0] != b[0] for a, b in zip(seen, seen[1:]))
     print(f"{kind:<7} the keys moved {moves[kind]} times in {len(seen) - 1} steps, lengths {[n for _, n in seen]}")
-course.figure("10.moves-dict", moves["dict"])
-course.figure("10.moves-static", moves["static"])
 
 graphs = []
 
@@ -209,6 +209,10 @@ old = k.repeat(1, 1, 3, 1)
 for _ in range(20):
     old = grow(old, k)
 print(f"compiled for 20 lengths: {len(graphs)} graph")
+
+# %% tags=["hide-input"]
+course.figure("10.moves-dict", moves["dict"])
+course.figure("10.moves-static", moves["static"])
 course.figure("10.graphs", len(graphs))
 
 # %% [markdown]
@@ -256,6 +260,8 @@ for capacity in capacities:
           f"{capacity * token_bytes / 2**20:6.2f} MiB for all layers")
 poisoned = decode_attention(q, *slab_of(256, float("nan")), mask=(torch.arange(256) < held)[None])
 print("empty slots hold NaN, all of them masked: the result is", poisoned[0, 0, 0, :3].tolist())
+
+# %% tags=["hide-input"]
 course.figure("10.slower", micro[-1] / micro[0])
 
 # %% [markdown]
@@ -335,15 +341,15 @@ for name, (owner, filled) in maps.items():
     print(f"{name:<13} {len(owner):>3} steps, {at_once(owner):.1f} requests at once; slots reserved "
           f"{(owner >= 0).float().mean():.0%}, with a token {filled.float().mean():.0%}")
 print("the answers are those of each request alone:", paged_answers == answers, f" preemptions: {metrics.preemptions}")
+course.reveal("10.b", at_once(page_owner) / at_once(piece_owner))
+
+# %% tags=["hide-input"]
 course.figure("10.piece", at_once(piece_owner))
 course.figure("10.paged", at_once(page_owner))
 course.figure("10.piecesteps", len(piece_owner))
 course.figure("10.pagesteps", len(page_owner))
 course.figure("10.piecefull", 100 * float(piece_filled.float().sum() / (piece_owner >= 0).sum()))
 course.figure("10.pagefull", 100 * float(page_filled.float().sum() / (page_owner >= 0).sum()))
-course.reveal("10.b", at_once(page_owner) / at_once(piece_owner))
-
-# %%
 from matplotlib.colors import to_rgb
 
 colors = torch.tensor([to_rgb(color) for color in (*course.COLORS[:6], "#7F7F7F", "#8C564B", "#BCBD22", "#4B0082")])
@@ -382,24 +388,29 @@ course.show(fig, alt="Maps of the memory, slots upwards and steps to the right, 
 # %%
 report = nanokv.equality.check("paged")
 print(report)
+
+# %% tags=["hide-input"]
 course.figure("10.cases", sum(case.status == "passed" for case in report.cases))
 
 # %% [markdown]
 # ## What the articles say
 #
-# The claims about where the bytes live; `nanokv course claims` prints all, from five articles.
+# Three wrong claims about where the bytes are stored. The other claims that this notebook checks are on
+# [the page of all claims](claims.md).
 
 # %%
 course.claim("0.15", "wrong", found=step_bytes)
-course.claim("0.16", "misleading", found=all_bytes)
-course.claim("0.17", "misleading", found=f"{len(graphs)} graph for 20 lengths")
 course.claim("0.18", "wrong", found=4 + 10)
-course.claim("0.19", "right", found=f"{capacities[-1]} slots for {held} tokens: {micro[-1] / micro[0]:.0f} times slower")
 reserved_used = piece_filled.sum() / (piece_owner >= 0).sum()
-course.claim("1.12", "right", found=f"{reserved_used:.0%} of what was reserved held a token")
-course.claim("1.13", "right")
 course.claim("1.14", "wrong")
-course.claim("1.15", "misleading", found=costs.cache_slots("paged", QWEN, 100, page=16) - 100)
+
+# %% tags=["hide-input"]
+course.confirm("0.16", "misleading", found=all_bytes)
+course.confirm("0.17", "misleading", found=f"{len(graphs)} graph for 20 lengths")
+course.confirm("0.19", "right", found=f"{capacities[-1]} slots for {held} tokens: {micro[-1] / micro[0]:.0f} times slower")
+course.confirm("1.12", "right", found=f"{reserved_used:.0%} of what was reserved held a token")
+course.confirm("1.13", "right")
+course.confirm("1.15", "misleading", found=costs.cache_slots("paged", QWEN, 100, page=16) - 100)
 
 # %% [markdown]
 # ## Exercises

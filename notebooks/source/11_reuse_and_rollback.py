@@ -116,13 +116,8 @@ print(f"{P} tokens; largest difference to the logits of one forward without a ca
 print("chunk size ", *(f"{size:>9}" for size in sizes))
 for name, values in gaps.items():
     print(f"{name:<11}", *(f"{value:>9.1e}" for value in values))
-course.figure("11.chunk", max(gaps["DictCache"]))
-course.figure("11.topleft", min(gaps["TopLeft"][1:-1]))
-course.figure("11.nomask", min(gaps["NoMask"][1:]))
 
 # %%
-from matplotlib.colors import ListedColormap
-
 held, T = 8, 4
 cache = nanokv.make_cache("dict", c)
 nanokv.prefill(model, [question[:held]], cache)
@@ -133,6 +128,13 @@ masks = {
     "no mask": torch.ones(T, held + T, dtype=torch.bool),
 }
 truth = masks["bottom right: right"]
+
+# %% tags=["hide-input"]
+from matplotlib.colors import ListedColormap
+
+course.figure("11.chunk", max(gaps["DictCache"]))
+course.figure("11.topleft", min(gaps["TopLeft"][1:-1]))
+course.figure("11.nomask", min(gaps["NoMask"][1:]))
 fig, axes = course.subplots(1, 3, width=10, height=2.1)
 colors = ListedColormap(["#E8E8E8", course.COLORS[0], course.COLORS[4], course.COLORS[1]])
 for axis, (name, mask) in zip(axes, masks.items()):
@@ -192,11 +194,11 @@ for share in shares:
     seconds.append(min(run[1] for run in runs))  # the least disturbed
     print(f"{shared:>3} tokens shared: {runs[0][0]:>3} reused, {computed[-1]:>3} computed, "
           f"{1000 * seconds[-1]:5.1f} ms,  logits differ by {gap:.0e}")
+
+# %% tags=["hide-input"]
 course.figure("11.shared80", int(0.8 * longest))
 course.figure("11.reused80", longest - computed[4])
 course.figure("11.faster80", seconds[0] / seconds[4])
-
-# %%
 fig, (left, right) = course.subplots(1, 2, width=9.5)
 percent = [100 * share for share in shares]
 left.plot(percent, computed, "o-", label="measured")
@@ -270,13 +272,13 @@ def chat(name):
 chats = {name: chat(name) for name in templates}
 last = {name: turns[-1] for name, turns in chats.items()}
 survived = {name: 100 * kept / (kept + lost) for name, (kept, _, lost) in last.items()}
+course.reveal("11.a", survived["thinking dropped"])
+
+# %% tags=["hide-input"]
 course.figure("11.plain", survived["plain"])
 course.figure("11.think", survived["thinking dropped"])
 course.figure("11.clock", last["clock"][0])
 course.figure("11.clockfed", last["clock"][1])
-course.reveal("11.a", survived["thinking dropped"])
-
-# %%
 fig, axes = course.subplots(1, 3, width=10, height=2.9, sharey=True)
 for axis, (name, turns) in zip(axes, chats.items()):
     place = range(1, len(turns) + 1)
@@ -338,9 +340,11 @@ for start, wrote, guessed, kept in log[:6]:
           f"→ back to {right(start, kept)}")
 print(repr(tokenizer.decode(tokens)))
 print("the same tokens as without guesses:", tokens == plain, f" forwards: {len(log) + 1} instead of {n}")
+course.reveal("11.b", log[0][1])
+
+# %% tags=["hide-input"]
 course.figure("11.written", log[0][1])
 course.figure("11.forwards", len(log) + 1)
-course.reveal("11.b", log[0][1])
 
 # %% [markdown]
 # The check writes <!--fig 11.written-->5<!--/fig--> tokens in every round: the newest one, which had been drawn but
@@ -360,6 +364,8 @@ for name, crop in crops.items():
     agree[name] = next((i for i, (a, b) in enumerate(zip(tokens, plain)) if a != b), n)
     texts[name] = tokenizer.decode(tokens)
     print(f"{name:<13} first {agree[name]:>2} tokens right: {texts[name]!r}")
+
+# %% tags=["hide-input"]
 course.figure("11.few", agree["one too few"])
 course.figure("11.many", agree["one too many"])
 course.figure("11.never", agree["never"])
@@ -405,11 +411,11 @@ for name, (make, layers) in drafts.items():
           f"   layer passes × {passes[name]:.2f}")
 print("always the same tokens:", same)
 again, story = kept_in["n-gram"][3], kept_in["n-gram"][2]
+
+# %% tags=["hide-input"]
 course.figure("11.again", 100 * sum(k for _, k in again) / max(1, sum(g for g, _ in again)))
 course.figure("11.ngram", passes["n-gram"])
 course.figure("11.deep", passes[f"first {deep - 1} layers"])
-
-# %%
 fig, axes = course.subplots(1, 3, width=10, height=2.7, sharey=True)
 described = []
 for axis, (name, by_task) in zip(axes, kept_in.items()):
@@ -457,6 +463,8 @@ print(f"{len(prompt)} tokens: {alone} pages; after 4 forks {forked}; after a tok
 print(f"each branch gives the logits of its own text, to {max(gaps_of):.0e}")
 best = nanokv.beam_search(model, prompt_of("Tell me a story."), beams=4, max_new_tokens=16, eos_token_ids=[])[0]
 print("a beam search with 4 beams:", repr(tokenizer.decode(best.ids)))
+
+# %% tags=["hide-input"]
 course.figure("11.pages", alone)
 course.figure("11.cow", written_pages)
 
@@ -467,19 +475,22 @@ course.figure("11.cow", written_pages)
 # %% [markdown]
 # ## What the articles say
 #
-# The claims about reuse; `nanokv course claims` prints all, from five articles.
+# Three claims about reuse that are wrong or misleading. The other claims that this notebook checks are on
+# [the page of all claims](claims.md).
 
 # %%
 offloaded = nanokv.make_cache("offloaded", c, to="host")
 gap = float((nanokv.prefill(model, [question], offloaded) - whole).abs().max())
 saved = [100 * (1 - tokens / longest) for tokens in computed]
-course.claim("0.10", "right", found=f"for {T} tokens after {held} cached ones it is {tuple(layer.mask(T).shape)}")
 course.claim("1.16", "misleading", found=f"{percent[1]:.0f} percent shared saved {saved[1]:.0f} percent of the tokens, "
              f"{percent[5]:.0f} percent shared {saved[5]:.0f}")
-course.claim("1.21", "right", found=f"layers kept in host memory give the same logits, to {gap:.0e}")
 course.claim("1.22", "wrong", found=f"{log[0][1]} tokens written, {log[0][3]} guesses kept, in the first round")
 course.claim("2.15", "misleading", found=f"{len(branches)} branches of one cache, each with the logits of its own text")
-course.claim("3.3", "misleading")
+
+# %% tags=["hide-input"]
+course.confirm("0.10", "right", found=f"for {T} tokens after {held} cached ones it is {tuple(layer.mask(T).shape)}")
+course.confirm("1.21", "right", found=f"layers kept in host memory give the same logits, to {gap:.0e}")
+course.confirm("3.3", "misleading")
 
 # %% [markdown]
 # ## Exercises

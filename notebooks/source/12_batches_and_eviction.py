@@ -121,13 +121,13 @@ for name, answers, logits in (("padded right", on_the_right, right_logits), ("le
     moved[name] = float((logits - alone_logits).abs().max())
     print(f"{name:<14} {same[name]} of {B} answers as alone, logits off by {moved[name]:.0e}: ",
           " | ".join(tokenizer.text_of(answer) for answer in answers))
+course.reveal("12.a", same["padded right"])
+
+# %% tags=["hide-input"]
 course.figure("12.right", same["padded right"])
 course.figure("12.leftsame", same["left, no mask"])
 course.figure("12.left", moved["left, no mask"])
 course.figure("12.masked", moved["left, masked"])
-course.reveal("12.a", same["padded right"])
-
-# %%
 from matplotlib.colors import ListedColormap
 
 fig, axes = course.subplots(1, 2, width=10, height=2.4)
@@ -173,6 +173,8 @@ for rows in rows_at_once:
         nanokv.decode(model, ids[:, :1], cache, start_pos=cache.length)
         seconds.append(time.perf_counter() - begin)
     rate.append(rows / min(seconds))
+
+# %% tags=["hide-input"]
 fig, axis = course.subplots(width=6, height=2.6)
 axis.bar([str(rows) for rows in rows_at_once], rate, 0.6)
 axis.set(xlabel="rows decoded together", ylabel="tokens per second", title="one model, many rows")
@@ -227,6 +229,8 @@ for window in windows:
     recalled.append("Zorbla" in answer)
     print(f"window {window:>3}: perplexity {ppl[0][-1]:6.3f}, with 4 sinks {ppl[4][-1]:6.3f}, "
           f"{bytes_held[-1] / 2**20:5.2f} MiB, {answer!r}")
+
+# %% tags=["hide-input"]
 course.figure("12.tokens", T)
 course.figure("12.full", full)
 course.figure("12.w64", ppl[0][2])
@@ -235,8 +239,6 @@ course.figure("12.w16", ppl[0][0])
 course.figure("12.w16sinks", ppl[4][0])
 course.figure("12.gain", 100 * (1 - ppl[0][-2] / ppl[0][2]))
 course.figure("12.recalled", sum(recalled[:-1]))
-
-# %%
 fig, (left, right) = course.subplots(1, 2, width=9.5)
 for sinks, mark in ((0, "o-"), (4, "s--")):
     left.plot(windows, ppl[sinks], mark, label=f"{sinks} sinks", color=course.COLORS[sinks and 3])
@@ -292,12 +294,12 @@ for name, scheme in schemes.items():
     numbers = zip(bits, error[name], shift[name])
     print(f"{name:<24}", "  ".join(f"{b} bits: error {e:5.1%} moves {s:.4f}" for b, e, s in numbers))
 k_channel, k_token, v_token = schemes
+
+# %% tags=["hide-input"]
 course.figure("12.k8", 100 * error[k_channel][0])
 course.figure("12.kt8", 100 * error[k_token][0])
 course.figure("12.v8", 100 * error[v_token][0])
 course.figure("12.planted", planted[k_token][1] / planted[k_channel][1])
-
-# %%
 fig, axes = course.subplots(1, 3, width=10.5, height=3.1)
 titles = "relative error of the numbers", "nats that a token moves", "one large channel planted"
 for axis, values, title in zip(axes, (error, shift, planted), titles):
@@ -332,6 +334,8 @@ for b in bits:
     print(f"{b} bits: perplexity {total[b]:.4f} (exact {full:.4f}), {saved[b]:.1f} times smaller than fp32")
 rise = 100 * (total[4] / full - 1)
 course.reveal("12.b", rise)
+
+# %% tags=["hide-input"]
 course.figure("12.rise", rise)
 course.figure("12.smaller", saved[4])
 
@@ -356,9 +360,10 @@ for name, options in kinds.items():
     worst[name] = float(measure_cache(model, whole, cache).abs().max())
     print(f"{name:<18} largest change {worst[name]:8.1e} nats   {cache.nbytes / 2**20:5.2f} MiB")
 exact_kinds = [name for name in worst if "," not in name]
+
+# %% tags=["hide-input"]
 course.figure("12.exact", max(worst[name] for name in exact_kinds))
 course.figure("12.q8", worst["quantized, 8 bits"])
-
 fig, axis = course.subplots(width=7.5, height=3.3)
 axis.barh(list(worst), list(worst.values()), color=[course.COLORS[0 if name in exact_kinds else 1] for name in worst])
 axis.axvline(nanokv.equality.TOLERANCE, color="gray", linestyle=":")
@@ -379,7 +384,8 @@ course.show(fig, alt="Bars on a log scale. All caches that keep exact values sta
 # %% [markdown]
 # ## What the articles say
 #
-# The last of the claims; `nanokv course claims` prints all, from five articles.
+# The last three misleading claims. The other claims that this notebook checks are on
+# [the page of all claims](claims.md).
 
 # %%
 cache = nanokv.make_cache("dict", c)
@@ -388,12 +394,14 @@ nanokv.prefill(model, whole[:, :8], cache)
 kept = sorted(cache[0])
 course.claim("0.9", "misleading", found=f"a decode has mask {first_mask}, a chunk {cache.mask(4).dtype}, four padded rows "
              f"{tuple(padded.mask(4).shape)}")
-course.claim("1.11", "misleading")
 course.claim("1.17", "misleading", found=16 / (8 + 2 * 16 / 64))
-course.claim("1.24", "right")
-course.claim("3.17", "right", found="the perplexity of the whole conversation took one forward and no cache")
 course.claim("3.19", "misleading", found=f"a layer of the cache holds {' and '.join(kept)}")
-course.claim("4.11", "right", found=f"nanokv stores it in {len(nanokv.CACHES)} ways")
+
+# %% tags=["hide-input"]
+course.confirm("1.11", "misleading")
+course.confirm("1.24", "right")
+course.confirm("3.17", "right", found="the perplexity of the whole conversation took one forward and no cache")
+course.confirm("4.11", "right", found=f"nanokv stores it in {len(nanokv.CACHES)} ways")
 
 # %% [markdown]
 # ## Exercises

@@ -35,6 +35,17 @@ def table() -> str:
     return "\n".join([*lines[1:], "", f"{len(_all())} claims: {counts}"]) + "\n"
 
 
+def page() -> str:
+    """Every claim in a Markdown table for each article: notebooks/claims.md, which `nanokv course build` writes."""
+    lines = ["# What the articles say, and what is true", "", "A notebook executes each claim."]
+    for number, title in ARTICLES.items():
+        lines += ["", f"## {title}", "", "| No. | It says | Verdict | True is | Numbers |", "|---|---|---|---|---|"]
+        for claim in (c for c in _all().values() if c.id.startswith(f"{number}.")):
+            lines.append(f"| {claim.id} | {claim.says} | {claim.verdict} | {claim.truth} | "
+                         f"{numbers(claim)}notebook {claim.where} |")  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
 def numbers(claim: Claim) -> str:
     """`printed 64, computed 128 values per head · `, or nothing; `implied` where the article has no such number."""
     if claim.value is None:
