@@ -110,6 +110,8 @@ def complaints(source: Source) -> list[str]:
             found.append(f"cell {i}: a solution stands right after its exercise")
         if cell.kind == "code" and bool(cell.fold) != bool(BOOKKEEPING.search(cell.text)):
             found.append(f'cell {i}: tagged "{FOLDED}" is what calls course.show, figure or confirm, and nothing else')
+        if cell.fold and re.search(r"course\.(predict|reveal|check|answer|claim)\(", cell.text):
+            found.append(f"cell {i}: what speaks to the learner is not folded")
     headings = re.findall(r"^## (.+)$", source.prose(), re.MULTILINE)
     if [h for h in headings if h in SECTIONS] != list(SECTIONS):
         found.append(f"the sections are not {', '.join(SECTIONS)} in this order, each once")

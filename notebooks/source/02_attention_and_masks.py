@@ -373,26 +373,27 @@ tokens = right_spread / c.head_dim**0.5  # a guess: as many times fewer as the f
 # %%
 course.predict("02.b", tokens, unit="tokens")
 
-# %% tags=["hide-input"]
+# %%
 root = c.head_dim**0.5
 factors = [1 / c.head_dim, 1 / root, 0.5, 0.8, 1.0, 1.25, 2.0, root, c.head_dim]
 points = [measured(factor) for factor in factors]
 for factor, (loss, tokens_read) in zip(factors, points):
     print(f"scores times {factor:6.3f}: loss {loss:.3f}, spread over {tokens_read:4.1f} tokens")
 loss_without, spread_without = points[factors.index(root)]
+talks = [conversation(seed) for seed in range(2, 32)]
+better = sum(measured(0.8, talk)[0] < measured(1.0, talk)[0] for talk in talks)
+print(f"scores times 0.8 give a lower loss than times 1 in {better} of {len(talks)} other texts")
+course.reveal("02.b", spread_without)
+print("without the division the model says", repr(answer(attention(factor=root))))
+
+# %% tags=["hide-input"]
 course.figure("02.loss.half", points[factors.index(0.5)][0])
 course.figure("02.loss.double", points[factors.index(2.0)][0])
 course.figure("02.loss.root", loss_without)
 course.figure("02.loss.less", points[factors.index(0.8)][0])
-talks = [conversation(seed) for seed in range(2, 32)]
-better = sum(measured(0.8, talk)[0] < measured(1.0, talk)[0] for talk in talks)
-print(f"scores times 0.8 give a lower loss than times 1 in {better} of {len(talks)} other texts")
 course.figure("02.talks", len(talks))
 course.figure("02.better", better)
 course.figure("02.spread.root", spread_without)
-course.reveal("02.b", spread_without)
-print("without the division the model says", repr(answer(attention(factor=root))))
-
 fig, (left, right) = course.subplots(1, 2, width=10, height=3.3)
 left.plot(factors, [loss for loss, _ in points], "o-", color=course.COLORS[0])
 right.plot(factors, [tokens_read for _, tokens_read in points], "o-", color=course.COLORS[2])

@@ -362,17 +362,18 @@ sequences = 21  # a common first guess: 24 GiB divided by the cache of one seque
 # %%
 course.predict("08.b", sequences, unit="sequences")
 
-# %% tags=["hide-input"]
+# %%
 memory = parse_size("24GiB")
 eight = replace(estimates["Qwen3-8B"], context=8192)
 alone = memory // eight.cached(8192, 1)
 print(f"weights {binary(eight.weights)}, one sequence {binary(eight.cached(8192, 1))}: "
       f"{eight.max_batch(memory)} fit beside the weights ({alone} without them)")
+course.reveal("08.b", eight.max_batch(memory))
+
+# %% tags=["hide-input"]
 course.figure("08.fit", eight.max_batch(memory))
 course.figure("08.alone", alone)
 course.figure("08.int8fit", replace(eight, cache="quantized", options={"bits": 8}).max_batch(memory))
-course.reveal("08.b", eight.max_batch(memory))
-
 fig, axis = course.subplots(width=8, height=3.6)
 contexts = [2**i for i in range(8, 16)]
 words = []
