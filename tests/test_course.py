@@ -728,7 +728,7 @@ x = 42 + 42
         ('# %% tags=["exercise"]\nx = ...\n', "", "right after its exercise"),
         ('\ncourse.start', '\ncourse.figure("05.a", 1)\ncourse.start', "course.show, figure or confirm"),
         ('# %%\ncourse.start', '# %% tags=["hide-input"]\ncourse.start', "course.show, figure or confirm"),
-        ('# %%\ncourse.start', '# %% tags=["hide-input"]\ncourse.figure(course.reveal("05.a", 1))\ncourse.start', "learner"),
+        ('# %%\ncourse.start', '# %% tags=["hide-input"]\ncourse.figure(course.reveal())\ncourse.start', "learner"),
         ('"exercise"]', '"exercise", "hide-input"]', "tags"),
     ],
 )  # fmt: skip

@@ -9,17 +9,17 @@
 # %% [markdown]
 # # 01 · From text to next token
 #
-# A language model has never seen a letter. It gets a list of whole numbers and gives a score for every number that
-# could come next. All that you read on a screen is made of that, by a few rules on either side of the model. These
-# rules decide whether it understands you at all: ask the bundled model for your name in capitals, and it explains
-# attention to you.
+# A language model has never seen a letter. It gets a list of whole numbers, and it gives a score to every number that
+# could come next. Rules before and after the model turn text into numbers and scores into text. These rules decide
+# whether the model understands you at all: ask the bundled model for your name in capitals, and it explains attention
+# to you.
 #
 # ## What you will be able to do
 #
-# - say how text becomes [tokens](glossary.md#token), and why the same question can cost twice as many;
-# - say what a model is really given in a chat, and what happens without the [chat template](glossary.md#chat-template);
-# - turn [logits](glossary.md#logits) into a choice: temperature, top-p, argmax;
-# - say what makes a model stop, and recognise the bug when it does not.
+# - explain how text becomes [tokens](glossary.md#token), and why the same question can cost twice as many;
+# - say which tokens a model gets in a chat, and what happens without the [chat template](glossary.md#chat-template);
+# - choose a token from [logits](glossary.md#logits): temperature, top-p, argmax;
+# - say what makes a model stop, and recognise the bug when it does not stop.
 
 # %%
 import json
@@ -49,7 +49,7 @@ def answer(ids, n=24, **options):
 # ## Predict
 #
 # `My name is Zorbla. What is my name?` is a short question. Write the same letters in capitals. How many times as many
-# tokens will it be?
+# tokens does it take?
 
 # %% tags=["exercise"]
 guess = ...  # times
@@ -63,7 +63,8 @@ course.predict("01.a", guess, unit="times")
 # %% [markdown]
 # ## Experiment 1: one question, six spellings
 #
-# For each spelling: how many characters, how many tokens, the pieces, and what the model answers.
+# The cell prints for each spelling: the number of characters, the number of tokens, the pieces, and the answer of the
+# model.
 
 # %%
 spellings = {
@@ -87,13 +88,13 @@ course.figure("01.usual", counts["usual"])
 course.figure("01.capitals", counts["CAPITALS"])
 
 # %% [markdown]
-# It is <!--fig 01.usual-->13<!--/fig--> tokens, and <!--fig 01.capitals-->28<!--/fig--> for the capitals. To the model these
-# are other numbers, not other shapes of the same letters; it met few of them in training, and its answers show it. Even
-# a second space, which you hardly see, costs it the name.
+# The usual spelling takes <!--fig 01.usual-->13<!--/fig--> tokens, the capitals <!--fig 01.capitals-->28<!--/fig-->. To
+# the model, a capital letter is another number, not another shape of the same letter. It met few of these numbers in
+# training, and its answers show it. Even a second space, which you hardly see, makes it lose the name.
 #
-# Where do the pieces come from? *Byte pair encoding* begins with single bytes and joins the neighbours that are first
-# in a list of rules, again and again. The list was learned from text: what occurs often got joined early. `Ġ` stands
-# for a space.
+# Where do the pieces come from? *Byte pair encoding* begins with single bytes. It has an ordered list of rules; each
+# rule joins two neighbours. Again and again it applies the first rule of the list that fits. The list was learned from
+# text: pairs that occur often came first. `Ġ` stands for a space.
 
 # %%
 rules = [tuple(pair) for pair in json.loads(tokenizer.backend.to_str())["model"]["merges"]]
@@ -147,11 +148,11 @@ course.show(fig, alt="Left: tokens of one question in six spellings: "
             f"7; the tokens of a story have {mean_used:.1f} bytes on average.")
 
 # %% [markdown]
-# In all, <!--fig 01.rules-->1,789<!--/fig--> rules were learned, and <!--fig 01.single-->256<!--/fig--> entries are the single
-# bytes, so any text can be written, if need be byte by byte. In a simple story a token
-# has <!--fig 01.mean-->4.0<!--/fig--> bytes.
+# The list has <!--fig 01.rules-->1,789<!--/fig--> rules. The vocabulary also has <!--fig 01.single-->256<!--/fig-->
+# entries for the single bytes. So any text can be encoded, in the worst case byte by byte. In a simple story a token
+# has <!--fig 01.mean-->4.0<!--/fig--> bytes on average.
 #
-# A token need not be a whole character. Watch a smile arrive:
+# A token can be a part of a character. Watch a smile arrive:
 
 # %%
 smile = tokenizer.encode("🙂")
@@ -162,8 +163,8 @@ print("as a stream:          ", [stream.put(i) for i in smile], "then", repr(str
 # %% [markdown]
 # ## Experiment 2: what the model is really given
 #
-# A chat is a convention of tokens, too. The template wraps each message in control tokens, and the model was trained on
-# exactly that.
+# A chat is made of tokens, too. The template puts control tokens around each message. The model was trained on exactly
+# this form.
 
 # %%
 question = "My name is Zorbla. What is my name?"
@@ -180,15 +181,15 @@ course.figure("01.plain", len(plain))
 
 # %% [markdown]
 # Without the template the bundled model writes <!--fig 01.plain-->1<!--/fig--> token, the end of the turn: in its
-# training, the end of a turn is what follows a question. And the control tokens are text as well. Whoever types them
-# writes the other side's lines, unless the program looks first; `nanokv chat` does.
+# training data, a question was always followed by the end of a turn. Control tokens can also be typed as text. A user
+# who types them can write the lines of the other side, unless the program looks for them first. `nanokv chat` does.
 
 # %% [markdown]
 # ## Experiment 3: from logits to a choice
 #
-# For the next token the model gives one number for each entry of the vocabulary. Softmax makes probabilities of them;
-# dividing by a *temperature* first makes the differences larger (below 1) or smaller (above 1). Here is the first token
-# of a story.
+# For the next token the model gives one number per entry of the vocabulary. Softmax turns these numbers into
+# probabilities. A *temperature* divides them first: below 1 the differences become larger, above 1 smaller. Here is the
+# first token of a story.
 
 # %%
 prompt = as_chat("Tell me a story.")
@@ -216,10 +217,10 @@ course.show(fig, alt="Bars for the eight likeliest first tokens and for all othe
             f"{100 * shares[2.0][-1]:.0f} percent.")
 
 # %% [markdown]
-# The danger is in the last group: each of the other tokens is unlikely, but there are so many. At temperature `2` they
-# have <!--fig 01.others-->55<!--/fig--> percent together, at `0.5` only <!--fig 01.others.half-->1.6<!--/fig-->.
-# *Top-p* cuts them off: it keeps the likeliest tokens that reach a share of `p` together, and nothing else. We let the
-# model begin twelve stories with each setting:
+# The danger is in the last group. Each of the other tokens is unlikely, but there are many of them. At temperature `2`
+# they have <!--fig 01.others-->55<!--/fig--> percent together, at `0.5` only <!--fig 01.others.half-->1.6<!--/fig-->.
+# *Top-p* removes them: it keeps the likeliest tokens until their probabilities reach `p` together, and drops all
+# others. We let the model begin twelve stories with each setting:
 
 # %%
 print("temperature  top-p   mean log-probability   two of the beginnings")
@@ -240,12 +241,12 @@ course.figure("01.hot.cut", likely[1.5, 0.9])
 course.figure("01.mild", likely[1.0, 1.0])
 
 # %% [markdown]
-# At 1.5 the beginnings break; the mean log-probability of a token is <!--fig 01.hot x1.3-->-1.8<!--/fig-->. With top-p
-# `0.9` it is <!--fig 01.hot.cut x1.3-->-1.0<!--/fig-->, not far from the <!--fig 01.mild x1.3-->-0.7<!--/fig--> of
-# temperature 1, and most of the words are words again.
+# At temperature 1.5 the beginnings break: the mean log-probability of a token is <!--fig 01.hot x1.3-->-1.8<!--/fig-->.
+# With top-p `0.9` it is <!--fig 01.hot.cut x1.3-->-1.0<!--/fig-->. That is not far from
+# the <!--fig 01.mild x1.3-->-0.7<!--/fig--> of temperature 1, and most of the words are words again.
 #
-# How free is the model in its choices? One story, written greedily, and at each token the
-# [entropy](glossary.md#entropy) of the distribution it came from:
+# How much choice does the model have at each token? We let it write one story greedily and compute, for each token, the
+# [entropy](glossary.md#entropy) of the distribution from which it was taken:
 
 # %%
 written = list(nanokv.generate(model, prompt, max_new_tokens=48))
@@ -269,17 +270,17 @@ course.show(fig, alt=f"A bar for each token of a story. {sure:.0f} percent of th
             f"{float(entropy.max()):.1f} nats; a dotted line marks the most that is possible.")
 
 # %% [markdown]
-# Here <!--fig 01.sure-->71<!--/fig--> percent of the tokens were settled before they were drawn: the rest of a word, a name
-# that was given. At the freest place the model had as good as <!--fig 01.freest-->201<!--/fig--> words to choose from.
-# Temperature acts on all of these places alike, which is why a little of it varies a story and a lot of it breaks
-# words.
+# For <!--fig 01.sure-->71<!--/fig--> percent of the tokens one choice has more than nine tenths of the probability: the
+# rest of a word, or a name that was given. At the place with the most choice, the model chooses among the equivalent
+# of <!--fig 01.freest-->201<!--/fig--> equally likely words. The same temperature acts on all these places. So a
+# slightly higher temperature varies a story, and a much higher one breaks words.
 
 # %% [markdown]
 # ## Experiment 4: stopping
 #
-# Nothing in a model stops. It gives a distribution after *every* token. The program stops when the token drawn is one
-# of a set, the stop ids, which stand in the model's files. The bundled model answers the question below in a few
-# tokens. Now we delete the end-of-turn token from the set and allow 80. How many tokens will it write?
+# A model never stops by itself. It gives a distribution after *every* token. The program stops when it draws one of the
+# stop ids, a set that stands in the model's files. The bundled model answers the question below in a few tokens. Now we
+# remove the end-of-turn token from the set and allow 80 tokens. How many tokens will it write?
 
 # %% tags=["exercise"]
 tokens = ...
@@ -307,10 +308,11 @@ course.figure("01.endless", len(endless))
 course.figure("01.turns", turns)
 
 # %% [markdown]
-# It is <!--fig 01.normal-->9<!--/fig--> tokens with the right set, all <!--fig 01.endless-->80<!--/fig--> without: it
-# ended <!--fig 01.turns-->3<!--/fig--> turns and began new ones, the user's among them. It invents your next question and
-# answers it. This is a common bug of real programs, because the stop ids stand in more than one file and the files do
-# not always agree. nanokv reads `generation_config.json`, which may hold several.
+# With the right set it writes <!--fig 01.normal-->9<!--/fig--> tokens; without the end-of-turn token it writes
+# all <!--fig 01.endless-->80<!--/fig-->. It ended <!--fig 01.turns-->3<!--/fig--> turns and began new ones, also turns
+# of the user: it invents your next question and answers it. Real programs often have this bug, because the stop ids
+# stand in more than one file and the files do not always agree. nanokv reads `generation_config.json`, which can hold
+# several stop ids.
 
 # %% [markdown]
 # ## What the articles say
@@ -323,8 +325,8 @@ course.figure("01.turns", turns)
 # %% [markdown]
 # ## Exercises
 #
-# **01.1** Byte pair encoding by hand. The rules, in order, are `a+n`, `b+a`, `n+a`. Into which pieces does the word
-# below fall? Answer with a tuple of texts.
+# **01.1** Byte pair encoding by hand. The rules, in order, are `a+n`, `b+a`, `n+a`. Into which pieces do they split the
+# word below? Answer with a tuple of texts.
 
 # %%
 case = course.case("01.1")
@@ -340,8 +342,8 @@ parts = tuple(join(list(case.word), {("a", "n"): 0, ("b", "a"): 1, ("n", "a"): 2
 course.check("01.1", parts)
 
 # %% [markdown]
-# **01.2** Write the text of a list of tokens. Each is given as its bytes, and a character may be cut into several
-# tokens. What is no character becomes `"\ufffd"` (that is `errors="replace"`).
+# **01.2** Write the function that turns tokens into text. Each token is given as its bytes. A character can be split
+# over several tokens. Bytes that form no character become `"\ufffd"` (that is `errors="replace"`).
 
 
 # %% tags=["exercise"]
@@ -358,8 +360,8 @@ def text_of(pieces):
 course.check("01.2", text_of)
 
 # %% [markdown]
-# **01.3** Write top-p. `chances` is a list of probabilities; return the set of the indices that stay: the likeliest
-# ones, as few as possible, that reach `p` together.
+# **01.3** Write top-p. `chances` is a list of probabilities. Return the set of the indices that stay: as few of the
+# likeliest tokens as are needed to reach `p` together.
 
 
 # %% tags=["exercise"]
@@ -398,8 +400,8 @@ times = math.exp(case.d / case.T)
 course.check("01.4", times)
 
 # %% [markdown]
-# **01.5** The end of an answer. `stream` is what a model would write if nobody stopped it, `stop` the stop ids. Return
-# the ids of the answer, without the token that ended it.
+# **01.5** The end of an answer. `stream` is the list of ids that a model would write if nobody stopped it, `stop` holds
+# the stop ids. Return the ids of the answer, without the token that ended it.
 
 
 # %% tags=["exercise"]
@@ -444,9 +446,9 @@ course.answer("01.q3", q3)
 #   byte pair encoding for text.
 # - Holtzman and others, [The curious case of neural text degeneration](https://arxiv.org/abs/1904.09751): top-p, and
 #   why neither argmax nor plain sampling is enough.
-# - `nanokv/sample.py`: each rule as a function of a few lines; `nanokv/template.py`: the chat template.
+# - `nanokv/decoding/sample.py`: each rule as a function of a few lines; `nanokv/text/template.py`: the chat template.
 #
 # ## Next
 #
-# Between the ids and the logits lies the model. [02](02_attention_and_masks.ipynb) opens its only part in which tokens
-# look at each other, and finds an article that is wrong about it twice.
+# Between the ids and the logits stands the model. Notebook [02](02_attention_and_masks.ipynb) opens attention, the only
+# part in which tokens read from each other, and finds two errors about it in one article.

@@ -9,15 +9,16 @@
 # %% [markdown]
 # # 02 · Attention, masks and why the formula matters
 #
-# `softmax(q·kᵀ / √D + M)·v`. One line, and one of the five articles that this course audits gets it wrong twice: in
-# the formula the mask is wrong, in the code below it the root is missing. You will run both on a trained model. The
-# missing root wrecks it at once. The wrong mask changes hardly anything that you can see, and is by far the worse.
+# `softmax(q·kᵀ / √D + M)·v` is one line. One of the five articles that this course checks gets it wrong twice: the mask
+# in its formula is wrong, and the square root is missing in its code. You will run both errors on a trained model.
+# Without the root, the model breaks at once. With the wrong mask, hardly anything changes that you can see. That makes
+# the wrong mask the worse error.
 #
 # ## What you will be able to do
 #
 # - write attention with a [causal mask](glossary.md#causal-mask), and read an attention map;
-# - say why a mask is added and not multiplied, and what a multiplied one does to a model that is *trained* with it;
-# - test whether a model sees the future, without knowing its code;
+# - say why a mask is added and not multiplied, and what a multiplied mask does to a model that is *trained* with it;
+# - test whether a model sees the future, without reading its code;
 # - say what the square root of the [head size](glossary.md#head-size) is for.
 
 # %%
@@ -58,10 +59,10 @@ text = conversation(1)  # for measuring
 # %% [markdown]
 # ## Predict
 #
-# The mask says which tokens a token may see: itself and those before it. In one article it is a matrix of ones and
-# zeros that *multiplies* the scores: where it is 0, the score becomes 0. Put that into a trained model and feed it a
-# text of two dozen tokens. The first of them may see nothing but itself. How many percent of its attention, in the
-# first layer, go to tokens in the future?
+# The mask says which tokens a token may see: itself and the tokens before it. In one article the mask is a matrix of
+# ones and zeros that *multiplies* the scores. Where it is 0, the score becomes 0. Put that mask into a trained model
+# and feed it a text of two dozen tokens. The first token may see nothing but itself. How many percent of its attention
+# go to later tokens, in the first layer?
 
 # %% tags=["exercise"]
 guess = ...  # percent
@@ -75,9 +76,10 @@ course.predict("02.a", guess, unit="percent")
 # %% [markdown]
 # ## Experiment 1: who looks at whom
 #
-# A [query](glossary.md#query) is what a token looks for, a [key](glossary.md#key) is what it can be found by, a
-# [value](glossary.md#value) is what it hands over. The fast kernel that nanokv calls does not give its weights away, so
-# here is the formula spelled out, with a choice of masks and a factor on the scores. First: is it the same?
+# A [query](glossary.md#query) says what a token looks for. A [key](glossary.md#key) says what a token offers. A
+# [value](glossary.md#value) is what a token hands over when it is read. The fast kernel that nanokv calls does not
+# return the attention weights. So we write the formula out, with a choice of masks and a factor on the scores. First
+# question: does it compute the same as the kernel?
 
 # %%
 def weights(q, k, mask="added", factor=1.0):
@@ -115,8 +117,8 @@ gap = float((logits_with(attention(keep=maps), ids) - nanokv.score(model, ids)).
 print(f"the formula and the kernel agree: max |Δ| of the logits {gap:.0e}")
 
 # %% [markdown]
-# It is. Now look for heads that fetch the name: those in which the last token, the one that has to begin the answer,
-# looks at the first piece of `Zorbla`.
+# It does. Now look for heads that fetch the name. In such a head the last token, which has to begin the answer, looks
+# at the first piece of `Zorbla`.
 
 # %% tags=["hide-input"]
 pieces = tokenizer.pieces(ids[0].tolist())
@@ -141,14 +143,15 @@ course.show(fig, alt=f"Three attention maps, nothing above the diagonal. In {rea
             f"percent; the third looks at other tokens.")
 
 # %% [markdown]
-# One head takes <!--fig 02.most-->95<!--/fig--> percent of its mix from the first piece of the name. Reading is a
-# weighted mean: sharp in this head, spread out in others. The dark triangle above the diagonal is the mask.
+# One head takes <!--fig 02.most-->95<!--/fig--> percent of its mix from the first piece of the name. The output of a
+# head is a weighted mean: this head puts nearly all the weight on one token, others spread it. The dark triangle above
+# the diagonal is the mask.
 
 # %% [markdown]
 # ## Experiment 2: the multiplied mask
 #
-# `e⁰ = 1`. A score of 0 is not "forbidden", it is a score like any other, and a better one than every negative score.
-# How much goes to the future, in the first layer, averaged over the heads?
+# `e⁰ = 1`. A score of 0 does not mean "forbidden": it is an ordinary score, and higher than every negative one. How
+# much attention goes to later tokens, in the first layer, averaged over the heads?
 
 # %%
 def future(w):
@@ -181,9 +184,10 @@ course.show(fig, alt="Three attention maps of layer 0. Mask added: nothing above
             f"there. No mask: filled, with {100 * first['none']:.0f} percent of the first row.")
 
 # %% [markdown]
-# Here <!--fig 02.first-->27<!--/fig--> percent of what the first token reads comes from its future, and in a text of 160
-# tokens <!--fig 02.first.longer-->70<!--/fig-->: every forbidden token adds its `e⁰`. And the model? We measure the
-# loss on a conversation with words that it never saw, the first choices, and the answer.
+# Here <!--fig 02.first-->27<!--/fig--> percent of the attention of the first token goes to later tokens. In a text of
+# 160 tokens it is <!--fig 02.first.longer-->70<!--/fig-->, because every forbidden token adds its `e⁰`. What does that
+# do to the model? We measure the loss on a conversation with words that the model never saw, count the first choices
+# that stay the same, and read the answer.
 
 # %%
 truth = nanokv.score(model, text)
@@ -218,12 +222,12 @@ course.figure("02.choices", choices["multiplied"])
 
 # %% [markdown]
 # The loss goes from <!--fig 02.loss-->0.404<!--/fig-->
-# to <!--fig 02.loss.multiplied-->0.406<!--/fig-->, <!--fig 02.choices-->99<!--/fig--> of 100 choices are the same, and so is the answer. Most scores of the trained model
-# lie far from 0, so the leak is small once a few tokens have gone by. Even with no mask at all the loss is
-# only <!--fig 02.loss.none-->0.571<!--/fig-->, and the name is right. No explosion.
+# to <!--fig 02.loss.multiplied-->0.406<!--/fig-->, <!--fig 02.choices-->99<!--/fig--> of 100 first choices are the
+# same, and so is the answer. Most scores of the trained model are far from 0, so the leak is small after the first few
+# tokens. Even with no mask at all the loss is only <!--fig 02.loss.none-->0.571<!--/fig-->, and the name is right.
 #
-# So how does one notice? By the one thing that a causal model can never do: let an *earlier* output depend on a later
-# input. Change the last token of the text and see which logits before it move.
+# How can you notice such a leak? In a causal model an *earlier* output cannot depend on a later input. So change the
+# last token of the text, and see which logits before it move.
 
 # %%
 changed = text.clone()
@@ -238,17 +242,17 @@ for mask in masks:
 course.figure("02.leak", float(moves["multiplied"][:-1].max()))
 
 # %% [markdown]
-# With the right mask exactly nothing moves. With the multiplied one, logits move by up
-# to <!--fig 02.leak x2-->0.04<!--/fig-->, though the text is the same. Two lines, and no look into the code. With these
-# three masks they tell right from wrong; as a test for *any* model they are not enough, because the leak may be
-# elsewhere. In exercise 02.4 you meet one that they miss.
+# With the right mask nothing moves, exactly. With the multiplied mask, logits move by up
+# to <!--fig 02.leak x2-->0.04<!--/fig-->, although the text before them is the same. Two lines of code find the leak,
+# and they need not know the code of the model. They tell these three masks apart. They are not enough as a test for
+# *any* model, because the leak may be elsewhere. In exercise 02.4 you meet a model that they miss.
 
 # %% [markdown]
 # ## Experiment 3: train with it
 #
-# A leak that hardly matters to a finished model is a gift to one in training: the answer is in the input. We train two
-# small models of two layers on *random* tokens, 16 different ones. Nothing can be learned from those, and the best
-# possible loss is that of guessing evenly, `ln 16`. Whoever gets below it is cheating.
+# A leak hardly matters to a model that is already trained. In training it helps the model to cheat: the answer is in
+# the input. We train two small models of two layers on *random* tokens, 16 different ones. Nothing can be learned from
+# random tokens. The best possible loss is that of guessing evenly, `ln 16`. A model with a lower loss is cheating.
 
 # %%
 V, T = 16, 8
@@ -312,16 +316,16 @@ course.show(fig, alt="Left, on a log scale: with the mask added no earlier logit
             f"{floor:.2f}; multiplied it falls to {reached:.2f}. A cross marks the same model in use: {used:.1f}.")
 
 # %% [markdown]
-# The honest model stays at <!--fig 02.floor-->2.77<!--/fig-->. The other one
-# reaches <!--fig 02.cheat x3-->0.3<!--/fig-->: it reads the tokens that it is asked to foretell. And when it has to generate,
-# where there is no future to read, its loss is <!--fig 02.used x1.5-->6.5<!--/fig-->, far worse than guessing. A
-# training curve that looks too good is the usual way in which such a bug is found, weeks later.
+# The honest model stays at <!--fig 02.floor-->2.77<!--/fig-->. The other model
+# reaches <!--fig 02.cheat x3-->0.3<!--/fig-->: it reads the tokens that it has to predict. When it generates, there are
+# no later tokens to read, and its loss is <!--fig 02.used x1.5-->6.5<!--/fig-->, far worse than guessing. Such a bug is
+# usually found weeks later, by a training curve that looks too good.
 
 # %% [markdown]
 # ## Experiment 4: the square root
 #
-# The product of a query and a key is a sum of `D` terms. If they are of size 1 and independent, the sum has size `√D`.
-# Look at what softmax makes of 16 random scores, with and without the division:
+# The product of a query and a key is a sum of `D` terms. If the terms are independent and of size 1, the sum has size
+# `√D`. The cell applies softmax to 16 random scores, with and without the division:
 
 # %%
 torch.manual_seed(0)
@@ -357,12 +361,12 @@ course.figure("02.soft.most", max(divided))
 course.figure("02.spread", right_spread)
 
 # %% [markdown]
-# Without the division the largest of 16 weights grows with `D`, to <!--fig 02.sharp-->0.92<!--/fig--> at `D = 256`;
-# with it, it stays between <!--fig 02.soft-->0.24<!--/fig--> and <!--fig 02.soft.most-->0.25<!--/fig-->. Softmax would
-# be a choice of one token, and the gradient nearly nothing.
+# Without the division the largest of 16 weights grows with `D`, to <!--fig 02.sharp-->0.92<!--/fig--> at `D = 256`.
+# With the division it stays between <!--fig 02.soft-->0.24<!--/fig--> and <!--fig 02.soft.most-->0.25<!--/fig-->.
+# Without it, softmax would choose a single token, and its gradient would be nearly zero.
 #
 # In the bundled model a token spreads its attention over <!--fig 02.spread-->18<!--/fig--> tokens. One of the articles
-# leaves the division out. Over how many tokens, then?
+# leaves the division out. Over how many tokens does a token spread its attention then?
 
 # %% tags=["exercise"]
 tokens = ...
@@ -407,14 +411,15 @@ course.show(fig, alt=f"Two curves over the factor on the scores. The loss is low
             "without the division.")
 
 # %% [markdown]
-# It is <!--fig 02.spread.root-->2.1<!--/fig--> tokens: nearly a lookup of one. The loss
-# is <!--fig 02.loss.root-->1.62<!--/fig-->, and the answer above is no English. A model needs the scale with which it was
-# trained, though not to the last digit. The valley is flat: at `0.8` the loss is even a little lower
-# here, <!--fig 02.loss.less-->0.397<!--/fig-->, but of <!--fig 02.talks-->30<!--/fig--> other texts
-# only <!--fig 02.better x1.3-->16<!--/fig--> agree, so these texts do not tell the two apart. Nor is it the same on both
-# sides: with half the scores the loss is <!--fig 02.loss.half-->0.87<!--/fig-->, with double
-# scores <!--fig 02.loss.double-->0.43<!--/fig-->. The missing root is a loud mistake, so somebody finds it. The multiplied mask
-# is quiet.
+# It is <!--fig 02.spread.root-->2.1<!--/fig--> tokens: attention nearly picks a single token. The loss
+# is <!--fig 02.loss.root-->1.62<!--/fig-->, and the answer above is no English. A model needs the scale with which it
+# was trained, but not to the last digit. At `0.8` the loss is even a little lower
+# here, <!--fig 02.loss.less-->0.397<!--/fig-->. But that is so for only <!--fig 02.better x1.3-->16<!--/fig-->
+# of <!--fig 02.talks-->30<!--/fig--> other texts, so these texts do not tell the two scales apart. The two sides
+# differ: with half the scores the loss is <!--fig 02.loss.half-->0.87<!--/fig-->, with double
+# scores <!--fig 02.loss.double-->0.43<!--/fig-->.
+#
+# A missing root is seen at once, so somebody finds it. A multiplied mask is not.
 
 # %% [markdown]
 # ## What the articles say
@@ -491,9 +496,9 @@ scale = 1 / math.sqrt(c.head_dim)
 course.check("02.3", scale)
 
 # %% [markdown]
-# **02.4** Write the leak test. `forward(ids)` gives logits `(1,T,V)` for ids `(1,T)`; `V` is the vocabulary's size.
-# Return True if the model sees the future. The check runs yours on models that leak, each in another way, and on models
-# that do not, one of them with rounding noise of about `1e-6`.
+# **02.4** Write the leak test. `forward(ids)` gives logits `(1,T,V)` for ids `(1,T)`; `V` is the size of the
+# vocabulary. Return True if the model sees the future. The check runs your test on models that leak, each in another
+# way, and on models that do not leak. One of the latter has rounding noise of about `1e-6`.
 
 
 # %% tags=["exercise"]
