@@ -9,19 +9,19 @@
 # %% [markdown]
 # # 03 · Inside a Qwen3 block
 #
-# A Qwen3 model is one small piece of code, the block, run again and again with other weights. It is short enough to
-# know by heart, and it has four places where ports go wrong without an error message: the pairing of the rotation, its
-# base, the norm of queries and keys, and the order of norm and rotation. You will make each of these mistakes on
-# purpose and see how loud, or how quiet, it is.
+# A Qwen3 model runs one small piece of code, the block, again and again, each time with other weights. The block is
+# short enough to know by heart. Ports of it go wrong without an error message in four places: the pairs of the
+# rotation, its base, the norm of queries and keys, and the order of norm and rotation. You will make each of these
+# mistakes on purpose, and measure how much of it can be seen.
 #
 # ## What you will be able to do
 #
 # - give the shape of every weight of a block from six numbers of the config;
-# - write [RMSNorm](glossary.md#rmsnorm) and [RoPE](glossary.md#rope) from memory, and say in which order they come;
+# - write [RMSNorm](glossary.md#rmsnorm) and [RoPE](glossary.md#rope) from memory, and say in which order they run;
 # - say which [KV head](glossary.md#kv-head) a query head reads;
-# - tell a wrong port from a right one when its text is still fluent.
+# - tell a wrong port from a right one even when its text is fluent.
 #
-# Keep `nanokv/model.py` open beside this page: it is the whole architecture, and everything here runs it.
+# Keep `nanokv/model.py` open beside this page: it is the whole architecture, and every cell here runs it.
 
 # %%
 import random
@@ -53,7 +53,7 @@ print(f"\na conversation of {text.shape[1]} tokens, which begins: {tokenizer.dec
 # ## Predict
 #
 # The line at the top gives the hidden size `C`, the number of query heads and the head size `D`. The query projection
-# `q_proj` takes the `C` numbers of a token. How many numbers does it give?
+# `q_proj` takes the `C` numbers of a token. How many numbers does it return?
 
 # %% tags=["exercise"]
 guess = ...  # numbers
@@ -67,7 +67,8 @@ course.predict("03.a", guess, unit="numbers")
 # %% [markdown]
 # ## Experiment 1: the shapes
 #
-# Every operation of the first block in the order in which it runs, with what it gives for one token.
+# The cell prints every operation of the first block, in the order in which they run, with the shape of its output for
+# one token.
 
 # %%
 for name in nanokv.debug.OPERATIONS:
@@ -83,14 +84,14 @@ course.figure("03.derived", c.hidden_size / c.num_attention_heads)
 course.figure("03.head", c.head_dim)
 
 # %% [markdown]
-# It is <!--fig 03.qproj-->288<!--/fig-->, and not the <!--fig 03.hidden-->192<!--/fig--> of the hidden size. The
-# [head size](glossary.md#head-size) `D` is an entry of the config, here <!--fig 03.head-->48<!--/fig-->; hidden size
-# over heads would be <!--fig 03.derived-->32<!--/fig-->. In older models the two agreed, and a lot of code still
-# divides. For Qwen3-0.6B it gets `1024 / 16 = 64` where the config says `128`. One of the articles gets a shape and a
-# size in bytes wrong that way. `o_proj` brings the heads back to `C`, so the
-# [residual stream](glossary.md#residual-stream) keeps its width.
+# It is <!--fig 03.qproj-->288<!--/fig-->, and not the <!--fig 03.hidden-->192<!--/fig--> of the hidden size. The [head
+# size](glossary.md#head-size) `D` is an entry of its own in the config, here <!--fig 03.head-->48<!--/fig-->. Hidden
+# size divided by heads would be <!--fig 03.derived-->32<!--/fig-->. In older models the two numbers were equal, and
+# much code still divides. For Qwen3-0.6B such code gets `1024 / 16 = 64`, but the config says `128`. One of the
+# articles gets a shape and a size in bytes wrong in this way. `o_proj` turns the output of all heads back into `C`
+# numbers, so the [residual stream](glossary.md#residual-stream) keeps its width.
 #
-# Where do the parameters sit?
+# Which parts hold the parameters?
 
 # %%
 parts = {"embedding": model.embed_tokens}
@@ -109,17 +110,19 @@ course.figure("03.mlp_share", 100 * sizes["MLP"] / total)
 course.figure("03.embedding", sizes["embedding"])
 
 # %% [markdown]
-# Of <!--fig 03.total-->3,050,496<!--/fig--> parameters, <!--fig 03.mlp_share-->58<!--/fig--> percent are in the MLPs.
-# The embedding has <!--fig 03.embedding-->393,216<!--/fig--> and does two jobs: its rows turn ids into hidden states at
-# the bottom, and at the top the last hidden state is compared with the same rows to get the
-# [logits](glossary.md#logits). It is one tensor, a *tied* head. The larger Qwen3 models have two.
+# The model has <!--fig 03.total-->3,050,496<!--/fig--> parameters; <!--fig 03.mlp_share-->58<!--/fig--> percent of them
+# are in the MLPs. The embedding has <!--fig 03.embedding-->393,216<!--/fig--> and is used twice. At the bottom, its
+# rows turn ids into hidden states. At the top, the last hidden state is multiplied by the same rows, which gives the
+# [logits](glossary.md#logits). This is called a *tied* head: one tensor for both. The larger Qwen3 models have two
+# tensors.
 
 # %% [markdown]
 # ## Experiment 2: the norm
 #
-# A block only ever *adds* to the hidden state, so the hidden state grows. What reads it, attention and MLP, first
-# passes it through RMSNorm: divide by the root mean square, multiply by a learned weight. It is often called layer
-# normalisation. It is not: nothing is subtracted. The test is to add a constant.
+# A block only *adds* to the hidden state, so the hidden state grows. Attention and MLP read it through RMSNorm, which
+# divides it by its root mean square and multiplies it by a learned weight. Many texts call this layer normalisation.
+# Layer normalisation also subtracts the mean; RMSNorm subtracts nothing. A test shows the difference: add a constant to
+# the input.
 
 # %%
 norm = model.layers[0].input_layernorm
@@ -160,16 +163,17 @@ course.show(fig, alt="Two lines over the layers, on a log scale. The residual st
             "in the median.")
 
 # %% [markdown]
-# The stream grows by a factor of <!--fig 03.grow-->60<!--/fig--> on its way up, most of it in the first layer, and no
-# other layer notices: what it reads has the size of the norm's weights, whatever the token.
+# The stream grows by a factor of <!--fig 03.grow-->60<!--/fig--> from the bottom to the top, most of it in the first
+# layer. The other layers do not see this growth: after the norm, their input has the size of the norm's weights, for
+# every token.
 
 # %% [markdown]
 # ## Experiment 3: rotation
 #
-# Attention compares a query with a [key](glossary.md#key). So that the order of words counts, both are turned first, by
+# Attention compares a query with a [key](glossary.md#key). The order of words must count, so both are rotated first, by
 # an angle that grows with their [position](glossary.md#position). The `D` numbers form `D/2` pairs, dimension `i` with
-# `i + D/2`, and each pair turns with a speed of its own. Left: how many tokens a full turn takes. Right: the product of
-# one real query and one real key, for all distances between them, with the key at position 0 and at 1,000.
+# `i + D/2`. Each pair rotates at its own speed. Left: how many tokens a full turn takes. Right: the product of one real
+# query and one real key, for all distances between them, with the key at position 0 and at 1,000.
 
 # %%
 speed, _ = rope_frequencies(c)  # (D/2,) radians per token
@@ -210,23 +214,23 @@ course.show(fig, alt=f"Left: bars on a log scale, from {turn[0]:.1f} tokens for 
             "one, for positions 1,000 higher, lies on it.")
 
 # %% [markdown]
-# The two curves differ by <!--fig 03.apart x9-->1e-5<!--/fig-->: only the distance counts. That is what lets a
-# [cache](glossary.md#kv-cache) keep rotated keys for good. The fast pairs tell neighbours apart; the slow
-# ones, <!--fig 03.slow-->13<!--/fig--> of <!--fig 03.pairs-->24<!--/fig--> here, do not complete one turn within the context
-# and hardly depend on the position at all.
+# The two curves differ by <!--fig 03.apart x9-->1e-5<!--/fig-->: only the distance counts. That is why a
+# [cache](glossary.md#kv-cache) can keep rotated keys without changing them later. The fast pairs tell neighbours apart.
+# Of the <!--fig 03.pairs-->24<!--/fig--> pairs, <!--fig 03.slow-->13<!--/fig--> slow ones do not complete one turn
+# within the context; they hardly depend on the position at all.
 
 # %% [markdown]
 # ## Experiment 4: four ways to get it wrong
 #
-# Now we break it. Each of these is a mistake from real ports, and none of them raises an error or changes a shape:
+# Now we make mistakes. Each of these occurs in real ports, and none of them raises an error or changes a shape:
 #
-# - the pairing: dimension `2i` with `2i + 1`, as one of the articles has it, instead of `i` with `i + D/2`;
+# - the pairs: dimension `2i` with `2i + 1`, as in one of the articles, instead of `i` with `i + D/2`;
 # - the base of the speeds: `10,000`, the default of other models, instead of the config's;
 # - the norm of queries and keys after the rotation instead of before;
 # - no norm of queries and keys.
 #
-# Your prediction, for the first one. At every position of the conversation the model has a first choice for the next
-# token. With the wrong pairing, of 100 first choices, how many stay the same?
+# Predict the effect of the first mistake. At every position of the conversation the model has a first choice for the
+# next token. With the wrong pairs, how many of 100 first choices stay the same?
 
 # %% tags=["exercise"]
 kept = ...  # 0 to 100
@@ -323,19 +327,21 @@ course.show(fig, alt="Lines over the positions of the text, on a log scale. At p
             + ", ".join(f"{value:.1g} ({name})" for name, value in at_end.items()) + ". The last of these is rounding.")
 
 # %% [markdown]
-# The wrong pairing keeps <!--fig 03.pairs.same-->66<!--/fig--> of 100 first choices: many tokens are settled by their
-# neighbours, and these still lie close. The loss says it
-# better: <!--fig 03.pairs.loss-->2.17<!--/fig--> instead of <!--fig 03.loss-->0.40<!--/fig-->. At position 0 every variant is
-# perfect, because nothing is turned and a token alone attends to itself. So a test with a single token passes.
+# The wrong pairs keep <!--fig 03.pairs.same-->66<!--/fig--> of 100 first choices. Many tokens are determined by their
+# neighbours, and at a small distance the wrong rotation is still close to the right one. The loss shows the
+# damage: <!--fig 03.pairs.loss-->2.17<!--/fig--> instead of <!--fig 03.loss-->0.40<!--/fig-->. At position 0 every
+# variant is exact, because the angle is zero and the first token attends only to itself. So a test with a single token
+# passes.
 #
-# The quietest one is the norm after the rotation. Its logits are off by up
-# to <!--fig 03.late.gap-->2.6<!--/fig-->, <!--fig 03.late.same-->98<!--/fig--> of 100 choices stay, and the loss is <!--fig 03.late.loss-->0.40<!--/fig--> as
-# before. No text will ever show it; only a comparison of numbers does. Exercise 03.5 asks why it is so small.
+# The norm after the rotation is the hardest to see. Its logits are off by up to <!--fig 03.late.gap-->2.6<!--/fig-->,
+# but <!--fig 03.late.same-->98<!--/fig--> of 100 choices stay, and the loss is <!--fig 03.late.loss-->0.40<!--/fig-->
+# as before. No text will show this mistake; a comparison of numbers does. Exercise 03.5 asks why its effect is so
+# small.
 #
-# And the last line is no mistake: with all positions shifted by 1,000 the logits move
-# by <!--fig 03.shift.gap x10-->1e-4<!--/fig-->, which is rounding of large angles.
+# The last line is no mistake: with all positions shifted by 1,000 the logits move
+# by <!--fig 03.shift.gap x10-->1e-4<!--/fig-->. That is the rounding of large angles.
 #
-# Does the wrong pairing show in an answer?
+# Can you see the wrong pairs in an answer?
 
 # %%
 question = tokenizer.encode(tokenizer.render([{"role": "user", "content": "My name is Zorbla. What is my name?"}]))
@@ -353,14 +359,14 @@ with changed_model(rope_angles=lambda config, *rest: rope_angles(replace(config,
     print("base 10,000:        ", answer())
 
 # %% [markdown]
-# The bundled model with the wrong pairing answers in good English, and denies what it was told a moment ago. Whoever
-# looks only at fluency takes that for a weak model. With the wrong base it even gets this one right.
+# With the wrong pairs, the bundled model answers in good English and denies what it was told a moment ago. If you only
+# look at fluency, you take it for a weak model. With the wrong base it even gets this question right.
 
 # %% [markdown]
 # ## Experiment 5: who shares what, and what each part is worth
 #
-# There are fewer KV heads than query heads. Which query heads read KV head 1? We take its values away in one layer and
-# look whose output changes.
+# There are fewer KV heads than query heads. Which query heads read the last KV head? We set its values to zero in one
+# layer and look for the query heads whose output changes.
 
 # %%
 H, Hk = c.num_attention_heads, c.num_key_value_heads
@@ -379,15 +385,15 @@ course.figure("03.closed", closed)
 course.figure("03.readers", int(moved_heads.sum()))
 
 # %% [markdown]
-# A group of <!--fig 03.readers-->3<!--/fig--> neighbours, `G = H / Hk`. Head `h` reads KV head `h // G`. That is why a
-# cache can be `G` times smaller than the queries suggest.
+# It is a group of <!--fig 03.readers-->3<!--/fig--> neighbouring query heads, `G = H / Hk`. Head `h` reads KV head
+# `h // G`. So a cache can be `G` times smaller than the number of query heads suggests.
 #
-# The MLP works on each token alone. Half of its width is a gate: `silu(gate)` decides for each unit and each token how
-# much of the other half passes, <!--fig 03.closed-->26<!--/fig--> percent of the time less than a tenth. This is
-# SwiGLU.
+# The MLP works on each token alone. It computes two vectors; one of them is a gate. `silu(gate)` decides, for each unit
+# and each token, how much of the other vector passes. In <!--fig 03.closed-->26<!--/fig--> percent of the cases it lets
+# less than a tenth pass. This form is called SwiGLU.
 #
-# Since both parts only add to the stream, any of them can be left out and the rest still runs. How much worse does the
-# model get?
+# Attention and MLP only add to the stream. So you can leave one of them out, and the rest still runs. How much worse
+# does the model get?
 
 # %%
 def loss_without(part):
@@ -420,10 +426,11 @@ course.show(fig, alt="Bars for each layer: the loss that is added when its atten
             f"{dear[2]}; the smallest is {min(min(values) for values in worth.values()):.3f}.")
 
 # %% [markdown]
-# One part is worth more than all the others together: without the first MLP the loss rises
-# by <!--fig 03.dear-->8.7<!--/fig--> nats, beyond what guessing evenly would cost (<!--fig 03.uniform-->7.6<!--/fig-->).
-# The embedding alone is not what upper layers know how to read; the first MLP makes it so. In the middle a part can be
-# missing and hardly anybody notices, which is why "it still talks" proves little about a port.
+# One part matters more than all the others together: without the first MLP the loss rises
+# by <!--fig 03.dear-->8.7<!--/fig--> nats. That is more than the loss of guessing evenly
+# (<!--fig 03.uniform-->7.6<!--/fig-->). The upper layers were trained on the output of the first MLP; they cannot use
+# the embedding alone. In the middle, a missing part hardly changes the loss. So a port that still writes good text may
+# have a missing part.
 
 # %% [markdown]
 # ## What the articles say
@@ -453,8 +460,8 @@ course.confirm("0.12", "right", found=f"normed, then rotated: the {by_hand.shape
 # %% [markdown]
 # ## Exercises
 #
-# **03.1** The shapes of the weights of `q_proj`, `k_proj` and `o_proj` for the numbers printed below. PyTorch stores
-# them as (numbers out, numbers in). Answer with three pairs.
+# **03.1** Give the shapes of the weights of `q_proj`, `k_proj` and `o_proj` for the numbers printed below. PyTorch
+# stores them as (numbers out, numbers in). Answer with three pairs.
 
 # %%
 case = course.case("03.1")
@@ -489,8 +496,8 @@ def rotate(x, cos, sin):
 course.check("03.2", rotate)
 
 # %% [markdown]
-# **03.3** Write RMSNorm over the last axis: `x` is `(T,C)`, `weight` is `(C,)`. The small number `eps` is added to the
-# mean square, before the root.
+# **03.3** Write RMSNorm over the last axis: `x` is `(T,C)`, `weight` is `(C,)`. Add the small number `eps` to the mean
+# square, before you take the root.
 
 
 # %% tags=["exercise"]
@@ -524,7 +531,7 @@ def kv_head(h, H, Hk):
 course.check("03.4", kv_head)
 
 # %% [markdown]
-# **03.5** Norm before rotation or after: it makes a difference only because of the norm's *weight*. Find eight weights,
+# **03.5** The order of norm and rotation makes a difference only because of the norm's *weight*. Find eight weights,
 # not all equal, for which the order does not matter, with `D = 8`. (A rotation does not change the length of a pair.)
 
 # %% tags=["exercise"]
@@ -564,5 +571,5 @@ course.answer("03.q3", q3)
 #
 # ## Next
 #
-# You have seen that a wrong block can talk. In [04](04_same_logits.ipynb) a model is compared with another
-# implementation of the same weights, operation by operation, until the first one that differs has a name.
+# You have seen that a wrong block can write good text. Notebook [04](04_same_logits.ipynb) compares a model with
+# another implementation of the same weights, operation by operation, until the first operation that differs has a name.
