@@ -9,17 +9,17 @@
 # %% [markdown]
 # # 04 · Same logits as transformers
 #
-# Somebody hands you three copies of a model, and each is wrong in one place. The first babbles, so at least you know. The
-# second still tells you your name. Of the third, not a single word changes. How do you find out, and how do you find
-# *where*? By comparing numbers with a program that you trust, operation by operation, and by knowing how equal is equal
-# enough.
+# You get three copies of a model. Each is wrong in one place. The first writes nonsense, so you know at once. The
+# second still tells you your name. The third does not change a single word. How do you find out that it is wrong, and
+# how do you find the place? You compare its numbers with those of a program that you trust, operation by operation. And
+# you need to know how large a difference is allowed.
 #
 # ## What you will be able to do
 #
-# - say what is in a [checkpoint](glossary.md#checkpoint), and read a tensor out of the file by hand;
-# - compare two implementations layer by layer, and find the first operation where they part;
-# - tell [rounding](glossary.md#rounding) from a bug, and defend a [tolerance](glossary.md#tolerance);
-# - say what the same words prove: very little.
+# - say what is in a [checkpoint](glossary.md#checkpoint), and read a tensor from the file by hand;
+# - compare two implementations layer by layer, and find the first operation that differs;
+# - tell [rounding](glossary.md#rounding) from a bug, and justify a [tolerance](glossary.md#tolerance);
+# - say how little it proves that two models write the same words.
 
 # %%
 import os
@@ -50,13 +50,13 @@ print(f"the prompt is {reference.QUESTION!r}: {ids.shape[1]} tokens")
 # %% [markdown]
 # ## Predict
 #
-# Two questions, before anything is measured. First: `float32` keeps 24 bits of a number, `bfloat16` keeps 8. The same
-# model runs in both. How many *times* as large is the rounding that arrives in the logits in bf16?
+# Two questions. First: `float32` keeps 24 bits of a number, `bfloat16` keeps 8. The same model runs in both. How many
+# *times* as large is the rounding error of the logits in bf16?
 #
-# Second: three checkpoints are wrong in one place each. RoPE turns with a `theta` that is a hundredth of the right one;
-# the norms have an `eps` that is ten times too large; the head is a random matrix, because a loader did not know that
-# it is [tied](glossary.md#tied-head) to the embedding. How many of the three will answer *What is my name?* with other
-# words?
+# Second: three checkpoints are wrong in one place each. In the first, RoPE uses a `theta` that is a hundredth of the
+# right one. In the second, the norms use an `eps` that is ten times too large. In the third, the head is a random
+# matrix, because a loader did not know that it is [tied](glossary.md#tied-head) to the embedding. How many of the three
+# will answer *What is my name?* with other words?
 
 # %% tags=["exercise"]
 ratio = ...  # how many times as large?
@@ -73,8 +73,9 @@ course.predict("04.b", other_words, unit="of three")
 # %% [markdown]
 # ## Experiment 1: what is in the file
 #
-# A checkpoint is a folder: `config.json` with the sizes, a tokenizer, and the weights as `safetensors`, which is a list
-# of named tensors and nothing else. (An older format, pickle, is a program: reading it runs it. nanokv refuses it.)
+# A checkpoint is a folder: `config.json` with the sizes, a tokenizer, and the weights as `safetensors`. A `safetensors`
+# file is a list of named tensors and nothing else. (An older format, pickle, is a program: reading it runs it. nanokv
+# refuses it.)
 
 # %%
 stored = {name: entry.shape for name, entry in weights_loader.shards.read_entries(folder).items()}  # headers only
@@ -88,11 +89,11 @@ course.figure("04.tensors", len(stored))
 course.figure("04.a_layer", len(first))
 
 # %% [markdown]
-# There are <!--fig 04.a_layer-->11<!--/fig--> tensors per layer, <!--fig 04.tensors-->68<!--/fig--> in all. The names in
-# `nanokv/model.py` are those of the file without the prefix `model.`, so there is no table that could have a mistake in
-# it. One name is missing: `lm_head.weight`. The config says `tie_word_embeddings`, so the head *is* the embedding. A
-# loader that takes the two for separate parameters, and only warns of what it does not find, keeps a random head. Ours
-# raises, for a tensor too few, a tensor too many, or a wrong shape:
+# There are <!--fig 04.a_layer-->11<!--/fig--> tensors per layer, <!--fig 04.tensors-->68<!--/fig--> in all. The names
+# in `nanokv/model.py` are those of the file without the prefix `model.`, so no table of names is needed. One name is
+# missing: `lm_head.weight`. The config says `tie_word_embeddings`, so the head *is* the embedding. Some loaders treat
+# the two as separate parameters and only warn of a missing tensor. They keep a random head. The loader of nanokv raises
+# an error for a missing tensor, an extra tensor, or a wrong shape:
 
 # %%
 weights = {name: value for name, value in model.state_dict().items() if name != "lm_head.weight"}
@@ -107,9 +108,9 @@ except RuntimeError as error:
 # %% [markdown]
 # ## Experiment 2: the same numbers?
 #
-# `nanokv.debug.record` runs a model once and keeps what every operation gives, 18 in a layer, from either program; `compare`
-# sets two records side by side. Where transformers is installed we run it here. Where it is not, its numbers for the
-# last token of this prompt come with nanokv.
+# `nanokv.debug.record` runs a model once and keeps the output of every operation, 18 per layer. It works with both
+# programs. `compare` compares two records. Where transformers is installed, we run it here. Where it is not installed,
+# we use its numbers for the last token of this prompt, which come with nanokv.
 
 # %%
 theirs = reference.in_transformers(source)  # None where it is not installed
@@ -130,15 +131,15 @@ print(f"{len(steps)} operations compared, {sum(step.difference == 0 for step in 
       f"{len(different)} differ by more than rounding")
 
 # %% [markdown]
-# Every operation of every layer, not only the end. If you see zeros: both programs ask the same library for the same
-# products in the same order, so on one machine they may agree in every bit. That is luck, and no test should ask for it.
-# On another processor, with another number of threads or another attention kernel, the sums are made in another order.
+# We compare every operation of every layer, not only the end. You may see zeros. Both programs ask the same library for
+# the same products in the same order, so on one machine every bit may agree. No test should demand that. With another
+# processor, another number of threads or another attention kernel, the sums are computed in another order.
 
 # %% [markdown]
 # ## Experiment 3: how equal is equal enough?
 #
-# So what may differ in right code? Measure it: feed the same tokens to the same model in another way, all at once and
-# one by one through a cache. In exact arithmetic nothing would differ. Then compare fp32 with bf16.
+# How much may the numbers of correct code differ? We measure it: the same model gets the same tokens in two ways, all
+# at once, and one by one through a cache. In exact arithmetic nothing would differ. Then we compare fp32 with bf16.
 
 # %%
 half = nanokv.load(source, dtype=torch.bfloat16)[0]
@@ -167,18 +168,20 @@ course.figure("04.to_half", to_half)
 course.figure("04.ratio", noise_half / noise)
 
 # %% [markdown]
-# In fp32 rounding moves the logits by about <!--fig 04.noise x4-->1e-5<!--/fig-->, in bf16
-# by <!--fig 04.noise_half x4-->0.12<!--/fig-->: some <!--fig 04.ratio x5-->11,000<!--/fig--> times as much. Sixteen bits
-# fewer are a factor of `2**16 = 65,536` in one number; how much of it arrives depends on the sums in between.
+# In fp32, rounding moves the logits by about <!--fig 04.noise x4-->1e-5<!--/fig-->, in bf16
+# by <!--fig 04.noise_half x4-->0.12<!--/fig-->: about <!--fig 04.ratio x5-->11,000<!--/fig--> times as much. For one
+# number, sixteen bits fewer are a factor of `2**16 = 65,536`. How much of this factor reaches the logits depends on the
+# sums in between.
 #
-# Two rules follow. A tolerance belongs to a dtype: what is a bug in fp32 may be nothing in bf16. And the figure to
-# compare with in bf16 is the reference's distance *from itself*, between its own bf16 and fp32. Being nearer than that
-# cannot be asked of anybody.
+# Two rules follow. A tolerance belongs to a dtype: a difference that is a bug in fp32 may be rounding in bf16. And in
+# bf16, compare your difference with the distance of the reference *from itself*, between its own bf16 and its own fp32.
+# No implementation can be asked to be nearer than that.
 
 # %% [markdown]
 # ## Experiment 4: three wrong checkpoints
 #
-# The three of your prediction. First their words, for two questions; then their logits.
+# These are the three checkpoints of your prediction. First we print their words for two questions, then we compare
+# their logits.
 
 # %%
 wrong = reference.sabotaged(model)  # the same weights; one thing wrong in each
@@ -206,12 +209,13 @@ course.figure("04.theta", gaps["theta"])
 course.figure("04.eps", gaps["eps"])
 
 # %% [markdown]
-# To the first question <!--fig 04.words-->1<!--/fig--> of the three gives other words, and with a second question it
-# is <!--fig 04.more_words-->2<!--/fig-->. The wrong theta moves logits by <!--fig 04.theta-->8.7<!--/fig--> and still knows
-# the name. The wrong eps says nothing wrong anywhere here, but its logits move by <!--fig 04.eps-->0.003<!--/fig-->:
-# hundreds of times the rounding of fp32, and a fraction of the rounding of bf16. In half precision nobody could see it.
+# To the first question <!--fig 04.words-->1<!--/fig--> of the three gives other words; over both questions it
+# is <!--fig 04.more_words-->2<!--/fig-->. The wrong theta moves the logits by <!--fig 04.theta-->8.7<!--/fig--> and
+# still knows the name. The wrong eps writes no wrong word here, but its logits move
+# by <!--fig 04.eps-->0.003<!--/fig-->. That is hundreds of times the rounding of fp32, and a fraction of the rounding
+# of bf16. In bf16 you could not see this error.
 #
-# Layer by layer, beside the rounding of both types:
+# The plot shows the errors layer by layer, beside the rounding of both types:
 
 # %% tags=["hide-input"]
 depth = c.num_hidden_layers
@@ -236,8 +240,8 @@ course.show(fig, alt="Four lines on a log scale, from the first layer to the log
             f"{max(paths['rounding of bf16']):.0e}; on top the wrong theta, up to {max(paths['wrong theta']):.1g}.")
 
 # %% [markdown]
-# The line of the wrong eps runs between the two kinds of rounding: clear of the one, under the other. Now the question
-# that saves the afternoon: *where* does it begin?
+# The line of the wrong eps runs between the two kinds of rounding: far above that of fp32, below that of bf16. The next
+# question saves the most time: *where* does the error begin?
 
 # %%
 trusted = theirs if theirs is not None else model  # Experiment 2 showed that they agree
@@ -246,10 +250,10 @@ for name, one in wrong.items():
     print(f"       largest: {max(debug.compare(records[name], ours), key=lambda step: step.difference)}")
 
 # %% [markdown]
-# Each time the first operation that differs is the one that reads the wrong number. A wrong theta leaves projections and
-# head norms as they were and shows in the first rotation; a wrong eps shows in the very first norm; a wrong head in
-# nothing but the head. The *largest* difference is a bad guide: for theta it is in the last layer, for eps at the other
-# end of the layer, because all that follows a wrong value hands it on. Orange frames mark where it begins:
+# Each time, the first operation that differs is the one that reads the wrong number. A wrong theta does not change
+# projections and head norms; it shows in the first rotation. A wrong eps shows in the very first norm. A wrong head
+# shows only in the head. The *largest* difference misleads: for theta it is in the last layer, for eps at the other end
+# of the first layer, because every operation after a wrong value passes it on. Orange frames mark the beginning:
 
 # %%
 import numpy as np
@@ -319,8 +323,8 @@ course.claim("3.15", "misleading", found=in_words)
 # %% [markdown]
 # ## Exercises
 #
-# **04.1** How many tensors does the file of a Qwen3 with `L` layers hold, if the head is tied (`tied=True`) and if it is
-# not? Experiment 1 printed one example; count by kind.
+# **04.1** How many tensors does the file of a Qwen3 with `L` layers hold if the head is tied (`tied=True`), and how
+# many if it is not? Experiment 1 printed one example; count the tensors by kind.
 
 
 # %% tags=["exercise"]
@@ -337,10 +341,10 @@ def tensors(L, tied):
 course.check("04.1", tensors)
 
 # %% [markdown]
-# **04.2** Read a tensor without the library. A `.safetensors` file begins with `8` bytes: a whole number `n`, the lowest
-# byte first. Then come `n` bytes of JSON, `{"name": {"dtype": "BF16", "shape": [2, 3], "data_offsets": [begin, end]}, …}`,
-# then the data. Offsets are bytes and count from the end of the header. `torch.frombuffer(bytearray(…), dtype=…)` makes
-# a flat tensor of bytes.
+# **04.2** Read a tensor without the library. A `.safetensors` file begins with `8` bytes: a whole number `n`, the
+# lowest byte first. Then come `n` bytes of JSON,
+# `{"name": {"dtype": "BF16", "shape": [2, 3], "data_offsets": [begin, end]}, …}`, then the data. Offsets are in bytes
+# and count from the end of the JSON. `torch.frombuffer(bytearray(…), dtype=…)` makes a flat tensor from bytes.
 
 # %%
 import json
@@ -369,8 +373,9 @@ def read_tensor(path, name):
 course.check("04.2", read_tensor)
 
 # %% [markdown]
-# **04.3** You write the test for a port of this model, in fp32: the largest difference of a logit must stay below `atol`.
-# Choose a number that you can defend: right code passes on another machine too, and each of the three checkpoints fails.
+# **04.3** You write the test for a port of this model, in fp32: the largest difference of a logit must stay below
+# `atol`. Choose a number that you can justify: correct code must pass on another machine too, and each of the three
+# checkpoints must fail.
 
 # %% tags=["exercise"]
 atol = ...
@@ -382,8 +387,8 @@ atol = 10 * noise  # far above the rounding, far below the smallest of the three
 course.check("04.3", atol)
 
 # %% [markdown]
-# **04.4** One more wrong checkpoint. You get only what `record` saw of it, not its weights. In which layer is the mistake,
-# and which of the causes is it? Answer with a pair such as `(0, "a")`.
+# **04.4** Here is one more wrong checkpoint. You do not get its weights, only the record of one run. In which layer is
+# the mistake, and which of the causes is it? Answer with a pair such as `(0, "a")`.
 
 # %%
 case = course.case("04.4")
@@ -403,8 +408,8 @@ layer_and_cause = begins.layer, touches[begins.operation]
 course.check("04.4", layer_and_cause)
 
 # %% [markdown]
-# **04.5** You have the three checkpoints in bf16 only. For which of `"theta"`, `"eps"` and `"head"` is the change of the
-# logits no larger than the rounding of bf16 itself? Answer with a set.
+# **04.5** You have the three checkpoints only in bf16. For which of `"theta"`, `"eps"` and `"head"` do the logits
+# change no more than by the rounding of bf16 itself? Answer with a set.
 
 # %% tags=["exercise"]
 hidden = ...
@@ -435,12 +440,13 @@ course.answer("04.q3", q3)
 # %% [markdown]
 # ## Further reading
 #
-# - `nanokv/debug.py`: the tool of this notebook, with hooks and one spy. `nanokv verify MODEL` runs it, and much more, on
-#   a checkpoint of yours.
+# - `nanokv/study/debug.py`: the tool of this notebook. `nanokv verify MODEL` runs it, and much more, on a checkpoint of
+#   yours.
 # - Hugging Face, [safetensors](https://huggingface.co/docs/safetensors/index): the format that you have read by hand.
 # - Goldberg, [What every computer scientist should know about floating-point
 #   arithmetic](https://docs.oracle.com/cd/E19957-01/806-3568/ncg_goldberg.html).
 #
 # ## Next
 #
-# The model is right, and you can show it. In [05](05_the_waste.ipynb) you count how often it computes the same thing.
+# The model is right, and you can show it. In notebook [05](05_the_waste.ipynb) you count how often it computes the same
+# numbers.

@@ -9,9 +9,9 @@
 # %% [markdown]
 # # 05 · The waste
 #
-# A model writes one token at a time. To find the next one it is shown the whole text, and then, for the token after
-# that, the whole text again with one token more. You are about to count how often the same token goes through the same
-# layers, and to see why almost all of that work gives the same numbers every time.
+# A model writes one token at a time. Without a cache it reads the whole text for each token, and then the whole text
+# again, with one token more, for the next. You will count how often the same token goes through the same layers. You
+# will also see why nearly all of that work gives the same numbers every time.
 #
 # ## What you will be able to do
 #
@@ -35,10 +35,10 @@ layers = model.config.num_hidden_layers
 # %% [markdown]
 # ## Predict
 #
-# A prompt of `P = 64` tokens, an answer of `N = 64`. Every time one token passes through the layers counts as one
-# token-forward. Feeding the whole text at every step, how many *times* as many token-forwards does that take as feeding
-# every token just once? Write down a number before you read on. Being wrong here is useful: you will remember by how
-# much.
+# Take a prompt of `P = 64` tokens and an answer of `N = 64`. One token that passes through the layers once counts as
+# one token-forward. Compare two ways: feed the whole text at every step, or feed every token just once. How many
+# *times* as many token-forwards does the first way take? Write down a number before you read on. A wrong guess is
+# useful: you will remember the difference.
 
 # %% tags=["exercise"]
 guess = ...  # how many times as many?
@@ -52,8 +52,8 @@ course.predict("05.a", guess, unit="times as many")
 # %% [markdown]
 # ## Experiment 1: count it
 #
-# A hook on the first layer's key projection sees every row that goes through it. We let the model write eight tokens
-# twice: once by showing it the whole text at every step (`nanokv.score` keeps nothing), once with a cache.
+# A hook on the key projection of the first layer counts every row that goes through it. We let the model write eight
+# tokens twice: once it gets the whole text at every step (`nanokv.score` keeps nothing), once it uses a cache.
 
 
 # %%
@@ -103,10 +103,10 @@ course.figure("05.naive8", naive8)
 course.figure("05.cached8", cached8);
 
 # %% [markdown]
-# The same eight tokens for <!--fig 05.naive8-->36<!--/fig--> token-forwards or
-# for <!--fig 05.cached8-->8<!--/fig-->. The first token alone went through the model eight times.
+# The same eight tokens take <!--fig 05.naive8-->36<!--/fig--> token-forwards without a cache
+# and <!--fig 05.cached8-->8<!--/fig--> with one. The first token alone went through the model eight times.
 #
-# Now your prediction, with a prompt of 64 tokens:
+# Now the case of your prediction, a prompt of 64 tokens:
 
 # %%
 P = N = 64
@@ -132,17 +132,17 @@ course.figure("05.speedup", seconds_without / seconds_cached)
 
 # %% [markdown]
 # It is <!--fig 05.naive64-->6,112<!--/fig--> against <!--fig 05.cached64-->127<!--/fig-->: a factor
-# of <!--fig 05.ratio64-->48<!--/fig-->. The clock shows a smaller one, printed above. A step with one row does not take a
-# sixty-fourth of the time of a step with 64: a model this small spends much of a step on starting operations, and a
-# large one on reading its weights. Notebook 09 measures that; here we count work.
+# of <!--fig 05.ratio64-->48<!--/fig-->. The ratio of the seconds, printed above, is smaller. A step with one row takes
+# more than a sixty-fourth of the time of a step with 64 rows: a small model spends much of a step on starting
+# operations, a large model on reading its weights. Notebook 09 measures time; here we count work.
 
 # %% [markdown]
 # ## Experiment 2: how it grows
 #
-# The counts for a prompt of 16 tokens and longer and longer answers. The dots are counted in the running model, the
-# lines are what you will derive in exercise 05.2.
+# The plot shows the counts for a prompt of 16 tokens and answers of growing length. The dots are counted in the running
+# model. The lines are the formula that you will derive in exercise 05.2.
 
-# %% tags=["hide-input"]
+# %%
 lengths = [1, 4, 8, 16, 32, 48]
 counts = {"without a cache": [], "with a cache": []}
 for n in lengths:
@@ -151,6 +151,7 @@ for n in lengths:
             write(prompt[:, :16], n)
         counts[name].append(sum(counter.rows))
 
+# %% tags=["hide-input"]
 fig, (left, right) = course.subplots(1, 2, width=9.5)
 every = list(range(1, 49))
 lines = {"without a cache": [sum(16 + i for i in range(n)) for n in every], "with a cache": [16 + n - 1 for n in every]}
@@ -178,10 +179,10 @@ course.show(fig, alt=f"Left: without a cache the count curves upward to {last[0]
 # %% [markdown]
 # ## Experiment 3: why old keys may be kept
 #
-# Repeating work is only waste if it gives the same result. So: take the keys that every layer computes for the first
-# 12 tokens, once when the text ends there, once when it goes on. Then do it again with the
-# [causal mask](glossary.md#causal-mask) taken away, so that every token sees every other. Before you run it: in how
-# many of the layers will the keys of the old tokens change when there is no mask?
+# Repeated work is waste only if it gives the same result. So we take the keys that every layer computes for the first
+# 12 tokens: once when the text ends there, once when it goes on. Then we do it again without the [causal
+# mask](glossary.md#causal-mask), so that every token sees every other. Before you run it: in how many of the layers
+# will the keys of the old tokens change when there is no mask?
 
 # %% tags=["exercise"]
 changing_layers = ...  # a number between 0 and the number of layers
@@ -232,22 +233,22 @@ course.show(fig, alt=f"Bars for each layer on a log scale. Causal: no bar rises 
             f"rounding. No mask: nothing in layer 0, then up to {max(unmasked):.2f} in the layers above.")
 
 # %% [markdown]
-# With the mask, what little there is, is rounding: a matrix of 12 rows and one of 24 are multiplied in another order,
-# and the last bits differ. Without it, the keys move in <!--fig 05.changed-->5<!--/fig--> of the layers, in the last
-# one by <!--fig 05.drift-->17<!--/fig--> percent.
+# With the mask, only rounding is left: products with 12 rows and with 24 rows are summed in another order, so the last
+# bits differ. Without the mask, the keys change in <!--fig 05.changed-->5<!--/fig--> of the layers, in the last one
+# by <!--fig 05.drift-->17<!--/fig--> percent.
 #
-# Layer 0 never moves. Its keys are made from the embedding of one token, and no other token has had a say yet. That is
-# why the usual demonstration, which compares projections of *embeddings*, proves nothing about the cache: it would also
-# succeed for a model whose tokens see the future. One layer up, a key is made from a hidden state that has attended. It
-# stays the same only if that attention could not see what came later, and so on to the top. **Causality makes the cache
-# legal**, in every layer; nothing else does.
+# The keys of layer 0 never change. Each is made from the embedding of one token, and no other token has any influence
+# there. So the usual demonstration, which compares projections of *embeddings*, proves nothing about the cache: it
+# would also succeed for a model whose tokens see the future. One layer higher, a key is made from a hidden state that
+# went through attention. It stays the same only if that attention could not see later tokens. The same holds in every
+# layer above. **Causality is what makes a cache correct**, and nothing else does.
 
 # %% [markdown]
 # ## Experiment 4: which scores are new
 #
-# The scores of a head are a square, one row per query and one column a key. When the text grows from 5 tokens to 6 the
+# The scores of a head form a square: one row per query, one column per key. When the text grows from 5 tokens to 6, the
 # square grows by a row *and* a column. Which of its cells does the next token need? We compute both squares in the
-# middle layer of the model and compare.
+# middle layer of the model and compare them.
 
 # %%
 middle = layers // 2
@@ -292,9 +293,9 @@ course.show(fig, alt=f"A square of 6 by 6 scores. Lower left, {again} cells that
 
 # %% [markdown]
 # The next token needs the last row: <!--fig 05.new-->6<!--/fig--> scores. The <!--fig 05.again-->15<!--/fig--> cells
-# to the left above it were known. The new column is masked but for its corner. A cache keeps neither square nor
-# rows: it keeps the *keys* (for the columns) and the *values* (for the mix), because the next row will need all of them
-# again, and no old query ever again.
+# above it were known already. The new column is masked, except for its last cell. A cache keeps no scores. It keeps the
+# *keys* (for the columns) and the *values* (for the mix), because every later row needs all of them again. It keeps no
+# queries, because no later step uses an old query.
 
 # %% [markdown]
 # ## What the articles say
@@ -326,8 +327,8 @@ course.confirm("4.9", "right", found=100 * (1 - 4 / sum(range(1, 5))))
 # %% [markdown]
 # ## Exercises
 #
-# **05.1** A prompt of `P` tokens and an answer of `N` (your numbers are printed below). How many token-forwards without
-# and with a cache? Answer with a pair, by hand.
+# **05.1** A prompt has `P` tokens and an answer `N` (your numbers are printed below). How many token-forwards does it
+# take without a cache, and how many with one? Answer with a pair, by hand.
 
 # %%
 case = course.case("05.1")
@@ -343,7 +344,8 @@ without_and_with = (sum(case.P + i for i in range(case.N)), case.P + case.N - 1)
 course.check("05.1", without_and_with)
 
 # %% [markdown]
-# **05.2** Write the formula for the token-forwards without a cache, without a loop. It is tried on 50 random pairs.
+# **05.2** Write the formula for the token-forwards without a cache, without a loop. The check tries it on 50 random
+# pairs.
 
 
 # %% tags=["exercise"]
@@ -360,8 +362,8 @@ def token_forwards(P, N):
 course.check("05.2", token_forwards)
 
 # %% [markdown]
-# **05.3** A text of `n` tokens gets one more. In one head of one layer: how many scores does a full forward compute, mask
-# ignored, and how many does the next token need?
+# **05.3** A text of `n` tokens grows by one token. In one head of one layer: how many scores does a full forward
+# compute if it ignores the mask, and how many does the next token need?
 
 # %%
 case = course.case("05.3")
@@ -377,9 +379,9 @@ computed_and_needed = ((case.n + 1) ** 2, case.n + 1)
 course.check("05.3", computed_and_needed)
 
 # %% [markdown]
-# **05.4** Even *without* a cache there is something to save. After the last layer only the newest token's hidden state
-# is read. Which of the last layer's work do the old tokens need? Write how many rows of the MLP are needed for the next
-# token, in all `L` layers together, when the text has `S` tokens and nothing superfluous is computed.
+# **05.4** Even *without* a cache there is something to save. After the last layer only the hidden state of the newest
+# token is read. So which parts of the last layer do the old tokens need? Return the number of MLP rows that the next
+# token needs, in all `L` layers together, for a text of `S` tokens.
 
 
 # %% tags=["exercise"]
@@ -443,4 +445,5 @@ course.answer("05.q3", q3)
 #
 # ## Next
 #
-# You know what can be kept and why. In [06](06_build_the_cache.ipynb) you build the thing that keeps it: a dict per layer.
+# You know what can be kept and why. In notebook [06](06_build_the_cache.ipynb) you build the cache that keeps it: a
+# dict per layer.

@@ -9,16 +9,16 @@
 # %% [markdown]
 # # 06 · Build the cache: a dict per layer
 #
-# The thing that saves all the work of the last notebook is a dictionary with two entries for each layer. You will look
-# into one while a model talks, compute one of its entries by hand, lie to it about positions, hand it to the wrong
-# person, and then write it yourself. It takes three lines. What takes care is everything around them.
+# The cache that saves the work of the last notebook is a dictionary with two entries per layer. You will look into it
+# while a model writes, compute one of its keys by hand, give it wrong positions, give it to the wrong user, and then
+# write it yourself. The cache itself takes three lines. The rest of this notebook is about using it correctly.
 #
 # ## What you will be able to do
 #
 # - run a model in two phases, [prefill](glossary.md#prefill) and [decode](glossary.md#decode), with a cache of your own;
-# - say for every tensor in a step which shape it has, and why;
+# - say which shape every tensor of a step has, and why;
 # - say what [start_pos](glossary.md#start_pos) is for, and what happens when it is wrong;
-# - check that a cache is right, instead of looking at the text and hoping.
+# - test a cache by its numbers, not by the text that a model writes.
 
 # %%
 import torch
@@ -40,8 +40,8 @@ print(f"the prompt has {P} tokens")
 # %% [markdown]
 # ## Predict
 #
-# The line printed at the top tells you the model's sizes: layers, hidden size `C`, query heads, KV heads, head size `D`.
-# How many *numbers* does the cache keep for one token? Write it down.
+# The line printed at the top gives the sizes of the model: layers, hidden size `C`, query heads, KV heads, head size
+# `D`. How many *numbers* does the cache keep per token? Write your guess down.
 
 # %% tags=["exercise"]
 guess = ...  # numbers per token
@@ -55,7 +55,8 @@ course.predict("06.a", guess, unit="numbers")
 # %% [markdown]
 # ## Experiment 1: look inside
 #
-# `make_cache("dict", …)` gives one dict per layer. We print the first layer's after every step. Watch which number grows.
+# `make_cache("dict", …)` makes one dict per layer. We print the dict of the first layer after every step. Watch which
+# number grows.
 
 # %%
 cache = nanokv.make_cache("dict", c)
@@ -79,10 +80,10 @@ course.figure("06.numbers", numbers)
 course.figure("06.hidden", c.hidden_size)
 
 # %% [markdown]
-# Only the third axis grows, by one per step, in every layer. For each token there
-# are <!--fig 06.numbers-->1,152<!--/fig--> numbers: a key and a value (`2`) in every layer (`L`), of every KV head (`Hk`), each
-# `D` long. The hidden size, <!--fig 06.hidden-->192<!--/fig-->, does not occur in that product, and neither does the
-# number of query heads. Two of the articles get their numbers wrong just there.
+# Only the third axis grows, by one per step, in every layer. Per token the cache
+# keeps <!--fig 06.numbers-->1,152<!--/fig--> numbers: a key and a value (`2`) in every layer (`L`) and every KV head
+# (`Hk`), each of `D` numbers. The hidden size, <!--fig 06.hidden-->192<!--/fig-->, is not a factor of that product, and
+# neither is the number of query heads. Two of the articles make their mistake there.
 
 # %% tags=["hide-input"]
 fig, (left, right) = course.subplots(1, 2, width=9.5, height=3.4)
@@ -102,8 +103,8 @@ course.show(fig, alt=f"Left: {sizes[0] / 1024:.0f} KiB after the prefill of {P} 
 # %% [markdown]
 # ## Experiment 2: one key by hand
 #
-# What exactly is stored? Take the first layer and some token of the prompt, and follow the code of
-# `nanokv/model.py`: embed, norm, project, split into heads, norm each head, rotate to the token's position.
+# What exactly is stored? Take the first layer and one token of the prompt, and follow the code of `nanokv/model.py`:
+# embed, norm, project, split into heads, norm each head, rotate to the token's position.
 
 # %%
 place = P // 2
@@ -119,16 +120,16 @@ for name, mine in (("as projected", k), ("normed", normed), ("normed and rotated
     print(f"{name:<20} max |Δ| to the cached key {float((mine - stored).abs().max()):.1e}")
 
 # %% [markdown]
-# Cached keys are normed *and rotated*: a key gets the angle of its position once and never moves again. A value is
-# stored as projected. (In the layers above, `x` comes from the layer below, which has attended: there you cannot compute
-# a key from its token alone.)
+# Cached keys are normed *and rotated*: a key is rotated once, to the angle of its position, and never changes
+# afterwards. A value is stored as the projection returns it. (In the layers above, `x` comes from the layer below and
+# has been through attention. There you cannot compute a key from its token alone.)
 
 # %% [markdown]
 # ## Experiment 3: is it right?
 #
-# Fluent text proves nothing. The test of a cache is that every number is what it would have been without one. So at
-# each step we compare the logits with those of a full forward over the whole text, and at the end every key in every
-# layer.
+# Fluent text does not prove that a cache is right. A cache is right if every number is what it would be without a
+# cache. So at each step we compare the logits with those of a full forward over the whole text. At the end we compare
+# every key in every layer.
 
 # %%
 cache = nanokv.make_cache("dict", c)
@@ -153,12 +154,13 @@ course.figure("06.gap", max(gaps))
 course.figure("06.size", size)
 
 # %% [markdown]
-# The largest difference is about <!--fig 06.gap x5-->1e-5<!--/fig-->, on logits that go up
-# to <!--fig 06.size-->23<!--/fig-->. That is rounding: matrices of another shape are multiplied in another order. It is not zero, and a test that demands zero fails for no reason; one that only
-# compares texts passes for no reason. `nanokv.equality` holds a whole suite of such comparisons; exercise 06.3 uses it.
+# The largest difference is about <!--fig 06.gap x5-->1e-5<!--/fig-->, on logits of up
+# to <!--fig 06.size-->23<!--/fig-->. That is rounding: products of matrices with another shape are summed in another
+# order. A test that demands a difference of zero fails although the cache is right. A test that compares only texts
+# passes although a cache may be wrong. `nanokv.equality` has a whole suite of such comparisons; exercise 06.3 uses it.
 
 # %% [markdown]
-# ## Experiment 4: lie about the position
+# ## Experiment 4: a wrong position
 #
 # nanokv refuses a `start_pos` that is not the length of the cache:
 
@@ -169,9 +171,9 @@ except ValueError as error:
     print("ValueError:", error)
 
 # %% [markdown]
-# To see why, we make a cache that lies about its length, so that the model rotates new queries and keys to the wrong
-# angle while all shapes stay right. Your prediction first: the decode position is *one too high* for a whole answer.
-# How many of its first `8` tokens will differ?
+# To see why, we make a cache that reports a wrong length. The model then rotates new queries and keys to the wrong
+# angle, while all shapes stay right. Predict first: the decode position is *one too high* for a whole answer. How many
+# of its first `8` tokens will differ?
 
 # %% tags=["exercise"]
 different = ...  # 0 to 8
@@ -242,19 +244,21 @@ course.show(fig, alt="Bars on a log scale. Shifting all positions by 1000 moves 
             f"{moved['from 0 again']:.2f}.")
 
 # %% [markdown]
-# Shifting *everything* by 1000 positions does next to nothing: RoPE turns queries and keys alike, and only the distance
-# between them counts. But the answer shifted against its prompt moves the logits: by <!--fig 06.one-->1.0<!--/fig--> for
-# one position too high, by <!--fig 06.low-->4.4<!--/fig--> for one too low, where the first new token sits on the last
-# one of the prompt. And the text? With one too high <!--fig 06.differ-->0<!--/fig--> of the choices differ. Only
-# counting from 0 again changes words here, <!--fig 06.restart-->3<!--/fig--> of them. A bug that you cannot see in the
-# text is in every probability all the same, and shows on another prompt or in a longer answer. That is why the position
-# is stated by the caller *and* checked against the cache.
+# Shifting *all* positions by 1000 changes nearly nothing: RoPE rotates queries and keys alike, and only the distance
+# between them counts. Shifting the answer against its prompt does move the logits: by <!--fig 06.one-->1.0<!--/fig-->
+# if the position is one too high, by <!--fig 06.low-->4.4<!--/fig--> if it is one too low. One too low means that the
+# first new token has the position of the last prompt token.
+#
+# Does the text change? With one too high, <!--fig 06.differ-->0<!--/fig--> of the choices differ. Only counting from 0
+# again changes words here, <!--fig 06.restart-->3<!--/fig--> of them. A bug that you cannot see in this text still
+# changes every probability, and it can change the words of another prompt or of a longer answer. That is why the caller
+# states the position *and* nanokv checks it against the cache.
 
 # %% [markdown]
 # ## Experiment 5: somebody else's cache
 #
-# A cache belongs to one request. What if the next one gets it by mistake, with positions that agree? One user has said a
-# name; another user asks for theirs.
+# A cache belongs to one request. Suppose the next request gets it by mistake, and the positions agree. One user has
+# said a name; another user asks for their own.
 
 # %%
 def ask(question, cache):
@@ -271,8 +275,9 @@ print("second user, fresh cache:", alone)
 print("the name of a stranger came out:", "Zorbla" in leaked and "Zorbla" not in alone)
 
 # %% [markdown]
-# No error, no strange shape, fluent text: and private words in the wrong hands. A cache is right for *these* weights,
-# *these* tokens at *these* positions, and for one request. The life of a cache is part of its correctness.
+# There is no error, no strange shape, and the text is fluent; but one user reads the private words of another. A cache
+# is right only for *these* weights, for *these* tokens at *these* positions, and for one request. So code must also be
+# right about when a cache begins and ends.
 
 # %% [markdown]
 # ## What the articles say
@@ -307,8 +312,8 @@ course.confirm("4.14", "right", found=f"{sizes[0]:,} bytes after the prefill of 
 # %% [markdown]
 # ## Exercises
 #
-# **06.1** One decode step, after the append: the shapes of the query, of the cached keys and of the scores of one layer.
-# The new token is number `t`, counted from 1. Answer with three tuples.
+# **06.1** One decode step, after the append: give the shapes of the query, of the cached keys and of the scores of one
+# layer. The new token is number `t`, counted from 1. Answer with three tuples.
 
 # %%
 case = course.case("06.1")
@@ -328,8 +333,8 @@ query_keys_scores = (
 course.check("06.1", query_keys_scores)
 
 # %% [markdown]
-# **06.2** A chat. The first prompt had `P` tokens and the model wrote `N`, as few forwards as possible. Now the user adds
-# `M` tokens. With which `start_pos` does the next prefill begin, and how many tokens does it feed?
+# **06.2** A chat. The first prompt had `P` tokens, and the model wrote `N` tokens with as few forwards as possible. Now
+# the user adds `M` tokens. With which `start_pos` does the next prefill begin, and how many tokens does it feed?
 
 # %%
 case = course.case("06.2")
@@ -428,4 +433,5 @@ course.answer("06.q3", q3)
 #
 # ## Next
 #
-# Your cache is right. In [07](07_bug_hunt.ipynb) many others are not, and half of those still say the right words.
+# Your cache is right. In notebook [07](07_bug_hunt.ipynb) many other caches are wrong, and with half of them the model
+# still writes the right words.

@@ -9,17 +9,17 @@
 # %% [markdown]
 # # 07 · Bug hunt
 #
-# Your cache of the last notebook is right. This one has a drawer full of caches that are not: bugs that people really
-# had, most of them with the address of the public thread where somebody asked for help. Each can be switched on for the
-# length of a `with` block. You bet which of them can be heard, learn to read where a bug sits from its traces, and write
-# a test that is graded by the bugs it notices.
+# Your cache of the last notebook is right. This notebook has a collection of bugs in caches. Real programs had them;
+# most come with the address of the public thread where somebody asked for help. Each bug can be switched on inside a
+# `with` block. You bet which bugs change the words, learn to find a bug from the first number that differs, and write a
+# test. The test is graded by the bugs that it notices.
 #
 # ## What you will be able to do
 #
-# - say what the text of a model tells about its cache: about half of the truth;
+# - say how many bugs of a cache the text of a model shows: about half;
 # - find a bug from the first number that differs: which layer, which token, which operation;
 # - choose the *situation* that a test needs, and judge a test by [mutation](glossary.md#mutation);
-# - find and mend the bugs of a cache that you have never seen.
+# - find and fix the bugs of a cache that you have never seen.
 
 # %%
 import copy
@@ -43,11 +43,10 @@ for name, fault in faults.FAULTS.items():
 # %% [markdown]
 # ## Predict
 #
-# With each of them the model is asked the same kind of question, *What is my name?*, in a situation in which the bug
-# comes into play. Put the names of those into a set with which the answer will be **word for word right**, no error and
-# no odd word. Look at the titles, and bet. (Three words in them are explained in the glossary:
-# [chunk](glossary.md#chunk), [beams](glossary.md#beam-search) and [reordered](glossary.md#reorder). Notebook 11 uses all
-# three.)
+# With each bug switched on, the model is asked a question such as *What is my name?*, in a situation in which the bug
+# has an effect. Which bugs leave the answer **word for word right**, without an error and without an odd word? Put
+# their names into a set. Go by the titles. (Three words in them are in the glossary: [chunk](glossary.md#chunk),
+# [beams](glossary.md#beam-search) and [reordered](glossary.md#reorder). Notebook 11 uses all three.)
 
 # %% tags=["exercise"]
 bet = ...  # {"…", "…"}
@@ -56,8 +55,8 @@ bet = ...  # {"…", "…"}
 bet = {"rounded_to_bf16", "cached_queries", "repeated_before_caching"}  # a common bet: only what changes no value much
 
 # %% [markdown]
-# And a number: a test checks what is easy to check, that keys and values have the right shapes and the cache the right
-# length after a prefill and a decode. How many of the bugs does it notice?
+# Second, predict a number. A test checks only what is easy to check: after a prefill and a decode, keys and values have
+# the right shapes and the cache has the right length. How many of the bugs does it notice?
 
 # %% tags=["exercise"]
 noticed = ...
@@ -71,10 +70,11 @@ course.predict("07.a", ... if bets is None else len(bets), unit="bugs that canno
 course.predict("07.b", noticed, unit="bugs noticed")
 
 # %% [markdown]
-# ## Experiment 1: listen
+# ## Experiment 1: read the answers
 #
-# `faults.diagnose` runs the situation of a bug twice, right and wrong, and compares what comes out: the words, the
-# logits (fed with the same tokens, so that they can be compared position by position), and the bytes of the cache.
+# `faults.diagnose` runs the situation of a bug twice, on right code and on wrong code. It compares the words, the
+# logits and the bytes of the cache. Both runs are fed the same tokens, so the logits can be compared position by
+# position.
 
 # %%
 found = {name: faults.diagnose(name, model, tokenizer) for name in faults.FAULTS}
@@ -95,10 +95,11 @@ course.figure("07.errors", count["error"])
 course.figure("07.bytes", count["bytes"])
 
 # %% [markdown]
-# Of <!--fig 07.all-->22<!--/fig--> bugs <!--fig 07.errors-->2<!--/fig--> stop with an error
-# and <!--fig 07.words-->9<!--/fig--> change words, of which some still make a clean sentence: an answer to the question of
-# somebody else, for example. With the other <!--fig 07.silent-->11<!--/fig--> every word is right. Of
-# those <!--fig 07.bytes-->2<!--/fig--> change no value at all and only cost memory. But the rest is not harmless:
+# Of <!--fig 07.all-->22<!--/fig--> bugs, <!--fig 07.errors-->2<!--/fig--> stop with an error
+# and <!--fig 07.words-->9<!--/fig--> change words. Some of these answers are still clean sentences, for example the
+# answer to the question of another user. With the other <!--fig 07.silent-->11<!--/fig--> every word is right. Of
+# those, <!--fig 07.bytes-->2<!--/fig--> change no value at all and only cost memory. The plot shows what the others
+# change:
 
 # %% tags=["hide-input"]
 single = {name: one for name, one in found.items() if one.deltas and one.fault.scenario not in ("batch", "beams")}
@@ -128,15 +129,15 @@ course.show(fig, alt="One row a bug, one column a step of the answer, brighter w
 course.figure("07.loudest", max(single[loudest].deltas))
 
 # %% [markdown]
-# The loudest of the silent ones moves a logit by <!--fig 07.loudest-->13<!--/fig-->, and every word is still right: the
-# largest logit stayed the largest. In a closer race it would not. So never ask a text whether a cache is right. Ask the
-# logits, beside those of a run without a cache.
+# The worst bug without a wrong word moves a logit by <!--fig 07.loudest-->13<!--/fig-->. Every word is still right,
+# because the largest logit stayed the largest. If two logits were closer together, the word would change. So do not
+# judge a cache by its text. Compare its logits with those of a run without a cache.
 
 # %% [markdown]
 # ## Experiment 2: read the first difference
 #
-# A wrong number infects all numbers after it, so what matters is the *first*. `diagnose` gives layer, token and operation,
-# and these three say a lot:
+# A wrong number makes all later numbers wrong, so look for the *first* one. `diagnose` gives its layer, its token and
+# its operation. These three say a lot:
 
 # %%
 places = {}
@@ -149,21 +150,22 @@ prompt = len(faults.diagnosis.talk(tokenizer)[0])
 print(f"(the prompt of the first conversation is tokens 0 to {prompt - 1})")
 
 # %% [markdown]
-# - **Which token.** Token 0: something is wrong from the start, in what is stored or in who was there before. The first
-#   token after the prompt: the prompt was right, and decoding is not. The first token of the second chunk: positions or
-#   mask of a chunk that is not the first.
-# - **Which operation.** `rope_k`: the key that reaches attention is wrong, by position or because it was stored wrongly.
-#   `attention`: query, key and value of the new token are right and the output is not, so it is what came out of the
-#   *cache*, or the mask.
-# - **Which layer.** Layer 0 nearly always, because a wrong cache is wrong in every layer. Later layers only inherit.
+# - **Which token.** Token 0: something is wrong from the start, in what is stored or in what the cache held before. The
+#   first token after the prompt: the prompt was right, and decoding is wrong. The first token of the second chunk: the
+#   positions or the mask of a later chunk are wrong.
+# - **Which operation.** `rope_k`: the key that reaches attention is wrong, by its position or because it was stored
+#   wrongly. `attention`: query, key and value of the new token are right and the output is wrong, so the error is in
+#   the numbers that came out of the *cache*, or in the mask.
+# - **Which layer.** Nearly always layer 0, because a wrong cache is wrong in every layer. Later layers inherit the
+#   error.
 #
 # In exercise 07.2 you name a bug from its trace alone.
 
 # %% [markdown]
 # ## Experiment 3: a bug needs its situation
 #
-# Every bug is put into every situation, with a small random model that talks nonsense. Bugs need no words. What is seen,
-# by logits, by an error, or by bytes?
+# We put every bug into every situation, with a small random model. Its words have no meaning, and the comparison needs
+# none. Which bugs show, by logits, by an error, or by bytes?
 
 # %%
 small = equality.small_model()
@@ -224,16 +226,16 @@ course.show(fig, alt="A table of bugs and situations. About half of the bugs sho
             + "; ".join(f"only {situation}: {', '.join(names)}" for situation, names in only.items() if names) + ".")
 
 # %% [markdown]
-# One prompt and one answer (`solo`) show <!--fig 07.solo-->12<!--/fig--> of the bugs, if you look at logits and bytes. Reading
-# the prompt in chunks shows <!--fig 07.chunked-->15<!--/fig-->. The others hide until there is a second request, a batch, beams,
-# an undone turn or a full buffer. What a test needs is not cleverness. It is the situation.
+# One prompt and one answer (`solo`) show <!--fig 07.solo-->12<!--/fig--> of the bugs, if you look at logits and bytes.
+# Reading the prompt in chunks shows <!--fig 07.chunked-->15<!--/fig-->. The others show only with a second request, a
+# batch, beams, an undone turn or a full buffer. So a test must create the situation in which a bug has an effect.
 
 # %% [markdown]
 # ## Experiment 4: grade the tests
 #
-# How good is a test? Count the bugs that it notices. `faults.grade` runs it on right code, where it must pass, once
-# under every bug, where it should not, and on right code again. Three candidates, in one and the same situation: the easy one of your
-# prediction; one that compares words; one that compares logits.
+# How good is a test? Count the bugs that it notices. `faults.grade` runs it on right code, where it must pass; once
+# under every bug, where it should fail; and on right code again. We grade three tests in the same situation: the easy
+# one of your prediction, one that compares words, and one that compares logits.
 
 # %%
 ids = torch.tensor(faults.diagnosis.talk(tokenizer)[:1])  # (1,P): my name is Zorbla … what is my name?
@@ -279,8 +281,8 @@ course.figure("07.logit_test", logits)
 
 # %% [markdown]
 # Checking shapes notices <!--fig 07.shapes-->1<!--/fig--> of them, comparing words <!--fig 07.word_test-->6<!--/fig-->,
-# comparing logits <!--fig 07.logit_test-->10<!--/fig-->. And that is all that one situation can show. A test that passes says
-# something only if it would fail; the survivors say what to write next:
+# comparing logits <!--fig 07.logit_test-->10<!--/fig-->. One situation cannot show more. A test that passes proves
+# something only if it fails on wrong code. The survivors, the bugs that it missed, say which test to write next:
 
 # %%
 print(grades["logits_are_right"])
@@ -289,8 +291,8 @@ print(grades["logits_are_right"])
 # ## Experiment 5: bring your own cache
 #
 # For a cache of your own there is a whole suite of situations, `nanokv.equality`. It compares with the model without a
-# cache, and follows what differs down to the layer and the token. Here is a cache that somebody wrote for speed: one block
-# of memory, written in place, nothing is copied when a token comes. Its author tried a short prompt and was content.
+# cache, and it finds the layer and the token of the first difference. Here is a cache that somebody wrote for speed:
+# one block of memory, written in place; a new token copies nothing. Its author tried a short prompt, and it worked.
 
 
 # %%
@@ -330,10 +332,10 @@ course.figure("07.failed", len(failed))
 course.figure("07.token", failed[0].token)
 
 # %% [markdown]
-# Here <!--fig 07.failed-->6<!--/fig--> cases fail. Read the first: it differs from token <!--fig 07.token-->32<!--/fig--> on, and
-# without an error. A single new token is written behind the end of the block, into a slice that is empty, and torch allows
-# that: a row of length one fits into nothing by broadcasting. The position moves on, and the newest tokens are gone. One of
-# the five articles has the same bug in its contiguous cache.
+# Here <!--fig 07.failed-->6<!--/fig--> cases fail. Read the first one: it differs from
+# token <!--fig 07.token-->32<!--/fig--> on, without an error. A single new token is written after the end of the block,
+# into an empty slice. torch allows that: it broadcasts a row of length one to a slice of length zero. The position
+# moves on, and the newest tokens are lost. One of the five articles has the same bug in its contiguous cache.
 
 # %% [markdown]
 # ## What the articles say
@@ -369,9 +371,10 @@ course.confirm("4.10", "right", found="seen by: " + ", ".join(f"{name} {by}" for
 # %% [markdown]
 # ## Exercises
 #
-# **07.1** A tool first. `key` is a key before rotation, `rotated` the same key as it stands in a cache, both `(1,1,1,D)`.
-# At which position does it stand? It is below `100`. `rope_angles(config, torch.tensor([p]), key.dtype)` gives the angles
-# of position `p`, and `apply_rope(key, angles)` turns.
+# **07.1** First a tool. `key` is a key before rotation, `rotated` is the same key as a cache stores it, both
+# `(1,1,1,D)`. Which position does it have? The position is below `100`.
+# `rope_angles(config, torch.tensor([p]), key.dtype)` gives the angles of position `p`, and `apply_rope(key, angles)`
+# rotates.
 
 
 # %% tags=["exercise"]
@@ -391,10 +394,11 @@ def position_of(config, key, rotated):
 course.check("07.1", position_of)
 
 # %% [markdown]
-# **07.2** Somebody's cache is broken, and you have the trace of a run: a small random model reads a prompt of `24` tokens in
-# chunks of `8`, then single tokens. `right` and `seen` are its forward passes on right code and on theirs. Which bug is it?
-# The table is a beginning; `gap(i, layer, operation)` gives the difference of every token of pass `i`, and
-# `seen[i].values[layer, "k_norm"]` and `"rope_k"`, both `(B,T,Hk,D)`, are keys before and after rotation.
+# **07.2** Somebody's cache is broken. You have the trace of a run: a small random model reads a prompt of `24` tokens
+# in chunks of `8`, then single tokens. `right` holds the forward passes of right code, `seen` those of the broken
+# cache. Which bug is it? Begin with the printed table. `gap(i, layer, operation)` gives the difference of every token
+# of pass `i`. `seen[i].values[layer, "k_norm"]` and `"rope_k"`, both `(B,T,Hk,D)`, are the keys before and after
+# rotation.
 
 # %%
 case = course.case("07.2")
@@ -422,9 +426,9 @@ culprit = "no_mask_on_chunk"  # keys are right; all tokens of a later chunk are 
 course.check("07.2", culprit)
 
 # %% [markdown]
-# **07.3** The two bugs that change no value. A layer has `H` query heads and `Hk` KV heads. How many times the bytes does a
-# cache take (first) if queries are cached too, and (second) if KV heads are repeated for all query heads before they are
-# cached? Return both.
+# **07.3** Two bugs change no value. A layer has `H` query heads and `Hk` KV heads. By which factor do the bytes of a
+# cache grow (first) if queries are cached too, and (second) if KV heads are repeated for all query heads before they
+# are cached? Return both.
 
 
 # %% tags=["exercise"]
@@ -442,10 +446,10 @@ course.check("07.3", times_the_bytes)
 print("measured:", *(found[name].bytes[1] / found[name].bytes[0] for name in ("cached_queries", "repeated_before_caching")))
 
 # %% [markdown]
-# **07.4** Write a test that notices more. It gets a model (small and random) and raises if something is wrong; it may use
-# whatever is public, such as `nanokv.score`, `make_cache`, `prefill`, `decode`, `cache.truncate`, `cache.nbytes`,
-# `generate_padded`. The score lists the survivors, and the situation in which each shows. A test that fails on right code
-# is a false alarm and scores nothing.
+# **07.4** Write a test that notices more. It gets a small random model and raises an error if something is wrong. It
+# may use everything that is public, such as `nanokv.score`, `make_cache`, `prefill`, `decode`, `cache.truncate`,
+# `cache.nbytes`, `generate_padded`. The score lists the survivors, and for each the situation in which it shows. A test
+# that fails on right code is a false alarm and scores nothing.
 
 # %%
 print(f"wanted: {WANTED} of {len(faults.FAULTS)}")
@@ -480,7 +484,7 @@ def my_test(model):
 course.check("07.4", my_test)
 
 # %% [markdown]
-# **07.5** Mend the cache of Experiment 5. It should still write in place, truncate, fork and reorder. The check runs the
+# **07.5** Fix the cache of Experiment 5. It must still write in place, truncate, fork and reorder. The check runs the
 # suite.
 
 # %% tags=["exercise"]
@@ -531,9 +535,9 @@ course.answer("07.q3", q3)
 #
 # - `nanokv/faults/catalogue.py`: every bug as code, with its public thread; `nanokv/faults/smallest.py`: the shortest test
 #   that notices it. `nanokv/equality.py`: the suite.
-# - DeMillo, Lipton and Sayward, [Hints on test data selection](https://doi.org/10.1109/C-M.1978.218136): where the idea of
-#   grading tests by mutants comes from.
+# - DeMillo, Lipton and Sayward, [Hints on test data selection](https://doi.org/10.1109/C-M.1978.218136): the origin of
+#   grading tests by mutants.
 #
 # ## Next
 #
-# A cache that is right still has a price. In [08](08_how_much_memory.ipynb) you compute it to the byte.
+# A cache that is right still costs memory. In notebook [08](08_how_much_memory.ipynb) you compute its bytes exactly.
