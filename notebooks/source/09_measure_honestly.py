@@ -9,19 +9,21 @@
 # %% [markdown]
 # # 09 · Measure it honestly
 #
-# Counting is exact; a clock is not. It shows what the machine did, including what nobody asked for: the first call that
-# had to wake everything up, somebody else's program, a second prefill that hides in a call. One of the articles hands
-# out a profiler that times the wrong thing, and it looks perfectly reasonable. You are about to time a model in four
-# ways, to find out what bounds each phase, and to catch that profiler.
+# A count is exact; a time is not. A clock measures everything that the machine did in between: the slow first call,
+# another program, a second prefill hidden in a call. One of the articles offers a profiler that times the wrong thing,
+# and its code looks reasonable. You will time a model in four ways, find out what limits each phase, and find the error
+# of that profiler.
 #
 # ## What you will be able to do
 #
 # - measure [time to first token](glossary.md#time-to-first-token) and [time between
-#   tokens](glossary.md#time-between-tokens) apart, with a warm-up and medians, two candidates in rotation;
-# - say what a step has to read and to compute, and compare its time with the least that the machine allows;
+#   tokens](glossary.md#time-between-tokens) separately, with a warm-up, with medians, and with two candidates in
+#   rotation;
+# - say how many bytes a step has to read and how much it has to compute, and compare its time with the least time that
+#   the machine allows;
 # - explain why a tiny model gains less from a cache than the count says, and why a batch is nearly free for a large
 #   one;
-# - read somebody's benchmark and name what is missing.
+# - read a benchmark and name what is missing.
 
 # %%
 import statistics
@@ -53,8 +55,8 @@ others = Others()  # counts the processor time that other programs take while we
 # %% [markdown]
 # ## Predict
 #
-# Without a cache, a step behind a text of `512` tokens feeds `512` rows; with a cache it feeds one. In notebook 05 you
-# counted that. On the clock, with the model at hand: how many *times* as fast is a step with a cache?
+# Without a cache, a step after a text of `512` tokens feeds `512` rows; with a cache it feeds one. You counted that in
+# notebook 05. Now measure time, with the model at hand: how many *times* as fast is a step with a cache?
 
 # %% tags=["exercise"]
 guess = ...  # times as fast
@@ -66,10 +68,10 @@ guess = 512  # a common first guess: as many times as there are rows
 course.predict("09.a", guess, unit="times as fast")
 
 # %% [markdown]
-# ## Experiment 1: one time is no time
+# ## Experiment 1: one measurement is not enough
 #
-# The same work again and again: a decode step. We time each one. Before that, the very first prefill of this process
-# against the ones after it.
+# We time the same work many times: a decode step. Before that, we compare the very first prefill of this process with
+# the next ones.
 
 # %%
 def seconds(run):
@@ -110,17 +112,17 @@ course.show(fig, alt=f"Sixty dots, a decode step each, from {1e3 * min(steps):.1
             f"the median {1e3 * median:.1f} and the mean {1e3 * mean:.1f} ms. Disturbed steps lie above the rest.")
 
 # %% [markdown]
-# Disturbances go one way: a step can be made slower by others, never faster than it is. So one number tells little, a
-# mean belongs partly to whoever else was there, and a median much less. If the machine is busy all the time, even the
-# median is not yours; then only comparisons hold, and only if both sides met the same minutes. From here on: a
-# **warm-up** that does not count, **medians**, and candidates **in rotation**. `nanokv.bench.rotation` does just that,
-# and `nanokv bench` is the same as a command.
+# Other programs can only make a step slower, never faster. So a single time tells little, a mean contains the
+# disturbances, and a median contains much less of them. If the machine is busy all the time, even the median is too
+# high. Then only comparisons are valid, and only if both candidates ran in the same minutes. From here on we use a
+# **warm-up** that does not count, **medians**, and candidates **in rotation**. `nanokv.bench.rotation` does this, and
+# `nanokv bench` is the same as a command.
 
 # %% [markdown]
 # ## Experiment 2: with and without, at growing length
 #
-# Two candidates: the model with a cache, and the same model that feeds the whole text at every step. Both get prompts
-# of several lengths, in rotation.
+# We compare two candidates: the model with a cache, and the same model that feeds the whole text at every step. Both
+# get prompts of several lengths, in rotation.
 
 # %%
 longest = course.sized(1024, 256)  # without a cache a large model takes seconds for each of these steps
@@ -165,24 +167,25 @@ course.show(fig, alt=f"Left, on log axes: without a cache a step takes {step_ms[
             f"tokens, decode {decode_rate:,.0f}.")
 
 # %% [markdown]
-# With `512` tokens before it, a step is more than <!--fig 09.ratio above-->4<!--/fig--> times as fast. Your own number
-# is printed above: it differs from machine to machine, and it is far from `512`. The other half of the story is at the
-# left end of the curve: there the full forward has `32` rows, and takes less than <!--fig 09.few below-->8<!--/fig-->
-# times as long as one row. A step has a price that does not depend on rows at all.
+# After `512` tokens, a step with a cache is more than <!--fig 09.ratio above-->4<!--/fig--> times as fast. Your own
+# number is printed above; it differs from machine to machine, and it is far from `512`. The left end of the curve
+# explains why. There the full forward has `32` rows, and it takes less than <!--fig 09.few below-->8<!--/fig--> times
+# as long as one row. A part of the time of a step does not depend on the number of rows.
 #
-# The right picture says why one number for "speed" is never enough. The same model handles more
-# than <!--fig 09.phases above-->5<!--/fig--> times as many tokens per second in the prefill as in the decode. A user feels
-# both: the time to the first token is the prefill, the pace after it is the decode.
+# The right picture shows why one number for "speed" is not enough. In the prefill the same model handles more
+# than <!--fig 09.phases above-->5<!--/fig--> times as many tokens per second as in the decode. A user notices both: the
+# prefill is the time to the first token, the decode is the pace after it.
 
 # %% [markdown]
-# ## Experiment 3: catch the profiler
+# ## Experiment 3: the wrong profiler
 #
-# An article offers a profiler for the two phases. It knows only one function, `write(prompt, n)`, which returns the
-# prompt and `n` new tokens. It calls `write(prompt, 1)` and takes that time for the prefill. Then it calls `write` with
-# what came out, for the other `n − 1` tokens, and divides `n − 1` by that time: the decode rate. Reasonable?
+# An article offers a profiler for the two phases. It has only one function, `write(prompt, n)`, which returns the
+# prompt and `n` new tokens. It calls `write(prompt, 1)` and takes that time as the prefill. Then it calls `write` with
+# the result, for the other `n − 1` tokens. It divides `n − 1` by that time and calls the result the decode rate. Is
+# that right?
 #
-# Say the prefill takes `1` s and a step `20` ms, so that the true rate is `50` tokens per second, and `n = 50`. What does
-# the profiler report?
+# Suppose the prefill takes `1` s and a step `20` ms, so the true rate is `50` tokens per second, and `n = 50`. Which
+# rate does the profiler report?
 
 # %% tags=["exercise"]
 reported = ...  # tokens per second
@@ -247,22 +250,23 @@ course.show(fig, alt=f"Three bars, tokens per second: {rate:.0f} by time stamps,
             f"{explained:.0f} computed for a second call that prefills again.")
 
 # %% [markdown]
-# The truth is more than <!--fig 09.under above-->1.5<!--/fig--> times what the profiler reports. Its second call has no
-# cache from the first, so it begins with a prefill of the whole prompt and the new token, and counts that as decoding.
-# The third bar is that explanation in numbers: put the true times into it, and out comes what was reported, give or
-# take the noise. In the article's own setting, `50` true tokens per second
-# become <!--fig 09.reported-->25<!--/fig-->. The longer the prompt, the worse.
+# The true rate is more than <!--fig 09.under above-->1.5<!--/fig--> times the reported rate. The second call has no
+# cache from the first. So it begins with a prefill of the whole prompt and the new token, and the profiler counts that
+# prefill as decoding. The third bar tests this explanation: with the true times, the formula gives the reported rate,
+# except for noise. In the article's own setting, `50` true tokens per second
+# become <!--fig 09.reported-->25<!--/fig-->. The longer the prompt, the larger the error.
 #
-# More that it lacks: no warm-up; no median; nothing that waits for a GPU, which works on after the call has returned;
-# and a model that ends its answer early wrote fewer tokens than it is credited for.
+# The profiler has other faults. It has no warm-up and no median. It does not wait for a GPU, which still computes after
+# the call has returned. And if the model ends its answer early, the profiler counts tokens that were not written.
 
 # %% [markdown]
 # ## Experiment 4: where a step spends its time
 #
-# A decode step has to read every weight once. Bytes divided by the machine's measured [memory
-# bandwidth](glossary.md#memory-bandwidth) is its floor: the least time it can take. `nanokv.bench.profile` splits a
-# step into parts. We compare the loaded model with one of Qwen3-0.6B's width, two of its layers, and random weights;
-# and both with their optimized twins, in which a step is a few calls into compiled code.
+# A decode step has to read every weight once. Divide these bytes by the measured [memory
+# bandwidth](glossary.md#memory-bandwidth) of the machine: that is the floor, the least time that a step can take.
+# `nanokv.bench.profile` splits a step into parts. We compare the loaded model with a large one: the width of
+# Qwen3-0.6B, two of its layers, random weights. Each model also has an optimized twin, in which a step is a few calls
+# into compiled code.
 
 # %%
 torch.manual_seed(0)
@@ -313,26 +317,30 @@ course.show(fig, alt="Two pictures with two bars each, split into the parts of a
     + f"; floor {1e3 * floors[name]:.2f} ms." for name, parts in ms.items()))
 
 # %% [markdown]
-# The large model's plain step comes more than <!--fig 09.nearer above-->1.3<!--/fig--> times as near to what the memory
-# allows as the loaded one's. The large model waits for its weights. The tiny one waits as well for Python and torch,
-# which have to start some hundred small operations. That price stands in two places: in "the rest", and in "weights",
-# which is the time of the products *with* the start of each one. What is not spent in products is more
-# than <!--fig 09.beside above-->1.2<!--/fig--> times as large a part of the tiny model's plain step as of the large one's. It
-# is the price that does not depend on rows, and the reason why a tiny model gains less from a cache than the count
-# promises: the cache takes away rows, and rows were not what cost. Take away the calls as well, as the optimized twin
-# does where a C++ compiler is at hand, and the same step is several times as fast. The large model gains less from it:
-# its weights have to be read all the same. (Compare milliseconds here, not percent: of a step that has become short, a
-# rest that has become shorter may be a larger part.)
+# The plain step of the large model is more than <!--fig 09.nearer above-->1.3<!--/fig--> times as near to its floor as
+# the plain step of the loaded model. The large model waits for its weights. The loaded model also waits for Python and
+# torch, which have to start some hundred small operations. This cost is in two of the parts: in "the rest", and in
+# "weights", which is the time of the products *including* the start of each one.
 #
-# (A floor is only as good as its assumption. A model of a few megabytes fits into the processor's own caches, from
-# which it can be read faster than from memory. So the bandwidth here is that of a buffer as large as what a step reads,
-# and of several readings the best one.)
+# The time outside the products is a larger part of the plain step of the loaded model: more
+# than <!--fig 09.beside above-->1.2<!--/fig--> times the part that it is in the large model. This time does not depend
+# on rows. That is why a tiny model gains less from a cache than the count of rows promises: the cache removes rows, but
+# most of the time was not spent on rows.
+#
+# The optimized twin also removes the calls, where a C++ compiler is installed, and the same step is several times as
+# fast. The large model gains less from it, because its weights still have to be read. (Compare milliseconds here, not
+# percentages. The optimized step is much shorter, so a part can take fewer milliseconds than before and still be a
+# larger percentage.)
+#
+# (The floor rests on an assumption. A model of a few megabytes fits into the caches of the processor, from which it can
+# be read faster than from memory. So we measure the bandwidth with a buffer as large as the bytes that a step reads,
+# and take the best of several readings.)
 
 # %% [markdown]
-# ## Experiment 5: company is cheap
+# ## Experiment 5: several rows at a time
 #
-# If a step waits for weights, then others can use them while they are there. The large model, optimized, decodes for
-# one, two, four and eight rows at a time, in rotation.
+# If a step waits for weights, several rows can use the same weights while they are there. The large model, optimized,
+# decodes one, two, four and eight rows at a time, in rotation.
 
 # %%
 batches = (1, 2, 4, 8)
@@ -362,16 +370,17 @@ course.show(fig, alt="Left: a step takes " + ", ".join(f"{1e3 * batch_s[b]:.0f} 
             + " tokens per second, less and less of what free rows would give.")
 
 # %% [markdown]
-# Eight rows do not take eight times as long: less than <!--fig 09.eight below-->6<!--/fig--> times, so that together
-# they get more tokens per second than one alone. This is why servers batch. It is not free for ever: the next experiment
-# says where it ends. And each row has its own cache, so what was said in notebook 08 decides how many there can be.
+# Eight rows take less than <!--fig 09.eight below-->6<!--/fig--> times as long as one row, not eight times. So together
+# they get more tokens per second than one alone. This is why servers batch. There is a limit, which the next experiment
+# computes. And each row has its own cache, so memory limits the number of rows, as notebook 08 showed.
 
 # %% [markdown]
 # ## Experiment 6: bytes and FLOPs, on paper
 #
-# How much is computed for each byte that is read? If a forward has more FLOPs per byte than the machine can do in the
-# time of reading one, it is bound by arithmetic, otherwise by memory. `nanokv.costs` counts both; the machine's own
-# balance we measure.
+# How many FLOPs does a forward compute per byte that it reads? Compare that with the balance of the machine: the FLOPs
+# that it can compute in the time in which it reads one byte. A forward above the balance is bound by arithmetic; a
+# forward below it is bound by memory. `nanokv.costs` counts FLOPs and bytes, and we measure the balance of this
+# machine.
 
 # %%
 qwen = FAMILY["Qwen/Qwen3-0.6B"]
@@ -416,13 +425,13 @@ course.show(fig, alt=f"Left: {intensity[0]:.1f} FLOPs per byte for one row, risi
             f"of the bytes at {equal_bytes:,.0f}.")
 
 # %% [markdown]
-# One row does <!--fig 09.one-->1.0<!--/fig--> FLOP for each byte: below the line on every machine, so decoding is bound
-# by memory. A prompt of some hundred rows is above it: prefill is bound by arithmetic. Two different problems, with
-# different cures.
+# One row computes <!--fig 09.one-->1.0<!--/fig--> FLOP per byte. That is below the balance of every machine, so
+# decoding is bound by memory. A prompt of some hundred rows is above it, so the prefill is bound by arithmetic. The two
+# problems need different solutions.
 #
-# And what of a step is the cache's part? It reaches half of the FLOPs at <!--fig 09.flops-->5,197<!--/fig--> tokens and
-# half of the bytes at <!--fig 09.bytes-->10,394<!--/fig-->. In shorter texts, "decoding is slow because of the cache"
-# is not true.
+# How large is the cache's part of a step? It reaches half of the FLOPs at <!--fig 09.flops-->5,197<!--/fig--> tokens
+# and half of the bytes at <!--fig 09.bytes-->10,394<!--/fig-->. In shorter texts, "decoding is slow because of the
+# cache" is wrong.
 
 # %% [markdown]
 # ## What the articles say
@@ -450,14 +459,14 @@ course.confirm("1.23", "right", found=f"from {contexts[0]} to {contexts[-1]:,} t
 course.confirm("2.14", "right", found=f"{c.num_attention_heads} heads × {contexts[-1]:,} scores in a layer for one step")
 
 # %% [markdown]
-# A whole generation of twice the length has <!--fig 09.quadratic-->4.0<!--/fig--> times the scores with a cache,
-# and <!--fig 09.cubic-->8.0<!--/fig--> times without: quadratic and cubic. "Linear" is true of a step.
+# A whole generation of twice the length computes <!--fig 09.quadratic-->4.0<!--/fig--> times the scores with a cache,
+# and <!--fig 09.cubic-->8.0<!--/fig--> times without: quadratic and cubic. Only a single step with a cache is linear.
 
 # %% [markdown]
 # ## Exercises
 #
-# **09.1** The article's profiler again, with the numbers below. Which decode rate does it report, and which is the true
-# one? Answer with a pair, in tokens per second.
+# **09.1** The profiler of the article again, with the numbers below. Which decode rate does it report, and which rate
+# is the true one? Answer with a pair, in tokens per second.
 
 # %%
 case = course.case("09.1")
@@ -473,11 +482,11 @@ reported_and_true = (case.n - 1) / (case.prefill + (case.n - 2) * case.step), 1 
 course.check("09.1", reported_and_true)
 
 # %% [markdown]
-# **09.2** Repair it. `start()` begins a new generation and returns an iterator over its tokens: the first `next` runs
-# the prefill, each later one a decode step. `clock()` is the time in seconds. Return two numbers: the time to the first
-# token, and the typical time between tokens after it; `None` for the second one if there is only one token. The first
-# generation is slower than all others and must not count. Somebody else uses the machine now and then. (The check hands
-# in a clock of its own, so your answer does not depend on how busy this machine is.)
+# **09.2** Write a correct one. `start()` begins a new generation and returns an iterator over its tokens: the first
+# `next` runs the prefill, each later one a decode step. `clock()` is the time in seconds. Return two numbers: the time
+# to the first token, and the typical time between the tokens after it (`None` if there is only one token). The first
+# generation is slower than all others and must not count. Now and then another program slows a step down. (The check
+# passes in a clock of its own, so your answer does not depend on how busy this machine is.)
 
 
 # %% tags=["exercise"]
@@ -499,10 +508,10 @@ def profile(start, clock):
 course.check("09.2", profile)
 
 # %% [markdown]
-# **09.3** At which length of the text does attention do as many FLOPs in a decode step as all weights together? For the
-# model printed below; to a percent. A multiplication with a weight is two FLOPs for each weight; the embedding is
-# looked up and not multiplied, the output head is a matrix of `V · C`. Attention is two FLOPs for each number of a
-# visible key and two for each of a value, in every query head.
+# **09.3** At which length of the text does attention in a decode step compute as many FLOPs as all weights together?
+# Answer for the model printed below, to a percent. A multiplication with a weight is two FLOPs per weight. The
+# embedding is looked up and not multiplied; the output head is a matrix of `V · C`. Attention is two FLOPs per number
+# of a visible key and two per number of a visible value, in every query head.
 
 # %%
 case = course.case("09.3")
@@ -524,7 +533,7 @@ course.check("09.3", length)
 # %% [markdown]
 # **09.4** The speed limit. A server decodes `batch` sequences at a time, with `context` tokens in each cache. `weights`
 # are the bytes of all weights, `per_token` those of one token of cache, `bandwidth` the bytes per second. At most how
-# many tokens per second does it give out, to all together? It is tried on 50 random servers.
+# many tokens per second can it write, for all sequences together? The check tries it on 50 random servers.
 
 
 # %% tags=["exercise"]
@@ -541,8 +550,8 @@ def speed_limit(weights, per_token, context, batch, bandwidth):
 course.check("09.4", speed_limit)
 
 # %% [markdown]
-# **09.5** Why a tiny model gains less. A forward takes `a` ms whatever it does, and `b` ms more for each row that is
-# fed. Behind a text of `S` tokens (the new one is among them): how many times as fast is a step with a cache?
+# **09.5** Why a tiny model gains less. A forward takes `a` ms for any number of rows, and `b` ms more per row. The text
+# has `S` tokens, including the new one. How many times as fast is a step with a cache?
 
 # %%
 case = course.case("09.5")
@@ -590,5 +599,5 @@ course.answer("09.q3", q3)
 #
 # ## Next
 #
-# The dict cache grows by copying everything it has. In [10](10_cat_preallocate_page.ipynb) you count the copies, and
-# lay out memory so that there are none.
+# The dict cache grows by copying everything it has. In notebook [10](10_cat_preallocate_page.ipynb) you count the
+# copies, and arrange the memory so that there are none.
