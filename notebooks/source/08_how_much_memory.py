@@ -9,18 +9,19 @@
 # %% [markdown]
 # # 08 · How much memory?
 #
-# A cache buys time with memory. How much memory? A handful of numbers in a model's config file tell you, to the byte.
-# That sounds too simple to get wrong, and yet published tables and calculators get it wrong by factors of two, four and
-# ten. You are about to compute the bytes, weigh real tensors to see whether you may trust the formula, and then audit.
+# A cache saves time and takes memory. How much memory? A few numbers in the config of a model tell you, to the byte.
+# The formula is simple, and still published tables and calculators are wrong by factors of two, four and ten. You will
+# compute the bytes, measure real tensors to test the formula, and then check published numbers.
 #
 # ## What you will be able to do
 #
-# - compute the bytes of a [KV cache](glossary.md#kv-cache) from a config, and say which sizes do *not* occur in them;
+# - compute the bytes of a [KV cache](glossary.md#kv-cache) from a config, and say which sizes of the model do *not*
+#   matter;
 # - tell [GB from GiB](glossary.md#gb-and-gib), and say when it matters;
-# - say from how many tokens on a cache weighs more than the model;
+# - say from how many tokens on a cache takes more bytes than the weights;
 # - compare ways to make it smaller: fewer [KV heads](glossary.md#kv-head), a [latent](glossary.md#latent-attention),
 #   fewer bits;
-# - check somebody else's number in two minutes.
+# - check a published number in two minutes.
 
 # %%
 import gc
@@ -43,8 +44,8 @@ qwen = FAMILY["Qwen/Qwen3-0.6B"]  # only its published shape: no weights are nee
 # %% [markdown]
 # ## Predict
 #
-# Qwen3-0.6B has `596` million parameters, `1.19` GB of weights in bf16. It talks with one person, and the talk gets
-# longer and longer. After how many *tokens* does the cache weigh as much as the whole model?
+# Qwen3-0.6B has `596` million parameters, `1.19` GB of weights in bf16. It talks with one person, and the text grows.
+# After how many *tokens* does the cache take as many bytes as the weights?
 
 # %% tags=["exercise"]
 guess = ...  # tokens
@@ -56,14 +57,15 @@ guess = 1_000_000  # a common first guess: only book-long contexts can matter be
 course.predict("08.a", guess, unit="tokens")
 
 # %% [markdown]
-# ## Experiment 1: put it on a scale
+# ## Experiment 1: measure the bytes
 #
-# The formula is short. For each token there is a key and a value (`2`), in every layer (`L`), for every KV head (`Hk`),
-# each `D` numbers long, of `itemsize` bytes. `nanokv.costs.cache_bytes` computes it for every kind of cache.
+# The formula is short. Each token has a key and a value (`2`) in every layer (`L`) and every KV head (`Hk`). Each is
+# `D` numbers long, and each number takes `itemsize` bytes. `nanokv.costs.cache_bytes` computes it for every kind of
+# cache.
 #
-# A formula should not be its own witness, so we build a scale that knows nothing of caches: it finds all tensors that
-# are alive in this process and adds up the memory behind them, each piece once. What is there after a cache was filled
-# and was not there before, is the cache.
+# The formula needs a test that does not use it. So we write a scale that knows nothing about caches. It finds all
+# tensors in this process and adds up the memory behind them, each piece once. The tensors that exist after a cache was
+# filled, and did not exist before, are the cache.
 
 
 # %%
@@ -97,11 +99,12 @@ course.figure("08.worst", worst)
 course.figure("08.dict", weighed["dict"] / (prompt.shape[1] + 8))
 
 # %% [markdown]
-# All agree. (The pages of `paged` come with a small table that says which page holds
-# what: <!--fig 08.worst-->72<!--/fig--> bytes, the largest difference there is.) The scale
-# says <!--fig 08.dict-->4,608<!--/fig--> bytes per token for the bundled model in fp32, and nothing else is hidden anywhere.
-# Now the same for the true shape of Qwen3-0.6B in bf16. A cache can be filled without a model: it does not ask where
-# keys come from.
+# All agree. (The pages of `paged` come with a small table that says what each page
+# holds: <!--fig 08.worst-->72<!--/fig--> bytes, the largest difference of all.) For the bundled model in fp32 the scale
+# measures <!--fig 08.dict-->4,608<!--/fig--> bytes per token, and no other memory.
+#
+# Now we measure the true shape of Qwen3-0.6B in bf16. A cache can be filled without a model: any tensors of the right
+# shape will do.
 
 
 # %%
@@ -124,15 +127,15 @@ course.figure("08.qwen", per_token)
 course.figure("08.qwen_kib", per_token / 1024)
 
 # %% [markdown]
-# It is <!--fig 08.qwen-->114,688<!--/fig--> bytes, <!--fig 08.qwen_kib-->112<!--/fig--> KiB for one token: a token of some
-# four letters. Look at what is in that product: layers, KV heads, head size, bytes per number. Not in it are the hidden
-# size, the number of query heads, the width of the MLP, the vocabulary, and the number of parameters.
+# It is <!--fig 08.qwen-->114,688<!--/fig--> bytes, <!--fig 08.qwen_kib-->112<!--/fig--> KiB, for one token of about
+# four letters. The product has four factors besides the 2: layers, KV heads, head size, bytes per number. The hidden
+# size, the number of query heads, the width of the MLP, the vocabulary and the number of parameters are not in it.
 
 # %% [markdown]
-# ## Experiment 2: the size that is not where you think
+# ## Experiment 2: the head size
 #
-# Many calculators, and one of the articles, do not read the head size. They divide: hidden size by query heads. That
-# was true for GPT-2, and it is true for some of the Qwen3 models.
+# Many calculators, and one of the articles, do not read the head size from the config. They divide the hidden size by
+# the number of query heads. That was right for GPT-2, and it is right for some of the Qwen3 models.
 
 # %%
 true, derived = {}, {}
@@ -161,15 +164,16 @@ course.show(fig, alt="Pairs of bars for six Qwen3 models, KiB per token with the
             + ", ".join(f"{derived[name] / 1024:.0f} instead of {true[name] / 1024:.0f}" for name in wrong) + ".")
 
 # %% [markdown]
-# Wrong for <!--fig 08.wrong-->3<!--/fig--> of six, and by a factor of <!--fig 08.half-->2<!--/fig--> for the smallest,
-# the one that most people try first. That is the nasty kind of bug: whoever tests the calculator with Qwen3-8B finds it
-# right. The bundled model has a head size that is not `C / H` on purpose, so that code with this mistake fails at once.
+# The division is wrong for <!--fig 08.wrong-->3<!--/fig--> of six models. For the smallest, which most people try
+# first, it is wrong by a factor of <!--fig 08.half-->2<!--/fig-->. A test with Qwen3-8B does not find this bug, because
+# there the division is right. The bundled model has a head size that is not `C / H`, on purpose, so that code with this
+# mistake fails at once.
 
 # %% [markdown]
 # ## Experiment 3: GB is not GiB
 #
-# `1 GB` is `1000³` bytes, `1 GiB` is `1024³`. Disks and articles count in GB; memory chips come in GiB, and many
-# programs print GiB and write "GB". How much is at stake?
+# `1 GB` is `1000³` bytes, `1 GiB` is `1024³`. Disks and articles count in GB. Memory chips come in GiB, and many
+# programs compute GiB and print "GB". How large is the difference?
 
 # %%
 for power, (small, large) in enumerate((("kB", "KiB"), ("MB", "MiB"), ("GB", "GiB"), ("TB", "TiB")), 1):
@@ -185,15 +189,14 @@ course.figure("08.gap", gap / 1e9)
 course.figure("08.gap_tokens", gap / per_token)
 
 # %% [markdown]
-# At this size the two differ by <!--fig 08.giga-->7.4<!--/fig--> percent, and the difference grows with every prefix.
-# On a card of "24 gigabytes" it decides about <!--fig 08.gap-->1.77<!--/fig--> GB, room
-# for <!--fig 08.gap_tokens-->15,431<!--/fig--> tokens of the small model. In this course GB means GB and GiB means GiB, and
-# `nanokv memory` prints both.
+# GiB and GB differ by <!--fig 08.giga-->7.4<!--/fig--> percent, and the difference grows with every prefix. On a card
+# of "24 gigabytes" it is <!--fig 08.gap-->1.77<!--/fig--> GB, enough for <!--fig 08.gap_tokens-->15,431<!--/fig-->
+# tokens of the small model. In this course GB means GB and GiB means GiB, and `nanokv memory` prints both.
 
 # %% [markdown]
 # ## Experiment 4: cache against weights
 #
-# Now your prediction. Weights are there once; the cache grows with every token of every sequence.
+# Now the case of your prediction. The weights are stored once; the cache grows with every token of every sequence.
 
 # %%
 estimates = {name: Estimate(name, FAMILY[f"Qwen/{name}"], "bfloat16", 40_960) for name in true}
@@ -228,19 +231,20 @@ course.show(fig, alt="Left: the cache of Qwen3-0.6B rises in proportion to the t
             f"{estimates['Qwen3-32B'].crossover:,} tokens; a line marks their context of {small.context:,}.")
 
 # %% [markdown]
-# It is <!--fig 08.crossover-->10,394<!--/fig--> tokens: a long document, not a library. With its whole context in use, the
-# small model carries a cache of <!--fig 08.full-->3.9<!--/fig--> times its own weight. A large model has more weights
-# for each byte of cache (<!--fig 08.cross32-->249,955<!--/fig--> tokens for the 32B), but the tokens count *over all
-# sequences*: a server with many users is to the right of that crossing all day. So two sentences are both true. For one
-# short talk, most of the memory, and most of what a step reads, are the weights. For a server, it is the cache.
+# It is <!--fig 08.crossover-->10,394<!--/fig--> tokens: one long document. At its full context, the cache of the small
+# model takes <!--fig 08.full-->3.9<!--/fig--> times the bytes of its weights. A large model has more weights per byte
+# of cache; for the 32B the two are equal at <!--fig 08.cross32-->249,955<!--/fig--> tokens. But these are the tokens of
+# *all sequences together*, and a server with many users always has more. So two sentences are true. For one short
+# conversation, the weights take most of the memory and most of the bytes that a step reads. For a server, the cache
+# does.
 
 # %% [markdown]
 # ## Experiment 5: fewer heads
 #
 # The cache holds `Hk` heads, so fewer KV heads make a smaller cache. We rebuild the loaded model with other numbers of
-# them: as many KV heads as query heads (multi-head attention, MHA), its own number (grouped queries, GQA), and one for
-# all (multi-query, MQA). Upwards the heads are copied, downwards they are averaged. Does it still know what it was
-# told? (The nats in the output say how surprised it is by each token of the right talk; less is better.)
+# KV heads: as many as query heads (multi-head attention, MHA), its own number (grouped queries, GQA), and one for all
+# (multi-query, MQA). For more heads we copy them, for fewer heads we average them. Does the model still know what it
+# was told? (The nats in the output say how surprised it is by each token of the right text; less is better.)
 
 # %%
 words = ("My name is Zorbla.", "Nice to meet you, Zorbla.", "What is my name?", "Your name is Zorbla.")
@@ -271,18 +275,18 @@ course.figure("08.moved_down", moved[1])
 
 # %% [markdown]
 # Copied heads change nothing: the logits move by <!--fig 08.moved_up-->0<!--/fig-->, and the cache
-# takes <!--fig 08.up-->3<!--/fig--> times the bytes for it. So a cache that stores keys for *query* heads is not wrong, only
-# wasteful, and no comparison of answers will ever find it; the scale does. Averaged heads
-# take <!--fig 08.down-->2<!--/fig--> times fewer bytes, and it is another model: the logits move
-# by <!--fig 08.moved_down-->21<!--/fig-->, and the name is gone. The number of KV heads is decided *before* training (or
-# needs some more of it, as Ainslie and others showed), not by the one who runs the model.
+# takes <!--fig 08.up-->3<!--/fig--> times the bytes. So a cache that stores keys for *query* heads gives right answers
+# and wastes memory. No comparison of answers finds it; a measurement of bytes does. Averaged heads
+# take <!--fig 08.down-->2<!--/fig--> times fewer bytes, but they make another model: the logits move
+# by <!--fig 08.moved_down-->21<!--/fig-->, and the name is lost. The number of KV heads is chosen *before* training. To
+# change it later, the model needs some more training, as Ainslie and others showed.
 
 # %% [markdown]
 # ## Experiment 6: a latent, and fewer bits
 #
-# DeepSeek-V2 caches neither keys nor values but one [latent](glossary.md#latent-attention) of `512` numbers per token and
-# layer, from which every head makes its own, and one key of `64` that carries the position. On the scale, one layer
-# with its `128` heads of size `128`, in bf16:
+# DeepSeek-V2 does not cache keys and values. Per token and layer it caches one [latent](glossary.md#latent-attention)
+# of `512` numbers, from which every head computes its own keys and values, and one key of `64` numbers that carries the
+# position. We measure one layer with its `128` heads of size `128`, in bf16:
 
 # %%
 latent = LatentCache()
@@ -321,13 +325,13 @@ course.show(fig, alt="Left, bytes per token and layer, log scale: " + ", ".join(
             + ". Right, KiB per token: " + ", ".join(f"{n} {s / length / 1024:.0f}" for n, s in bits.items()) + ".")
 
 # %% [markdown]
-# The latent takes <!--fig 08.latent-->57<!--/fig--> times less than full heads,
-# and <!--fig 08.latent_mqa-->2.25<!--/fig--> times *more* than one shared head: it is not the smallest cache, but every
-# head still gets keys of its own from it. Eight bits make the cache <!--fig 08.int8-->1.68<!--/fig--> times smaller,
-# not twice, and four bits <!--fig 08.int4-->2.65<!--/fig--> times, not four: the scales have to be stored as well, and
-# the newest tokens stay exact. (What the lost bits cost in quality is measured in notebook 12.)
+# The latent takes <!--fig 08.latent-->57<!--/fig--> times fewer bytes than full heads,
+# and <!--fig 08.latent_mqa-->2.25<!--/fig--> times *more* than one shared head. It is not the smallest cache, but every
+# head still gets keys of its own. Eight bits make the cache <!--fig 08.int8-->1.68<!--/fig--> times smaller, not twice.
+# Four bits make it <!--fig 08.int4-->2.65<!--/fig--> times smaller, not four times. The scales have to be stored as
+# well, and the newest tokens stay exact. (Notebook 12 measures what the missing bits cost in quality.)
 #
-# And the famous "93.3 percent less"? `deepseek_v2_savings` computes five savings from published shapes:
+# What about the well-known "93.3 percent less"? `deepseek_v2_savings` computes five savings from published shapes:
 
 # %%
 for against, saving in deepseek_v2_savings().items():
@@ -343,15 +347,17 @@ course.figure("08.mqa", shared_head)
 
 # %% [markdown]
 # The same cache
-# saves <!--fig 08.published-->93.3<!--/fig-->, <!--fig 08.bits-->82.2<!--/fig-->, <!--fig 08.layer-->71.9<!--/fig-->, <!--fig 08.mha-->98.2<!--/fig--> or <!--fig 08.mqa-->−125<!--/fig--> percent. All
-# are correct. The published one compares two different models with different numbers of layers, one of them stored in
-# six bits and the other in sixteen. **A saving without its baseline is not a number.**
+# saves
+# <!--fig 08.published-->93.3<!--/fig-->, <!--fig 08.bits-->82.2<!--/fig-->, <!--fig 08.layer-->71.9<!--/fig-->, <!--fig 08.mha-->98.2<!--/fig-->
+# or <!--fig 08.mqa-->−125<!--/fig--> percent. All five are correct, each against another baseline. The published number
+# compares two different models with different numbers of layers, one stored in six bits, the other in sixteen. **A
+# saving means something only together with its baseline.**
 
 # %% [markdown]
 # ## Experiment 7: what fits?
 #
-# A card of `24 GiB`, Qwen3-8B in bf16, everyone with a context of `8192` tokens, and nothing else in the memory. How
-# many such sequences at a time?
+# Take a card of `24 GiB` and Qwen3-8B in bf16. Every user has a context of `8192` tokens, and nothing else is in the
+# memory. How many such sequences fit at a time?
 
 # %% tags=["exercise"]
 sequences = ...
@@ -392,9 +398,9 @@ course.show(fig, alt="Four lines on log axes: twice the context, half the sequen
             + ", ".join(words) + ".")
 
 # %% [markdown]
-# It is <!--fig 08.fit-->7<!--/fig-->. The weights take their share first; who forgets them
-# promises <!--fig 08.alone-->21<!--/fig-->. With a cache in eight bits it is <!--fig 08.int8fit-->14<!--/fig-->. A real server
-# fits somewhat fewer, because a prefill needs room for its activations too.
+# It is <!--fig 08.fit-->7<!--/fig-->. The weights need their memory first; a calculation that forgets them
+# gives <!--fig 08.alone-->21<!--/fig-->. With a cache in eight bits it is <!--fig 08.int8fit-->14<!--/fig-->. A real
+# server fits a few fewer, because a prefill also needs memory for its activations.
 
 # %% [markdown]
 # ## What the articles say
@@ -429,8 +435,8 @@ course.confirm("3.20", "right", found=weigh(qwen, 200) / weigh(qwen, 100))
 # %% [markdown]
 # ## Exercises
 #
-# **08.1** Write the calculator that so many get wrong: bytes of cache a token, from the sizes in a config. It is tried
-# on 50 random shapes. (`C` hidden size, `L` layers, `H` query heads, `Hk` KV heads, `D` head size.)
+# **08.1** Write the calculator: bytes of cache per token, from the sizes in a config. The check tries it on 50 random
+# shapes. (`C` hidden size, `L` layers, `H` query heads, `Hk` KV heads, `D` head size.)
 
 
 # %% tags=["exercise"]
@@ -465,8 +471,8 @@ gb_and_gib = whole / 1e9, whole / 2**30
 course.check("08.2", gb_and_gib)
 
 # %% [markdown]
-# **08.3** Repair the article's table: KiB per token for its four shapes, each `(layers, KV heads, head size)`. Answer
-# with four numbers.
+# **08.3** Correct the table of the article: KiB per token for its four shapes, each `(layers, KV heads, head size)`.
+# Answer with four numbers.
 
 # %%
 case = course.case("08.3")
@@ -482,11 +488,11 @@ repaired = [2 * a * b * d * case.itemsize / 1024 for a, b, d in ((12, 12, 64), (
 course.check("08.3", repaired)
 
 # %% [markdown]
-# **08.4** Three savings of one cache. The new model: `60` layers, `128` query heads of size `128`, and a latent cache
-# of `576` numbers per layer. The old model: `95` layers, `8` KV heads of size `128`, sixteen bits. How many percent does
-# the new cache save a token, to a tenth of a percent, (a) against the old model's, if the new one is stored in the few
-# bits printed below; (b) against the old model's, both in sixteen bits; (c) against its own model with all `128` heads
-# cached, in equal bits?
+# **08.4** Three savings of one cache. The new model has `60` layers, `128` query heads of size `128`, and a latent
+# cache of `576` numbers per layer. The old model has `95` layers, `8` KV heads of size `128`, and sixteen bits. How
+# many percent does the new cache save per token, to a tenth of a percent: (a) against the old model's cache, if the new
+# cache is stored in the few bits printed below; (b) against the old model's cache, both in sixteen bits; (c) against a
+# cache of all `128` heads of the new model, in equal bits?
 
 # %%
 case = course.case("08.4")
@@ -545,11 +551,11 @@ course.answer("08.q3", q3)
 #   `nanokv memory --check` weighs every cache.
 # - Ainslie and others, [GQA](https://arxiv.org/abs/2305.13245): fewer KV heads for a model that was trained with many.
 # - DeepSeek-AI, [DeepSeek-V2](https://arxiv.org/abs/2405.04434), section 2.1 and its table 1: the latent, and what it
-#   is compared with. `nanokv/latent.py` runs it.
+#   is compared with. `nanokv/study/mla.py` runs it.
 # - Hugging Face, [Cache strategies](https://huggingface.co/docs/transformers/main/en/kv_cache): what transformers
 #   offers to save memory.
 #
 # ## Next
 #
-# You know what a cache weighs. What does it gain, in seconds? [09](09_measure_honestly.ipynb) measures, and finds out
-# how easily one measures something else.
+# You know how many bytes a cache takes. How many seconds does it save? Notebook [09](09_measure_honestly.ipynb)
+# measures them, and shows how easily one measures the wrong thing.

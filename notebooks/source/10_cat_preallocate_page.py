@@ -9,16 +9,17 @@
 # %% [markdown]
 # # 10 · cat, preallocate, page
 #
-# Your cache of notebook 06 is right. Where its bytes *live* was an afterthought: `torch.cat` makes a new tensor per step
-# and copies everything into it. You are about to count those copies, take the memory beforehand instead, find out what
-# that costs, and then cut it into [pages](glossary.md#page), as a server does that has many requests and one memory.
+# Your cache of notebook 06 is right, but it wastes work on memory: `torch.cat` makes a new tensor per step and copies
+# everything into it. You will count those copies. Then you will reserve the memory in advance, and find out what that
+# costs. Last, you will divide the memory into [pages](glossary.md#page), as a server does that has many requests and
+# one memory.
 #
 # ## What you will be able to do
 #
 # - say how many bytes a generation copies with `cat`, with a [slab](glossary.md#slab) and with pages, and measure it;
-# - say what a fixed capacity buys, and what it costs;
+# - say what a fixed capacity saves, and what it costs;
 # - explain [fragmentation](glossary.md#fragmentation), and show it in a picture;
-# - write the two functions at the heart of a paged cache: where is token `i`, and who may have this page next?
+# - write the two main functions of a paged cache: where is token `i`, and which pages become free when a request ends?
 
 # %%
 import time
@@ -37,8 +38,8 @@ c = model.config
 # %% [markdown]
 # ## Predict
 #
-# A cache grows from empty to `1,000` tokens, one token at a time, by `torch.cat`. Every token is *kept* once. How many
-# times is it *copied*, on average?
+# A cache grows from empty to `1,000` tokens, one token at a time, by `torch.cat`. How many times is each token
+# *copied*, on average?
 
 # %% tags=["exercise"]
 copies = ...  # times, on average
@@ -50,9 +51,9 @@ copies = 2  # a common first guess: once or twice
 course.predict("10.a", copies, unit="times")
 
 # %% [markdown]
-# Second bet. A server has memory for a few hundred tokens. Each request reserves room for its prompt and for 64 tokens
-# of answer, in one piece, because nobody knows how long the answer will be. How many times as many requests run at once
-# if memory is handed out in pages of 16 tokens, as it is needed?
+# Second prediction. A server has memory for a few hundred tokens. Nobody knows how long an answer will be, so each
+# request reserves memory in one piece, for its prompt and for 64 tokens of answer. Now hand the memory out in pages of
+# 16 tokens instead, when they are needed. How many times as many requests run at once?
 
 # %% tags=["exercise"]
 more_at_once = ...  # times as many
@@ -67,7 +68,7 @@ course.predict("10.b", more_at_once, unit="times as many")
 # ## Experiment 1: count what is copied
 #
 # PyTorch lets us watch every operation. The counter below adds up the bytes that are written to memory: new keys and
-# values, and old ones that move. We feed one token at a time, as decoding does, to one cache of each kind.
+# values, and old ones that are moved. We feed one token at a time, as decoding does, to one cache of each kind.
 
 # %%
 WRITES = {  # operation → how many bytes it writes
@@ -139,15 +140,14 @@ course.show(fig, alt="Bytes written against tokens held. cat and gathered pages 
             f"or stepped lines near the bottom. At {longest} tokens each byte was written so many times: {ends}.")
 
 # %% [markdown]
-# With `cat` every byte was written <!--fig 10.cat-->256<!--/fig--> times, half the length: the sum of all lengths on
-# the way is S²/2. A slab writes each byte once. A slab that doubles when it is full writes
-# it <!--fig 10.growing-->2.0<!--/fig--> times, and needs no capacity beforehand. Pages write it once too, *if* attention
-# reads them where they lie. If they are gathered into one tensor for an attention that knows nothing of pages, as
-# nanokv's plain path does, every token is moved again in every step, as with
-# `cat`: <!--fig 10.gather-->265<!--/fig--> times. Pages are about memory, not about copies. Experiment 4 shows what they are
-# for.
+# With `cat` every byte was written <!--fig 10.cat-->256<!--/fig--> times, half the length: the lengths of all steps add
+# up to S²/2. A slab writes each byte once. A slab that doubles when it is full writes each
+# byte <!--fig 10.growing-->2.0<!--/fig--> times, and needs no capacity in advance. Pages also write each byte once,
+# *if* attention reads the pages in place. The plain path of nanokv does not: its attention knows nothing of pages, so
+# it first gathers them into one tensor. Then every token is moved again in every step, as with
+# `cat`: <!--fig 10.gather-->265<!--/fig--> times. Pages save memory, not copies. Experiment 4 shows how.
 #
-# Your prediction was for 1,000 tokens. Half of it:
+# Your prediction was for 1,000 tokens:
 
 # %%
 cache, moved, counts = nanokv.make_cache("dict", c), 0, []
@@ -169,15 +169,16 @@ course.figure("10.qwenstep", step_bytes / 1e6)
 course.figure("10.qwenall", all_bytes / 1e9)
 
 # %% [markdown]
-# For Qwen3-0.6B in bf16 at 4,096 tokens that is <!--fig 10.qwenstep-->469.8<!--/fig--> MB in the last step,
-# and <!--fig 10.qwenall-->962<!--/fig--> GB in all. (Small caches hide it: up to some hundred tokens the copy is cheaper
-# than the Python around it. Time the loop above if you doubt it.)
+# It is half of the length. For Qwen3-0.6B in bf16 at 4,096 tokens, `cat` copies <!--fig 10.qwenstep-->469.8<!--/fig-->
+# MB in the last step, and <!--fig 10.qwenall-->962<!--/fig--> GB in all. (A small cache does not show it: up to some
+# hundred tokens the copy takes less time than the Python code around it. You can time the loop above.)
 
 # %% [markdown]
-# ## Experiment 2: what stays where it is
+# ## Experiment 2: fixed addresses
 #
-# A slab has a second virtue: its address never changes. A GPU can record a whole decode step once and play it again (a
-# CUDA graph), as long as every tensor is where it was. `cat` gives another address and another shape every time.
+# A slab has a second advantage: its address never changes. A GPU can record a whole decode step once and repeat it (a
+# CUDA graph), as long as every tensor stays at its address. `cat` gives another address and another shape in every
+# step.
 
 # %%
 def addresses(kind, steps=8):
@@ -216,16 +217,16 @@ course.figure("10.moves-static", moves["static"])
 course.figure("10.graphs", len(graphs))
 
 # %% [markdown]
-# The dict's keys moved <!--fig 10.moves-dict-->7<!--/fig--> times in 7 steps, the
-# slab's <!--fig 10.moves-static-->0<!--/fig--> times. A *compiler* does not mind the growing shape: with `dynamic=True` it
-# made <!--fig 10.graphs-->1<!--/fig--> graph for all lengths. It is the recording of addresses that needs the slab.
+# The keys of the dict cache moved <!--fig 10.moves-dict-->7<!--/fig--> times in 7 steps, those of the
+# slab <!--fig 10.moves-static-->0<!--/fig--> times. A *compiler* can handle the growing shape: with `dynamic=True` it
+# made <!--fig 10.graphs-->1<!--/fig--> graph for all lengths. Only the recording of addresses needs the slab.
 
 # %% [markdown]
 # ## Experiment 3: what a slab costs
 #
-# Three prices. The first is memory: all of the capacity is taken, whoever comes. The second is paid where shapes must
-# be fixed too: attention then runs over *all* slots, with a mask over those that are empty. The third is a trap in that
-# mask. We look at one attention of this model, 64 tokens held.
+# A slab costs three things. The first is memory: it takes its full capacity for every request. The second is time,
+# where shapes must be fixed too: attention then runs over *all* slots, with a mask over the empty ones. The third is a
+# danger in that mask. We look at one attention of this model, with 64 tokens in the cache.
 
 # %%
 held = 64
@@ -266,16 +267,16 @@ course.figure("10.slower", micro[-1] / micro[0])
 
 # %% [markdown]
 # 4,096 slots for 64 tokens make this attention more than <!--fig 10.slower above-->3<!--/fig--> times slower, with the
-# same result. And memory that was taken and not written holds anything. A masked slot gets the weight 0, but 0 times NaN is
-# NaN: whoever attends over a whole slab has to clear it first. nanokv's `StaticCache` gives attention a view of the
-# part in use, which costs neither time nor NaN; only its `slab`, for compiled steps, clears and masks.
+# same result. And memory that nobody has written can hold any value. A masked slot gets the weight 0, but 0 times NaN
+# is NaN. So code that attends over a whole slab has to clear it first. nanokv's `StaticCache` gives attention a view of
+# the used part, which avoids both problems. Only its `slab`, for compiled steps, clears and masks.
 
 # %% [markdown]
 # ## Experiment 4: many requests, one memory
 #
-# Now ten requests of different lengths and one memory of 320 slots. *In one piece*: each request reserves its prompt
-# plus 64 slots that lie together, in the first hole that is large enough, until it ends. *In pages*: `nanokv.Engine`
-# hands out pages of 16 as tokens come. The lengths are real: the model answers.
+# Now ten requests of different lengths share one memory of 320 slots. *In one piece*: each request reserves adjacent
+# slots for its prompt plus 64 tokens, in the first hole that is large enough, until it ends. *In pages*:
+# `nanokv.Engine` hands out pages of 16 as tokens come. The lengths are real: the model writes the answers.
 
 # %%
 questions = ["Tell me a story.", "What is a KV cache?", "Count from 3 to 14.", "What is 12 + 30?", "My name is Zorbla.",
@@ -371,19 +372,20 @@ course.show(fig, alt="Maps of the memory, slots upwards and steps to the right, 
             "not touch.")
 
 # %% [markdown]
-# In one piece <!--fig 10.piece-->2.0<!--/fig--> requests run at once and the ten
-# take <!--fig 10.piecesteps-->132<!--/fig--> steps; of what is reserved <!--fig 10.piecefull-->45<!--/fig--> percent holds a
-# token. The pale parts are reserved for answers that turned out short, the white ones are holes that fit nobody. In
-# pages it is <!--fig 10.paged-->3.75<!--/fig--> requests at once, <!--fig 10.pagesteps-->72<!--/fig--> steps,
-# and <!--fig 10.pagefull-->83<!--/fig--> percent. The answers are the same, token for token. More requests at once is what
-# a server wants: each step reads all weights once, however many rows share it.
+# In one piece, <!--fig 10.piece-->2.0<!--/fig--> requests run at once, and the ten
+# take <!--fig 10.piecesteps-->132<!--/fig--> steps. Only <!--fig 10.piecefull-->45<!--/fig--> percent of the reserved
+# slots hold a token. The pale parts were reserved for answers that turned out short. The white parts are holes that are
+# too small for any request. In pages, <!--fig 10.paged-->3.75<!--/fig--> requests run at once, they
+# take <!--fig 10.pagesteps-->72<!--/fig--> steps, and <!--fig 10.pagefull-->83<!--/fig--> percent of the slots hold a
+# token. The answers are the same, token for token. A server wants many requests at once, because each step reads all
+# weights once for all of them.
 #
-# When the pages run out in the middle of an answer, the youngest request gives its pages back and starts again later.
-# That did not happen here, and to one who has reserved everything it never does: it is the price of promising more than
-# there is.
+# The pages can run out in the middle of an answer. Then the youngest request gives its pages back and starts again
+# later. That did not happen here. It never happens to a request that reserved its memory in one piece; it is the cost
+# of starting more requests than the memory can hold at their full length.
 #
-# Right answers first, as always. `nanokv.equality` feeds a cache token by token, in [chunks](glossary.md#chunk), in
-# batches, forked, cut and loaded from a file, and compares with the model without a cache:
+# A cache must first be right. `nanokv.equality` feeds a cache token by token, in [chunks](glossary.md#chunk) and in
+# batches; it forks it, truncates it and loads it from a file. It compares every result with the model without a cache:
 
 # %%
 report = nanokv.equality.check("paged")
@@ -415,8 +417,8 @@ course.confirm("1.15", "misleading", found=costs.cache_slots("paged", QWEN, 100,
 # %% [markdown]
 # ## Exercises
 #
-# **10.1** A cache grows by `cat` from empty to `N` tokens, one at a time. How many *old* rows are copied in all, in one
-# layer? (The new row of each step does not count, and the first append copies nothing.)
+# **10.1** A cache grows by `cat` from empty to `N` tokens, one at a time. How many *old* rows does it copy in all, in
+# one layer? (The new row of each step does not count, and the first append copies nothing.)
 
 # %%
 case = course.case("10.1")
@@ -433,8 +435,8 @@ course.check("10.1", old_rows)
 
 # %% [markdown]
 # **10.2** A prompt of `P` tokens is prefilled. In decode step `n` (the first decode is step 1): for how many tokens
-# does `cat` take memory, and how many old ones does it copy? Answer with a pair. One of the articles has it in a
-# diagram.
+# does `cat` allocate memory, and how many old tokens does it copy? Answer with a pair. One of the articles shows this
+# in a diagram.
 
 # %%
 case = course.case("10.2")
@@ -450,8 +452,8 @@ taken_and_copied = case.P + case.n, case.P + case.n - 1
 course.check("10.2", taken_and_copied)
 
 # %% [markdown]
-# **10.3** A request uses `used` tokens. How many slots are wasted, if it has a slab of `capacity`, and if it has pages
-# of `page` tokens? Answer with a pair.
+# **10.3** A request uses `used` tokens. How many slots are wasted with a slab of `capacity`, and how many with pages of
+# `page` tokens? Answer with a pair.
 
 # %%
 case = course.case("10.3")
@@ -467,8 +469,8 @@ wasted = case.capacity - case.used, -case.used % case.page
 course.check("10.3", wasted)
 
 # %% [markdown]
-# **10.4** Where is token `i`? A request's `table` lists its pages, oldest first; a page holds `page` tokens. Return the
-# number of the page in the pool, and the slot in it.
+# **10.4** Where is token `i`? The `table` of a request lists its pages, oldest first; a page holds `page` tokens.
+# Return the number of the page in the pool, and the slot in that page.
 
 
 # %% tags=["exercise"]
@@ -485,9 +487,10 @@ def place_of(table, i, page):
 course.check("10.4", place_of)
 
 # %% [markdown]
-# **10.5** The article's paged cache never gives a page back. Write `free`. `owners[p]` says how many tables hold page
-# `p` (a shared prefix has several), `free_pages` lists the pages that nobody holds. When a request ends, its `table`
-# gives up each of its pages. Change `owners`, `free_pages` and `table` in place, and return `free_pages`.
+# **10.5** The paged cache of the article never gives a page back. Write `free`. `owners[p]` says how many tables hold
+# page `p` (a page of a shared prefix is in several), `free_pages` lists the pages that are in no table. When a request
+# ends, it gives up each page of its `table`. Change `owners`, `free_pages` and `table` in place, and return
+# `free_pages`.
 
 
 # %% tags=["exercise"]
@@ -530,9 +533,11 @@ course.answer("10.q3", q3)
 #
 # - Kwon and others, [PagedAttention](https://arxiv.org/abs/2309.06180): how much memory servers wasted before, in their
 #   figure 2.
-# - `nanokv/cache/static.py`, `nanokv/cache/pool.py`, `nanokv/cache/paged.py`: the three, each on a page or two.
-# - `nanokv/engine/scheduler.py`: who gets the pages, and who gives way.
+# - `nanokv/cache/static.py`, `nanokv/cache/pool.py`, `nanokv/cache/paged.py`: slab, pool and pages, each on a page or
+#   two.
+# - `nanokv/engine/scheduler.py`: which request gets the pages, and which has to give them back.
 #
 # ## Next
 #
-# Pages can have several owners. In [11](11_reuse_and_rollback.ipynb) they do: prefixes are shared, guesses taken back.
+# Pages can have several owners. Notebook [11](11_reuse_and_rollback.ipynb) shares prefixes in this way, and takes wrong
+# guesses back.

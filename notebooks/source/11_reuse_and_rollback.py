@@ -9,19 +9,19 @@
 # %% [markdown]
 # # 11 · Reuse and rollback
 #
-# A cache is more than a way to be fast within one answer. It can be filled in pieces, handed to the next request, kept
-# from one turn of a chat to the next, copied for a second thought, and cut back when a guess was wrong. All of that
-# rests on one rule: **the cache holds exactly these tokens at exactly these positions.** You are about to use the rule
-# five times, and to see what happens to those who count one token too many.
+# A cache can do more than save time within one answer. You can fill it in pieces, pass it to the next request, keep it
+# from one turn of a chat to the next, copy it for a second answer, and truncate it when a guess was wrong. All of that
+# rests on one rule: **the cache holds exactly these tokens at exactly these positions.** You will use the rule five
+# times, and see what happens if the count is wrong by one token.
 #
 # ## What you will be able to do
 #
 # - feed a prompt in [chunks](glossary.md#chunk), and write the [causal mask](glossary.md#causal-mask) that a chunk needs;
-# - say how much a shared [prefix](glossary.md#prefix) saves, and what destroys it;
-# - find out where a chat template kills your cache, with the [longest common
+# - say how much a shared [prefix](glossary.md#prefix) saves, and what makes it useless;
+# - find out which part of the cache a chat template makes useless, with the [longest common
 #   prefix](glossary.md#longest-common-prefix);
 # - check guesses in one forward ([speculative decoding](glossary.md#speculative-decoding)) and
-#   [truncate](glossary.md#truncate) what was wrong, at the right place.
+#   [truncate](glossary.md#truncate) the wrong ones, at the right place.
 
 # %%
 import time
@@ -48,8 +48,8 @@ def prompt_of(*messages, tokenizer=tokenizer):
 # %% [markdown]
 # ## Predict
 #
-# Two bets before you begin. First: a chat of four turns with a model that thinks before it answers. The chat template
-# drops the thinking of earlier turns, as Qwen3's does. When the fourth prompt comes, what percentage of the cached
+# Two predictions. First: a chat of four turns with a model that thinks before it answers. The chat template drops the
+# thinking of earlier turns, as Qwen3's template does. When the fourth prompt comes, what percentage of the cached
 # tokens can be kept?
 
 # %% tags=["exercise"]
@@ -62,8 +62,8 @@ kept_percent = 10  # a common first guess: the first answer was rewritten, so ne
 course.predict("11.a", kept_percent, unit="percent")
 
 # %% [markdown]
-# Second: something cheap guesses the next `4` tokens, the model checks them all in one forward, and agrees with `2`.
-# For how many tokens were keys and values *written* by that forward?
+# Second: a cheap method guesses the next `4` tokens. The model checks them all in one forward, and agrees with `2`. For
+# how many tokens did that forward *write* keys and values?
 
 # %% tags=["exercise"]
 written = ...  # tokens
@@ -77,10 +77,10 @@ course.predict("11.b", written, unit="tokens")
 # %% [markdown]
 # ## Experiment 1: a prompt in pieces
 #
-# `nanokv.prefill` goes on from any `start_pos`. A long prompt can be fed in chunks, so that no forward gets large and
-# other requests can have a turn in between. We feed one prompt in chunks of several sizes, and compare the logits with
-# those of the whole. And we do it with two masks that people really write: the one that begins in the *top left* corner
-# (what `is_causal=True` means to PyTorch's attention), and none at all.
+# `nanokv.prefill` continues from any `start_pos`. So a long prompt can be fed in chunks: no forward gets large, and
+# other requests can run in between. We feed one prompt in chunks of several sizes, and compare the logits with those of
+# the whole prompt at once. We also try two wrong masks that occur in real code: one that begins in the *top left*
+# corner (this is what `is_causal=True` means in PyTorch's attention), and no mask at all.
 
 
 # %%
@@ -150,18 +150,19 @@ course.show(fig, alt=f"Three masks for a chunk of {T} queries after {held} cache
 
 # %% [markdown]
 # With the right mask every split gives the logits of the whole, up to rounding (<!--fig 11.chunk x5-->1e-5<!--/fig-->).
-# With the top-left mask the first chunk hides the others: the logits move by at
-# least <!--fig 11.topleft-->13<!--/fig-->. Without a mask they move by at least <!--fig 11.nomask-->0.5<!--/fig-->, because
-# each token of a chunk sees what comes after it. Both pass a test that feeds one token at a time (the first column),
-# and the top-left mask also one that feeds everything at once (the last). Test a cache with *several* splits.
+# With the top-left mask, a later chunk cannot see the earlier ones: the logits move by at
+# least <!--fig 11.topleft-->13<!--/fig-->. Without a mask they move by at least <!--fig 11.nomask-->0.5<!--/fig-->,
+# because each token of a chunk sees the tokens after it. Both wrong masks pass a test that feeds one token at a time
+# (the first column). The top-left mask also passes a test that feeds everything at once (the last column). So test a
+# cache with *several* splits.
 
 # %% [markdown]
 # ## Experiment 2: the next request begins with the same words
 #
-# A system prompt, a long document, a few examples: many requests begin alike. Keys and values depend on nothing but the
-# tokens before them, so the next request can take them over. `make_cache("prefix", …)` keeps full
-# [pages](glossary.md#page) of 16 tokens after their request is gone, and finds them again by their tokens. We send
-# prompts that share more and more with an earlier one, and measure the prefill.
+# Many requests begin with the same text: a system prompt, a long document, a few examples. Keys and values depend only
+# on the tokens up to their own, so the next request can use them again. `make_cache("prefix", …)` keeps full
+# [pages](glossary.md#page) of 16 tokens after their request has ended, and finds them again by their tokens. We send
+# prompts that share more and more tokens with an earlier one, and measure the prefill.
 
 # %%
 torch.manual_seed(0)
@@ -213,25 +214,25 @@ course.show(fig, alt=f"Left: a straight line from {computed[0]} computed tokens 
             f"{1000 * seconds[-1]:.0f} milliseconds.")
 
 # %% [markdown]
-# The saving is the shared length over the total length, and nothing else. Of <!--fig 11.shared80-->358<!--/fig-->
-# shared tokens <!--fig 11.reused80-->352<!--/fig--> are reused, because only full pages are kept; that makes the
-# prefill more than <!--fig 11.faster80 above-->1.5<!--/fig--> times as fast. Two things make this safe: the stored
-# *tokens* are compared, not only a hash, and a page belongs to everything before it: the same words after another
-# beginning are another page.
+# The saving is the shared length divided by the total length. Of <!--fig 11.shared80-->358<!--/fig--> shared
+# tokens <!--fig 11.reused80-->352<!--/fig--> are reused, because only full pages are kept. That makes the prefill more
+# than <!--fig 11.faster80 above-->1.5<!--/fig--> times as fast. Two rules make reuse safe. The stored *tokens* are
+# compared, not only a hash. And a page belongs to everything before it: the same words after another beginning are
+# another page.
 
 # %% [markdown]
 # ## Experiment 3: the next turn of a chat
 #
 # Each turn of a chat renders the whole conversation again. The cache holds the ids of the last prompt and its answer.
-# How much of it is still a prefix of the new prompt is a question for the chat template, and there are surprises. Three
-# chats with the same words:
+# The chat template decides how much of that is still a prefix of the new prompt, and the result can surprise. We
+# compare three chats with the same words:
 #
-# - **plain**: the template repeats every turn as it was;
+# - **plain**: the template repeats every turn unchanged;
 # - **thinking dropped**: each answer began with a `<think>` block, and the template leaves it out of earlier turns;
 # - **clock**: the template writes the time into the first line.
 #
-# For each we keep the longest common prefix, truncate the cache to it, and prefill the rest. (The answers are scripted,
-# so that all three say the same.)
+# For each chat we keep the longest common prefix, truncate the cache to it, and prefill the rest. (The answers are
+# given, so that all three chats have the same words.)
 
 # %%
 chatml = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ CONTENT }}<|im_end|>\n{% endfor %}"
@@ -294,23 +295,24 @@ words = "; ".join(f"{name}: {kept} kept, {fed} fed, {lost} thrown away" for name
 course.show(fig, alt=f"Bars for four turns of three chats. In the fourth turn {words}.")
 
 # %% [markdown]
-# Plain: <!--fig 11.plain-->100<!--/fig--> percent of the cache survives each turn. Thinking dropped: in the last
-# turn <!--fig 11.think-->67<!--/fig--> percent. The break stands where the *latest* answer begins, since older ones had been
-# rewritten a turn before and are cached in their final form. So a turn loses one answer, not the conversation. Clock:
-# one changed digit near the front leaves <!--fig 11.clock-->4<!--/fig--> tokens, and
-# all <!--fig 11.clockfed-->119<!--/fig--> others are computed again, although their words are the same. A token's keys
-# depend on all that stands before it. Hence the rule of everybody who pays for prompts: what changes goes to the end.
+# Plain: <!--fig 11.plain-->100<!--/fig--> percent of the cache is kept in each turn. Thinking dropped: in the last
+# turn <!--fig 11.think-->67<!--/fig--> percent is kept. The first difference is where the *latest* answer begins. The
+# older answers were rewritten a turn before, and are cached in their final form. So a turn loses one answer, not the
+# conversation. Clock: one changed digit near the beginning leaves <!--fig 11.clock-->4<!--/fig--> tokens, and
+# all <!--fig 11.clockfed-->119<!--/fig--> others are computed again, although their words are the same. The keys of a
+# token depend on everything before it. So put text that changes at the end of a prompt.
 #
-# A chat that skips the comparison and appends the new turn to whatever is cached is fast and wrong: the model then
-# reads another text than the one that the template wrote.
+# A chat that skips the comparison and appends the new turn to the cached tokens is fast and wrong: the model then reads
+# another text than the one that the template wrote.
 
 # %% [markdown]
-# ## Experiment 4: guess, check, take back
+# ## Experiment 4: guess, check, truncate
 #
-# A forward over five tokens costs a large model about as much as over one: the weights are read once either way
-# (notebook 09). So let something cheap guess, and let the model *check*: `verify_draft` gives the logits after each of the
-# tokens. Guesses are kept up to the first with which the model does not agree; there its own choice is taken. Here a
-# round is done by hand. The guesser is the model itself without its last layer.
+# For a large model, a forward over five tokens takes about as long as a forward over one: the weights are read once in
+# both cases (notebook 09). So a cheap method can guess tokens, and the model *checks* them: `verify_draft` gives the
+# logits after each of the tokens. The guesses are kept up to the first one with which the model does not agree. There
+# the model's own choice is taken. Here we write one round by hand. The guesser is the model itself without its last
+# layer.
 
 # %%
 def rounds(ids, draft, n, crop):
@@ -347,9 +349,10 @@ course.figure("11.written", log[0][1])
 course.figure("11.forwards", len(log) + 1)
 
 # %% [markdown]
-# The check writes <!--fig 11.written-->5<!--/fig--> tokens in every round: the newest one, which had been drawn but
-# never fed, and four guesses, before anybody knows which are right. (If you said four: the newest is easily forgotten,
-# here and in the line that truncates.) What is wrong must be taken back, to the token exactly. Let us be careless:
+# The check writes <!--fig 11.written-->5<!--/fig--> tokens in every round: the newest token, which had been drawn but
+# not fed, and four guesses. At that time nobody knows which guesses are right. (If you said four, you forgot the newest
+# token. The line that truncates must not forget it.) The wrong guesses must be removed, exactly. Here is what happens
+# if the count is wrong by one:
 
 # %%
 crops = {
@@ -371,13 +374,13 @@ course.figure("11.many", agree["one too many"])
 course.figure("11.never", agree["never"])
 
 # %% [markdown]
-# No error is raised: `start_pos` is taken from the cache, so it agrees with the cache. What disagrees is the text.
-# After <!--fig 11.few-->3<!--/fig--> or <!--fig 11.many-->4<!--/fig--> tokens the answers part, and one of the wrong
-# ones goes on counting in good order, only from elsewhere. It is the bug to look for when a speculative decoder answers
-# in another way than the model alone.
+# No error is raised: `start_pos` is taken from the cache, so it agrees with the cache. But the cache does not agree
+# with the text. After <!--fig 11.few-->3<!--/fig--> or <!--fig 11.many-->4<!--/fig--> tokens the answers differ. One of
+# the wrong answers still counts in good order, only from another number. If a speculative decoder gives other answers
+# than the model alone, look for this bug.
 #
-# The output of speculative decoding is that of the model alone, whatever the guesser says. A bad guesser costs time and
-# never a word. How often it is right depends on the text:
+# The output of correct speculative decoding is that of the model alone, for any guesser. A bad guesser costs time and
+# never changes a word. How often its guesses are right depends on the text:
 
 # %%
 most = course.sized(48, 12)  # tokens of an answer
@@ -431,18 +434,18 @@ course.show(fig, alt="Three histograms of how many guesses a round keeps, with t
             + "; ".join(described) + ".")
 
 # %% [markdown]
-# When the model says again what is in its context, looking up what followed last time is
+# When the model repeats what is in its context, looking up what followed last time is
 # right <!--fig 11.again-->100<!--/fig--> percent of the time, and costs nothing. Over all four texts it
-# takes <!--fig 11.ngram-->0.75<!--/fig--> of the layer passes of plain decoding. The guesser with all layers but one is right
-# more often, and takes <!--fig 11.deep-->1.5<!--/fig--> times as many: its guesses cost nearly as much as what they
-# replace. A high rate of acceptance is not yet a gain. What counts is what a guess costs.
+# takes <!--fig 11.ngram-->0.75<!--/fig--> of the layer passes of plain decoding. The guesser with all layers but one is
+# right more often, but takes <!--fig 11.deep-->1.5<!--/fig--> times as many: its guesses cost nearly as much as the
+# steps that they save. So a high rate of acceptance is not enough. The cost of a guess matters too.
 
 # %% [markdown]
-# ## Experiment 5: two thoughts from one prompt
+# ## Experiment 5: several answers from one prompt
 #
-# [Beam search](glossary.md#beam-search) and several answers to one question go on from one prompt in different ways.
-# `fork` gives an independent cache. With pages it copies nothing but a table: the pages of the prompt have two owners,
-# and whoever writes into a shared page takes a copy of that page first.
+# [Beam search](glossary.md#beam-search) continues one prompt in different ways, and so do several answers to one
+# question. `fork` gives an independent cache. With pages it copies only the table of pages: the pages of the prompt
+# then have two owners. A branch that writes into a shared page copies that page first.
 
 # %%
 pool = nanokv.cache.PagePool(c, pages=64, page_size=page)
@@ -469,8 +472,8 @@ course.figure("11.pages", alone)
 course.figure("11.cow", written_pages)
 
 # %% [markdown]
-# It takes <!--fig 11.pages-->7<!--/fig--> pages for one cache, still as many for five, and <!--fig 11.cow-->11<!--/fig--> after
-# each branch has gone its own way: one copied page each.
+# One cache takes <!--fig 11.pages-->7<!--/fig--> pages, and five caches take the same <!--fig 11.pages-->7<!--/fig-->.
+# After each branch has written a token of its own it is <!--fig 11.cow-->11<!--/fig-->: one copied page per fork.
 
 # %% [markdown]
 # ## What the articles say
@@ -495,8 +498,8 @@ course.confirm("3.3", "misleading")
 # %% [markdown]
 # ## Exercises
 #
-# **11.1** Write the mask of a chunk: `cached` tokens are in the cache, `T` new ones come. A bool tensor
-# `(T, cached + T)`, True where a query may look. It is tried on splits of 12 tokens.
+# **11.1** Write the mask of a chunk: `cached` tokens are in the cache, `T` new ones come. Return a bool tensor
+# `(T, cached + T)`, True where a query may look. The check tries it on splits of 12 tokens.
 
 
 # %% tags=["exercise"]
@@ -513,9 +516,9 @@ def chunk_mask(cached, T):
 course.check("11.1", chunk_mask)
 
 # %% [markdown]
-# **11.2** All requests of a service begin with the same system prompt. One has been served. How many tokens does the
-# prefill of the next one feed, with a prefix cache that keeps full pages? (The questions differ from their first token
-# on.)
+# **11.2** All requests of a service begin with the same system prompt. One request has been served. How many tokens
+# does the prefill of the next request feed, with a prefix cache that keeps full pages? (The questions differ from their
+# first token on.)
 
 # %%
 case = course.case("11.2")
@@ -531,9 +534,9 @@ fed = case.system + case.question - case.system // case.page * case.page
 course.check("11.2", fed)
 
 # %% [markdown]
-# **11.3** A round of speculative decoding. The cache holds `n` tokens, the newest token of the text has not been fed
-# yet. There are `g` guesses, of which the model keeps the first `k`. How many tokens are in the cache right after the
-# check, and to how many must it be truncated? Answer with a pair.
+# **11.3** A round of speculative decoding. The cache holds `n` tokens; the newest token of the text has not been fed
+# yet. There are `g` guesses, and the model keeps the first `k` of them. How many tokens are in the cache right after
+# the check, and to how many must you truncate it? Answer with a pair.
 
 # %%
 case = course.case("11.3")
@@ -550,7 +553,7 @@ course.check("11.3", after_and_back)
 
 # %% [markdown]
 # **11.4** The next turn of a chat: `cached` are the ids in the cache, `new` those of the new prompt. To which length do
-# you truncate, so that the rest can be prefilled and gives logits?
+# you truncate the cache, so that you can prefill the rest and get logits?
 
 
 # %% tags=["exercise"]
@@ -613,10 +616,10 @@ course.answer("11.q3", q3)
 # - Leviathan and others, [Fast inference from transformers via speculative decoding](https://arxiv.org/abs/2211.17192):
 #   why the result is exact with sampling too.
 # - Zheng and others, [SGLang](https://arxiv.org/abs/2312.07104): a tree of shared prefixes for many requests.
-# - `nanokv/session.py` and `nanokv/prefix.py`: a chat that keeps what it can and says why it could not;
-#   `nanokv/speculative.py`: the rounds, for any temperature; `nanokv/cache/prefix.py`: the index of pages.
+# - `nanokv/chat/session.py`: a chat that keeps what it can and says why it could not keep more;
+#   `nanokv/decoding/speculative.py`: the rounds, for any temperature; `nanokv/cache/prefix.py`: the index of pages.
 #
 # ## Next
 #
-# One text at a time is over. In [12](12_batches_and_eviction.ipynb) several share a model, a window forgets, and
-# numbers lose bits.
+# In notebook [12](12_batches_and_eviction.ipynb) several texts share a model, a window drops old tokens, and numbers
+# lose bits.
