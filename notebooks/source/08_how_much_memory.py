@@ -347,8 +347,7 @@ course.figure("08.mqa", shared_head)
 
 # %% [markdown]
 # The same cache
-# saves
-# <!--fig 08.published-->93.3<!--/fig-->, <!--fig 08.bits-->82.2<!--/fig-->, <!--fig 08.layer-->71.9<!--/fig-->, <!--fig 08.mha-->98.2<!--/fig-->
+# saves <!--fig 08.published-->93.3<!--/fig-->, <!--fig 08.bits-->82.2<!--/fig-->, <!--fig 08.layer-->71.9<!--/fig-->, <!--fig 08.mha-->98.2<!--/fig-->
 # or <!--fig 08.mqa-->−125<!--/fig--> percent. All five are correct, each against another baseline. The published number
 # compares two different models with different numbers of layers, one stored in six bits, the other in sixteen. **A
 # saving means something only together with its baseline.**

@@ -9,18 +9,19 @@
 # %% [markdown]
 # # 12 · Batches, eviction, fewer bits
 #
-# The last notebook is about three ways to get more out of the same memory: answer several people at once, forget what
-# is old, and store numbers with fewer bits. The first changes nothing in the answers, if it is done right. The other
-# two change them always, and the question is how you would find out. At the end you build something of your own, and
-# the suite that has judged every cache of this course judges yours.
+# The last notebook is about three ways to serve more from the same memory: answer several people at once, drop old
+# tokens, and store numbers with fewer bits. Batching leaves the answers unchanged, if it is done right. The other two
+# always change the numbers, and the question is how you would notice. At the end you build something of your own. The
+# suite that tested every cache of this course then tests yours.
 #
 # ## What you will be able to do
 #
 # - put prompts of different lengths into one [batch](glossary.md#batch), with the [padding](glossary.md#padding) on the
 #   right side and every row at its own positions;
-# - say what a [sliding window](glossary.md#sliding-window) keeps, what it loses, and which measurement does not notice;
-# - choose how keys and how values are [quantized](glossary.md#quantization), and say why not alike;
-# - choose a tolerance and defend it.
+# - say what a [sliding window](glossary.md#sliding-window) keeps, what it loses, and which measurement does not show
+#   the loss;
+# - choose how keys and values are [quantized](glossary.md#quantization), and say why the two need different ways;
+# - choose a tolerance and justify it.
 
 # %%
 import time
@@ -46,8 +47,8 @@ def chat_ids(*messages, open=True):
 # %% [markdown]
 # ## Predict
 #
-# Four prompts of different lengths, one tensor: the short ones are filled up with a padding token on the *right*, and
-# the loop is that of notebook 06, with a batch of four. How many of the four answers are what they would be alone?
+# Four prompts of different lengths share one tensor: the short ones are filled up with a padding token on the *right*.
+# The loop is that of notebook 06, with a batch of four. How many of the four answers are the same as without a batch?
 
 # %% tags=["exercise"]
 unharmed = ...  # 0 to 4
@@ -59,7 +60,7 @@ unharmed = 4  # a common first guess: padding means nothing, so it does nothing
 course.predict("12.a", unharmed, unit="answers")
 
 # %% [markdown]
-# Second: keys and values stored in 4 bits instead of 32. By how many percent does the
+# Second: keys and values are stored in 4 bits instead of 32. By how many percent does the
 # [perplexity](glossary.md#perplexity) of a conversation rise?
 
 # %% tags=["exercise"]
@@ -74,8 +75,9 @@ course.predict("12.b", worse, unit="percent")
 # %% [markdown]
 # ## Experiment 1: rows of different lengths
 #
-# A batch is a rectangle, prompts are not. We fill it up on the right, then on the left without telling anybody, and
-# then on the left with a mask and with positions that begin where each row begins (`nanokv.generate_padded`).
+# A batch is a rectangle, but prompts have different lengths. We fill it up in three ways: on the right; on the left,
+# without a mask; and on the left with a mask and with positions that begin where each row begins
+# (`nanokv.generate_padded`).
 
 # %%
 questions = ["My name is Zorbla. What is my name?", "What is 12 + 30?", "Count from 3 to 9.", "Tell me a story."]
@@ -151,15 +153,15 @@ course.show(fig, alt=f"Two rectangles of {B} rows: prompts blue, padding grey, n
             "first token.")
 
 # %% [markdown]
-# Padded on the right, <!--fig 12.right-->1<!--/fig--> of four answers survives, that of the longest prompt: the logits
-# that follow the *last column* follow the padding in all other rows. Padded on the left without a
-# word, <!--fig 12.leftsame-->4<!--/fig--> answers are the same, and that is the worse case: the logits are off
-# by <!--fig 12.left-->1.9<!--/fig-->, because every token also sees the padding; another prompt will show it. (The shifted
-# positions alone would do no harm: notebook 06.) With the padding masked the difference is
+# Padded on the right, <!--fig 12.right-->1<!--/fig--> of four answers stays the same, that of the longest prompt. In
+# all other rows the *last column* is padding, so the next token is chosen after the padding. Padded on the left without
+# a mask, <!--fig 12.leftsame-->4<!--/fig--> answers are the same. That is worse, because the error is hidden: the
+# logits are off by <!--fig 12.left-->1.9<!--/fig-->, because every token also sees the padding, and another prompt will
+# show it. (The shifted positions alone would do no harm: notebook 06.) With the padding masked the difference is
 # rounding, <!--fig 12.masked x5-->1e-5<!--/fig-->.
 #
-# The padding is computed and stored like tokens. `nanokv.generate_ragged` has none: rows of their own, prefilled one by
-# one, decoded together. And why decode together at all?
+# The padding is computed and stored like tokens. `nanokv.generate_ragged` needs no padding: each row has its own cache,
+# the rows are prefilled one by one, and they are decoded together. Why decode them together at all?
 
 # %%
 rows_at_once, rate = [1, 2, 4, 8, 16, 32], []
@@ -183,16 +185,16 @@ course.show(fig, alt="Bars of tokens per second: "
 course.figure("12.batch", rate[-1] / rate[0])
 
 # %% [markdown]
-# Here <!--def-->32<!--/def--> rows give more than <!--fig 12.batch above-->3<!--/fig--> times as many tokens per second as one:
-# a step reads every weight once, however many rows share it. The caches are what the rows do *not* share.
+# Here <!--def-->32<!--/def--> rows give more than <!--fig 12.batch above-->3<!--/fig--> times as many tokens per second
+# as one row: a step reads every weight once for all rows. The rows do *not* share their caches.
 
 # %% [markdown]
-# ## Experiment 2: forget what is old
+# ## Experiment 2: drop what is old
 #
-# The sliding cache keeps the last `window` positions, so its memory stops growing. `sinks` keeps the first few tokens
-# as well: large models put much of their attention there, and break down without it. Here is a conversation in which a
-# name is told at the very beginning and asked for at the very end. Watch two things as the window gets smaller: how
-# likely the conversation is to the model (its perplexity), and the name.
+# The sliding cache keeps the last `window` positions, so its memory stops growing. With `sinks` it also keeps the first
+# few tokens: large models put much of their attention there, and fail without them. Here is a conversation in which a
+# name is told at the very beginning and asked for at the very end. Make the window smaller and watch two things: the
+# perplexity of the conversation, and the name.
 
 # %%
 talk = [
@@ -258,25 +260,27 @@ course.show(fig, alt=f"Left: perplexity falls from {ppl[0][0]:.2f} at a window o
             f"name is recalled with windows {known} only. Right: the bytes are proportional to the window.")
 
 # %% [markdown]
-# The conversation has <!--fig 12.tokens-->332<!--/fig--> tokens. From a window of 64 to one of 256 memory grows
-# fourfold, perplexity falls from <!--fig 12.w64-->1.92<!--/fig--> to <!--fig 12.w256-->1.89<!--/fig-->, that is
-# by <!--fig 12.gain-->1.1<!--/fig--> percent, and one may think that nothing important lies further back. But the name
-# does: it is recalled with the window that reaches the first line, and with <!--fig 12.recalled-->0<!--/fig--> of the
-# smaller ones. With those the model says, fluently and politely, that it has not been told. A mean over all tokens
-# hardly sees what a few of them depend on. Test a cache that forgets with questions about what it may have forgotten.
+# The conversation has <!--fig 12.tokens-->332<!--/fig--> tokens. From a window of 64 to one of 256, memory grows four
+# times. Perplexity falls from <!--fig 12.w64-->1.92<!--/fig--> to <!--fig 12.w256-->1.89<!--/fig-->,
+# by <!--fig 12.gain-->1.1<!--/fig--> percent. That looks as if nothing important stood further back. But the name
+# stands there: the window that reaches the first line recalls it, and <!--fig 12.recalled-->0<!--/fig--> of the smaller
+# ones do. With those, the model answers fluently and politely that it was not told. A mean over all tokens hardly shows
+# an error in a few of them. So test a cache that drops tokens with questions about what it may have dropped.
 #
-# Sinks do no good to this model: at a window of 16 perplexity is <!--fig 12.w16-->3.1<!--/fig--> without them
-# and <!--fig 12.w16sinks-->3.8<!--/fig--> with them. That is not what papers report of large models, which were trained for
-# long on long texts. SmolLM2-135M behaves as in the papers: on English prose a window of 64 with four sinks is better
-# than one of 256 without (docs/real-models.md has the command). What helps one model has to be measured again for yours.
+# Sinks do not help this model: at a window of 16, perplexity is <!--fig 12.w16-->3.1<!--/fig--> without them
+# and <!--fig 12.w16sinks-->3.8<!--/fig--> with them. Papers report the opposite for large models, which were trained
+# for long on long texts. SmolLM2-135M behaves as in the papers: on English prose, a window of 64 with four sinks is
+# better than one of 256 without (docs/real-models.md has the command). So measure on your own model what helps another
+# one.
 
 # %% [markdown]
 # ## Experiment 3: fewer bits
 #
-# To store a number in 4 bits, take the smallest and the largest of its group, divide what lies between into 15 steps,
-# and keep the nearest. The question is which numbers form a group. Of the keys `(B,Hk,T,D)`: all channels of one
-# *token*, or one *channel* of several tokens? `nanokv.study.quality` rounds keys or values on their way into attention and
-# measures two things: the error of the numbers, and how much the log-likelihood of each token moves.
+# To store a group of numbers in 4 bits, take the smallest and the largest of the group, divide the range between them
+# into 15 steps, and store the nearest step of each number. Which numbers should form a group? For keys `(B,Hk,T,D)`
+# there are two choices: all channels of one *token*, or one *channel* of several tokens. `nanokv.study.quality` rounds
+# keys or values before attention reads them. It measures two things: the error of the numbers, and how much the
+# log-likelihood of each token moves.
 
 # %%
 bits = (8, 4, 2)
@@ -317,13 +321,14 @@ course.show(fig, alt="Three plots against bits, log scale. Error: "
             f"{planted[k_token][1]:.2f} with a scale per token, by {planted[k_channel][1]:.3f} with a scale per channel.")
 
 # %% [markdown]
-# In 8 bits keys are off by <!--fig 12.k8-->0.3<!--/fig--> percent with a scale per channel and
-# by <!--fig 12.kt8-->0.6<!--/fig--> with a scale per token; values by <!--fig 12.v8-->0.5<!--/fig-->. In this small model
-# all of them work down to 4 bits. Large models have a few channels of the keys that are far larger than the rest, and
-# the third panel plants one: now the scale of a *token* is that of its largest channel, and the others have no steps
-# left. At 4 bits tokens move <!--fig 12.planted x1.5-->9<!--/fig--> times as much as with a scale per channel, which does
-# not care. Values have no such channels. So keys are quantized by channel and values by token, and a block of keys can
-# only be rounded when its tokens are all there: the newest stay exact.
+# In 8 bits, keys are off by <!--fig 12.k8-->0.3<!--/fig--> percent with a scale per channel and
+# by <!--fig 12.kt8-->0.6<!--/fig--> with a scale per token; values are off by <!--fig 12.v8-->0.5<!--/fig-->. In this
+# small model all of them work down to 4 bits. In large models a few channels of the keys are far larger than the rest.
+# The third panel adds one such channel. Now the scale of a *token* is the scale of its largest channel, and too few
+# steps are left for the other channels. At 4 bits, tokens move <!--fig 12.planted x1.5-->9<!--/fig--> times as much as
+# with a scale per channel, which the large channel does not affect. Values have no such channels. So keys are quantized
+# by channel and values by token. A block of keys can be rounded only when all its tokens are there, so the newest
+# tokens stay exact.
 
 # %%
 total, saved = {}, {}
@@ -341,15 +346,15 @@ course.figure("12.smaller", saved[4])
 
 # %% [markdown]
 # Perplexity rises by <!--fig 12.rise x4-->0.02<!--/fig--> percent, for a cache that
-# is <!--fig 12.smaller-->3.8<!--/fig--> times smaller. It is not eight times: scales take room, and the newest tokens are
-# exact, which on a short text is a good part. That they are exact is also why the loss is so small. Remember experiment
-# 2, though: this is a mean, and the next experiment looks at the worst token.
+# is <!--fig 12.smaller-->3.8<!--/fig--> times smaller. It is not eight times smaller, because the scales take memory
+# and the newest tokens are exact; in a short text these are a large part. The exact tokens are also one reason why the
+# loss is so small. But this is a mean, as in experiment 2. The next experiment looks at the worst token.
 
 # %% [markdown]
 # ## Experiment 4: which difference is a bug?
 #
-# Every cache of nanokv, the same conversation in [chunks](glossary.md#chunk) of eight. How far does the log-likelihood
-# of any token move, and do the bytes pay for it?
+# Every cache of nanokv reads the same conversation in [chunks](glossary.md#chunk) of eight. How far does the
+# log-likelihood of the worst token move, and how many bytes does the cache save?
 
 # %%
 kinds = {name: {} for name in nanokv.CACHES if name not in ("sliding", "quantized")}
@@ -376,10 +381,10 @@ course.show(fig, alt="Bars on a log scale. All caches that keep exact values sta
             + f". The dotted line at {nanokv.equality.TOLERANCE:.0e} is the tolerance of the equality suite.")
 
 # %% [markdown]
-# There is a wide gap. What is rounding in the order of sums ends at <!--fig 12.exact x10-->1e-5<!--/fig-->; the mildest
-# change of the *values* begins at <!--fig 12.q8 x2-->2e-3<!--/fig-->. A tolerance belongs into the gap, here `1e-4`:
-# tight enough to catch a wrong position, loose enough to let another order of sums pass. For a cache that rounds there
-# is no such number. There you ask what it does to the likelihood, and to the answers that you care about.
+# There is a wide gap. The rounding of sums in another order ends at <!--fig 12.exact x10-->1e-5<!--/fig-->. The
+# smallest change of the *values* begins at <!--fig 12.q8 x2-->2e-3<!--/fig-->. The tolerance must lie in this gap, here
+# `1e-4`: small enough to catch a wrong position, large enough to accept another order of sums. For a cache that rounds
+# its values there is no such tolerance. There you measure the likelihood, and the answers that matter to you.
 
 # %% [markdown]
 # ## What the articles say
@@ -406,9 +411,9 @@ course.confirm("4.11", "right", found=f"nanokv stores it in {len(nanokv.CACHES)}
 # %% [markdown]
 # ## Exercises
 #
-# **12.1** Make the rectangle. `prompts` is a list of lists of ids. Return the rows, all equally long, and the number of
-# padding columns of each (`0` will do as the padding id). The check feeds them to the model and compares every row with
-# the same prompt alone.
+# **12.1** Make the rectangle. `prompts` is a list of lists of ids. Return the rows, all of the same length, and for
+# each row the number of padding columns (use `0` as the padding id). The check feeds them to the model and compares
+# every row with the same prompt alone.
 
 
 # %% tags=["exercise"]
@@ -428,9 +433,9 @@ def rectangle(prompts):
 course.check("12.1", rectangle)
 
 # %% [markdown]
-# **12.2** A sliding window of `w` positions and `s` sinks. The query at position `t` (counted from 0) sees its own
-# position, the ones before it in the window, and the sinks. How many keys does it see, and which is the oldest position
-# that it sees *besides* the sinks? Answer with a pair.
+# **12.2** A sliding window has `w` positions and `s` sinks. The query at position `t` (counted from 0) sees its own
+# position, the positions before it in the window, and the sinks. How many keys does it see? Which is the oldest
+# position that it sees *besides* the sinks? Answer with a pair.
 
 # %%
 case = course.case("12.2")
@@ -463,9 +468,9 @@ smaller = 16 / (case.bits + 2 * 16 / case.group)
 course.check("12.3", smaller)
 
 # %% [markdown]
-# **12.4** Round a tensor to `2**bits` levels and back. Each line along the dimension `dim` is a group with a smallest
-# and a largest value of its own, which become the lowest and the highest level. (For keys `(B,Hk,T,D)` and a scale a
-# channel: `dim=2`.) No value may be off by more than half a step.
+# **12.4** Round a tensor to `2**bits` levels and back. Each line along the dimension `dim` is a group. Its smallest
+# value becomes the lowest level, its largest value the highest. (For keys `(B,Hk,T,D)` and a scale per channel:
+# `dim=2`.) No value may be off by more than half a step.
 
 
 # %% tags=["exercise"]
@@ -486,19 +491,19 @@ course.check("12.4", round_trip)
 # %% [markdown]
 # ## Capstone
 #
-# **12.5** Pick one of three, and hand it in as a pair of its name and your code. Whatever it is, it has to pass
-# `nanokv.equality`, and a few checks of its own kind.
+# **12.5** Pick one of three tasks, and hand in a pair: its name and your code. It has to pass `nanokv.equality` and a
+# few checks of its own.
 #
 # - `("static", MyLayer)`: a class for one layer, called as `MyLayer(capacity)`, with `append`, `length` and `truncate`.
-#   It takes its memory once: the keys of the first layer must not move while tokens come. Beyond the capacity it raises
-#   `nanokv.errors.CapacityError` before anything is written.
-# - `("prefix", MyStore)`: `MyStore(config, entries)` remembers at most so many caches, the least recently used goes
-#   first. `store.put(tokens, cache)` keeps one; `store.get(tokens)` returns `(cache, n)`: a cache of its own for the
-#   caller, which holds the longest beginning that any entry shares, at most all tokens but one; empty with `n = 0` if
-#   there is none.
+#   It allocates its memory once: the keys of the first layer must not move while tokens come. Beyond the capacity it
+#   raises `nanokv.errors.CapacityError` before anything is written.
+# - `("prefix", MyStore)`: `MyStore(config, entries)` keeps at most `entries` caches and drops the least recently used
+#   one first. `store.put(tokens, cache)` keeps one. `store.get(tokens)` returns `(cache, n)`: a cache of its own for
+#   the caller, with the longest beginning of `tokens` that any entry shares, `n` tokens long, and at most all tokens
+#   but one. If no entry shares a token, the cache is empty and `n = 0`.
 # - `("mqa", convert)`: `convert(model)` returns a new model with *one* KV head, whose `k_proj` and `v_proj` are the
-#   mean of the old ones over the heads. The old model stays as it is. (Its answers will be bad: it would need training.
-#   That cached and uncached agree is all that the suite asks.)
+#   mean of the old ones over the heads. The old model stays unchanged. (The answers of the new one will be bad: it
+#   would need training. The suite only compares it with and without a cache.)
 
 # %% tags=["exercise"]
 my_work = ..., ...  # a name and your code
@@ -553,10 +558,10 @@ course.answer("12.q3", q3)
 # - Liu and others, [KIVI](https://arxiv.org/abs/2402.02750): keys by channel, values by token.
 # - Hugging Face, [KV cache quantization](https://huggingface.co/blog/kv-cache-quantization), from the reading list of
 #   an article; and [Caching](https://huggingface.co/docs/transformers/main/en/cache_explanation).
-# - `nanokv/batching.py`, `nanokv/cache/sliding.py`, `nanokv/cache/quantized.py`, `nanokv/quality.py`.
+# - `nanokv/decoding/batching.py`, `nanokv/cache/sliding.py`, `nanokv/cache/quantized.py`, `nanokv/study/quality.py`.
 #
 # ## Next
 #
-# This was the last one. You have seen what a cache may keep and why, built one, switched on every bug of notebook 07,
-# counted a cache's bytes, timed it, cut it into pages, and shared it. `nanokv chat`, `nanokv bench` and the sources are
-# yours. Go back to [07](07_bug_hunt.ipynb) and see whether the faults still fool you.
+# This was the last notebook. You have seen what a cache may keep and why. You built one, switched on every bug of
+# notebook 07, counted the bytes of a cache, timed it, divided it into pages, and shared it. Go on with `nanokv chat`,
+# `nanokv bench` and the source code. Or go back to [07](07_bug_hunt.ipynb) and see whether you now find its bugs.
