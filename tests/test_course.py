@@ -600,9 +600,9 @@ def test_a_comma_is_no_decimal_point(capsys):
 @pytest.mark.parametrize(
     ("guess", "measured", "words"),
     [(5, 5, "exactly right"), (5.2, 5, "within a tenth"), (6, 5, "the right size, 1.2 times too high"),
-     (1, 100, "100 times too low"), (0, 3, "no ratio"), (-1, 1, "sign"), (1e9, 1, "too high by 10^9"),
-     (1e-320, 5, "too low by 10^321"), (5, math.inf, "too low"), (1e300, 1e-300, "too high by 10^600"),
-     (-2e-300, -1e-300, "the right size, 2 times too high")],
+     (1, 100, "100 times too low"), (0, 3, "too low by 3"), (8, 0, "too high by 8"), (-1, 1, "sign"),
+     (1e9, 1, "too high by 10^9"), (1e-320, 5, "too low by 10^321"), (5, math.inf, "too low"),
+     (1e300, 1e-300, "too high by 10^600"), (-2e-300, -1e-300, "the right size, 2 times too high")],
 )  # fmt: skip
 def test_the_comment_on_a_prediction(guess, measured, words):
     assert words in session.comment(guess, measured)
@@ -767,6 +767,17 @@ def test_a_page_of_the_book_folds_code_on_demand_and_scrolls_tables_in_their_box
     assert "Code of the figure</summary>" in hidden[0] and "show" in hidden[0]
     assert "decode" in page[: hidden.start()] and "In words" in page[hidden.end() :]
     assert re.search(r'<div class="scroll" tabindex="0"><table>.*</table></div>', page, re.DOTALL)
+
+
+@pytest.mark.parametrize(("printed", "scrolls"), [
+    ("S   without   with\n16      136     16", True), ("claim 2.9: it is 64\n    wrong. It is 128.", False),
+])  # fmt: skip
+def test_printed_columns_scroll_and_printed_sentences_wrap(printed, scrolls):
+    import nbformat.v4 as form
+
+    cell = form.new_code_cell("x", outputs=[form.new_output("stream", name="stdout", text=printed)])
+    page = book.render(form.new_notebook(cells=[cell]))
+    assert ('output_text columns"' in page) == scrolls and printed.splitlines()[-1] in page
 
 
 def test_what_is_printed_between_two_pictures_is_one_box():

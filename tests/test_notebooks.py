@@ -245,6 +245,25 @@ def test_submissions_are_graded_each_for_itself(tmp_path):
     assert rows["'=broken"]["error"].startswith("not a notebook of this course")
 
 
+@pytest.mark.parametrize("width", [390, 1000])
+def test_a_page_of_the_book_never_scrolls_sideways(driver, tmp_path, width):
+    """A long line of code, printed columns and a wide table each scroll in their own box."""
+    import nbformat.v4 as form
+
+    printed = form.new_output("stream", name="stdout", text="   ".join(["column"] * 40))
+    notebook = form.new_notebook(cells=[
+        form.new_code_cell("total = " + " + ".join(["something"] * 30), outputs=[printed]),
+        form.new_markdown_cell("|" + " a_wide_column |" * 30 + "\n|" + "---|" * 30 + "\n|" + " 1 |" * 30)])  # fmt: skip
+    (tmp_path / "style.css").write_text(book.asset("book.css") + book.highlighting(), encoding="utf-8")
+    path = book.write(tmp_path / "page.html", "A page", book.render(notebook))
+    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    driver.get(path.as_uri())
+    assert driver.execute_script("return document.documentElement.scrollWidth <= innerWidth")
+    boxes = "return [...document.querySelectorAll('pre, .scroll')].map(e => e.scrollWidth > e.clientWidth)"
+    assert driver.execute_script(boxes) == [True, True, True]
+
+
 def test_the_book_has_a_page_for_everything_and_needs_nothing_from_elsewhere(tmp_path, monkeypatch):
     def ready(made, limit):
         return solved(SOURCES[NUMBERS.index(made["metadata"]["nanokv"]["notebook"])])

@@ -149,7 +149,7 @@ def comment(guess: float, measured: float) -> str:
     if guess == measured:
         return "exactly right"
     if guess == 0 or measured == 0:
-        return "one of the two is zero, so no ratio"
+        return f"too {'high' if guess > measured else 'low'} by {quantity(abs(guess - measured))}"
     if (guess > 0) != (measured > 0):
         return "even the sign differs"
     decades = math.log10(abs(guess)) - math.log10(abs(measured))  # a ratio may leave the range of floats

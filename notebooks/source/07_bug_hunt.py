@@ -534,7 +534,7 @@ course.answer("07.q3", q3)
 # ## Further reading
 #
 # - `nanokv/faults/catalogue.py`: every bug as code, with its public thread; `nanokv/faults/smallest.py`: the shortest test
-#   that notices it. `nanokv/equality.py`: the suite.
+#   that notices it. `nanokv/study/equality.py`: the suite.
 # - DeMillo, Lipton and Sayward, [Hints on test data selection](https://doi.org/10.1109/C-M.1978.218136): the origin of
 #   grading tests by mutants.
 #
