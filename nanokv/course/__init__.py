@@ -11,6 +11,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # for editors and type checkers
+    from nanokv.course import drawings
     from nanokv.course.figures import COLORS, show, subplots
     from nanokv.course.session import (
         answer,
@@ -29,8 +30,8 @@ if TYPE_CHECKING:  # for editors and type checkers
 
 _FIGURES = ("COLORS", "show", "subplots")  # the other names are in session.py
 __all__ = [
-    "COLORS", "answer", "case", "check", "chosen", "claim", "confirm", "figure", "predict", "quiz", "reveal",
-    "show", "sized", "start", "subplots",
+    "COLORS", "answer", "case", "check", "chosen", "claim", "confirm", "drawings", "figure", "predict", "quiz",
+    "reveal", "show", "sized", "start", "subplots",
 ]  # fmt: skip
 
 if not TYPE_CHECKING:  # it would hide a name that is mistyped
@@ -38,5 +39,7 @@ if not TYPE_CHECKING:  # it would hide a name that is mistyped
     def __getattr__(name: str):
         if name not in __all__:
             raise AttributeError(f"module 'nanokv.course' has no attribute {name!r}")
+        if name == "drawings":
+            return importlib.import_module("nanokv.course.drawings")
         home = "figures" if name in _FIGURES else "session"
         return getattr(importlib.import_module(f"nanokv.course.{home}"), name)

@@ -22,27 +22,37 @@ def subplots(rows: int = 1, columns: int = 1, width: float = 8.0, height: float 
     return plt.subplots(rows, columns, figsize=(width, height), **options)
 
 
-def show(fig, alt: str) -> None:
+def show(picture, alt: str = "") -> None:
     """Display a figure with its text alternative, which is also printed: what the picture shows, in a sentence or two.
 
-    Say what a reader should take from it, with its numbers, and not only that it is a plot.
+    Say what a reader should take from it, with its numbers, and not only that it is a plot. A drawing of
+    nanokv.course.drawings brings its words with it.
     """
+    alt = alt or getattr(picture, "alt", "")
+    if len(alt.split()) < 8:
+        raise CourseError("the text alternative is too short to replace the picture", 'show(fig, alt="what it shows")')
+    drawn = getattr(picture, "_repr_mimebundle_", None)
+    bundle = drawn() if drawn else _rendered(picture, alt)
+    log.note("show", alt=alt)
+    _display(*bundle)
+    print(f"In words: {alt}")
+
+
+def _rendered(fig, alt: str) -> tuple[dict, dict]:
+    """A plot as PNG → (data, metadata) of an output; the plot is closed."""
     import base64
     import io
 
     import matplotlib.pyplot as plt
 
-    if len(alt.split()) < 8:
-        raise CourseError("the text alternative is too short to replace the picture", 'show(fig, alt="what it shows")')
     picture = io.BytesIO()
     fig.savefig(picture, format="png")
     plt.close(fig)
-    log.note("show", alt=alt)
-    _display(base64.b64encode(picture.getvalue()).decode(), alt)
-    print(f"In words: {alt}")
+    png = base64.b64encode(picture.getvalue()).decode()
+    return {"image/png": png, "text/plain": f"<figure: {alt}>"}, {"image/png": {"alt": alt}}
 
 
-def _display(png: str, alt: str) -> None:
+def _display(data: dict, metadata: dict) -> None:
     """Nothing outside of a notebook."""
     try:
         from IPython import get_ipython
@@ -50,5 +60,4 @@ def _display(png: str, alt: str) -> None:
     except ModuleNotFoundError:
         return
     if get_ipython() is not None:
-        data = {"image/png": png, "text/plain": f"<figure: {alt}>"}
-        display(data, metadata={"image/png": {"alt": alt}}, raw=True)
+        display(data, metadata=metadata, raw=True)

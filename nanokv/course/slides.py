@@ -13,7 +13,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from nanokv.course import book, checking, running, twins
+from nanokv.course import book, checking, drawings, running, twins
 from nanokv.errors import CourseError
 
 WORDS = 60  # of text on a slide, from the second sentence on
@@ -128,15 +128,20 @@ def _code(text: str) -> str:
 def _add_outputs(slides: list[Slide], outputs: list) -> None:
     """Text under the last slide, or into its notes; each picture on a slide of its own."""
     for output in outputs:
-        picture = output.get("data", {}).get("image/png")
-        if picture:
-            alt = html.escape(output["metadata"]["image/png"]["alt"])
-            image = f'<img alt="{alt}" src="data:image/png;base64,{"".join(picture.split())}">'
+        data = output.get("data", {})
+        for kind in data.keys() & {"image/png", "image/svg+xml"}:
+            alt = html.escape(output["metadata"][kind]["alt"])
+            image = f'<img alt="{alt}" src="{_source(kind, data[kind])}">'
             slides.append(Slide(slides[-1].title, [f"<figure>{image}<figcaption>{alt}</figcaption></figure>"]))
         lines = [line for line in output.get("text", "").splitlines() if not line.startswith("In words: ")]
         if any(line.strip() for line in lines):
             target = slides[-1].body if len(lines) <= LINES else slides[-1].notes
             target.append(f"<pre>{html.escape(chr(10).join(lines))}</pre>")
+
+
+def _source(kind: str, picture: str) -> str:
+    """A picture of an output as an address: a PNG is base64 already, a drawing is text."""
+    return drawings.address(picture) if kind == "image/svg+xml" else f"data:{kind};base64,{''.join(picture.split())}"
 
 
 def page(title: str, slides: list[Slide]) -> str:

@@ -1,0 +1,137 @@
+"""SVG from code, for the schematic drawings of the course: one width, one set of colours, one form of text.
+
+A drawing is as wide as a phone, so its letters can be read there; a wide screen only enlarges it. It has a white ground
+of its own, so it reads the same in a light and in a dark page. Colours are those of Okabe and Ito 2008, and no colour
+says anything that the text does not say. Nothing is fetched, and the same call gives the same bytes.
+"""
+
+import base64
+import html
+import math
+import re
+from dataclasses import dataclass, replace
+
+WIDTH = 400  # units of the viewBox; about the pixels of a phone
+SHOWN = 520  # pixels on a wide screen
+SECONDS, ROUNDS = 9, 3  # of an animation, which then stands still
+INK, LINE = "#1B1B1B", "#454B53"
+FILLS = {  # kind of box → (fill, ink)
+    "plain": ("#FFFFFF", INK),
+    "work": ("#E8E8E8", INK),  # an operation
+    "cached": ("#56B4E9", "#000000"),  # read from the cache
+    "new": ("#E69F00", "#000000"),  # computed now
+    "shared": ("#009E73", "#000000"),
+    "wrong": ("#D55E00", "#000000"),
+}
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """An SVG with its words. Jupyter shows it as it is; `course.show` prints the words too."""
+
+    name: str
+    alt: str
+    svg: str
+
+    @property
+    def still(self) -> "Drawing":
+        """Without the animation, for paper: the last picture, in which everything is there."""
+        return replace(self, svg=re.sub(r"<style>.*?</style>", "", self.svg, flags=re.DOTALL))
+
+    def _repr_svg_(self) -> str:
+        return self.svg
+
+    def _repr_mimebundle_(self, include=None, exclude=None):
+        """The SVG, and for pages an image with its alt text, which stands still in print and where motion is unwanted.
+        """
+        data = {"image/svg+xml": self.svg, "text/html": self._html(), "text/plain": f"<figure: {self.alt}>"}
+        return data, {"image/svg+xml": {"alt": self.alt}}
+
+    def _html(self) -> str:
+        image = f'<img alt="{html.escape(self.alt)}" src="{address(self.svg)}" style="max-width:100%;height:auto">'
+        if self.still == self:
+            return image
+        still = address(self.still.svg)
+        return f'<picture><source media="print, (prefers-reduced-motion: reduce)" srcset="{still}">{image}</picture>'
+
+
+def address(svg: str) -> str:
+    """A data: address, so that a page needs no second file."""
+    return "data:image/svg+xml;base64," + base64.b64encode(svg.encode()).decode()
+
+
+class Canvas:
+    """Collects the shapes of one drawing; `step` numbers what an animation shows one after the other, from 1."""
+
+    def __init__(self, name: str, title: str, height: int):
+        self.name, self.title, self.height = name, title, height
+        self.parts: list[str] = []
+        self.steps = 0
+        self.text(12, 26, title, size=16, bold=True)
+
+    def box(self, x, y, width, height, text="", kind="plain", size=13, dashed=False, step=0):
+        """A rectangle with text in its middle, one line per line."""
+        fill, ink = FILLS[kind]
+        dash = ' stroke-dasharray="4 3"' if dashed else ""
+        self._add(f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="4" fill="{fill}" '
+                  f'stroke="{LINE}"{dash}/>', step)  # fmt: skip
+        lines = text.split("\n") if text else []
+        top = y + height / 2 - (len(lines) - 1) * size * 0.62 + size * 0.35
+        for i, line in enumerate(lines):
+            self.text(x + width / 2, top + i * size * 1.24, line, size, "middle", ink=ink, step=step)
+
+    def text(self, x, y, words, size=13, anchor="start", bold=False, ink=INK, step=0):
+        """One line of text on its base line."""
+        weight = ' font-weight="bold"' if bold else ""
+        place = f'x="{x:g}" y="{y:g}" font-size="{size:g}" text-anchor="{anchor}"'
+        self._add(f'<text {place} fill="{ink}"{weight}>{html.escape(words, quote=False)}</text>', step)
+
+    def arrow(self, *points, step=0, dashed=False, head=True):
+        """A line through (x, y) points, with a head at the last one."""
+        dash = ' stroke-dasharray="4 3"' if dashed else ""
+        path = " ".join(f"{x:g},{y:g}" for x, y in points)
+        self._add(f'<polyline points="{path}" fill="none" stroke="{LINE}" stroke-width="1.5"{dash}/>', step)
+        if head:
+            (x0, y0), (x, y) = points[-2:]
+            angle = math.atan2(y - y0, x - x0)
+            sides = [(x - 8 * math.cos(angle + turn), y - 8 * math.sin(angle + turn)) for turn in (0.4, -0.4)]
+            tip = " ".join(f"{a:.1f},{b:.1f}" for a, b in [(x, y), *sides])
+            self._add(f'<polygon points="{tip}" fill="{LINE}"/>', step)
+
+    def legend(self, y, *entries, x=12):
+        """(kind, words) beside one another: what the colours say."""
+        for kind, words in entries:
+            self.box(x, y - 11, 14, 14, kind=kind)
+            self.text(x + 20, y, words, size=12)
+            x += 36 + 7 * len(words)
+
+    def drawing(self, alt: str) -> Drawing:
+        """All of it as one file, with `alt` as its description."""
+        words = f"<title>{html.escape(self.title)}</title><desc>{html.escape(alt)}</desc>"
+        ground = f'<rect width="{WIDTH}" height="{self.height}" fill="#FFFFFF"/>'
+        svg = (
+            f'<svg xmlns="http://www.w3.org/2000/svg" role="img" viewBox="0 0 {WIDTH} {self.height}" width="{SHOWN}" '
+            f'height="{SHOWN * self.height // WIDTH}" font-family="system-ui, Helvetica, Arial, sans-serif">'
+            f"{words}{self._animation()}{ground}{''.join(self.parts)}</svg>"
+        )
+        return Drawing(self.name, alt, svg)
+
+    def _add(self, shape: str, step: int):
+        self.steps = max(self.steps, step)
+        self.parts.append(f'<g class="{self.name}-{step}">{shape}</g>' if step else shape)
+
+    def _animation(self) -> str:
+        """Each step appears in its turn and stays."""
+        if not self.steps:
+            return ""
+        rules = []
+        for step in range(1, self.steps + 1):
+            begin = 100 * step / (self.steps + 2)
+            name = f"{self.name}-{step}"
+            rules.append(
+                f".{name}{{animation:{name} {SECONDS}s {ROUNDS}}}"
+                f"@keyframes {name}{{0%,{begin:.0f}%{{opacity:0}}{begin + 5:.0f}%,100%{{opacity:1}}}}"
+            )
+        names = ",".join(f".{self.name}-{step}" for step in range(1, self.steps + 1))
+        quiet = f"@media print,(prefers-reduced-motion:reduce){{{names}{{animation:none}}}}"
+        return f"<style>{''.join(rules)}{quiet}</style>"
