@@ -12,7 +12,7 @@
 # A language model has never seen a letter. It gets a list of whole numbers, and it gives a score to every number that
 # could come next. Rules before and after the model turn text into numbers and scores into text. These rules decide
 # whether the model understands you at all: ask the bundled model for your name in capitals, and it explains attention
-# to you.
+# to you. (Vectors, attention and q, k, v in half an hour, by hand: [00](00_the_bridge.ipynb).)
 #
 # ## What you will be able to do
 #

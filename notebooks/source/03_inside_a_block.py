@@ -71,6 +71,9 @@ course.predict("03.a", guess, unit="numbers")
 # one token.
 
 # %%
+course.show(course.drawings.block())
+
+# %%
 for name in nanokv.debug.OPERATIONS:
     print(f"{name:<26}{tuple(seen[0, name].shape[2:])}")
 

@@ -170,6 +170,9 @@ try:
 except ValueError as error:
     print("ValueError:", error)
 
+# %%
+course.show(course.drawings.ruler())
+
 # %% [markdown]
 # To see why, we make a cache that reports a wrong length. The model then rotates new queries and keys to the wrong
 # angle, while all shapes stay right. Predict first: the decode position is *one too high* for a whole answer. How many

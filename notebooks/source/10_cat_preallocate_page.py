@@ -279,6 +279,9 @@ course.figure("10.slower", micro[-1] / micro[0])
 # `nanokv.Engine` hands out pages of 16 as tokens come. The lengths are real: the model writes the answers.
 
 # %%
+course.show(course.drawings.pages())
+
+# %%
 questions = ["Tell me a story.", "What is a KV cache?", "Count from 3 to 14.", "What is 12 + 30?", "My name is Zorbla.",
              "Reverse the list: apple, pear, plum.", "What is prefill?", "I have a cat called Miso.",
              "Tell me a story, please.", "Count from 1 to 6."]

@@ -165,6 +165,9 @@ course.show(fig, alt=f"Three masks for a chunk of {T} queries after {held} cache
 # prompts that share more and more tokens with an earlier one, and measure the prefill.
 
 # %%
+course.show(course.drawings.prefix_tree())
+
+# %%
 torch.manual_seed(0)
 total, page = course.sized(448, 160), 16
 longest = min(total, c.max_position_embeddings)
@@ -313,6 +316,10 @@ course.show(fig, alt=f"Bars for four turns of three chats. In the fourth turn {w
 # logits after each of the tokens. The guesses are kept up to the first one with which the model does not agree. There
 # the model's own choice is taken. Here we write one round by hand. The guesser is the model itself without its last
 # layer.
+
+# %%
+course.show(course.drawings.speculation())
+
 
 # %%
 def rounds(ids, draft, n, crop):
