@@ -79,6 +79,8 @@ table = model.embed_tokens.weight
 V, C = table.shape
 print(f"V = {V:,} rows, C = {C} columns")
 print(f"the row of id {ids[1]} begins with", [round(number, 2) for number in table[ids[1], :4].tolist()])
+
+# %% tags=["hide-input"]
 course.figure("00.rows", V)
 course.figure("00.columns", C)
 
@@ -170,6 +172,8 @@ def softmax(scores):
 weights = softmax(scores)
 print("scores", scores, "→ weights", [round(w, 3) for w in weights])
 print("scores [1, 2] → weights", [round(w, 3) for w in softmax([1, 2])])
+
+# %% tags=["hide-input"]
 course.figure("00.larger", softmax([1, 2])[1])
 
 # %% [markdown]
@@ -207,7 +211,7 @@ print("mix", [round(number, 2) for number in mix(weights, values)])
 # [KV cache](glossary.md#kv-cache). The old q are not kept: each was used by its own token, and nobody asks for it
 # again.
 
-# %%
+# %% tags=["hide-input"]
 course.show(course.drawings.token_arrives())
 
 # %%
@@ -242,8 +246,10 @@ for _ in range(100):
     arrive([rng.random(), rng.random()], long)
 before = computed
 arrive([rng.random(), rng.random()], long)
-course.figure("00.lists", computed - before)
 course.reveal("00.a", computed - before)
+
+# %% tags=["hide-input"]
+course.figure("00.lists", computed - before)
 
 # %% [markdown]
 # It is <!--fig 00.lists-->3<!--/fig-->, however long the text is. What grows is the reading: each new q meets all keys.

@@ -70,7 +70,7 @@ course.predict("03.a", guess, unit="numbers")
 # The cell prints every operation of the first block, in the order in which they run, with the shape of its output for
 # one token.
 
-# %%
+# %% tags=["hide-input"]
 course.show(course.drawings.block())
 
 # %%

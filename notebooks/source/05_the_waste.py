@@ -297,7 +297,7 @@ course.show(fig, alt=f"A square of 6 by 6 scores. Lower left, {again} cells that
 # *keys* (for the columns) and the *values* (for the mix), because every later row needs all of them again. It keeps no
 # queries, because no later step uses an old query.
 
-# %%
+# %% tags=["hide-input"]
 course.show(course.drawings.token_arrives())
 
 # %% [markdown]

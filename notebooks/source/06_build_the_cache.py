@@ -170,7 +170,7 @@ try:
 except ValueError as error:
     print("ValueError:", error)
 
-# %%
+# %% tags=["hide-input"]
 course.show(course.drawings.ruler())
 
 # %% [markdown]

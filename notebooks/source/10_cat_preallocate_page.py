@@ -278,7 +278,7 @@ course.figure("10.slower", micro[-1] / micro[0])
 # slots for its prompt plus 64 tokens, in the first hole that is large enough, until it ends. *In pages*:
 # `nanokv.Engine` hands out pages of 16 as tokens come. The lengths are real: the model writes the answers.
 
-# %%
+# %% tags=["hide-input"]
 course.show(course.drawings.pages())
 
 # %%

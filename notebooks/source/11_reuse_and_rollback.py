@@ -164,7 +164,7 @@ course.show(fig, alt=f"Three masks for a chunk of {T} queries after {held} cache
 # [pages](glossary.md#page) of 16 tokens after their request has ended, and finds them again by their tokens. We send
 # prompts that share more and more tokens with an earlier one, and measure the prefill.
 
-# %%
+# %% tags=["hide-input"]
 course.show(course.drawings.prefix_tree())
 
 # %%
@@ -317,7 +317,7 @@ course.show(fig, alt=f"Bars for four turns of three chats. In the fourth turn {w
 # the model's own choice is taken. Here we write one round by hand. The guesser is the model itself without its last
 # layer.
 
-# %%
+# %% tags=["hide-input"]
 course.show(course.drawings.speculation())
 
 
