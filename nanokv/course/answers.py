@@ -46,6 +46,11 @@ def is_blank(answer) -> bool:
     return answer is None or answer is ... or (isinstance(answer, str) and not answer.strip())
 
 
+def is_stub(result) -> bool:
+    """What the untouched stub of a function returns: `...`, or a tuple that still holds one."""
+    return any(map(is_stub, result)) if isinstance(result, list | tuple) else result is ...
+
+
 def same(answer, right, rel: float = 1e-6, atol: float = 0.0) -> bool:
     """Do they agree? Numbers within max(atol, rel·|right|), text without case and spacing, the rest item by item.
 
@@ -101,6 +106,12 @@ def has_nan(value) -> bool:
     if isinstance(value, list):
         return any(has_nan(item) for item in value)
     return isinstance(value, float) and math.isnan(value)
+
+
+def named(value):
+    """The same with NaN as a text, so that two of them are alike."""
+    value = plain(value)
+    return [named(item) for item in value] if isinstance(value, list) else "NaN" if has_nan(value) else value
 
 
 def as_number(value) -> float | None:

@@ -1,7 +1,7 @@
 """What an exercise is: a right answer computed by nanokv, and the wrong answers that people really give.
 
     value("05.1", right=lambda case: …, wrong=[Mistake("…", lambda case: …, "You counted … ")])
-    function("05.2", right=reference, inputs=lambda rng: (…), wrong=[…])     tried on random inputs
+    function("05.2", right=reference, inputs=lambda rng: (…), wrong=[…])     tried on inputs from small to random
     judged("06.3", judge)                                                    a function answer, case → Outcome
 
 Each notebook has a module nanokv/course/checks/nbNN.py with its CHECKS, and its questions in nbNN.toml beside that. An
@@ -19,11 +19,15 @@ from functools import partial, wraps
 from importlib.resources import files
 from types import SimpleNamespace
 
-from nanokv.course.answers import Sealed, as_set, has_nan, is_blank, same
+from nanokv.course import trials as tried
+from nanokv.course.answers import Sealed, as_set, has_nan, is_blank, is_stub, named, plain, same
+from nanokv.course.feedback import call, example, stopped
+from nanokv.course.forms import misfit
 from nanokv.errors import CourseError
 
-TRIALS = 50  # random inputs on which a function is tried
+TRIALS = 50  # inputs on which a function is tried
 UNFINISHED = (NotImplementedError,)
+EXACT = (1e-6, 0.0)  # rel and atol where nothing else is said
 
 
 class Case(SimpleNamespace):
@@ -97,6 +101,14 @@ class Check:
         return Case(values, model, self.hidden)
 
 
+class Told(Exception):
+    """Raised inside a judge: this is the judgement."""
+
+    def __init__(self, outcome: Outcome):
+        super().__init__(outcome.message)
+        self.outcome = outcome
+
+
 def guarded(judge):
     """Whatever an answer does when it is looked at or called, from raising to sys.exit: a wrong answer."""
 
@@ -104,23 +116,32 @@ def guarded(judge):
     def careful(*arguments):
         try:
             return judge(*arguments)
+        except Told as told:
+            return told.outcome
         except KeyboardInterrupt:  # of the one who waits
             raise
         except BaseException as error:  # SystemExit, and what pytest.fail and pytest.skip raise, are no Exception
-            return wrong(_stopped(error))
+            return wrong(stopped(error))
 
     return careful
 
 
-def _stopped(error: BaseException) -> str:
-    try:
-        said = f": {error}".rstrip(": ")
-    except Exception:  # its text is the learner's code too
-        said = ""
-    return f"it stopped with {type(error).__name__}{said}"
+def result_of(function, *arguments, like=None):
+    """What a learner's function returns. Told: it is the stub's `...`, None, or has not the form of `like`."""
+    given = function(*arguments)
+    if is_stub(given):
+        raise Told(UNANSWERED)
+    if given is None:
+        raise Told(wrong("your function returned None: is a return missing?", "None"))
+    problem = like is not None and misfit(given, like)
+    if problem:
+        raise Told(wrong(problem, "form"))
+    return given
 
 
-def value(id: str, right, wrong=(), rel=1e-6, atol=0.0, parameters=None, otherwise="", names=(), hidden=False) -> Check:
+def value(
+    id: str, right, wrong=(), rel=EXACT[0], atol=EXACT[1], parameters=None, otherwise="", names=(), hidden=False
+) -> Check:  # fmt: skip
     """An exercise whose answer is a value. `right`: case → value, or a Sealed; `otherwise`: for an unknown mistake.
 
     `names`: the answer is a set of some of these, and is told so if it is none.
@@ -130,14 +151,21 @@ def value(id: str, right, wrong=(), rel=1e-6, atol=0.0, parameters=None, otherwi
     def judge(answer, case):
         if is_blank(answer):
             return UNANSWERED
-        if same(answer, right if isinstance(right, Sealed) else right(case), rel, atol):
+        expected = right if isinstance(right, Sealed) else right(case)
+        if same(answer, expected, rel, atol):
             return RIGHT
         known = next((m for m in wrong if same(answer, m.gives(case), rel, atol)), None)
         if known:
             return Outcome("wrong", known.message, known.name)
         if names and not _is_set_of(names, answer):
             return Outcome("wrong", f"answer with a set of these names, all or some or none: {', '.join(names)}")
-        return Outcome("wrong", "that is NaN, no number" if has_nan(answer) else otherwise)
+        if has_nan(answer):
+            return Outcome("wrong", "that is NaN, no number")
+        problem = "" if isinstance(expected, Sealed) else misfit(answer, expected)
+        if problem:
+            return Outcome("wrong", problem, "form")
+        near = _tolerance(rel, atol) if (rel, atol) != EXACT else ""
+        return Outcome("wrong", f"{otherwise} Numbers count as right {near}.".lstrip() if near else otherwise)
 
     return Check(id, judge, parameters or {}, None if isinstance(right, Sealed) else right, tuple(wrong), hidden)
 
@@ -147,7 +175,12 @@ def _is_set_of(names, answer) -> bool:
     return isinstance(given, set) and given <= as_set(names)
 
 
-def function(id: str, right, inputs, wrong=(), rel=1e-6, atol=0.0, trials=TRIALS) -> Check:
+def _tolerance(rel: float, atol: float) -> str:
+    """In words; an absolute one beside a relative one is for numbers near zero."""
+    return f"within {100 * rel:g} %" if rel else f"within {atol:g}"
+
+
+def function(id: str, right, inputs, wrong=(), rel=EXACT[0], atol=EXACT[1], trials=TRIALS) -> Check:
     """An exercise whose answer is a function, tried on `inputs(rng)` → arguments; `right` is the reference.
 
     Each call gets arguments of its own, so what one of them does to a list or a tensor in place reaches no other.
@@ -159,40 +192,56 @@ def function(id: str, right, inputs, wrong=(), rel=1e-6, atol=0.0, trials=TRIALS
             return UNANSWERED
         if not callable(answer):
             return Outcome("wrong", f"hand in the function itself, without calling it; this is {answer!r:.60}")
-        rng = random.Random(id)
-        tries = [inputs(rng) for _ in range(trials)]
+        tries = tried.drawn(inputs, id, trials)
         expected = [right(*copy.deepcopy(arguments)) for arguments in tries]
-        given = []
-        for arguments in tries:
-            try:
-                given.append(answer(*copy.deepcopy(arguments)))
-            except UNFINISHED:
-                return UNANSWERED
-            except KeyboardInterrupt:
-                raise
-            except BaseException as error:
-                return Outcome("wrong", f"for the input {shown(arguments)} {_stopped(error)}")
-        return _compared(tries, given, expected, wrong, partial(same, rel=rel, atol=atol))
+        given = [_tried(answer, arguments) for arguments in tries]
+        return _compared(answer, tries, given, expected, wrong, rel, atol)
 
     return Check(id, judge, {}, None, tuple(wrong))
 
 
-def _compared(tries, given, expected, mistakes, alike) -> Outcome:
+def _tried(answer, arguments):
+    """The result of one trial; Told with the call that shows it where there is none."""
+    try:
+        return result_of(answer, *copy.deepcopy(arguments))
+    except UNFINISHED as error:
+        raise Told(UNANSWERED) from error
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        outcome = error.outcome if isinstance(error, Told) else wrong(stopped(error))
+        if outcome.state != "wrong":
+            raise
+        raise Told(wrong(f"{outcome.message}\n    try       {call(answer, arguments)}", outcome.mistake)) from error
+
+
+def _compared(answer, tries, given, expected, mistakes, rel, atol) -> Outcome:
     """The results of a learner's function beside those of the reference and of the known mistakes."""
-    if all(is_blank(g) for g in given):
-        return UNANSWERED
-    differing = next((i for i, (g, right) in enumerate(zip(given, expected, strict=True)) if not alike(g, right)), None)
-    if differing is None:
+    alike = partial(same, rel=rel, atol=atol)
+    at = next((i for i, (g, right) in enumerate(zip(given, expected, strict=True)) if not alike(g, right)), None)
+    if at is None:
         return RIGHT
+
+    def shown(i):
+        within = f" ({_tolerance(rel, atol)})" if _has_floats(expected[i]) else ""
+        return example(answer, tries[i], given[i], expected[i], within)
+
     for mistake in mistakes:
-        if all(alike(g, mistake.gives(*copy.deepcopy(a))) for g, a in zip(given, tries, strict=True)):
-            return Outcome("wrong", mistake.message, mistake.name)
-    difference = _difference(given[differing], expected[differing], alike)
-    return Outcome("wrong", f"for the input {shown(tries[differing])} {difference}")
+        if all(alike(named(g), named(mistake.gives(*copy.deepcopy(a)))) for g, a in zip(given, tries, strict=True)):
+            return wrong(mistake.message + shown(at), mistake.name)
+    for i, problem in enumerate(map(misfit, given, expected)):
+        if problem:
+            return wrong(problem + shown(i), "form")
+    return wrong(_difference(given[at], expected[at], alike) + shown(at))
+
+
+def _has_floats(value) -> bool:
+    value = plain(value)
+    return any(map(_has_floats, value)) if isinstance(value, list) else isinstance(value, float)
 
 
 def _difference(given, right, alike) -> str:
-    """What came back and what should have; of two tensors of one shape, at the first place where they differ."""
+    """Of two tensors of one shape, the first place where they differ."""
     shape = getattr(right, "shape", ())
     if shape and getattr(given, "shape", ()) == shape:
         if given.dtype != right.dtype and alike(given.to(right.dtype), right):
@@ -200,7 +249,7 @@ def _difference(given, right, alike) -> str:
         at = next(place for place in itertools.product(*map(range, shape)) if not alike(given[place], right[place]))
         g, r = (f"{x[at].item():.6g} ({x.dtype})" for x in (given, right))
         return f"yours gives {g.replace('nan', 'NaN')} at {list(at)}, but it is {r}"
-    return f"yours gives {shown(given)}, but it is {shown(right)}"
+    return "not for this input:"
 
 
 def judged(id: str, judge, parameters=None, key=None, hidden=False) -> Check:
@@ -228,7 +277,9 @@ def failing(report) -> str:
     if report.passed:
         return ""
     failure = report.first_failure
-    return f"the case “{failure.name}”: {failure.detail}" if failure else "the equality suite could try no case"
+    if failure is None:
+        return "the equality suite could try no case"
+    return f"the case “{failure.name}”: {stopped(failure.raised) if failure.raised else failure.detail}"
 
 
 def shown(value) -> str:

@@ -10,7 +10,7 @@ UnsupportedError is not offered, and no fault. For caches that keep exact values
 """
 
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -43,6 +43,7 @@ class Case:
     layer: int | None = None
     token: int | None = None
     delta: float = 0.0
+    raised: BaseException | None = field(default=None, repr=False, compare=False)  # by the learner's code
 
     def __str__(self):
         return f"{self.status:<12} {self.name}{': ' * bool(self.detail)}{self.detail}"
@@ -99,7 +100,7 @@ def check(make, model=None, tolerance: float = TOLERANCE, stop: bool = False) ->
         except Different as error:
             cases.append(Case(name, "failed", **error.where))
         except (Exception, SystemExit) as error:  # whatever a learner's class raises is its result
-            cases.append(Case(name, "failed", f"{type(error).__name__}: {error}", delta=float("inf")))
+            cases.append(Case(name, "failed", f"{type(error).__name__}: {error}", delta=float("inf"), raised=error))
     return Report(tuple(cases))
 
 

@@ -1,5 +1,7 @@
 """Notebook 01, text and tokens: joining bytes, cutting characters, choosing a token, stopping."""
 
+import itertools
+
 from nanokv.course.checking import Mistake, function, questions, value
 
 RULES = (("a", "n"), ("b", "a"), ("n", "a"))
@@ -11,7 +13,7 @@ def _pieces(word):
 
     entries = [*"abcn", *(a + b for a, b in RULES)]
     backend = Tokenizer(models.BPE({entry: i for i, entry in enumerate(entries)}, list(RULES)))
-    return tuple(backend.encode(word).tokens)
+    return backend.encode(word).tokens
 
 
 def _longest_first(word):
@@ -29,7 +31,7 @@ def _longest_first(word):
 
 def _cut_text(rng):
     """(pieces,): the bytes of a short text, cut at random places; now and then the last character is not complete."""
-    text = "".join(rng.choice("aé ß🙂むz") for _ in range(rng.randint(3, 8))) + "🙂"
+    text = "".join(rng.choice("aé ß🙂むz") for _ in range(rng.randint(0, 8))) + "🙂"
     data = text.encode()
     data = data[:-1] if rng.random() < 0.3 else data
     pieces, at = [], 0
@@ -52,8 +54,12 @@ def _text_of(pieces):
 
 
 def _chances(rng):
-    weights = [rng.random() ** 2 + 1e-3 for _ in range(rng.randint(4, 9))]
-    return [weight / sum(weights) for weight in weights], rng.uniform(0.3, 0.9)
+    """Chances that are all different, in twentieths, and a p that no sum of them is."""
+    cuts, parts = [], []
+    while len(set(parts)) < len(cuts) + 1:
+        cuts = sorted(rng.sample(range(1, 20), rng.randint(1, 4)))
+        parts = [b - a for a, b in itertools.pairwise((0, *cuts, 20))]
+    return [part / 20 for part in parts], (2 * rng.randrange(6, 18) + 1) / 40
 
 
 def _top_p(chances, p):
@@ -99,7 +105,7 @@ def _times_as_likely(d, T):
 
 def _stream(rng):
     stop = rng.sample(range(10), rng.randint(2, 3))
-    stream = [rng.randrange(10) for _ in range(rng.randint(3, 20))]
+    stream = [rng.randrange(10) for _ in range(rng.randint(1, 20))]
     return [*stream, stop[0], stop[1], rng.randrange(10)], stop
 
 

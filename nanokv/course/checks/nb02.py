@@ -2,14 +2,14 @@
 
 import math
 
-from nanokv.course.answers import is_blank
-from nanokv.course.checking import RIGHT, UNANSWERED, Mistake, function, judged, questions, value, wrong
+from nanokv.course.checking import RIGHT, Mistake, function, judged, questions, result_of, value, wrong
+from nanokv.course.trials import tensor
 
 
 def _weights(scores):
     import torch
 
-    return torch.tensor(scores, dtype=torch.float64).softmax(-1).tolist()
+    return tuple(torch.tensor(scores, dtype=torch.float64).softmax(-1).tolist())
 
 
 # --- 02.2: the formula --------------------------------------------------------------------------------------------
@@ -17,10 +17,8 @@ def _weights(scores):
 
 def _qkv(rng):
     """q, k, v, each (T,D)."""
-    import torch
-
-    T, D = rng.randint(2, 6), rng.choice((4, 8, 16))
-    return tuple(torch.randn(3, T, D, generator=torch.Generator().manual_seed(rng.randrange(2**32))))
+    T, D = rng.randint(1, 6), 2 ** rng.randint(1, 4)
+    return tuple(tensor(rng, 3, T, D))
 
 
 def _attention(q, k, v):
@@ -29,24 +27,36 @@ def _attention(q, k, v):
     return causal_attention(*(x[None, None] for x in (q, k, v)))[0, 0]
 
 
-def _variant(scale=True, mask="added", axis=-1):
+MASKS = {  # what becomes of the scores; `visible` is 1 where a query may look and 0 elsewhere
+    "added": lambda scores, visible: scores.masked_fill(visible == 0, -math.inf),
+    "none": lambda scores, visible: scores,
+    "multiplied": lambda scores, visible: scores * visible,
+    "strict": lambda scores, visible: scores.masked_fill(visible.tril(-1) == 0, -1e9),
+    "strict, infinite": lambda scores, visible: scores.masked_fill(visible.tril(-1) == 0, -math.inf),
+    "inverted": lambda scores, visible: scores.masked_fill(visible == 1, -math.inf),
+    "one ahead": lambda scores, visible: scores.masked_fill((1 - visible).triu(2) == 1, -math.inf),
+    "zero times infinity": lambda scores, visible: scores + (1 - visible) * -math.inf,
+    "ones added": lambda scores, visible: scores + visible,
+}
+
+
+def _variant(divisor=lambda q: q.shape[-1] ** 0.5, mask="added", axis=-1):
     """The formula with something else in it."""
 
     def attend(q, k, v):
-        import torch
-
-        scores = q @ k.mT / (q.shape[-1] ** 0.5 if scale else 1)
-        visible = torch.ones(scores.shape).tril()
-        if mask == "added":
-            scores = scores.masked_fill(visible == 0, -torch.inf)
-        if mask == "multiplied":
-            scores = scores * visible
-        if mask == "strict":
-            scores = scores.masked_fill(visible.tril(-1) == 0, -1e9)
-        weights = scores.softmax(axis)
-        return (weights * visible if mask == "after softmax" else weights) @ v
+        return _weighted(q, k, divisor, mask, axis) @ v
 
     return attend
+
+
+def _weighted(q, k, divisor=lambda q: q.shape[-1] ** 0.5, mask="added", axis=-1):
+    import torch
+
+    scores = q @ k.mT / divisor(q)
+    visible = torch.ones(scores.shape).tril()
+    if mask == "after softmax":
+        return scores.softmax(axis) * visible
+    return MASKS[mask](scores, visible).softmax(axis)
 
 
 # --- 02.4: a test that finds a leak -------------------------------------------------------------------------------
@@ -72,9 +82,7 @@ def _judge_leak_test(answer, case):
         (causal_attention, 1e-6, False, wrong(f"a causal model with noise of 1e-6 {says}", "rounding as a leak")),
     )
     for attend, size, leaks, outcome in subjects:
-        given = answer(_forward(case.model, attend, size, noise), ids.clone(), V)
-        if is_blank(given):
-            return UNANSWERED
+        given = result_of(answer, _forward(case.model, attend, size, noise), ids.clone(), V)
         if not isinstance(given, bool) and not hasattr(given, "item"):
             return wrong(f"return True or False; this is {given!r:.40}", "no bool")
         if bool(given) != leaks:
@@ -143,13 +151,36 @@ CHECKS = (
     function(
         "02.2", right=_attention, inputs=_qkv, rel=1e-4, atol=1e-5,
         wrong=(
-            Mistake("no division", _variant(scale=False), "The division by the root of D is missing."),
+            Mistake("no division", _variant(lambda q: 1), "The division by the root of D is missing."),
+            Mistake("divided by D", _variant(lambda q: q.shape[-1]), "You divide by D: its root is missing."),
+            Mistake("root of T", _variant(lambda q: q.shape[0] ** 0.5),
+                    "You divide by the root of T, the number of tokens. D is the last axis of q."),
+            Mistake("multiplied by the root", _variant(lambda q: q.shape[-1] ** -0.5),
+                    "The scores are divided by the root of D, not multiplied."),
+            Mistake("divided after softmax", lambda q, k, v: _variant(lambda q: 1)(q, k, v) / q.shape[-1] ** 0.5,
+                    "You divide after softmax, so the weights no longer add up to 1. Divide the scores."),
             Mistake("multiplied", _variant(mask="multiplied"),
                     "Your mask makes forbidden scores 0. They have to become −∞: e to the 0 is 1."),
             Mistake("no mask", _variant(mask="none"), "There is no mask: every token sees every other."),
             Mistake("masked after softmax", _variant(mask="after softmax"),
                     "You masked after softmax, so the rows no longer add up to 1. Mask the scores."),
             Mistake("sees not itself", _variant(mask="strict"), "A token sees itself too: the diagonal is allowed."),
+            Mistake("sees not itself, NaN", _variant(mask="strict, infinite"),
+                    "A token sees itself too: the diagonal is allowed. The first row has nothing left: NaN."),
+            Mistake("inverted", _variant(mask="inverted"),
+                    "Your mask is the other way round: it hides the past and shows the future."),
+            Mistake("one ahead", _variant(mask="one ahead"),
+                    "Every token sees the next one. The mask begins right above the diagonal."),
+            Mistake("zero times infinity", _variant(mask="zero times infinity"),
+                    "All is NaN, because 0 · −∞ is NaN. Put −∞ only where it belongs: masked_fill does."),
+            Mistake("ones added", _variant(mask="ones added"),
+                    "You add 1 to the allowed scores. Add −∞ to the forbidden ones instead."),
+            Mistake("no softmax", lambda q, k, v: (q @ k.mT / q.shape[-1] ** 0.5).tril() @ v,
+                    "The softmax is missing: scores are no weights yet."),
+            Mistake("weights returned", lambda q, k, v: _weighted(q, k),
+                    "Those are the weights (T,T). They mix the values: multiply by v."),
+            Mistake("keys mixed", lambda q, k, v: _variant()(q, k, k),
+                    "You mix the keys. Keys decide the weights; the values are what is mixed."),
             Mistake("over queries", _variant(axis=-2),
                     "Your softmax runs down the columns. Each row, one query's weights, adds up to 1: the last axis."),
             Mistake("swapped", lambda q, k, v: _variant()(k, q, v),

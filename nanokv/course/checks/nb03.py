@@ -3,6 +3,8 @@
 from dataclasses import replace
 
 from nanokv.course.checking import RIGHT, Mistake, function, judged, questions, value, wrong
+from nanokv.course.forms import misfit
+from nanokv.course.trials import tensor
 
 
 def _shapes(case):
@@ -24,23 +26,19 @@ def _derived(case):
     return (case.H * D, case.C), (case.Hk * D, case.C), (case.C, case.H * D)
 
 
-def _random(rng, *shape):
-    import torch
-
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(rng.randrange(2**32)))
-
-
 # --- 03.2: the rotation -------------------------------------------------------------------------------------------
+
+TURNS = ((1.0, 0.0), (0.6, 0.8), (0.8, 0.6), (0.0, 1.0), (-0.6, 0.8), (0.6, -0.8))  # cosine and sine of an angle
 
 
 def _rotation_inputs(rng):
     """x (B,H,T,D), cos and sin (T,D) with equal halves."""
     import torch
 
-    B, H, T, D = rng.randint(1, 2), rng.randint(1, 3), rng.randint(2, 4), 2 * rng.randint(2, 4)
-    angle = _random(rng, T, D // 2)
-    angle = torch.cat((angle, angle), dim=-1)
-    return _random(rng, B, H, T, D), angle.cos(), angle.sin()
+    B, H, T, D = rng.randint(1, 2), rng.randint(1, 3), rng.randint(1, 4), 2 * rng.randint(2, 4)
+    turns = torch.tensor([[rng.choice(TURNS) for _ in range(D // 2)] for _ in range(T)])  # (T,D/2,2)
+    cos, sin = turns.repeat(1, 2, 1).unbind(-1)
+    return tensor(rng, B, H, T, D), cos, sin
 
 
 def _rotate(x, cos, sin):
@@ -77,7 +75,7 @@ def _norm_inputs(rng):
 
     T, C = rng.randint(2, 4), rng.randint(3, 6)
     size = torch.tensor([1.0, 1e-3] * T)[:T, None]
-    return _random(rng, T, C) * size + 0.5 * size, 1 + 0.3 * _random(rng, C), 1e-6
+    return tensor(rng, T, C) * size + 0.5 * size, 1 + 0.25 * tensor(rng, C), 1e-6
 
 
 def _rms_norm(x, weight, eps):
@@ -128,6 +126,9 @@ def _judge_weights(answer, case):
 
     import torch
 
+    problem = "" if hasattr(answer, "tolist") else misfit(answer, [1.0])
+    if problem:
+        return wrong(problem)
     weight = torch.as_tensor(answer, dtype=torch.float32)  # (D,)
     if weight.shape != (8,):
         return wrong(f"eight numbers were asked for, these have the shape {tuple(weight.shape)}", "shape")
@@ -136,8 +137,8 @@ def _judge_weights(answer, case):
     if (weight == weight[0]).all():
         return wrong("true, but that is the easy case: not all equal, please", "all equal")
     rng = random.Random("03.5")
-    angle = _random(rng, 4, 4).repeat(1, 2)
-    x, cos, sin = _random(rng, 1, 1, 4, 8), angle.cos(), angle.sin()
+    angle = tensor(rng, 4, 4).repeat(1, 2)
+    x, cos, sin = tensor(rng, 1, 1, 4, 8), angle.cos(), angle.sin()
     before, after = _rotate(_rms_norm(x, weight, 1e-6), cos, sin), _rms_norm(_rotate(x, cos, sin), weight, 1e-6)
     pair = torch.maximum(weight.abs(), weight.roll(4).abs())  # (D,): what is mixed into each dimension has this size
     if bool(((before - after).abs() <= 1e-5 * pair).all()):
@@ -196,6 +197,17 @@ CHECKS = (
                     "That deals the heads out in turn. Neighbours share: the first G heads read KV head 0."),
             Mistake("divided by Hk", lambda h, H, Hk: h // Hk, "Divide by the group's size H / Hk, not by Hk."),
             Mistake("within the group", lambda h, H, Hk: h % (H // Hk), "That is the place of h within its group."),
+            Mistake("not rounded", lambda h, H, Hk: h * Hk / H, "A head has a whole number: // rounds down."),
+            Mistake("to the nearest", lambda h, H, Hk: round(h * Hk / H),
+                    "You round to the nearest: the second half of a group would read the next KV head. Round down."),
+            Mistake("rounded up", lambda h, H, Hk: -(-h * Hk // H), "You round up. Only head 0 would read KV head 0."),
+            Mistake("counted from 1", lambda h, H, Hk: h * Hk // H + 1, "One too many: heads are counted from 0."),
+            Mistake("group size", lambda h, H, Hk: H // Hk, "That is the size of a group. Which group is h in?"),
+            Mistake("first of the group", lambda h, H, Hk: h - h % (H // Hk),
+                    "That is the first query head of the group. Its KV head has the number of the group."),
+            Mistake("its own", lambda h, H, Hk: h, "Without grouping, yes. Here there are Hk KV heads, fewer than H."),
+            Mistake("the last ones shared", lambda h, H, Hk: min(h, Hk - 1),
+                    "Then all heads from Hk on read the last KV head. Every KV head has H / Hk readers."),
         ),
     ),
     judged("03.5", _judge_weights),

@@ -3,8 +3,8 @@
 import tempfile
 from pathlib import Path
 
-from nanokv.course.answers import as_number, is_blank, plain, same
-from nanokv.course.checking import RIGHT, UNANSWERED, Mistake, function, judged, questions, value, wrong
+from nanokv.course.answers import as_number, plain, same
+from nanokv.course.checking import RIGHT, Mistake, function, judged, questions, result_of, value, wrong
 
 
 def _tensors(L, tied):
@@ -28,9 +28,7 @@ def _judge_reader(read, case):
         path = Path(folder) / "model.safetensors"
         save_file(tensors, path, metadata={"format": "pt"})
         for name, right in tensors.items():
-            given = read(path, name)
-            if is_blank(given):
-                return UNANSWERED
+            given = result_of(read, path, name)
             outcome = _tensor_outcome(name, given, right)
             if outcome:
                 return outcome

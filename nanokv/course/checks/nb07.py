@@ -4,6 +4,8 @@ import itertools
 
 from nanokv.course import checking
 from nanokv.course.checking import UNANSWERED, Mistake, Outcome, function, judged, questions, wrong
+from nanokv.course.feedback import line
+from nanokv.course.trials import tensor
 
 WANTED = 16  # faults that the test of exercise 07.4 has to kill
 SECONDS = 20  # that a run of it may take; the model is small
@@ -21,12 +23,10 @@ def _rotated(config, key, position):
 
 def _key(rng):
     """(config, key, the key rotated to a position below 100), each key (1,1,1,D)."""
-    import torch
-
     from nanokv.study.equality import small_model
 
     config = small_model().config
-    key = torch.randn(1, 1, 1, config.head_dim, generator=torch.Generator().manual_seed(rng.randint(0, 10**6)))
+    key = tensor(rng, 1, 1, 1, config.head_dim)
     return config, key, _rotated(config, key, rng.randint(0, 99))
 
 
@@ -89,10 +89,14 @@ def _judge_test(test, case):
     if not callable(test):
         return wrong("hand in the function itself, without calling it")
 
-    returned = []
+    returned, raised = [], []
 
     def finished(model):
-        returned.append(test(model))
+        try:
+            returned.append(test(model))
+        except BaseException as error:  # what pytest.fail raises is no Exception
+            raised.append(line(error))
+            raise
         if returned[-1] is ...:
             raise NotImplementedError
 
@@ -100,7 +104,7 @@ def _judge_test(test, case):
     if grade.false_alarm.startswith(NotImplementedError.__name__):
         return UNANSWERED
     if grade.false_alarm:
-        return wrong(str(grade), "false alarm")
+        return wrong("\n    ".join([str(grade), *filter(None, raised[:1])]), "false alarm")
     if len(grade.kills) < WANTED and any(isinstance(one, bool) for one in returned):
         return wrong("it returns True or False, which nobody looks at: raise where something is wrong, as "
                      "`assert` does", "returned")  # fmt: skip

@@ -29,7 +29,7 @@ def _llama(case, config=LLAMA_2_70B, share=1.0):
 
 def _table(case, share=1.0):
     """KiB a token of the article's four shapes; its own table is for 2 bytes per value."""
-    return [kib_a_token(*row) * case.itemsize / 2 * share for row in TABLE]
+    return tuple(kib_a_token(*row) * case.itemsize / 2 * share for row in TABLE)
 
 
 def _savings(case, bits=None, layers=(60, 95), both=2):
@@ -42,7 +42,7 @@ def _savings(case, bits=None, layers=(60, 95), both=2):
 def _published(case):
     """The same from the figures of nanokv.study.mla, whose first one is for 6 bits."""
     few, equal, _, own, _ = deepseek_v2_savings().values()
-    return [100 * (1 - (1 - few) * case.bits / 6), 100 * equal, 100 * own]
+    return 100 * (1 - (1 - few) * case.bits / 6), 100 * equal, 100 * own
 
 
 def _fitting(case, memory=None):

@@ -2,7 +2,7 @@
 
 import random
 
-from nanokv.course.checking import RIGHT, UNANSWERED, Mistake, function, judged, questions, value, wrong
+from nanokv.course.checking import RIGHT, Mistake, function, judged, questions, result_of, value, wrong
 from nanokv.course.work import copied_by_cat
 
 
@@ -40,9 +40,7 @@ def _judge_free(answer, case):
 def _one_free(answer, table, owners, free):
     """An Outcome if this call does not do what it should."""
     held, before, was_free = list(table), list(owners), list(free)
-    returned = answer(table, owners, free)
-    if returned is ... or (returned is None and (owners, free, table) == (before, was_free, held)):
-        return UNANSWERED
+    returned = result_of(answer, table, owners, free)
     should_owners = [n - held.count(p) for p, n in enumerate(before)]
     should_free = sorted(was_free + [p for p in held if should_owners[p] == 0])
     if sorted(free) == sorted(was_free + held) and sorted(free) != should_free:

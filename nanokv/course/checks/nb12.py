@@ -2,8 +2,9 @@
 
 import random
 
-from nanokv.course.answers import is_blank, plain
-from nanokv.course.checking import RIGHT, UNANSWERED, Mistake, failing, judged, questions, value, wrong
+from nanokv.course.answers import plain
+from nanokv.course.checking import RIGHT, Mistake, failing, judged, questions, result_of, value, wrong
+from nanokv.course.forms import misfit
 
 # --- 12.1: the rectangle ------------------------------------------------------------------------------------------
 
@@ -18,9 +19,7 @@ def _judge_rectangle(answer, case):
 
     rng = random.Random("12.1")
     prompts = [[rng.randrange(1, case.config.vocab_size) for _ in range(n)] for n in (9, 4, 12, 7)]
-    given = answer([list(prompt) for prompt in prompts])
-    if is_blank(given):
-        return UNANSWERED
+    given = result_of(answer, [list(prompt) for prompt in prompts], like=([[1]], [1]))
     rows, pads = (plain(part) for part in given)
     outcome = _rectangle_outcome(prompts, rows, pads)
     if outcome is not None:
@@ -65,6 +64,8 @@ def _window(c):
 
 # --- 12.4: rounding -----------------------------------------------------------------------------------------------
 
+HALF = 0.5 * (1 + 1e-3)  # a step
+
 
 def _judge_rounding(answer, case):
     import torch
@@ -75,11 +76,10 @@ def _judge_rounding(answer, case):
         shape[dim] = 4 * 2**bits  # values in a line, many more than levels
         x = torch.randn(shape, generator=generator, dtype=torch.float64)
         x[..., 3] *= 30  # one large channel
-        given = answer(x.clone(), bits, dim)
-        if is_blank(given):
-            return UNANSWERED
-        if given.shape != x.shape:
-            return wrong(f"the shape became {tuple(given.shape)}, it was {tuple(x.shape)}", "shape")
+        given = result_of(answer, x.clone(), bits, dim)
+        problem = misfit(given, x)
+        if problem:
+            return wrong(f"a tensor like x was asked for: {problem}", "shape")
         outcome = _rounding_outcome(x, given.double(), bits, dim)
         if outcome is not None:
             return outcome
@@ -88,22 +88,55 @@ def _judge_rounding(answer, case):
 
 def _rounding_outcome(x, given, bits, dim):
     low, high = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
-    off = (given - x).abs()
-    half = (high - low) / (2**bits - 1) / 2 * (1 + 1e-3)
+    step = (high - low) / (2**bits - 1)
+    off = (given - x) / step
     if bool(given.isnan().any()):
         return wrong(f"with bits={bits} and dim={dim} some values come back as NaN")
-    if bool((off <= half).all()):
+    if bool((off.abs() <= HALF).all()):
         most = max(len(line.unique()) for line in given.movedim(dim, -1).reshape(-1, x.shape[dim]).round(decimals=9))
         many = f"with bits={bits} a group has {most} levels, and at most {2**bits} = 2**bits are allowed"
         return wrong(many, "levels") if most > 2**bits else None
-    outcome = None if _same_ends(x, given, dim) else _ends_outcome(x, given, bits, dim)
-    if outcome is not None:
-        return outcome
-    if bool((off <= (high - low) / (2**bits - 2 + (bits == 1)) / 2 * (1 + 1e-3)).all()):
+    return (
+        _codes_outcome(x, given, low, step) or _side_outcome(off) or _ends_outcome(x, given, bits, dim)
+        or _steps_outcome(float(off.abs().max()), bits, dim)
+    )  # fmt: skip
+
+
+def _codes_outcome(x, given, low, step):
+    """An Outcome if a part of the way to the codes or back is missing."""
+
+    def near(values) -> bool:
+        return bool(((values - x).abs() <= 1.01 * step).all())
+
+    if near(given * step + low):
+        return wrong("those are the codes, from 0 on: scale them back, times the step plus the smallest value", "codes")
+    if near((given - low) * step + low):
+        return wrong("the codes were not multiplied by the step on the way back", "no step")
+    if near(given + low):
+        return wrong("the smallest value was subtracted and not added again on the way back", "no low")
+    if bool((given == x.round()).all()):
+        return wrong("your step does not depend on the values: it is their range over 2**bits − 1", "fixed step")
+    return None
+
+
+def _side_outcome(off):
+    """An Outcome if all values, in steps, are off to one side."""
+    if bool((off.abs() <= 2 * HALF).all()):
+        if bool((off <= 1e-3).all()):
+            return wrong("every value is moved down, by up to a whole step: round to the nearest, not down", "floor")
+        if bool((off >= -1e-3).all()):
+            return wrong("every value is moved up, by up to a whole step: round to the nearest", "ceil")
+    return None
+
+
+def _steps_outcome(worst: float, bits, dim):
+    """What is wrong with the number of steps, by the largest distance in steps; the ends are right."""
+    steps = 2**bits - 1
+    if worst <= steps / (steps - 1) * HALF:
         return wrong("nearly: 2**bits levels have 2**bits − 1 steps between them", "one step too few")
-    if bool((off <= 2 * half).all()):
-        return wrong("some values are off by up to a whole step: round to the nearest, do not cut off", "floor")
-    return wrong(f"with bits={bits} and dim={dim} a value is off by {float((off / half / 2).max()):.2f} steps", "error")
+    if worst <= steps / (2 ** (bits - 1) - 1) * HALF:
+        return wrong("those are 2**(bits − 1) levels, half of them: there is no bit for a sign here", "half the levels")
+    return wrong(f"with bits={bits} and dim={dim} a value is off by {worst:.2f} steps", "error")
 
 
 def _same_ends(x, given, dim) -> bool:
@@ -114,7 +147,9 @@ def _same_ends(x, given, dim) -> bool:
 
 
 def _ends_outcome(x, given, bits, dim):
-    """Where the lowest and the highest level are, if they are not those of the groups along dim."""
+    """Where the lowest and the highest level are, if they are not those of the groups along dim; else None."""
+    if _same_ends(x, given, dim):
+        return None
     for other in {0, 1, 2, 3} - {dim}:
         if _same_ends(x, given, other):
             return wrong(f"for dim={dim} you took the smallest and the largest along {other}", "dimension")
@@ -225,9 +260,7 @@ def _judge_mqa(convert):
 
     model = small_model()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    made = convert(model)
-    if is_blank(made):
-        return UNANSWERED
+    made = result_of(convert, model)
     if any(not torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items()):
         return wrong("the old model has changed: build a new one", "changed")
     config = model.config

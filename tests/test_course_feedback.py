@@ -1,0 +1,350 @@
+"""What a learner is told: the line that raised, an input to try, the form before the content, how exact a number is."""
+
+import linecache
+import math
+import re
+
+import pytest
+import torch
+
+from nanokv.course import checking, trials
+from nanokv.course.checking import Mistake, function, judged, result_of, value
+
+pytestmark = pytest.mark.sampled
+
+
+
+def cell(source: str) -> dict:
+    """The names of a notebook's cell: its file does not exist, and its text is known to linecache, as in Jupyter."""
+    name = f"/tmp/ipykernel_1/{abs(hash(source))}.py"
+    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+    names = {"__name__": "__main__", "torch": torch}
+    exec(compile(source, name, "exec"), names)
+    return names
+
+
+def told(id, answer):
+    check = checking.find(id)
+    return check.judge(answer, check.case())
+
+
+# --- nothing returned ---------------------------------------------------------------------------------------------
+
+FORGOTTEN = {
+    "01.2": lambda pieces: None, "02.2": lambda q, k, v: None, "02.4": lambda forward, ids, V: None,
+    "04.2": lambda path, name: None, "06.4": lambda model, ids, n: None, "09.2": lambda start, clock: None,
+    "10.5": lambda table, owners, free_pages: None, "11.5": lambda guesses, best: None,
+    "12.1": lambda prompts: None, "12.4": lambda x, bits, dim: None, "12.5": ("mqa", lambda model: None),
+    "06.3": type("C", (), {"append": lambda self, k, v: None}),
+}  # fmt: skip
+STUBS = FORGOTTEN | {
+    "01.2": lambda pieces: ..., "02.2": lambda q, k, v: ..., "02.4": lambda forward, ids, V: ...,
+    "04.2": lambda path, name: ..., "06.4": lambda model, ids, n: ..., "09.2": lambda start, clock: (..., ...),
+    "10.5": lambda table, owners, free_pages: ..., "11.5": lambda guesses, best: ..., "12.1": lambda prompts: (1, ...),
+    "12.4": lambda x, bits, dim: ..., "12.5": ("mqa", lambda model: ...),
+    "06.3": type("C", (), {"append": lambda self, k, v: ...}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("id", FORGOTTEN)
+def test_a_forgotten_return_is_told_and_a_stub_is_not_answered(id):
+    outcome = told(id, FORGOTTEN[id])
+    assert outcome.state == "wrong" and "your function returned None: is a return missing?" in outcome.message
+    assert told(id, STUBS[id]).state == "unanswered"
+
+
+# --- what raised --------------------------------------------------------------------------------------------------
+
+HELPED = """
+def half(x):
+    return torch.tensor(x)[7]
+
+def kv_head(h, H, Hk):
+    return half([h, H, Hk])
+
+class MyCache:
+    length = 0
+    def append(self, k, v):
+        return self.kept
+
+def loop(model, ids, n):
+    return [missing for _ in range(n)]
+
+def test(model):
+    assert model.lm_head is None
+
+def scale(*_):
+    return half([1])
+"""
+
+
+@pytest.mark.parametrize(
+    ("id", "name", "words"),
+    [
+        ("03.4", "kv_head", "IndexError: index 7 is out of bounds for dimension 0 with size 3\n    line 3 of your "
+                            "cell, in half: return torch.tensor(x)[7]\n    try       kv_head(h="),
+        ("06.3", "MyCache", "AttributeError: 'MyCache' object has no attribute 'kept'\n    line 11 of your cell, "
+                            "in append: return self.kept"),
+        ("06.4", "loop", "NameError: name 'missing' is not defined\n    line 14 of your cell"),
+        ("07.4", "test", "line 17 of your cell, in test: assert model.lm_head is None"),
+        ("12.4", "scale", "line 3 of your cell, in half: return torch.tensor(x)[7]"),
+    ],
+)  # fmt: skip
+def test_what_raises_is_told_with_the_line_that_raised(id, name, words):
+    assert words in told(id, cell(HELPED)[name]).message
+
+
+def test_a_cache_that_fails_in_the_equality_suite_is_told_its_line():
+    late = cell("""
+class Late:
+    def __init__(self):
+        self.length, self.parts = 0, []
+    def append(self, k, v):
+        if self.length > 2:
+            raise ValueError("too late")
+        self.parts.append((k, v))
+        self.length += k.shape[2]
+        return tuple(torch.cat(part, dim=2) for part in zip(*self.parts))
+""")["Late"]
+    assert "ValueError: too late\n    line 7 of your cell, in append: raise ValueError(" in told("06.3", late).message
+
+
+def test_the_line_is_the_deepest_one_of_the_learner_and_of_no_library(tmp_path, monkeypatch):
+    (tmp_path / "my_own_helpers.py").write_text("import json\n\n\ndef read(text):\n    return json.loads(text)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    names = cell("import my_own_helpers\ndef f(n):\n    return my_own_helpers.read('{')\n")
+    check = function("x.1", right=lambda n: n, inputs=lambda rng: (rng.randint(1, 9),))
+    message = check.judge(names["f"], check.case()).message
+    assert "JSONDecodeError: Expecting" in message and "line 5 of my_own_helpers.py, in read: return json.l" in message
+    message = check.judge(lambda: 1, check.case()).message  # raised by the call itself: no line of theirs
+    assert "takes 0 positional arguments but 1 was given\n    try       your_function(" in message
+
+
+# --- an input to try ----------------------------------------------------------------------------------------------
+
+
+def test_inputs_grow_and_those_that_are_short_to_type_come_first():
+    tries = trials.drawn(lambda rng: (rng.randint(1, 1000), rng.randint(5, 6)), "x", 50)
+    assert max(tries[0]) <= 9 and max(a for a, _ in tries) > 500 and {b for _, b in tries} == {5, 6}
+    assert tries == trials.drawn(lambda rng: (rng.randint(1, 1000), rng.randint(5, 6)), "x", 50)
+
+
+@pytest.mark.parametrize(
+    ("id", "answer", "call"),
+    [
+        ("05.2", lambda P, N: P * N + (P > 50), r"your_function\(P=\d, N=\d\)"),
+        ("03.4", lambda h, H, Hk: h % 7, r"your_function\(h=\d+, H=\d+, Hk=\d\)"),
+        ("02.2", lambda q, k, v: v + 1,
+         r"your_function\((\w=torch.tensor\(\[\[-?[012].0, -?[012].0\]\]\)(, )?){3}\)"),
+        ("03.3", lambda x, weight, eps: x + 1, r"your_function\(x=torch.tensor\(.+\), weight=.+, eps=1e-06\)"),
+        ("01.3", lambda chances, p: {0, 1}, r"your_function\(chances=\[[\d., ]+\], p=[\d.]+\)"),
+        ("09.4", lambda weights, per_token, context, batch, bandwidth: 1.5, r"your_function\(weights=\d0+, .+\)"),
+    ],
+)  # fmt: skip
+def test_the_example_of_a_wrong_function_is_small_and_is_code_that_runs(id, answer, call):
+    lines = told(id, answer).message.splitlines()
+    shown = {line.split(None, 1)[0]: line.split(None, 1)[1] for line in lines[-3:]}
+    assert list(shown) == ["try", "gives", "expected"]
+    assert re.fullmatch(call, shown["try"]) and len(shown["try"]) < 250, shown
+    names = {"torch": torch, "your_function": answer}
+    again, gave, right = (eval(text.split(" (within")[0], names) for text in shown.values())
+    assert checking.same(again, gave, 1e-4) and not checking.same(again, right, 1e-4)
+
+
+def test_a_named_mistake_shows_an_example_too():
+    assert "try       your_function(P=" in told("05.2", lambda P, N: P * N).message
+
+
+def test_nothing_short_is_cut_and_nothing_long_is_written_down():
+    check = function("x.1", right=lambda n: list(range(200)), inputs=lambda rng: (1,))
+    assert "196, 197, 198, 199]" in check.judge(lambda n: [7], check.case()).message
+    check = function("x.1", right=lambda n: torch.ones(100, 100), inputs=lambda rng: (1,))
+    assert "expected  a tensor (100, 100) of torch.float32" in check.judge(lambda n: torch.zeros(100, 100), 0).message
+
+
+# --- the form before the content ----------------------------------------------------------------------------------
+
+
+def right_of(id):
+    check = checking.find(id)
+    return check.key(check.case())
+
+
+def flat(value):
+    return [x for item in value for x in flat(item)] if isinstance(value, list | tuple) else [value]
+
+
+@pytest.mark.parametrize(
+    ("id", "change", "words"),
+    [
+        ("01.1", "|".join, "this is a text, wanted is a list of texts, written as ['b', 'an', 'an', 'a']"),
+        ("01.1", lambda right: 4, "this is a number, wanted is a list of texts, such as ['yz', "),
+        ("03.1", flat, "wanted is 3 times 2 numbers, written as ((288, 192), (96, 192), (192, 288))"),
+        ("05.1", lambda right: f"{right[0]} and {right[1]}", "this is a text, wanted is 2 numbers, written as (26, 8)"),
+        ("05.1", lambda right: right[0], "this is a number, wanted is 2 numbers, such as (1, 2)"),
+        ("05.1", lambda right: {"a": 1}, "this is a dict, wanted is 2 numbers, such as (1, 2)"),
+        ("08.2", lambda right: tuple(f"{x:.1f} GB" for x in right), "written as (85.9, 80)"),
+        ("08.5", lambda right: [right], "wanted is a number, written as 14"),
+        ("10.1", lambda right: f"{right:,} rows", "this is a text, wanted is a number, written as 4950"),
+        ("10.1", lambda right: "many", "this is a text, wanted is a number, such as 1"),
+        ("10.1", lambda right: True, "this is True or False, wanted is a number, such as 1"),
+        ("02.3", lambda right: torch.ones(3), "this is a tensor (3,), wanted is a number, such as 1.5"),
+        ("05.3", lambda right: {*right}, "this is a set, wanted is 2 numbers, "),
+    ],
+)  # fmt: skip
+def test_the_form_of_a_value_is_told_before_its_content(id, change, words):
+    outcome = told(id, change(right_of(id)))
+    assert (outcome.state, outcome.mistake) == ("wrong", "form") and words in outcome.message
+    assert checking.find(id).judge(right_of(id), checking.find(id).case()).state == "right"
+
+
+def test_an_example_of_a_form_does_not_give_the_answer_away():
+    for number in range(1, 13):
+        for check in checking.exercises(f"{number:02}").CHECKS:
+            if check.key and check.parameters and not check.hidden:
+                outcome = check.judge(object(), check.case())
+                assert outcome.mistake == "form" and "such as" in outcome.message, check.id
+                assert not checking.same(eval(outcome.message.split("such as ")[1]), check.key(check.case())), check.id
+
+
+@pytest.mark.parametrize(
+    ("id", "answer", "words"),
+    [
+        ("01.2", lambda pieces: b"".join(pieces), "this is a bytes, wanted is a text"),
+        ("11.4", lambda cached, new: new[:-1], "this is an empty list, wanted is a number, such as 1\n"),
+        ("11.5", lambda guesses, best: 3, "this is a number, wanted is a list of numbers, such as [1, 2, 3]"),
+        ("10.4", lambda table, i, page: [table[i // page], [i % page]], "wanted is 2 numbers, written as ("),
+        ("11.1", lambda cached, T: torch.ones(T * (cached + T)) > 0, "the shape is (4,), and it has to be (2, 2)\n"),
+        ("02.2", lambda q, k, v: 7, "this is a number, wanted is a torch.float32 tensor (1, 2)"),
+        ("12.4", lambda x, bits, dim: x.numpy(), "a numpy array (4, 3, 64, 8), wanted is a torch.float64 tensor"),
+        ("12.4", lambda x, bits, dim: x.tolist(), "torch.tensor(…) makes one"),
+        ("12.4", lambda x, bits, dim: x[0], "the shape is (3, 64, 8), and it has to be (4, 3, 64, 8)"),
+        ("12.1", lambda prompts: prompts, "wanted is 2 items, such as ([[1"),
+        ("09.2", lambda start, clock: 3.0, "this is a number, wanted is 2 items, such as (1.5, "),
+        ("03.5", ["a"] * 8, "wanted is a list of numbers"),
+    ],
+)  # fmt: skip
+def test_the_form_of_what_a_function_returns_is_told_before_its_content(id, answer, words):
+    outcome = told(id, answer)
+    assert outcome.state == "wrong" and words in outcome.message
+
+
+def test_a_result_may_be_asked_for_in_a_form():
+    check = judged("x.3", lambda answer, case: result_of(answer, 3, like=(1, "a")) and checking.RIGHT)
+    assert check.judge(lambda n: [n, "b"], None).state == "right"
+    assert check.judge(lambda n: (n, n), None).mistake == "form"
+
+
+# --- how exact ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("id", "words"),
+    [("02.1", "within 0.5 %"), ("02.3", "within 0.5 %"), ("08.3", "within 0.2 %"), ("08.4", "within 0.1"),
+     ("09.1", "within 0.35 %"), ("09.3", "within 1 %"), ("12.3", "within 0.5 %")],
+)  # fmt: skip
+def test_a_wrong_number_is_told_how_exact_it_has_to_be(id, words):
+    right = right_of(id)
+    near = tuple(x * 1.07 for x in right) if isinstance(right, tuple) else right * 1.07
+    assert told(id, near).message.endswith(f"Numbers count as right {words}.")
+
+
+def test_a_number_that_is_counted_needs_no_tolerance():
+    assert "within" not in told("05.1", (1, 1)).message
+    check = value("x.1", right=lambda c: 1.5, wrong=(Mistake("half", lambda c: 0.5, "half"),), rel=0.01)
+    assert check.judge(0.5, None).message == "half" and "within 1 %" in check.judge(0.6, None).message
+    assert "(within 0.0001 %)" in told("09.4", lambda *a: 1.5).message
+
+
+# --- mistakes with a name, as people write them --------------------------------------------------------------------
+
+
+def attention(root=None, mask=None, finish=None):
+    """A learner's 02.2 with something else in it."""
+
+    def attend(q, k, v):
+        scores = q @ k.T / (root(q) if root else q.shape[-1] ** 0.5)
+        future = torch.triu(torch.ones(len(q), len(q)), diagonal=1)
+        scores = mask(scores, future) if mask else scores.masked_fill(future == 1, float("-inf"))
+        return finish(scores, q, k, v) if finish else torch.softmax(scores, dim=-1) @ v
+
+    return attend
+
+
+INF = float("inf")
+
+
+@pytest.mark.parametrize(
+    ("answer", "mistake"),
+    [
+        (attention(), ""), (attention(root=lambda q: q.size(1)), "divided by D"),
+        (attention(root=lambda q: len(q) ** 0.5), "root of T"), (attention(root=lambda q: 1.0), "no division"),
+        (attention(root=lambda q: 1 / q.shape[1] ** 0.5), "multiplied by the root"),
+        (attention(root=lambda q: 1, finish=lambda s, q, k, v: s.softmax(-1) / q.shape[1] ** 0.5 @ v),
+         "divided after softmax"),
+        (attention(mask=lambda s, future: s), "no mask"),
+        (attention(mask=lambda s, future: s * (1 - future)), "multiplied"),
+        (attention(mask=lambda s, future: s.masked_fill(torch.ones_like(s).triu() == 1, -INF)), "sees not itself, NaN"),
+        (attention(mask=lambda s, future: s.masked_fill(future == 0, -INF)), "inverted"),
+        (attention(mask=lambda s, future: s.masked_fill(future.triu(2) == 1, -INF)), "one ahead"),
+        (attention(mask=lambda s, future: s + future * -INF), "zero times infinity"),
+        (attention(mask=lambda s, future: s + (1 - future)), "ones added"),
+        (attention(mask=lambda s, future: s * (1 - future), finish=lambda s, q, k, v: s @ v), "no softmax"),
+        (attention(finish=lambda s, q, k, v: s.softmax(-1)), "weights returned"),
+        (attention(finish=lambda s, q, k, v: s.softmax(-1) @ k), "keys mixed"),
+        (attention(finish=lambda s, q, k, v: s.softmax(0) @ v), "over queries"),
+    ],
+)  # fmt: skip
+def test_a_typical_attention_is_told_what_is_wrong_with_it(answer, mistake):
+    outcome = told("02.2", answer)
+    assert (outcome.state, outcome.mistake) == ("wrong" if mistake else "right", mistake)
+
+
+@pytest.mark.parametrize(
+    ("answer", "mistake"),
+    [
+        (lambda h, H, Hk: h // (H // Hk), ""), (lambda h, H, Hk: h * Hk // H, ""),
+        (lambda h, H, Hk: h % Hk, "dealt out"), (lambda h, H, Hk: h // (H // Hk) + 1, "counted from 1"),
+        (lambda h, H, Hk: h / (H / Hk), "not rounded"), (lambda h, H, Hk: round(h / (H / Hk)), "to the nearest"),
+        (lambda h, H, Hk: math.ceil(h / (H // Hk)), "rounded up"),
+        (lambda h, H, Hk: H // Hk, "group size"), (lambda h, H, Hk: h // (H // Hk) * (H // Hk), "first of the group"),
+        (lambda h, H, Hk: h, "its own"), (lambda h, H, Hk: h if h < Hk else Hk - 1, "the last ones shared"),
+        (lambda h, H, Hk: h // Hk, "divided by Hk"), (lambda h, H, Hk: h % (H // Hk), "within the group"),
+    ],
+)  # fmt: skip
+def test_a_typical_kv_head_is_told_what_is_wrong_with_it(answer, mistake):
+    outcome = told("03.4", answer)
+    assert (outcome.state, outcome.mistake) == ("wrong" if mistake else "right", mistake)
+
+
+def rounding(to=torch.round, steps=lambda bits: 2**bits - 1, back=lambda codes, step, low: codes * step + low):
+    """A learner's 12.4 with something else in it."""
+
+    def round_trip(x, bits, dim):
+        low, high = x.min(dim, keepdim=True).values, x.max(dim, keepdim=True).values
+        step = (high - low) / steps(bits)
+        return back(to((x - low) / step), step, low)
+
+    return round_trip
+
+
+@pytest.mark.parametrize(
+    ("answer", "mistake"),
+    [
+        (rounding(), ""), (rounding(to=torch.floor), "floor"), (rounding(to=lambda t: t.int()), "floor"),
+        (rounding(to=torch.floor, steps=lambda bits: 2**bits), "floor"), (rounding(to=torch.ceil), "ceil"),
+        (rounding(back=lambda codes, step, low: codes), "codes"),
+        (rounding(back=lambda codes, step, low: codes.to(torch.uint8)), "codes"),
+        (rounding(to=torch.floor, back=lambda codes, step, low: codes), "codes"),
+        (rounding(back=lambda codes, step, low: codes + low), "no step"),
+        (rounding(back=lambda codes, step, low: codes * step), "no low"),
+        (rounding(steps=lambda bits: 2**bits - 2), "one step too few"),
+        (rounding(steps=lambda bits: 2**bits), "levels"),
+        (rounding(steps=lambda bits: 2 ** (bits - 1) - 1), "half the levels"),
+        (lambda x, bits, dim: x.round(), "fixed step"),
+        (lambda x, bits, dim: (x * 2**bits).round() / 2**bits, "levels"),
+    ],
+)  # fmt: skip
+def test_a_typical_rounding_is_told_what_is_wrong_with_it(answer, mistake):
+    outcome = told("12.4", answer)
+    assert (outcome.state, outcome.mistake) == ("wrong" if mistake else "right", mistake)
