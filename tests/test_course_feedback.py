@@ -3,15 +3,22 @@
 import linecache
 import math
 import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from nanokv.course import checking, trials
+from nanokv import course
+from nanokv.cli import main
+from nanokv.course import checking, log, scores, session, trials, twins
 from nanokv.course.checking import Mistake, function, judged, result_of, value
+from nanokv.errors import CourseError
 
 pytestmark = pytest.mark.sampled
 
+NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
 
 
 def cell(source: str) -> dict:
@@ -348,3 +355,78 @@ def rounding(to=torch.round, steps=lambda bits: 2**bits - 1, back=lambda codes, 
 def test_a_typical_rounding_is_told_what_is_wrong_with_it(answer, mistake):
     outcome = told("12.4", answer)
     assert (outcome.state, outcome.mistake) == ("wrong" if mistake else "right", mistake)
+
+
+# --- how far a learner is -----------------------------------------------------------------------------------------
+
+EVENTS = [
+    {"event": "check", "id": "05.1", "state": "wrong", "mistake": "swapped"},
+    {"event": "check", "id": "05.1", "state": "right"},
+    {"event": "check", "id": "05.2", "state": "wrong"}, {"event": "check", "id": "05.3", "state": "unanswered"},
+    {"event": "answer", "id": "05.q1", "state": "right"}, {"event": "check", "id": "06.1", "state": "right"},
+]  # fmt: skip
+
+
+def test_the_score_of_a_notebook_counts_the_last_answers():
+    assert scores.line("05", EVENTS) == (
+        "05: 2 of 8 right. Not yet: 05.2. Not answered: 05.3, 05.4, 05.5, 05.q2, 05.q3."
+    )
+    every = [{"event": "check", "id": id, "state": "right"} for id in scores.results("05", [], None)]
+    assert scores.line("05", every) == "05: 8 of 8 right."
+
+
+def test_a_notebook_ends_with_its_score(monkeypatch, capsys):
+    monkeypatch.setattr(session, "_STATE", {"notebook": "05", "seed": None, "model": None})
+    monkeypatch.setattr(session, "_ANSWERS", [])
+    session.check("05.1", (1, 2))
+    session.check("05.1", right_of("05.1"))
+    session.answer("05.q1", ...)
+    course.progress()
+    said = capsys.readouterr().out.splitlines()
+    assert said[-2].startswith("05: 1 of 8 right. Not answered: 05.2, ") and said[-1].endswith("nanokv course progress")
+    session._STATE["notebook"] = None
+    with pytest.raises(CourseError, match="no notebook was started"):
+        course.progress()
+
+
+def test_a_learners_own_notebook_keeps_its_answers_and_the_command_shows_them(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(log, "_own", None)
+    (tmp_path / "source").symlink_to(NOTEBOOKS / "source")
+    assert main(["course", "progress", "--folder", str(tmp_path)]) == 2
+    assert "progress.jsonl" in capsys.readouterr().err
+    log.keep(tmp_path)
+    for event in EVENTS:
+        log.note(**event)
+    log.note("figure", id="05.a", value=1)
+    assert main(["course", "progress", "--folder", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[4] == scores.line("05", EVENTS) and lines[3] == "04: 0 of 8 right. Not begun." and len(lines) == 13
+    assert lines[-1] == f"all: 3 of {sum(len(scores.results(f'{n:02}', [], None)) for n in range(1, 13))} right."
+    assert "figure" not in (tmp_path / "progress.jsonl").read_text()
+    assert main(["course", "progress", "05", "--folder", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines() == [scores.line("05", EVENTS), "all: 2 of 8 right."]
+
+
+def test_where_nothing_can_be_kept_a_check_still_works(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(log, "_own", tmp_path / "no_such_folder" / "progress.jsonl")
+    assert session.check("05.1", right_of("05.1")) and not list(tmp_path.iterdir())
+    monkeypatch.setenv(log.VARIABLE, str(tmp_path / "log"))
+    log.keep(tmp_path)
+    session.check("05.1", 3)
+    assert [path.name for path in tmp_path.iterdir()] == ["log"], "one who runs the notebook has said where"
+
+
+def test_only_where_somebody_works_are_answers_kept(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(session, "_STATE", {})
+    monkeypatch.setattr(log, "_own", None)
+    for shell in (None, object()):
+        monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda shell=shell: shell))
+        session.start("05")
+        session.check("05.1", 3)
+        assert (tmp_path / "progress.jsonl").exists() == bool(shell)
+
+
+def test_every_notebook_ends_with_its_score():
+    for path in twins.sources(NOTEBOOKS):
+        assert twins.read(path).cells[-1].text == "course.progress()", path.name

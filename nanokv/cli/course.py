@@ -20,6 +20,7 @@ ACTIONS = {
     "seal": "the hash of a right answer: seal 05.q1 b",
     "variants": "write one notebook per student, with other numbers, and a key",
     "exam": "write a paper exam in two variants and its key: exam 05 06.1 open.1 --seed 7 -o exam",
+    "progress": "print how many exercises are right: progress 05, or of all notebooks",
     "mistakes": "print the wrong answers that the checks know, as a table",
     "grade": "execute a folder of submissions and write a table of results",
 }
@@ -129,6 +130,15 @@ def _exam(args) -> None:
     ask_to_replace(args.force, *(out / name for name in exam.FILES))
     for path in exam.write(args.folder, args.words, args.seed, out):
         terminal.write_out(f"{path}\n")
+
+
+def _progress(args) -> None:
+    from nanokv.course import log, scores, twins
+
+    kept, numbers = args.folder / log.PROGRESS, [path.stem[:2] for path in twins.chosen(args.folder, args.words)]
+    if not kept.exists():
+        raise CourseError(f"no answers yet: there is no {kept}", "a notebook keeps them beside it when its checks run")
+    write(scores.table(numbers, log.read(kept)))
 
 
 def _mistakes(args) -> None:

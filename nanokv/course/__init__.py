@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # for editors and type checkers
         confirm,
         figure,
         predict,
+        progress,
         quiz,
         reveal,
         sized,
@@ -30,8 +31,8 @@ if TYPE_CHECKING:  # for editors and type checkers
 
 _FIGURES = ("COLORS", "show", "subplots")  # the other names are in session.py
 __all__ = [
-    "COLORS", "answer", "case", "check", "chosen", "claim", "confirm", "drawings", "figure", "predict", "quiz",
-    "reveal", "show", "sized", "start", "subplots",
+    "COLORS", "answer", "case", "check", "chosen", "claim", "confirm", "drawings", "figure", "predict", "progress",
+    "quiz", "reveal", "show", "sized", "start", "subplots",
 ]  # fmt: skip
 
 if not TYPE_CHECKING:  # it would hide a name that is mistyped

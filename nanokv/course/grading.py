@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from nanokv.course import checking, log, running
+from nanokv.course.scores import results
 from nanokv.errors import CourseError
 
 LARGEST = 20_000_000  # bytes of a submission; outputs count
@@ -93,21 +94,6 @@ def load(path: Path) -> dict:
     except (ValueError, KeyError, TypeError, RecursionError, CourseError) as error:
         raise CourseError(f"not a notebook of this course ({type(error).__name__})") from error
     return notebook
-
-
-def results(number: str, events: list[dict], seed: int | None) -> dict[str, str]:
-    """{id: right, wrong, wrong: mistake, unanswered, missing or other variant}; the last answer of each counts."""
-    module = checking.exercises(number)
-    found = {item.id: "missing" for item in (*module.CHECKS, *module.QUESTIONS)}
-    for event in events:
-        id = str(event.get("id"))
-        if event["event"] not in ("check", "answer") or id not in found:
-            continue
-        state, mistake = str(event.get("state")), str(event.get("mistake") or "")
-        if event["event"] == "check" and seed is not None and event.get("seed") != seed:
-            state, mistake = "other variant", ""
-        found[id] = f"{state}: {mistake}" if mistake else state
-    return found
 
 
 def tally(rows: list[dict]) -> str:

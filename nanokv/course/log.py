@@ -1,10 +1,12 @@
 """What happened in a notebook, one JSON object per line, for those who run it: tests, the book, the grader.
 
-Without NANOKV_COURSE_LOG nothing is written. With a key every line carries its number and an HMAC, so that lines which
+Without NANOKV_COURSE_LOG a learner's own notebook keeps its answers, and nothing else, in progress.jsonl beside it, for
+`nanokv course progress`. With a key every line carries its number and an HMAC, so that lines which
 were added, changed or taken away are noticed. A learner's own code runs in the process that holds the key: who looks
 for it there finds it. So the log of a submission is evidence and not proof.
 """
 
+import contextlib
 import hashlib
 import hmac
 import itertools
@@ -17,6 +19,7 @@ from nanokv.errors import CourseError
 
 VARIABLE = "NANOKV_COURSE_LOG"
 KEY_FILE = "NANOKV_COURSE_KEY"  # where the key lies until the first cell runs
+PROGRESS = "progress.jsonl"
 LARGEST = 20_000_000  # bytes of a log
 
 
@@ -24,15 +27,28 @@ def _plain(line: str) -> str:
     return line
 
 
-_sealed = _plain
+_sealed, _own = _plain, None
+
+
+def keep(folder: Path | None) -> None:
+    """From now on the answers of this notebook are kept in this folder; None: they are not."""
+    global _own
+    _own = folder and Path(folder) / PROGRESS
 
 
 def note(event: str, **fields) -> None:
     """Append one event."""
     path = os.environ.get(VARIABLE)
     if path:
-        with open(path, "a", encoding="utf-8") as file:
-            file.write(_sealed(json.dumps({"event": event, **fields})) + "\n")
+        _append(path, _sealed(json.dumps({"event": event, **fields})))
+    elif _own and event in ("check", "answer"):
+        with contextlib.suppress(OSError):  # the folder may be read-only: a check works without
+            _append(_own, json.dumps({"event": event, **fields}))
+
+
+def _append(path, line: str) -> None:
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(line + "\n")
 
 
 def take_key() -> None:

@@ -5,16 +5,19 @@ Everything is printed as plain text: it reads the same on a screen, in a termina
 
 import math
 import os
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
-from nanokv.course import checking, log
+from nanokv.course import checking, log, scores
 from nanokv.course.answers import as_number, canonical, is_blank
 from nanokv.errors import CourseError
 
 BUNDLED = 3_050_496  # weights of the bundled model
 _STATE = {"notebook": None, "seed": None, "model": None}
 _PREDICTIONS: dict[str, tuple[float, str]] = {}
+_ANSWERS: list[dict] = []  # of checks and questions, as events
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,9 @@ def start(notebook: str, seed: int | None = None, model: str = ""):
     model, tokenizer = load(source)
     torch.manual_seed(0)
     _PREDICTIONS.clear()
+    _ANSWERS.clear()
+    shell = sys.modules.get("IPython")
+    log.keep(Path.cwd() if shell and shell.get_ipython() else None)  # somebody works in it
     _STATE.update(notebook=notebook, seed=seed, model=model)
     c = model.config
     print(f"{source}: {c.num_hidden_layers} layers, hidden size C = {c.hidden_size}, vocabulary {c.vocab_size:,},")
@@ -99,9 +105,19 @@ def answer(id: str, letter) -> Result:
 
 def _tell(event: str, id: str, outcome, **more) -> Result:
     result = Result(id, outcome.state, outcome.message, outcome.mistake)
-    log.note(event, id=id, state=result.state, mistake=result.mistake, **more)
+    fields = {"id": id, "state": result.state, "mistake": result.mistake, **more}
+    log.note(event, **fields)
+    _ANSWERS.append({"event": event, **fields})
     print(result)
     return result
+
+
+def progress() -> None:
+    """Print how many exercises and questions of this notebook are right: its last cell."""
+    if not _STATE["notebook"]:
+        raise CourseError("no notebook was started", 'course.start("05") is its first cell')
+    print(scores.line(_STATE["notebook"], _ANSWERS))
+    print("All notebooks: nanokv course progress")
 
 
 # --- predictions --------------------------------------------------------------------------------------------------

@@ -394,3 +394,6 @@ course.answer("00.q3", q3)
 # [01](01_from_text_to_next_token.ipynb) looks at both ends: how a text is cut into tokens, and how the logits become
 # the next one. If you have only one more hour, go on with [05](05_the_waste.ipynb) and then
 # [06](06_build_the_cache.ipynb).
+
+# %% tags=["skip"]
+course.progress()

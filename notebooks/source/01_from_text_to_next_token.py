@@ -452,3 +452,6 @@ course.answer("01.q3", q3)
 #
 # Between the ids and the logits stands the model. Notebook [02](02_attention_and_masks.ipynb) opens attention, the only
 # part in which tokens read from each other, and finds two errors about it in one article.
+
+# %% tags=["skip"]
+course.progress()

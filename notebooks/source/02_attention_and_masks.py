@@ -550,3 +550,6 @@ course.answer("02.q3", q3)
 # ## Next
 #
 # Attention is one line of a block. [03](03_inside_a_block.ipynb) takes the rest apart: norms, rotation, shared heads.
+
+# %% tags=["skip"]
+course.progress()

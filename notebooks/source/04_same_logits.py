@@ -450,3 +450,6 @@ course.answer("04.q3", q3)
 #
 # The model is right, and you can show it. In notebook [05](05_the_waste.ipynb) you count how often it computes the same
 # numbers.
+
+# %% tags=["skip"]
+course.progress()

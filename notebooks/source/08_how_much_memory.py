@@ -558,3 +558,6 @@ course.answer("08.q3", q3)
 #
 # You know how many bytes a cache takes. How many seconds does it save? Notebook [09](09_measure_honestly.ipynb)
 # measures them, and shows how easily one measures the wrong thing.
+
+# %% tags=["skip"]
+course.progress()

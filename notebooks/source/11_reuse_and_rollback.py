@@ -630,3 +630,6 @@ course.answer("11.q3", q3)
 #
 # In notebook [12](12_batches_and_eviction.ipynb) several texts share a model, a window drops old tokens, and numbers
 # lose bits.
+
+# %% tags=["skip"]
+course.progress()

@@ -565,3 +565,6 @@ course.answer("12.q3", q3)
 # This was the last notebook. You have seen what a cache may keep and why. You built one, switched on every bug of
 # notebook 07, counted the bytes of a cache, timed it, divided it into pages, and shared it. Go on with `nanokv chat`,
 # `nanokv bench` and the source code. Or go back to [07](07_bug_hunt.ipynb) and see whether you now find its bugs.
+
+# %% tags=["skip"]
+course.progress()
