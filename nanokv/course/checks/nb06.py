@@ -93,7 +93,7 @@ def _watched(model, call, most):
     try:
         given = result_of(call)
         given = given.flatten().tolist() if isinstance(given, torch.Tensor) else given
-        given = list(itertools.islice(given, most))  # a generator runs here, and need not end
+        given = result_of(list, itertools.islice(given, most))  # a generator runs here, and need not end
     finally:
         hook.remove()
     return given, rows, generation.__file__ in callers
