@@ -134,6 +134,9 @@ def test_inputs_grow_and_those_that_are_short_to_type_come_first():
     tries = trials.drawn(lambda rng: (rng.randint(1, 1000), rng.randint(5, 6)), "x", 50)
     assert max(tries[0]) <= 9 and max(a for a, _ in tries) > 500 and {b for _, b in tries} == {5, 6}
     assert tries == trials.drawn(lambda rng: (rng.randint(1, 1000), rng.randint(5, 6)), "x", 50)
+    mixed = trials.drawn(lambda rng: ([rng.randint(1, 9)] * rng.choice((9, 1, 5)),), "x", 50)
+    lengths = [len(items) for (items,) in mixed]
+    assert lengths == sorted(lengths) and set(lengths) == {1, 5, 9}, "what is short to type comes first"
 
 
 @pytest.mark.parametrize(
