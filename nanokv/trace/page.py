@@ -24,7 +24,8 @@ from nanokv.costs import kv_bytes_per_token, parameters
 from nanokv.rope import rope_frequencies
 from nanokv.trace.recorder import Costs, Run, angle_positions
 
-SCRIPTS = ("data.js", "pictures.js", "panels.js", "page.js")
+VIEWS = ("cache.js", "attention.js", "positions.js", "logits.js", "cost.js")  # a tab each
+SCRIPTS = ("data.js", "pictures.js", "view.js", *VIEWS, "page.js")
 TOP = 10
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2, torch.float64: 1e-8}  # × largest |logit|
 

@@ -138,6 +138,8 @@ function buildMarks() { // flags under the slider, one line each
 
 // --- tabs -----------------------------------------------------------------------------------------------------------
 
+const PANELS = [cachePanel, attentionPanel, positionPanel, logitPanel, costPanel];
+
 function buildTabs() {
   PANELS.forEach((panel, i) => {
     const button = make("button", { type: "button", role: "tab", id: `tab-${i}`, "aria-controls": `panel-${i}`, textContent: panel.name });

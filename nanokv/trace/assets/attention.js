@@ -1,0 +1,103 @@
+// The tab "Attention": who looks where, and the keys with most weight.
+
+const attentionPanel = {
+  name: "Attention",
+  build(host) {
+    const controls = make("div", { className: "controls" });
+    this.layer = choice(controls, "Layer", DATA.layers.map(String), 0, (i) => { view.layer = i; });
+    choice(controls, "Query head", span(MODEL.heads).map(String), 0, (i) => { view.head = i; });
+    this.query = make("input", { type: "number", min: 0 });
+    this.query.addEventListener("change", () => { view.query = this.query.value === "" ? null : Number(this.query.value); refreshTab(); });
+    const follow = make("button", { type: "button", textContent: "newest" });
+    follow.addEventListener("click", () => { view.query = null; refreshTab(); });
+    controls.append(make("label", {}, "Query position ", this.query), follow);
+    this.fact = make("p", { className: "fact" });
+    host.append(this.fact, controls);
+    this.map = new HeatMap(host, "Who looks where: a row for each query, a column for each key", {
+      grid: attentionGrid, table: attentionTable,
+      moved: (r) => { view.query = r === newest() ? null : r; this.follow(); },
+    });
+    this.bars = new Bars(host, "Most weight", { bars: weightBars, table: weightTable });
+  },
+  follow() {
+    this.query.max = newest();
+    this.query.value = chosenQuery();
+    this.layer.value = view.layer;
+    this.bars.title.textContent = `Where ${place(chosenQuery())} looks: the keys with most weight`;
+    this.bars.refresh();
+  },
+  refresh() {
+    const G = MODEL.heads / MODEL.kvHeads, error = now().steps[view.step].error;
+    const group = `Query head ${view.head} reads KV head ${Math.floor(view.head / G)}`;
+    this.fact.textContent = `${group}: ${G} query heads share each. ` + (step().fed > 1
+      ? `This step is a block of ${step().fed} queries.` : "This step is one query, a single row.") +
+      ` Weights × values give the output of the kernel, to ${figures(error, 2)}.`;
+    this.map.refresh();
+    this.follow();
+  },
+};
+
+const chosenQuery = () => Math.max(0, Math.min(view.query ?? newest(), newest()));
+
+function look(query, key) { // weight that a query gave to a row of the cache when it was fed, at this step or before
+  const t = now().stepOf[query];
+  return t > view.step ? undefined : now().weight(t, view.layer, query - now().before[t], view.head, key);
+}
+
+function keyPiece(query, key) { // a row that was read by a query: the token whose key it is
+  const token = now().token(now().stepOf[query], view.layer, key);
+  return token < 0 ? "left from before" : now().tokens[token]?.[1] ?? "";
+}
+
+function attentionGrid() {
+  const run = now(), first = run.before[view.step], last = newest(), keys = run.looks[view.step][view.layer].S;
+  return {
+    rows: run.fed, cols: run.widest, kind: "one", widest: 24, height: (cell) => Math.min(cell, 14), curve: Math.sqrt,
+    ends: ["weight 0", "1, colour by its square root"],
+    value: (r, c) => {
+      const x = look(r, c);
+      return x === 0 && run.token(run.stepOf[r], view.layer, c) > r ? undefined : x; // hidden by the causal mask
+    },
+    range: () => [0, 1],
+    rowName: (r) => String(r), colName: rowName, mark: [first, last, 0, Math.max(0, keys - 1)],
+    describe: (r, c) => {
+      const x = look(r, c), query = `query ${place(r)}`;
+      return x === undefined ? `${query}: row ${c} was not read` : `${query}, key ${c} ${quoted(keyPiece(r, c))}: weight ${figures(x)}`;
+    },
+  };
+}
+
+function attentionTable() {
+  const first = now().before[view.step], last = newest(), from = Math.max(first, last - 63);
+  const keys = now().looks[view.step][view.layer].S;
+  return {
+    caption: `Attention of layer ${DATA.layers[view.layer]}, query head ${view.head}, step ${view.step}: ` +
+      `queries ${from} to ${last}, a column each`,
+    head: ["key", "token", ...span(last - from + 1).map((i) => `query ${from + i}`)],
+    rows: span(keys).map((key) => [key, keyPiece(last, key),
+      ...span(last - from + 1).map((i) => figures(look(from + i, key)))]),
+  };
+}
+
+function weights() { // [key, weight] of the chosen query, most first
+  const query = chosenQuery(), keys = now().looks[now().stepOf[query]][view.layer].S;
+  return span(keys).map((key) => [key, look(query, key)]).filter(([, x]) => x > 0).sort((a, b) => b[1] - a[1]);
+}
+
+function weightBars() {
+  return {
+    most: 1,
+    items: weights().slice(0, 10).map(([key, x]) => ({
+      label: `${key} ${spaced(keyPiece(chosenQuery(), key))}`, value: x, text: figures(x, 3), marked: false,
+    })),
+  };
+}
+
+function weightTable() {
+  return {
+    caption: `Weights of query ${place(chosenQuery())}, layer ${DATA.layers[view.layer]}, query head ${view.head}, ` +
+      "most first; keys that are not listed have weight 0",
+    head: ["key", "token", "weight"],
+    rows: weights().map(([key, x]) => [key, keyPiece(chosenQuery(), key), figures(x)]),
+  };
+}

@@ -1,0 +1,22 @@
+// What all tabs share: `view` is what is chosen. A tab is an object with build(host), called once, and refresh(), called
+// after every step or choice.
+
+const RUNS = DATA.runs.map((run) => new Recording(run));
+const view = { run: 0, step: 0, layer: 0, head: 0, kvHead: -1, own: false, query: null, row: null, position: null, pair: 0 };
+const now = () => RUNS[view.run];
+const step = () => now().steps[view.step];
+const newest = () => now().before[view.step + 1] - 1; // the last token that went in
+const place = (fed) => `position ${fed} ${quoted(now().tokens[fed]?.[1] ?? "")}`;
+const rowToken = (layer, row) => now().token(view.step, layer, row);
+const rowName = (row) => (rowToken(0, row) < 0 ? "old" : String(rowToken(0, row))); // under the column of a map
+const rowPiece = (layer, row) => (rowToken(layer, row) < 0 ? "left from before" : now().tokens[rowToken(layer, row)][1]);
+const rowPlace = (layer, row) => (rowToken(layer, row) < 0 ? `row ${row}, left from before` : place(rowToken(layer, row)));
+const span = (n) => Array.from({ length: n }, (_, i) => i);
+
+function choice(host, text, options, chosen, changed) {
+  const select = make("select", {}, ...options.map((name, i) => make("option", { value: i, textContent: name })));
+  select.value = chosen;
+  select.addEventListener("change", () => { changed(Number(select.value)); refreshTab(); });
+  host.append(make("label", {}, `${text} `, select));
+  return select;
+}
