@@ -3,12 +3,14 @@ that, and nothing that a stranger can type becomes markup. tests/test_trace_brow
 """
 
 import base64
+import copy
 import errno
 import hashlib
 import json
 import os
 import re
 import tomllib
+from contextlib import nullcontext
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -23,7 +25,8 @@ from nanokv.cli import main
 from nanokv.cli.trace import SCENARIOS, choose_layers, replace
 from nanokv.costs import kv_bytes
 from nanokv.errors import NanoKVError
-from nanokv.trace.page import SCRIPTS, divergence, pack, spans, visible
+from nanokv.trace.difference import divergence, last_rows, places, top_logits, weight_gap
+from nanokv.trace.page import SCRIPTS, pack, spans, visible
 from nanokv.trace.recorder import CacheLog, angle_positions
 
 PROMPT = "My name is Zorbla. What is my name?"
@@ -210,6 +213,105 @@ def test_rows_left_behind_are_recorded(loaded, ids):
         wrong = trace.record(loaded[0], ids, 2)
     assert wrong.caches[0].steps[0][0] == len(ids) + 7
     assert wrong.steps[0].attention[0].shape[-1] == len(ids) + 7
+
+
+# --- right minus wrong --------------------------------------------------------------------------------------------
+
+
+def cached(model, run, name=None):
+    """Keys and values (L,2,S,Hk,D) after each step of a recorded run's tokens, out of a cache that nobody watched."""
+    with faults.inject(name) if name else nullcontext():
+        cache, found = nanokv.make_cache("dict", model.config), []
+        for step in run.steps:
+            if step.start_pos:
+                nanokv.decode(model, torch.tensor([step.fed]), cache, start_pos=cache.length)
+            else:
+                nanokv.prefill(model, torch.tensor([step.fed]), cache)
+            rows = [torch.cat((layer["key"], layer["value"])).transpose(1, 2) for layer in cache]  # (2,S,Hk,D)
+            found.append(torch.stack(rows))
+    return found
+
+
+def known_after(listed, step: int, layers: int, rows: int) -> torch.Tensor:
+    """(L,S,3): the newest amounts of each place, as the page reads the list."""
+    table = torch.zeros(layers, rows, 3)
+    for n, layer, position, *amounts in listed:
+        if n <= step:
+            table[layer, position] = torch.tensor(amounts)
+    return table
+
+
+@pytest.fixture(scope="module")
+def restarted(loaded, ids):
+    with faults.inject("start_pos_restarts"):
+        return trace.record(loaded[0], ids, 6)
+
+
+def test_differences_are_keys_and_values_of_the_right_cache_minus_those_of_the_wrong(loaded, ids, run, restarted):
+    model, listed = loaded[0], places(run, restarted, torch.float32)
+    assert listed == sorted(listed)
+    rights, wrongs = cached(model, run), cached(model, restarted, "start_pos_restarts")
+    rounding = 1e-4 * rights[-1].abs().amax((2, 3, 4))[:, None]  # (L,1,2): what counts as equal
+    for n, (right, wrong) in enumerate(zip(rights, wrongs, strict=False)):
+        expected = (right - wrong).abs().amax((-1, -2)).transpose(1, 2)  # (L,S,2)
+        table = known_after(listed, n, *expected.shape[:2])[..., :2]
+        torch.testing.assert_close(table, expected.where(expected > rounding, 0.0))
+
+
+def test_the_first_difference_of_restarting_positions_is_the_first_key_of_the_answer(ids, run, restarted):
+    step, layer, position, key, value, weight = places(run, restarted, torch.float32)[0]
+    assert (step, layer, position) == (1, 0, len(ids))  # the prompt is right, and so is the value: it is not rotated
+    assert key > 0.1 and value == 0 and weight > 0
+    gap = (run.steps[1].attention[0] - restarted.steps[1].attention[0]).abs().max().item()
+    assert weight == pytest.approx(gap)
+
+
+def test_rows_left_behind_are_compared_by_token(loaded, ids, run):
+    """Layer 0 computes the same keys behind older rows; only its attention differs."""
+    with faults.inject("not_cleared"):
+        list(nanokv.generate(loaded[0], ids[:7], max_new_tokens=1))
+        wrong = trace.record(loaded[0], ids, 2)
+    listed = places(run, wrong, torch.float32)
+    first = [place for place in listed if place[:2] == (0, 0)]
+    assert listed[0][:3] == (0, 0, 0) and {place[3:5] for place in first} == {(0, 0)}
+    stale = wrong.steps[0].attention[0][:, 0, :7].sum(-1).max().item()  # query 0 gives it to older rows, not to itself
+    assert listed[0][5] == pytest.approx(stale, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["cached_queries", "repeated_before_caching"])
+def test_a_fault_of_memory_only_differs_nowhere(name, loaded, ids, run):
+    with faults.inject(name):
+        wrong = trace.record(loaded[0], ids, 4)
+    assert places(run, wrong, torch.float32) == []
+
+
+def test_top_logits_are_those_of_both_runs(run, restarted):
+    for step, a, b in zip(top_logits(run, restarted), run.steps, restarted.steps, strict=False):
+        assert {i for i, _, _ in step} == {*a.logits.topk(5).indices.tolist(), *b.logits.topk(5).indices.tolist()}
+        assert all((x, y) == (a.logits[i].item(), b.logits[i].item()) for i, x, y in step)
+
+
+def test_the_page_has_the_differences_with_four_digits_and_null_for_what_is_no_number(loaded, run, restarted):
+    broken = copy.deepcopy(restarted)
+    broken.caches[0].rows[-1][0, 0, 0, 0] = torch.nan
+    fault = trace.Fault("x", "about", broken)
+    costs = trace.Costs(1, [0.0] * len(run.steps), [])
+    data = data_of(trace.build(*loaded, run, costs, name="", prompt="", fault=fault))["fault"]
+    exact = places(run, broken, torch.float32)
+    shown = [tuple(place) for place in data["places"]]
+    assert [place[:3] for place in shown] == [place[:3] for place in exact]
+    for a, b in zip((x for place in shown for x in place[3:]), (x for place in exact for x in place[3:]), strict=True):
+        assert a is None if b == np.inf else a == pytest.approx(b, rel=1e-3)
+    assert [None in place for place in shown].count(True) == 1
+    logits = [one.steps[1].logits[run.steps[1].chosen].item() for one in (run, broken)]
+    assert data["logits"][1][0][2:] == logits
+
+
+def test_rows_and_weights_of_other_lengths_end_with_the_newest_token():
+    rows = torch.arange(6.0).reshape(3, 2)
+    assert last_rows(rows, 2).tolist() == [[2, 3], [4, 5]]
+    assert last_rows(rows, 4)[0].isnan().all() and torch.equal(last_rows(rows, 4)[1:], rows)
+    assert weight_gap(torch.tensor([[[1.0]]]), torch.tensor([[[0.25, 0.75]]])).tolist() == [[[-0.25, 0.25]]]
 
 
 # --- the page -----------------------------------------------------------------------------------------------------

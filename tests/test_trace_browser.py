@@ -5,6 +5,7 @@ not. Selenium is told where they are, so that it downloads nothing.
 """
 
 import json
+import re
 import statistics
 
 import pytest
@@ -12,11 +13,13 @@ import torch
 
 import nanokv
 from nanokv import faults, trace
+from nanokv.trace import difference
 
 pytestmark = pytest.mark.slow
 
 PROMPT = "My name is Zorbla. What is my name?"
-TABS = ["Cache", "Attention", "Positions", "Logits", "Cost"]
+TABS = ["Cache", "Attention", "Positions", "Logits", "Cost", "Right − wrong"]
+BACK = "\ue008\ue004"  # Shift + Tab
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +50,7 @@ def address(runs, tmp_path_factory):
 
 
 @pytest.fixture
-def page(driver, address):
+def opened(driver, address):
     """The page, freshly opened, 1280 wide and light; afterwards the console must be empty."""
     look(driver, 1280)
     for kind in ("browser", "performance"):
@@ -55,6 +58,13 @@ def page(driver, address):
     driver.get(address)
     yield driver
     assert driver.get_log("browser") == []
+
+
+@pytest.fixture
+def page(opened):
+    """The same at the first step, with the cache open, where a page without a fault begins."""
+    opened.execute_script("openTab(0); goTo(0)")
+    return opened
 
 
 def look(driver, width, dark=False):
@@ -198,7 +208,7 @@ def test_tabs_by_keyboard(page):
         panel = find(page, f"#{chosen.get_attribute('aria-controls')}")
         assert panel.is_displayed() and panel.get_attribute("aria-labelledby") == chosen.get_attribute("id")
     press(page, "END")
-    assert state(page)["tab"] == "Cost"
+    assert state(page)["tab"] == TABS[-1]
     press(page, "HOME")
     assert state(page)["tab"] == "Cache"
     assert len([p for p in page.find_elements("css selector", '[role="tabpanel"]') if p.is_displayed()]) == 1
@@ -290,7 +300,7 @@ def test_hover_and_keyboard_tell_the_same_value(page, runs):
     page.execute_script("goTo(2)")
     norm = runs[2].caches[2].at(2)[7, 0].norm()
     figure = visible_figures(page)[1]
-    canvas, readout = (figure.find_element("css selector", name) for name in ("canvas", ".readout"))
+    canvas, readout = (figure.find_element("css selector", name) for name in ("canvas.map", ".readout"))
     x, y = page.execute_script("""
         const {left, top, cell, height} = cachePanel.maps[0].layout, box = arguments[0].getBoundingClientRect();
         arguments[0].scrollIntoView({block: "center"});
@@ -300,8 +310,8 @@ def test_hover_and_keyboard_tell_the_same_value(page, runs):
     by_hand = readout.text
     assert "layer 2, position 7" in by_hand and close(by_hand.split()[-1], norm)
     page.refresh()
-    page.execute_script("goTo(2)")
-    tab_to(page, "#panel-0 canvas")
+    page.execute_script("openTab(0); goTo(2)")
+    tab_to(page, "#panel-0 canvas.map")
     press(page, "HOME", "ARROW_DOWN", "ARROW_DOWN", *["ARROW_RIGHT"] * 7)
     assert find(page, "#panel-0 .readout").text == by_hand
     assert find(page, "#panel-0 .readout").get_attribute("role") == "status"
@@ -335,6 +345,173 @@ def test_the_fault_toggle_marks_where_the_runs_part(page, runs):
     assert "these angles are wrong" in find(page, "#panel-2 .fact").text
     find(page, "#fault-note button").click()
     assert state(page)["step"] == 1
+
+
+# --- right minus wrong --------------------------------------------------------------------------------------------
+
+
+def test_a_page_with_a_fault_opens_at_the_first_difference(opened, runs):
+    right, wrong = runs[2:]
+    key = (right.caches[0].at(1)[-1, 0] - wrong.caches[0].at(1)[-1, 0]).abs().max().item()
+    assert state(opened) == {"step": 1, "run": 0, "tab": "Right − wrong", "playing": False}
+    said = find(opened, "#panel-5 .fact").text
+    assert said.startswith(f"First difference: step 1, layer 0, position {len(right.ids)} “") and "of " in said
+    assert float(re.search(r"key differs by ([\d.]+)", said)[1]) == pytest.approx(key, rel=0.06)
+    assert "First difference" in find(opened, "#fault-note").text
+
+
+@pytest.mark.parametrize("width", [390, 1200])
+def test_differences_by_keyboard(opened, runs, width):
+    look(opened, width)
+    places = difference.places(runs[2], runs[3], torch.float32)
+    count = f"{len(places):,}"
+    tab_to(opened, "#panel-5 button:nth-of-type(3)", most=60)  # next
+    press(opened, "ENTER", "ENTER")
+    step, layer, position = places[2][:3]
+    said = find(opened, "#panel-5 .fact").text
+    assert said.startswith(f"Difference 3 of {count}: step {step}, layer {layer}, position {position} “")
+    press(opened, BACK, "ENTER")  # previous
+    assert find(opened, "#panel-5 .fact").text.startswith(f"Difference 2 of {count}")
+    press(opened, BACK, "ENTER")  # the first
+    assert find(opened, "#panel-5 .fact").text.startswith("First difference: step 1")
+    canvas = tab_to(opened, "#panel-5 canvas.map")
+    press(opened, "ARROW_DOWN")
+    readout = find(opened, "#panel-5 .readout").text
+    assert f"layer 1, position {len(runs[2].ids)} “" in readout and "key differs by" in readout
+    assert opened.execute_script("""  // the column is in sight, in a box that scrolls by itself
+        const box = arguments[0].parentNode, {left, cell} = differencePanel.map.layout, x = left + arguments[1] * cell;
+        return x >= box.scrollLeft && x + cell <= box.scrollLeft + box.clientWidth;
+    """, canvas, len(runs[2].ids))  # fmt: skip
+    assert opened.execute_script("return document.documentElement.scrollWidth") <= width
+
+
+def test_the_difference_tables_are_right_minus_wrong(opened, runs):
+    right, wrong = runs[2:]
+    rows, vector, weights, logits = [table(opened, figure)[2] for figure in visible_figures(opened)[1:]]
+    gap = right.caches[0].at(1)[-1] - wrong.caches[0].at(1)[-1]  # (2,Hk,D)
+    assert all(close(row[1 + i], gap.flatten(0, 1)[i, d]) for d, row in enumerate(vector) for i in range(4))
+    assert [row[0] for row in rows] == [str(p) for p in range(len(right.ids) + 1)]
+    assert {row[2] for row in rows[:-1]} == {"0"} and close(rows[-1][2], gap[0].abs().max())
+    head = opened.execute_script("return other.head")
+    a, b = (run.steps[1].attention[0][head, 0] for run in (right, wrong))
+    assert all(close(row[4], x) for row, x in zip(weights, a - b, strict=True))
+    a, b = right.steps[1].logits, wrong.steps[1].logits
+    assert {int(row[0]) for row in logits} == {*a.topk(5).indices.tolist(), *b.topk(5).indices.tolist()}
+    assert all(close(row[4], a[int(row[0])] - b[int(row[0])]) for row in logits)
+    chosen = {row[5]: int(row[0]) for row in logits if row[5]}
+    assert chosen in ({"both": right.steps[1].chosen}, {"right": right.steps[1].chosen, "wrong": wrong.steps[1].chosen})
+
+
+def test_a_fault_that_changes_no_value_says_so(driver, runs, tmp_path):
+    model, _, right, _ = runs
+    with faults.inject("cached_queries"):
+        wrong = trace.record(model, right.ids, 3)
+    driver.get(write(tmp_path / "bytes.html", (*runs[:3], wrong)))
+    said = find(driver, "#panel-5 .fact").text
+    assert said.startswith("Nothing differs under") and f"{wrong.steps[0].nbytes:,} B instead of" in said
+    buttons = driver.find_elements("css selector", "#panel-5 .controls button")
+    assert [button.get_attribute("aria-disabled") for button in buttons] == ["true"] * 3
+    buttons[0].click()
+    assert state(driver)["step"] == 0 and driver.get_log("browser") == []
+
+
+# --- the tour -----------------------------------------------------------------------------------------------------
+
+
+def stop(driver):
+    """(number, title, text) of the tour."""
+    assert driver.switch_to.active_element.get_attribute("id") in ("tour", "tour-next", "tour-back")
+    return [find(driver, f"#tour-{part}").text for part in ("count", "title", "text")]
+
+
+def in_sight(driver, element):
+    """Not above the window, and not wholly behind the card of the tour."""
+    return driver.execute_script("""
+        const {top, bottom} = arguments[0].getBoundingClientRect();
+        return bottom > 0 && top < document.getElementById("tour").getBoundingClientRect().top;
+    """, element)  # fmt: skip
+
+
+@pytest.mark.parametrize("width", [390, 1200])
+@pytest.mark.parametrize("fault", [True, False])
+def test_the_tour_by_keyboard(driver, runs, tmp_path, width, fault):
+    look(driver, width)
+    driver.get_log("browser")
+    driver.get_log("performance")
+    address = write(tmp_path / "tour.html", runs, fault=fault)
+    driver.get(address)
+    driver.execute_script("try { localStorage.clear() } catch {}")
+    driver.refresh()
+    assert not find(driver, "#tour").is_displayed() and "stops" in find(driver, "#tour-offer").text
+    tab_to(driver, "#tour-start")
+    press(driver, "ENTER")
+    right, seen = runs[2], {}
+    live = find(driver, "#tour [aria-live]")
+    assert live.get_attribute("aria-live") == "polite" and live.get_attribute("aria-atomic") == "true"
+    tab_to(driver, "#tour-next")
+    for n in range(8):
+        number, title, text = stop(driver)
+        assert number == f"{n + 1} of 8" and 2 <= len(re.findall(r"[.?](?= |$)", text)) <= 5
+        lit = driver.find_elements("css selector", ".lit")
+        assert lit and all(element.is_displayed() for element in lit)
+        assert in_sight(driver, driver.execute_script("return tour.lit[0]"))
+        assert driver.execute_script("return document.documentElement.scrollWidth") <= width
+        seen[title] = text, state(driver)
+        press(driver, "ENTER" if n % 2 else "ARROW_RIGHT")
+    check_figures(seen, right, fault)
+    assert not find(driver, "#tour").is_displayed()
+    assert driver.switch_to.active_element.get_attribute("id") == "tour-start"
+    assert driver.find_elements("css selector", ".lit") == [] and find(driver, "#tour-start").text == "Tour again"
+    press(driver, "ENTER", "ARROW_RIGHT", "ARROW_LEFT", "ARROW_LEFT")
+    assert stop(driver)[0] == "1 of 8"
+    press(driver, "ESCAPE")
+    assert not find(driver, "#tour").is_displayed()
+    driver.refresh()
+    assert find(driver, "#tour-start").text == "Tour again"  # this file may keep it
+    assert {url for url in requests(driver) if not url.startswith("data:")} == {address}
+    assert driver.get_log("browser") == []
+
+
+def check_figures(seen, right, fault):
+    """The numbers of the stops, from the recording."""
+    fed, last = len(right.ids) + len(right.steps) - 1, len(right.steps) - 1
+    texts = {title: text for title, (text, _) in seen.items()}
+    states = {title: (one["tab"], one["step"]) for title, (_, one) in seen.items()}
+    assert f"holds {fed} tokens in 6 layers" in texts["What a KV cache is"]
+    norm = max(log.at(last)[:, 0].flatten(1).norm(dim=-1).max().item() for log in right.caches.values())
+    assert close(re.search(r"here ([\d.]+),", texts["Why a norm is drawn"])[1], norm)
+    assert f"{len(right.ids)} tokens of the prompt" in texts["Prefill"] and states["Prefill"] == ("Cache", 0)
+    assert f"reads {len(right.ids) + 1} columns, {len(right.ids)} of them" in texts["Decode"]
+    assert states["Decode"] == ("Cache", 1)
+    assert f"{right.steps[0].nbytes:,} B after step 0 and {right.steps[-1].nbytes:,} B" in texts["What each token adds"]
+    again = sum(len(right.ids) + n for n in range(len(right.steps)))
+    assert f"{again:,} tokens" in texts["What reuse saves"] and f"{fed} tokens" in texts["What reuse saves"]
+    tab, t = states["Attention reads the cache"]
+    weight = max(step.attention[layer][:, -1, 1:-1].max().item() for step in right.steps[1:] for layer in right.layers)
+    assert tab == "Attention" and t > 0
+    assert close(re.search(r"gets ([\d.e-]+)\.(?: |$)", texts["Attention reads the cache"])[1], weight)
+    assert states["A fault"] == (("Right − wrong", 1) if fault else ("Logits", last))
+    assert ("First difference: step 1, layer 0" if fault else "--fault start_pos_restarts") in texts["A fault"]
+
+
+# --- tokens on the axes -------------------------------------------------------------------------------------------
+
+
+def test_tokens_are_written_on_the_axes(page, runs):
+    pieces = ["a", " name", "↵", " " * 8, "\\xf0\\x9f", "internationalization", ""]
+    texts = page.execute_script("return arguments[0].map((piece) => short(piece))", pieces)
+    assert texts == ["a", "␣name", "↵", "␣×8", "‹f0 9f›", "internati…", "∅"]
+    right = runs[2]
+    for panel, grid in ((0, "normGrid(0)"), (1, "attentionGrid()"), (5, "offGrid()")):
+        page.execute_script(f"openTab({panel}); goTo(2)")
+        shown = page.execute_script(f"return [5, 6].map((c) => [{grid}.colName(c), {grid}.colText(c)])")
+        assert shown == [["5", "␣name"], ["6", "␣is"]]
+    assert page.execute_script("return attentionGrid().rowName(5)") == "␣name 5"
+    page.execute_script("openTab(1); goTo(2)")
+    tab_to(page, "#panel-1 canvas.map", most=60)
+    press(page, "HOME")
+    readout = find(page, "#panel-1 .readout").text
+    assert re.search(rf"position {len(right.ids) + 1} “.*”, key 0 “<\|im_start\|>”: weight [\d.e-]+$", readout)
 
 
 # --- widths, themes, speed ----------------------------------------------------------------------------------------
@@ -378,7 +555,9 @@ def test_a_step_of_64_tokens_is_drawn_in_50_ms(driver, runs, tmp_path):
     """The median over all steps of each tab, tables closed."""
     model, _, right, _ = runs
     long = trace.record(model, right.ids, 64 - len(right.ids), eos_token_ids=[])
-    driver.get(write(tmp_path / "long.html", runs, right=long, fault=False))
+    with faults.inject("start_pos_restarts"):
+        wrong = trace.record(model, right.ids, 64 - len(right.ids), eos_token_ids=[])
+    driver.get(write(tmp_path / "long.html", (*runs[:3], wrong), right=long))
     for n, name in enumerate(TABS):
         times = driver.execute_script(f"""
             openTab({n});

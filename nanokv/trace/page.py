@@ -13,7 +13,6 @@ import json
 import platform
 from dataclasses import dataclass
 from importlib.resources import files
-from itertools import zip_longest
 
 import numpy as np
 import torch
@@ -22,12 +21,12 @@ from nanokv import __version__
 from nanokv.cache.saving import fingerprint
 from nanokv.costs import kv_bytes_per_token, parameters
 from nanokv.rope import rope_frequencies
+from nanokv.trace.difference import TOLERANCE, divergence, places, top_logits
 from nanokv.trace.recorder import Costs, Run, angle_positions
 
-VIEWS = ("cache.js", "attention.js", "positions.js", "logits.js", "cost.js")  # a tab each
-SCRIPTS = ("data.js", "pictures.js", "view.js", *VIEWS, "page.js")
+VIEWS = ("cache.js", "attention.js", "positions.js", "logits.js", "cost.js", "difference.js")  # a tab each
+SCRIPTS = ("data.js", "pictures.js", "view.js", *VIEWS, "tour.js", "page.js")
 TOP = 10
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2, torch.float64: 1e-8}  # × largest |logit|
 
 
 @dataclass
@@ -66,9 +65,7 @@ def build(model, tokenizer, run: Run, costs: Costs, *, name: str, prompt: str, r
             "difference": number(costs.difference),
         },
         "runs": [pack_run(model, tokenizer, one, roles) for one in ([run, fault.run] if fault else [run])],
-        "fault": None if fault is None else {
-            "name": fault.name, "about": visible(fault.about), **divergence(run, fault.run, TOLERANCE[dtype]),
-        },
+        "fault": None if fault is None else pack_fault(tokenizer, run, fault, dtype),
     }  # fmt: skip
     return fill(f"nanokv trace of {visible(name)}: {visible(prompt)} (nanokv {__version__}, recorded)", data)
 
@@ -193,24 +190,22 @@ def pack(tensors, kind="f2") -> dict:
     }  # fmt: skip
 
 
-def divergence(right: Run, wrong: Run, tolerance: float) -> dict:
-    """Where two runs part: max |Δ logits| of each step, and the first step with other logits, token, bytes of cache."""
-    deltas = [
-        (a.logits - b.logits).abs().nan_to_num(nan=torch.inf).max().item()
-        for a, b in zip(right.steps, wrong.steps, strict=False)
-    ]
-    limits = [tolerance * step.logits.abs().max().item() for step in right.steps]
-    beyond = [n for n, (delta, limit) in enumerate(zip(deltas, limits, strict=False)) if not delta <= limit]
-    pairs = list(zip_longest(right.steps, wrong.steps))
-    words = [n for n, (a, b) in enumerate(pairs) if None in (a, b) or a.chosen != b.chosen]
-    sizes = [n for n, (a, b) in enumerate(pairs) if None not in (a, b) and a.nbytes != b.nbytes]
+def pack_fault(tokenizer, right: Run, fault: Fault, dtype: torch.dtype) -> dict:
+    """Where the two runs differ. Amounts have four digits; what is not finite is null."""
+    parted = divergence(right, fault.run, TOLERANCE[dtype])
     return {
-        "deltas": [number(delta) for delta in deltas],
-        "logitsStep": min(beyond, default=None),
-        "wordsStep": min(words, default=None),
-        "bytesStep": min(sizes, default=None),
-        "tolerance": max(limits, default=0.0),
-    }
+        "name": fault.name, "about": visible(fault.about),
+        **parted, "deltas": [number(delta) for delta in parted["deltas"]],
+        "share": TOLERANCE[dtype],
+        "places": [[*where, *(short(x) for x in (key, value, weight))]
+                   for *where, key, value, weight in places(right, fault.run, dtype)],
+        "logits": [[[i, visible(tokenizer.pieces([i])[0]), number(a), number(b)] for i, a, b in step]
+                   for step in top_logits(right, fault.run)],
+    }  # fmt: skip
+
+
+def short(value: float) -> float | None:
+    return float(f"{value:.4g}") if np.isfinite(value) else None
 
 
 # --- how large ----------------------------------------------------------------------------------------------------
@@ -220,4 +215,5 @@ def page_bytes(config, prompt: int, new: int, layers: int, runs: int = 1) -> int
     """About how many bytes a page of prompt + new tokens over so many layers has: 2 bytes per number, 4/3 in base64."""
     S, H, Hk, D = prompt + new - 1, config.num_attention_heads, config.num_key_value_heads, config.head_dim
     each = S * layers * 2 * Hk * (D + 1) + S * (S + 1) // 2 * layers * H + S * D
-    return 60_000 + runs * (each * 2 * 4 // 3 + 700 * new + 40 * S)
+    compared = (runs - 1) * (450 * new + 35 * S * layers)  # top logits of both runs, places that differ
+    return len(fill("", {})) + runs * (each * 2 * 4 // 3 + 700 * new + 40 * S) + compared

@@ -10,6 +10,7 @@ Not a profiler: `measure` times the same run with nothing attached.
 
 import math
 from dataclasses import dataclass, field
+from itertools import islice
 from statistics import median
 from time import perf_counter
 
@@ -63,12 +64,19 @@ class CacheLog:
         self.steps.append((len(now), changed.nonzero().flatten().tolist()))
         self._before = now
 
+    def history(self):
+        """What was read at each step, (S,2,Hk,D) each."""
+        held = torch.zeros(0)
+        for rows, (length, changed) in zip(self.rows, self.steps, strict=True):
+            now = rows.new_zeros(length, *rows.shape[1:])
+            if len(held):
+                now[: len(held)] = held[:length]
+            now[changed] = rows
+            yield (held := now)
+
     def at(self, step: int) -> torch.Tensor:
         """(S,2,Hk,D) as it was at a step."""
-        held, stored = {}, iter(torch.cat(self.rows))
-        for _, changed in self.steps[: step + 1]:
-            held.update((position, next(stored)) for position in changed)
-        return torch.stack([held[position] for position in range(self.steps[step][0])])
+        return next(islice(self.history(), step, None))
 
 
 @dataclass

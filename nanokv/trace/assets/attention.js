@@ -5,7 +5,7 @@ const attentionPanel = {
   build(host) {
     const controls = make("div", { className: "controls" });
     this.layer = choice(controls, "Layer", DATA.layers.map(String), 0, (i) => { view.layer = i; });
-    choice(controls, "Query head", span(MODEL.heads).map(String), 0, (i) => { view.head = i; });
+    this.head = choice(controls, "Query head", span(MODEL.heads).map(String), 0, (i) => { view.head = i; });
     this.query = make("input", { type: "number", min: 0 });
     this.query.addEventListener("change", () => { view.query = this.query.value === "" ? null : Number(this.query.value); refreshTab(); });
     const follow = make("button", { type: "button", textContent: "newest" });
@@ -59,7 +59,7 @@ function attentionGrid() {
       return x === 0 && run.token(run.stepOf[r], view.layer, c) > r ? undefined : x; // hidden by the causal mask
     },
     range: () => [0, 1],
-    rowName: (r) => String(r), colName: rowName, mark: [first, last, 0, Math.max(0, keys - 1)],
+    rowName: (r) => `${tokenText(r)} ${r}`, colName: rowName, colText: rowText, mark: [first, last, 0, Math.max(0, keys - 1)],
     describe: (r, c) => {
       const x = look(r, c), query = `query ${place(r)}`;
       return x === undefined ? `${query}: row ${c} was not read` : `${query}, key ${c} ${quoted(keyPiece(r, c))}: weight ${figures(x)}`;
@@ -88,7 +88,7 @@ function weightBars() {
   return {
     most: 1,
     items: weights().slice(0, 10).map(([key, x]) => ({
-      label: `${key} ${spaced(keyPiece(chosenQuery(), key))}`, value: x, text: figures(x, 3), marked: false,
+      label: `${key} ${short(keyPiece(chosenQuery(), key), 14)}`, value: x, text: figures(x, 3), marked: false,
     })),
   };
 }

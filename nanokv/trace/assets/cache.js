@@ -5,13 +5,15 @@ const cachePanel = {
   build(host) {
     const controls = make("div", { className: "controls" });
     const heads = ["all heads together", ...span(MODEL.kvHeads).map((h) => `head ${h}`)];
-    choice(controls, "KV head", heads, 0, (i) => { view.kvHead = i - 1; });
+    this.head = choice(controls, "KV head", heads, 0, (i) => { view.kvHead = i - 1; });
     const own = make("input", { type: "checkbox" });
     own.addEventListener("change", () => { view.own = own.checked; refreshTab(); });
     controls.append(make("label", {}, own, " each layer on its own scale"));
     this.fact = make("p", { className: "fact" });
-    host.append(this.fact, controls);
-    this.maps = ["Keys", "Values"].map((noun, part) => new HeatMap(host, `${noun}: the norm of what each position holds`, {
+    const meaning = "A column is a token, a row is a layer. A cell is the norm (the length) of the key or value that the cache " +
+      `holds there: one number for the ${MODEL.kvHeads * MODEL.headDim} of the vector. Choose a cell and all of them are drawn below.`;
+    host.append(make("p", { className: "meaning", textContent: meaning }), this.fact, controls);
+    this.maps = ["Keys", "Values"].map((noun, part) => new HeatMap(host, `${noun}: the norm at each token, layer by layer`, {
       grid: () => normGrid(part),
       table: () => normTable(noun, part),
       moved: (r, c) => { view.layer = r; view.row = c; this.showVector(); },
@@ -66,7 +68,7 @@ function normGrid(part) {
     ...(view.own && { ends: ["least of the layer", "most"] }),
     value: (r, c) => run.norm(t, r, c, part, view.kvHead),
     range: (r) => normRange(part, view.own ? r : null),
-    rowName: (r) => `L${DATA.layers[r]}`, colName: rowName,
+    rowName: (r) => `L${DATA.layers[r]}`, colName: rowName, colText: rowText,
     mark: [0, DATA.layers.length - 1, Math.max(0, length - step().fed), Math.max(0, length - 1)],
     describe: (r, c) => {
       const x = run.norm(t, r, c, part, view.kvHead);
@@ -93,16 +95,21 @@ function chosenRow() {
 }
 
 function vectorGrid() {
-  const heads = MODEL.kvHeads, row = chosenRow();
-  const at = (r, c) => now().element(view.step, view.layer, row, Math.floor(r / heads), r % heads, c);
+  const row = chosenRow();
+  return vectorMap((part, head, dimension) => now().element(view.step, view.layer, row, part, head, dimension),
+    (size) => size.map((x, part) => `${"KV"[part]} −${figures(x, 3)}`).join(", "),
+    (size) => size.map((x, part) => `${"KV"[part]} ${figures(x, 3)}`).join(", "));
+}
+
+function vectorMap(element, low, high) { // one position: a row for each KV head, key and value each on their own scale
+  const heads = MODEL.kvHeads, part = (r) => (r < heads ? 0 : 1), name = (r) => `${"KV"[part(r)]}${r % heads}`;
+  const at = (r, c) => element(part(r), r % heads, c);
   const size = [0, 1].map((part) => Math.max(1e-9, ...span(heads * MODEL.headDim).map((i) => {
-    const x = at(part * heads + Math.floor(i / MODEL.headDim), i % MODEL.headDim);
+    const x = element(part, Math.floor(i / MODEL.headDim), i % MODEL.headDim);
     return Number.isFinite(x) ? Math.abs(x) : 0;
   })));
-  const part = (r) => (r < heads ? 0 : 1), name = (r) => `${"KV"[part(r)]}${r % heads}`;
   return {
-    rows: 2 * heads, cols: MODEL.headDim, kind: "two", value: at,
-    ends: [`K −${figures(size[0], 3)}, V −${figures(size[1], 3)}`, `K ${figures(size[0], 3)}, V ${figures(size[1], 3)}`],
+    rows: 2 * heads, cols: MODEL.headDim, kind: "two", value: at, ends: [low(size), high(size)],
     range: (r) => [-size[part(r)], size[part(r)]],
     rowName: name, colName: (c) => String(c),
     describe: (r, c) => `${name(r)}[${c}] = ${figures(at(r, c))} (${part(r) ? "value" : "key"}, KV head ${r % heads}, dimension ${c})`,

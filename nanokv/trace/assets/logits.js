@@ -33,7 +33,7 @@ function logitBars() {
   return {
     most: 1,
     items: topRows().map(({ id, piece, logit, probability }) => ({
-      label: spaced(piece), value: probability, marked: id === step().chosen,
+      label: short(piece, 14), value: probability, marked: id === step().chosen,
       text: `${percent(probability)}  ·  ${figures(logit)}`,
     })),
   };

@@ -67,7 +67,7 @@ const timeline = new Figure($("timeline"), "", () => ({
 function buildTimeline() {
   const run = now(), chips = run.tokens.map(([id, piece, role], p) => {
     const chip = make("li", { className: `token role-${role}` },
-      make("span", { className: "piece", textContent: spaced(piece) || " " }),
+      make("span", { className: "piece", textContent: short(piece, 24) }),
       make("span", { className: "letter", textContent: role }), make("span", { className: "id", textContent: id }));
     chip.addEventListener("click", () => goTo(p < run.fed ? run.stepOf[p] : run.steps.length - 1));
     return chip;
@@ -121,7 +121,14 @@ function faultText() {
     : broke ? [` The run breaks off before step ${end}: ${RUNS[1].stopped}`] : [" The words part at ", link(wordsStep), "."];
   const [right, wrong] = RUNS.map((run) => count(run.steps[bytesStep ?? 0].nbytes));
   const sizes = bytesStep === null ? [] : [" The cache has ", `${wrong} B instead of ${right} B at `, link(bytesStep), "."];
-  return [make("strong", { textContent: `Fault ${name}` }), `: ${about} `, ...logits, ...words, ...sizes];
+  return [make("strong", { textContent: `Fault ${name}` }), `: ${about} `, ...logits, ...words, ...sizes, " ", ...firstLink()];
+}
+
+function firstLink() {
+  if (!DIFFERENT.length) return ["No key, value or attention weight differs."];
+  const button = make("button", { type: "button", className: "link", textContent: firstText() });
+  button.addEventListener("click", () => goToPlace(DIFFERENT[0]));
+  return [button];
 }
 
 function buildMarks() { // flags under the slider, one line each
@@ -138,7 +145,7 @@ function buildMarks() { // flags under the slider, one line each
 
 // --- tabs -----------------------------------------------------------------------------------------------------------
 
-const PANELS = [cachePanel, attentionPanel, positionPanel, logitPanel, costPanel];
+const PANELS = [cachePanel, attentionPanel, positionPanel, logitPanel, costPanel, ...(DATA.fault ? [differencePanel] : [])];
 
 function buildTabs() {
   PANELS.forEach((panel, i) => {
@@ -203,13 +210,21 @@ function buildHeader() {
     `${MODEL.heads} query heads over ${MODEL.kvHeads} KV heads of ${MODEL.headDim}`, "cache dict", "greedy"].join(" · ");
   const used = [...new Set(RUNS[0].tokens.map(([, , role]) => role))];
   $("roles").replaceChildren(...used.map((role) => make("span", { className: `role role-${role}` },
-    make("b", { textContent: role }), ` ${ROLES[role]}`)));
+    make("b", { textContent: role }), ` ${ROLES[role]}`)), signsUsed());
+}
+
+function signsUsed() { // what stands for characters that cannot be seen
+  const texts = RUNS.flatMap((run) => run.tokens.map(([, piece]) => short(piece))).join(" ");
+  const signs = [["␣", "space"], ["↵", "newline"], ["⇥", "tab"], ["‹", "‹e2 96› bytes of a character that other tokens complete"],
+    ["×", "␣×8 eight of them"]];
+  return signs.filter(([sign]) => texts.includes(sign)).map(([sign, what]) => (what.startsWith(sign) || sign === "×" ? what : `${sign} ${what}`)).join(" · ");
 }
 
 function start() {
   buildHeader();
   buildTabs();
   buildAbout();
+  tour.build();
   $("runs").hidden = $("fault-note").hidden = !DATA.fault;
   slider.addEventListener("input", () => { play(false); goTo(Number(slider.value)); });
   document.addEventListener("keydown", stepKeys);
@@ -219,6 +234,7 @@ function start() {
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", refreshTab);
   openTab(0);
   showRun(0);
+  if (DATA.fault) openTab(PANELS.indexOf(differencePanel)), goToPlace(DIFFERENT[0]);
 }
 
 start();

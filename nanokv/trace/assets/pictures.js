@@ -58,10 +58,10 @@ class Figure { // a title, room for a picture, one line that says what is under 
 // --- heat map -------------------------------------------------------------------------------------------------------
 
 const rgb = (name) => colour(name).match(/[\da-f]{2}/gi).map((hex) => parseInt(hex, 16));
+const STOPS = { one: ["--low", "--half", "--high"], two: ["--minus", "--middle", "--plus"], off: ["--middle", "--half", "--high"] };
 
-function palette(kind) { // 256 colours of the current theme: "one" from little to much, "two" from minus to plus
-  const names = kind === "two" ? ["--minus", "--middle", "--plus"] : ["--low", "--half", "--high"];
-  const stops = names.map(rgb);
+function palette(kind) { // 256 colours of the theme: "one" little to much, "two" minus over 0 to plus, "off" 0 to much
+  const stops = STOPS[kind].map(rgb);
   return Array.from({ length: 256 }, (_, i) => {
     const at = (i / 255) * 2, k = Math.min(1, Math.floor(at));
     return stops[k].map((from, c) => Math.round(from + (stops[k + 1][c] - from) * (at - k)));
@@ -69,16 +69,18 @@ function palette(kind) { // 256 colours of the current theme: "one" from little 
 }
 
 class HeatMap extends Figure {
-  // `grid()` gives {rows, cols, value(r, c), range(r), kind, rowName(r), colName(c), describe(r, c), mark: [first row,
-  // last row, first column, last column] of what is new, ends?: words for both ends of the scale, curve?(0…1),
-  // widest?, height?(cell)}; an undefined value is a cell that does not exist (yet), NaN one that is no number.
+  // `grid()` gives {rows, cols, value(r, c), range(r), kind, rowName(r), colName(c), colText?(c): a token over its column,
+  // describe(r, c), mark: [first row, last row, first column, last column] of what is new, ends?: words under the scale,
+  // curve?(0…1), widest?, height?(cell)}; an undefined value is a cell that does not exist (yet), NaN one that is no number.
   constructor(host, title, { grid, table, moved = () => {} }) {
     super(host, title, table);
     this.grid = grid, this.moved = moved, this.cursor = null;
-    this.canvas = make("canvas", { tabIndex: 0, role: "application", "aria-roledescription": "heat map" });
+    this.names = make("canvas", { className: "names", "aria-hidden": "true" }); // stays where it is when the map scrolls
+    this.canvas = make("canvas", { className: "map", tabIndex: 0, role: "application", "aria-roledescription": "heat map" });
     this.canvas.setAttribute("aria-label", `${title}. Arrow keys move from cell to cell.`);
     this.scale = make("p", { className: "scale", "aria-hidden": "true" });
-    this.body.append(make("div", { className: "scroll" }, this.canvas), this.scale);
+    this.port = make("div", { className: "scroll" }, this.names, this.canvas);
+    this.body.append(this.port, this.scale);
     this.readout.textContent = "Point at a cell, or focus the map and use the arrow keys.";
     this.canvas.addEventListener("keydown", (event) => this.key(event));
     for (const kind of ["pointermove", "pointerdown"]) this.canvas.addEventListener(kind, (event) => this.point(event));
@@ -99,6 +101,7 @@ class HeatMap extends Figure {
     event.preventDefault();
     event.stopPropagation();
     this.move(Math.min(rows - 1, Math.max(0, to[0])), Math.min(cols - 1, Math.max(0, to[1])));
+    this.reveal(this.cursor[1]);
   }
 
   point(event) {
@@ -115,29 +118,38 @@ class HeatMap extends Figure {
     this.draw();
   }
 
+  reveal(c) { // scroll a column into the box
+    if (!this.layout) return;
+    const { left, cell } = this.layout, room = this.port.clientWidth - this.names.offsetWidth, x = left + c * cell;
+    if (x - 2 * cell < this.port.scrollLeft) this.port.scrollLeft = x - 2 * cell;
+    else if (x + 3 * cell > this.port.scrollLeft + room) this.port.scrollLeft = x + 3 * cell - room;
+  }
+
   refresh() { // after a step: the same cursor, new numbers
-    const { rows, cols, describe } = this.grid();
+    const { rows, cols, describe, mark } = this.grid();
     if (this.cursor && (this.cursor[0] >= rows || this.cursor[1] >= cols)) this.cursor = null;
     if (this.cursor) this.readout.textContent = describe(...this.cursor);
     this.fill();
     this.draw();
+    if (mark && mark[3] !== this.newest) this.reveal((this.newest = mark[3]));
   }
 
   draw() {
     const room = this.body.clientWidth;
     if (!room) return; // in a hidden tab
-    const grid = this.grid(), { rows, cols } = grid;
-    const left = 8 + 7 * Math.max(...Array.from({ length: rows }, (_, r) => grid.rowName(r).length)), top = 2;
-    const cell = Math.max(cols > 200 ? 2 : 3.5, Math.min(grid.widest ?? 34, (room - left - 2) / cols));
+    const grid = this.grid(), { rows, cols, colText } = grid, pen = this.canvas.getContext("2d");
+    pen.font = LETTERS;
+    const names = 9 + Math.max(...span(rows).map((r) => pen.measureText(grid.rowName(r)).width)), left = 1;
+    const texts = colText ? 20 + Math.max(...span(cols).map((c) => pen.measureText(colText(c)).width)) : 2;
+    const least = cols > 200 ? (colText ? 4 : 2) : colText ? 15 : 3.5; // a token needs the height of its letters
+    const cell = Math.max(least, Math.min(grid.widest ?? 34, (room - names - 8) / cols));
     const height = grid.height ? grid.height(cell) : Math.max(12, Math.min(24, cell * 1.6));
-    this.layout = { left, top, cell, height };
-    const width = left + cell * cols + 2, tall = top + height * rows + 20, sharp = window.devicePixelRatio || 1;
-    this.canvas.width = Math.ceil(width * sharp), this.canvas.height = Math.ceil(tall * sharp);
-    this.canvas.style.width = `${width}px`, this.canvas.style.height = `${tall}px`;
-    const pen = this.canvas.getContext("2d");
-    pen.scale(sharp, sharp);
+    this.layout = { left, top: texts, cell, height };
+    const tall = texts + height * rows + (colText ? 2 : 20);
+    sized(this.names, names, tall), sized(this.canvas, left + cell * cols + 2, tall);
     this.paintCells(pen, grid);
-    this.paintLabels(pen, grid);
+    this.paintColumns(pen, grid);
+    this.paintRows(this.names.getContext("2d"), grid, names);
     this.paintScale(grid);
   }
 
@@ -170,21 +182,47 @@ class HeatMap extends Figure {
     if (this.cursor) frame(this.cursor[0], this.cursor[0], this.cursor[1], this.cursor[1], "--ink", 2);
   }
 
-  paintLabels(pen, { rows, cols, rowName, colName }) {
-    const { left, top, cell, height } = this.layout;
-    pen.fillStyle = colour("--soft"), pen.font = "11px ui-monospace, monospace", pen.textBaseline = "middle";
-    pen.textAlign = "right";
-    const every = Math.ceil(13 / height);
-    for (let r = 0; r < rows; r += every) pen.fillText(rowName(r), left - 5, top + (r + 0.5) * height);
-    pen.textAlign = "center", pen.textBaseline = "top";
-    const steps = [1, 2, 4, 5, 8, 10, 16, 20, 32, 50, 64, 100, 128], wide = 9 + 7 * colName(cols - 1).length;
-    const apart = steps.find((n) => n * cell >= wide) ?? 256;
-    for (let c = 0; c < cols; c += apart) pen.fillText(colName(c), left + (c + 0.5) * cell, top + rows * height + 5);
+  paintColumns(pen, { rows, cols, colName, colText }) { // numbers below; with tokens both stand above
+    const { left, top, cell, height } = this.layout, middle = (c) => left + (c + 0.5) * cell;
+    const steps = [1, 2, 4, 5, 8, 10, 16, 20, 32, 50, 64, 100, 128], wide = (colText ? 1 : 9) + 7 * colName(cols - 1).length;
+    const apart = (least) => steps.find((n) => n * cell >= least) ?? 256;
+    pen.font = LETTERS, pen.textAlign = "center", pen.textBaseline = colText ? "bottom" : "top";
+    for (let c = 0; c < cols; c += apart(wide)) {
+      pen.fillStyle = colour(c === this.cursor?.[1] ? "--ink" : "--soft");
+      pen.fillText(colName(c), middle(c), colText ? top - 2 : top + rows * height + 5);
+    }
+    pen.textAlign = "left", pen.textBaseline = "middle";
+    for (let c = 0; colText && c < cols; c += apart(12)) {
+      pen.save();
+      pen.fillStyle = colour(c === this.cursor?.[1] ? "--ink" : "--soft");
+      pen.translate(middle(c), top - 16);
+      pen.rotate(-Math.PI / 2);
+      pen.fillText(colText(c), 0, 0);
+      pen.restore();
+    }
+  }
+
+  paintRows(pen, { rows, rowName }, right) {
+    const { top, height } = this.layout, every = Math.ceil(13 / height);
+    pen.font = LETTERS, pen.textAlign = "right", pen.textBaseline = "middle";
+    for (let r = 0; r < rows; r += every) {
+      pen.fillStyle = colour(r === this.cursor?.[0] ? "--ink" : "--soft");
+      pen.fillText(rowName(r), right - 5, top + (r + 0.5) * height);
+    }
   }
 
   paintScale({ range, kind, ends = range(0).map((x) => figures(x, 3)) }) {
     this.scale.replaceChildren(ends[0], make("span", { className: `ramp ${kind}` }), ends[1]);
   }
+}
+
+const LETTERS = '11px ui-monospace, "DejaVu Sans Mono", monospace';
+
+function sized(canvas, width, height) { // in CSS pixels, sharp on every screen
+  const sharp = window.devicePixelRatio || 1;
+  canvas.width = Math.ceil(width * sharp), canvas.height = Math.ceil(height * sharp);
+  canvas.style.width = `${width}px`, canvas.style.height = `${height}px`;
+  canvas.getContext("2d").scale(sharp, sharp);
 }
 
 // --- lines and bars -------------------------------------------------------------------------------------------------
@@ -242,7 +280,7 @@ class Lines extends Figure { // `lines()` gives {series: [{name, values, dashed}
   }
 }
 
-class Bars extends Figure { // `bars()` gives {most, items: [{label, value, text, marked}]}
+class Bars extends Figure { // `bars()` gives {most, signed, items: [{label, value, text, marked}]}; signed: 0 in the middle
   constructor(host, title, { bars, table }) {
     super(host, title, table);
     this.bars = bars;
@@ -252,12 +290,16 @@ class Bars extends Figure { // `bars()` gives {most, items: [{label, value, text
   }
 
   refresh() {
-    const { most, items } = this.bars();
+    const { most, items, signed } = this.bars();
+    this.list.classList.toggle("of-two", Boolean(signed));
     this.list.replaceChildren(...items.map(({ label, value, text, marked }) => {
       const bar = make("span", { className: "fill" });
-      bar.style.width = `${Math.max(0, Math.min(100, (100 * value) / (most || 1)))}%`;
+      const part = Math.min(1, Math.abs(value) / (most || 1)) * (signed ? 50 : 100);
+      bar.style.width = `${part}%`;
+      if (signed) bar.style.marginLeft = `${value < 0 ? 50 - part : 50}%`;
+      if (signed) bar.classList.add(value < 0 ? "minus" : "plus");
       return make("li", { className: marked ? "chosen" : "" },
-        make("span", { className: "name", textContent: label }), make("span", { className: "rail" }, bar),
+        make("span", { className: "name", textContent: label }), make("span", { className: signed ? "rail signed" : "rail" }, bar),
         make("span", { className: "amount", textContent: text }));
     }));
     this.fill();

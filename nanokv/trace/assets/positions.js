@@ -47,7 +47,7 @@ function angleGrid() {
   return {
     rows: PAIRS, cols: now().fed, kind: "two", height: () => 12,
     value: (r, c) => (c > last ? undefined : now().angle(c, r)[0]), range: () => [-1, 1],
-    rowName: (r) => String(r), colName: (c) => String(c), mark: [0, PAIRS - 1, first, last],
+    rowName: (r) => String(r), colName: (c) => String(c), colText: tokenText, mark: [0, PAIRS - 1, first, last],
     describe: (r, c) => c > last ? `pair ${r}, ${place(c)}: not computed yet`
       : `pair ${r}, ${place(c)}: cos ${figures(now().angle(c, r)[0])}, sin ${figures(now().angle(c, r)[1])}`,
   };

@@ -9,9 +9,10 @@ const newest = () => now().before[view.step + 1] - 1; // the last token that wen
 const place = (fed) => `position ${fed} ${quoted(now().tokens[fed]?.[1] ?? "")}`;
 const rowToken = (layer, row) => now().token(view.step, layer, row);
 const rowName = (row) => (rowToken(0, row) < 0 ? "old" : String(rowToken(0, row))); // under the column of a map
+const rowText = (row) => (rowToken(0, row) < 0 ? "" : tokenText(rowToken(0, row)));
+const tokenText = (fed) => short(now().tokens[fed]?.[1] ?? "");
 const rowPiece = (layer, row) => (rowToken(layer, row) < 0 ? "left from before" : now().tokens[rowToken(layer, row)][1]);
 const rowPlace = (layer, row) => (rowToken(layer, row) < 0 ? `row ${row}, left from before` : place(rowToken(layer, row)));
-const span = (n) => Array.from({ length: n }, (_, i) => i);
 
 function choice(host, text, options, chosen, changed) {
   const select = make("select", {}, ...options.map((name, i) => make("option", { value: i, textContent: name })));
