@@ -8,6 +8,7 @@ import gc
 import json
 import math
 import os
+import re
 import termios
 from pathlib import Path
 
@@ -20,6 +21,7 @@ import real_model
 import weights_loader
 from chat_terminal import Terminal, chat_argv
 from cli_helpers import run_cli
+from nanokv import faults, trace
 from nanokv.engine import Engine
 from nanokv.inference import score
 from nanokv.study.quality import log_likelihood
@@ -332,3 +334,26 @@ def test_the_page_of_a_trace(page, driver):
 def test_the_page_of_a_trace_is_written(page):
     text = page.read_text(encoding="utf-8")
     assert "SmolLM2-135M-Instruct" in text and "Paris" in text and page.stat().st_size < 30_000_000
+
+
+# --- a trace ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_trace_holds_the_cache_of_all_layers_in_a_page_of_the_size_that_was_said(loaded):
+    """30 layers, tokens that are parts of a character, and a second run under a fault."""
+    model, tokenizer = loaded
+    ids = tokenizer.encode(tokenizer.render([{"role": "user", "content": "Say 日本 🦜    now."}]))
+    assert any("\\x" in piece for piece in tokenizer.pieces(ids))
+    right = trace.record(model, ids, 3)
+    with faults.inject("start_pos_restarts"):
+        wrong = trace.record(model, ids, 3)
+    cache = nanokv.make_cache("dict", model.config)
+    nanokv.prefill(model, torch.tensor([ids]), cache)
+    for layer, log in right.caches.items():
+        rows = torch.stack((cache[layer]["key"][0], cache[layer]["value"][0])).permute(2, 0, 1, 3)  # (S,2,Hk,D)
+        assert torch.equal(log.at(0), rows)
+    fault = trace.Fault("start_pos_restarts", "", wrong)
+    page = trace.build(model, tokenizer, right, trace.Costs(1, [0.0] * 3, []), name="", prompt="", fault=fault)
+    assert len(page) == pytest.approx(trace.page_bytes(model.config, len(ids), 3, 30, 2), rel=0.1) and len(page) < 6e6
+    places = json.loads(re.search(r'id="data">(.*?)</script>', page)[1])["fault"]["places"]
+    assert places[0][:3] == [1, 0, len(ids)] and {layer for _, layer, *_ in places} == set(range(30))

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import tomllib
 from contextlib import nullcontext
 from html.parser import HTMLParser
@@ -19,10 +20,11 @@ import pytest
 import torch
 
 import nanokv
+import nanokv.cli.trace
 from cli_helpers import run_cli
 from nanokv import faults, trace
-from nanokv.cli import main
-from nanokv.cli.trace import SCENARIOS, choose_layers, replace
+from nanokv.cli import main, make_parser
+from nanokv.cli.trace import SCENARIOS, choose_layers, find_fault, replace
 from nanokv.costs import kv_bytes
 from nanokv.errors import NanoKVError
 from nanokv.trace.difference import divergence, last_rows, places, top_logits, weight_gap
@@ -486,6 +488,15 @@ def test_open_starts_the_browser_with_the_file(tmp_path, monkeypatch, capsys):
     place = tmp_path / "a b.html"
     assert main(["trace", "-p", "Once", "-n", "1", "--no-uncached", "--repeat", "1", "-o", str(place), "--open"]) == 0
     assert opened == [place.as_uri()] and capsys.readouterr().out == f"{place}\n"
+
+
+@pytest.mark.parametrize("number", ["05", "06", "07"])
+def test_the_command_of_a_notebook_is_one(number):
+    """As it stands in the text: it is parsed, and its fault can be recorded."""
+    (source,) = (Path(trace.__file__).parents[2] / "notebooks" / "source").glob(f"{number}_*.py")
+    (command,) = re.findall(r"^# nanokv (trace .*)$", source.read_text(), re.MULTILINE)
+    args = make_parser("trace", nanokv.cli.trace).parse_args(shlex.split(command)[1:])
+    assert args.open and args.out.suffix == ".html" and (number == "07") == (find_fault(args.fault) is not None)
 
 
 def test_layers_are_a_list_of_numbers(loaded):

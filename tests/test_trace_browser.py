@@ -101,7 +101,7 @@ def state(driver):
     return driver.execute_script("return {step: view.step, run: view.run, tab: PANELS[tab].name, playing: !!timer}")
 
 
-def painted(driver, canvas="canvas"):
+def painted(driver, canvas="canvas.map"):
     """The pixels of a picture, as one text."""
     return driver.execute_script(f"return document.querySelector('{canvas}').toDataURL()")
 
@@ -110,6 +110,7 @@ def table(driver, figure):
     """(caption, head, rows) of a figure's table twin, opened by its button if it is not open."""
     button = figure.find_element("css selector", "button.twin")
     if button.get_attribute("aria-expanded") == "false":
+        driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", button)  # not under the sticky bar
         button.click()
     return driver.execute_script("""
         const table = arguments[0].querySelector("table"), texts = (row) => [...row.cells].map((c) => c.textContent);

@@ -1,7 +1,7 @@
 """`nanokv trace`: record a run, tensor by tensor, and write it as one HTML page that works from a file, offline.
 
 stdout carries the path of the page and nothing else. With --fault the page holds the same run a second time, under one
-of the bugs of nanokv.faults, and marks the step at which the two part.
+of the bugs of nanokv.faults, and opens at the first number that differs.
 """
 
 import os
@@ -21,7 +21,7 @@ EXAMPLES = (
     'nanokv trace --prompt "What is a KV cache?" -n 40 -o trace.html --layers 0,5',
     'nanokv trace "Reverse: moon, kettle, blorf" --fault start_pos_restarts',
 )
-DESCRIPTION = "Record a greedy run and write one self-contained HTML page. stdout carries its path only."
+DESCRIPTION = "Record a greedy run and write one self-contained HTML page, with a tour. stdout carries its path only."
 MOST_TOKENS = 512  # attention weights grow with the square: at 512 the bundled model's page has about 15 MB
 NEW_TOKENS = 48
 SCENARIOS = ("solo", "long", "two_requests")  # situations of nanokv.faults that a trace of one prompt can be in
@@ -40,7 +40,7 @@ def add_arguments(parser) -> None:
     group.add_argument("-n", "--max-new-tokens", metavar="N", type=integer(1, 100_000_000), default=NEW_TOKENS,
                        help=f"stop after this many tokens (default: {NEW_TOKENS})")  # fmt: skip
     group.add_argument("--layers", metavar="I,J", help="keep cache and attention of these layers only (default: all)")
-    group.add_argument("--fault", metavar="NAME", help="record the run a second time, with this bug")
+    group.add_argument("--fault", metavar="NAME", help="record the run again, with this bug: right minus wrong")
     group.add_argument("--repeat", metavar="N", type=integer(1, 100), default=3,
                        help="time every step N times and take the median (default: 3)")  # fmt: skip
     group.add_argument("--no-uncached", action="store_true", help="do not time the run without a cache, which is slow")

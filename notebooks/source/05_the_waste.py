@@ -135,6 +135,14 @@ course.figure("05.speedup", seconds_without / seconds_cached)
 # of <!--fig 05.ratio64-->48<!--/fig-->. The ratio of the seconds, printed above, is smaller. A step with one row takes
 # more than a sixty-fourth of the time of a step with 64 rows: a small model spends much of a step on starting
 # operations, a large model on reading its weights. Notebook 09 measures time; here we count work.
+#
+# You can walk through such a run step by step. This command, in a terminal, records one and writes it as a web page:
+#
+# ```bash
+# nanokv trace "What is a KV cache?" -o waste.html --open
+# ```
+#
+# Its tour explains the page. Its tab *Cost* counts the tokens and the time of each step, with the cache and without.
 
 # %% [markdown]
 # ## Experiment 2: how it grows

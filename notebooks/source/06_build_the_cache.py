@@ -84,6 +84,13 @@ course.figure("06.hidden", c.hidden_size)
 # keeps <!--fig 06.numbers-->1,152<!--/fig--> numbers: a key and a value (`2`) in every layer (`L`) and every KV head
 # (`Hk`), each of `D` numbers. The hidden size, <!--fig 06.hidden-->192<!--/fig-->, is not a factor of that product, and
 # neither is the number of query heads. Two of the articles make their mistake there.
+#
+# The picture below has a page of its own, with a tour. There you move from step to step, see each token's name on its
+# column, and open each cell to see the numbers of its key and value. In a terminal:
+#
+# ```bash
+# nanokv trace "My name is Zorbla. What is my name?" -o cache.html --open
+# ```
 
 # %% tags=["hide-input"]
 fig, (left, right) = course.subplots(1, 2, width=9.5, height=3.4)

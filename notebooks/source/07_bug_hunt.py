@@ -159,6 +159,15 @@ print(f"(the prompt of the first conversation is tokens 0 to {prompt - 1})")
 # - **Which layer.** Nearly always layer 0, because a wrong cache is wrong in every layer. Later layers inherit the
 #   error.
 #
+# To look at a first difference, record the same run twice, right and wrong. In a terminal, with the name of a bug:
+#
+# ```bash
+# nanokv trace "My name is Zorbla. What is my name?" --fault start_pos_restarts -o fault.html --open
+# ```
+#
+# The page opens at the first key, value or attention weight that differs, and a button goes to the next. Bugs that need
+# a batch, beams or a chunk cannot be recorded: the command says which can.
+#
 # In exercise 07.2 you name a bug from its trace alone.
 
 # %% [markdown]

@@ -113,11 +113,11 @@ function bytes(n) {
 }
 
 const span = (n) => Array.from({ length: n }, (_, i) => i);
-const quoted = (piece) => `“${/^ +$/.test(piece) ? spaced(piece) : piece}”`;
+const byteSigns = (piece) => piece.replace(/(\\x[0-9a-f]{2})+/g, (run) => `‹${run.slice(2).replaceAll("\\x", " ")}›`);
+const quoted = (piece) => `“${byteSigns(/^ +$/.test(piece) ? spaced(piece) : piece)}”`;
 const spaced = (piece) => piece.replaceAll(" ", "␣");
 
 function short(piece, most = 10) { // a token on an axis: spaces seen, long runs counted, bytes as ‹e2 96›, cut at `most`
-  const letters = [...spaced(piece).replace(/(.)\1{4,}/gu, (run, one) => `${one}×${[...run].length}`)
-    .replace(/(\\x[0-9a-f]{2})+/g, (run) => `‹${run.slice(2).replaceAll("\\x", " ")}›`)];
+  const letters = [...byteSigns(spaced(piece).replace(/(.)\1{4,}/gu, (run, one) => `${one}×${[...run].length}`))];
   return letters.length > most ? `${letters.slice(0, most - 1).join("")}…` : letters.join("") || "∅";
 }

@@ -139,8 +139,8 @@ class HeatMap extends Figure {
     if (!room) return; // in a hidden tab
     const grid = this.grid(), { rows, cols, colText } = grid, pen = this.canvas.getContext("2d");
     pen.font = LETTERS;
-    const names = 9 + Math.max(...span(rows).map((r) => pen.measureText(grid.rowName(r)).width)), left = 1;
-    const texts = colText ? 20 + Math.max(...span(cols).map((c) => pen.measureText(colText(c)).width)) : 2;
+    const names = 9 + Math.max(...span(rows).map((r) => widthOf(pen, grid.rowName(r)))), left = 1;
+    const texts = colText ? 20 + Math.max(...span(cols).map((c) => widthOf(pen, colText(c)))) : 2;
     const least = cols > 200 ? (colText ? 4 : 2) : colText ? 15 : 3.5; // a token needs the height of its letters
     const cell = Math.max(least, Math.min(grid.widest ?? 34, (room - names - 8) / cols));
     const height = grid.height ? grid.height(cell) : Math.max(12, Math.min(24, cell * 1.6));
@@ -186,27 +186,27 @@ class HeatMap extends Figure {
     const { left, top, cell, height } = this.layout, middle = (c) => left + (c + 0.5) * cell;
     const steps = [1, 2, 4, 5, 8, 10, 16, 20, 32, 50, 64, 100, 128], wide = (colText ? 1 : 9) + 7 * colName(cols - 1).length;
     const apart = (least) => steps.find((n) => n * cell >= least) ?? 256;
+    const soft = colour("--soft"), ink = colour("--ink"), every = apart(wide), chosen = this.cursor?.[1];
     pen.font = LETTERS, pen.textAlign = "center", pen.textBaseline = colText ? "bottom" : "top";
-    for (let c = 0; c < cols; c += apart(wide)) {
-      pen.fillStyle = colour(c === this.cursor?.[1] ? "--ink" : "--soft");
+    for (let c = 0; c < cols; c += every) {
+      pen.fillStyle = c === chosen ? ink : soft;
       pen.fillText(colName(c), middle(c), colText ? top - 2 : top + rows * height + 5);
     }
+    if (!colText) return;
     pen.textAlign = "left", pen.textBaseline = "middle";
-    for (let c = 0; colText && c < cols; c += apart(12)) {
-      pen.save();
-      pen.fillStyle = colour(c === this.cursor?.[1] ? "--ink" : "--soft");
-      pen.translate(middle(c), top - 16);
-      pen.rotate(-Math.PI / 2);
-      pen.fillText(colText(c), 0, 0);
-      pen.restore();
+    pen.rotate(-Math.PI / 2); // upwards: (x, y) of the page is (−y, x) here
+    for (let c = 0, each = apart(12); c < cols; c += each) {
+      pen.fillStyle = c === chosen ? ink : soft;
+      pen.fillText(colText(c), 16 - top, middle(c));
     }
+    pen.rotate(Math.PI / 2);
   }
 
   paintRows(pen, { rows, rowName }, right) {
-    const { top, height } = this.layout, every = Math.ceil(13 / height);
+    const { top, height } = this.layout, every = Math.ceil(13 / height), soft = colour("--soft"), ink = colour("--ink");
     pen.font = LETTERS, pen.textAlign = "right", pen.textBaseline = "middle";
     for (let r = 0; r < rows; r += every) {
-      pen.fillStyle = colour(r === this.cursor?.[0] ? "--ink" : "--soft");
+      pen.fillStyle = r === this.cursor?.[0] ? ink : soft;
       pen.fillText(rowName(r), right - 5, top + (r + 0.5) * height);
     }
   }
@@ -214,6 +214,13 @@ class HeatMap extends Figure {
   paintScale({ range, kind, ends = range(0).map((x) => figures(x, 3)) }) {
     this.scale.replaceChildren(ends[0], make("span", { className: `ramp ${kind}` }), ends[1]);
   }
+}
+
+const WIDTHS = new Map();
+
+function widthOf(pen, text) { // the same few labels are measured at every step
+  if (!WIDTHS.has(text)) WIDTHS.set(text, pen.measureText(text).width);
+  return WIDTHS.get(text);
 }
 
 const LETTERS = '11px ui-monospace, "DejaVu Sans Mono", monospace';

@@ -65,6 +65,7 @@ const STOPS_OF_TOUR = [
       cachePanel.maps[0].reveal(largestKey()[1]);
       return found;
     },
+    map: () => cachePanel.maps[0],
   },
   {
     title: "Prefill",
