@@ -179,7 +179,9 @@ class HeatMap extends Figure {
       pen.strokeRect(left + c0 * cell - 0.5, top + r0 * height - 0.5, (c1 - c0 + 1) * cell, (r1 - r0 + 1) * height);
     };
     if (mark) frame(...mark, "--mark", 1.5);
-    if (this.cursor) frame(this.cursor[0], this.cursor[0], this.cursor[1], this.cursor[1], "--ink", 2);
+    for (const [name, line] of [["--card", 5], ["--ink", 2]]) { // seen on light and on dark cells
+      if (this.cursor) frame(this.cursor[0], this.cursor[0], this.cursor[1], this.cursor[1], name, line);
+    }
   }
 
   paintColumns(pen, { rows, cols, colName, colText }) { // numbers below; with tokens both stand above
@@ -203,7 +205,7 @@ class HeatMap extends Figure {
   }
 
   paintRows(pen, { rows, rowName }, right) {
-    const { top, height } = this.layout, every = Math.ceil(13 / height), soft = colour("--soft"), ink = colour("--ink");
+    const { top, height } = this.layout, every = Math.ceil(12 / height), soft = colour("--soft"), ink = colour("--ink");
     pen.font = LETTERS, pen.textAlign = "right", pen.textBaseline = "middle";
     for (let r = 0; r < rows; r += every) {
       pen.fillStyle = r === this.cursor?.[0] ? ink : soft;

@@ -88,7 +88,7 @@ const STOPS_OF_TOUR = [
     say: () => [`A token adds 2 (key and value) × ${MODEL.layers} layers × ${plural(MODEL.kvHeads, "KV head")} × ${MODEL.headDim} numbers × ${MODEL.itemsize} B = ${count(MODEL.bytesPerToken)} B.`,
       `The cache has ${count(run0.steps[0].nbytes)} B after step 0 and ${count(run0.steps[lastStep].nbytes)} B at the end, for ${plural(run0.fed, "token")}.`,
       `The weights have ${bytes(MODEL.weightBytes)}. A cache of ${count(Math.ceil(MODEL.weightBytes / MODEL.bytesPerToken))} tokens is as large.`],
-    show: () => show(cachePanel, lastStep, cachePanel.fact, cachePanel.bytes.element),
+    show: () => show(cachePanel, lastStep, cachePanel.bytes.element, cachePanel.fact),
   },
   {
     title: "What reuse saves",
