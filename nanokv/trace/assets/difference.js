@@ -85,7 +85,8 @@ function placeText({ step, layer, position, amounts }) { // "step 1, layer 0, po
   return `step ${step}, layer ${DATA.layers[layer]}, ${tokenAt(position)}: ${words.join(", ")}`;
 }
 
-const firstText = () => (DIFFERENT.length ? `First difference: ${placeText(DIFFERENT[0])}.` : nothingDiffers());
+const firstOf = `First difference${DATA.layers.length < MODEL.layers ? " in the kept layers" : ""}`;
+const firstText = () => (DIFFERENT.length ? `${firstOf}: ${placeText(DIFFERENT[0])}.` : nothingDiffers());
 
 function stepFact(at) {
   if (at === 0) return `${firstText()} It is difference 1 of ${count(DIFFERENT.length)}. Each amount is the largest |right − wrong| among the numbers of one vector.`;
