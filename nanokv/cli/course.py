@@ -20,6 +20,8 @@ ACTIONS = {
     "seal": "the hash of a right answer: seal 05.q1 b",
     "variants": "write one notebook per student, with other numbers, and a key",
     "exam": "write a paper exam in two variants and its key: exam 05 06.1 open.1 --seed 7 -o exam",
+    "gift": "write the same questions for Moodle: gift 05 06.1 open.1 --seed 7 -o questions.gift",
+    "nbgrader": "write notebooks as assignments of nbgrader: nbgrader 05 06 -o FOLDER",
     "progress": "print how many exercises are right: progress 05, or of all notebooks",
     "mistakes": "print the wrong answers that the checks know, as a table",
     "grade": "execute a folder of submissions and write a table of results",
@@ -42,7 +44,7 @@ def add_arguments(parser) -> None:
     parser.add_argument("-o", "--out", type=Path, metavar="PATH", help="where the result goes")
     add_force(parser)
     parser.add_argument("--limit", type=real(1, 3600), default=180.0, metavar="S", help="seconds per notebook (180)")
-    parser.add_argument("--seed", type=integer(0, 2**31), default=0, metavar="N", help="of variants and exam")
+    parser.add_argument("--seed", type=integer(0, 2**31), default=0, metavar="N", help="of variants, exam and gift")
     parser.add_argument("--students", type=Path, metavar="FILE", help="one name per line, for variants")
     parser.add_argument("--key", type=Path, metavar="FILE", help="the key of the variants, for grade")
 
@@ -129,6 +131,26 @@ def _exam(args) -> None:
     out = args.out or Path("exam")
     ask_to_replace(args.force, *(out / name for name in exam.FILES))
     for path in exam.write(args.folder, args.words, args.seed, out):
+        terminal.write_out(f"{path}\n")
+
+
+def _gift(args) -> None:
+    from nanokv.course import gift
+
+    out = args.out or Path("questions.gift")
+    ask_to_replace(args.force, out)
+    left = gift.write(args.folder, args.words, args.seed, out)
+    terminal.write_out(f"{out}\n")
+    if left:
+        terminal.notice(f"left out, because the answer is not made of numbers: {', '.join(left)}", args)
+
+
+def _nbgrader(args) -> None:
+    from nanokv.course import nbgrader, twins
+
+    chosen, out = twins.chosen(args.folder, args.words), args.out or Path("nbgrader")
+    ask_to_replace(args.force, *nbgrader.files(args.folder, chosen, out))
+    for path in nbgrader.write(args.folder, chosen, out):
         terminal.write_out(f"{path}\n")
 
 

@@ -85,6 +85,7 @@ class Check:
     """One exercise. `parameters`: what a variant may draw, each (first, others …); the first is the course's own.
 
     `hidden`: the parameters are what is to be found out (a fault, a place), so they are never shown to a learner.
+    `near`: numbers count as right within max(atol, rel·|right|). `otherwise`: the hint for an unknown wrong value.
     """
 
     id: str
@@ -93,6 +94,8 @@ class Check:
     key: Callable | None = None  # case → the right answer, for a teacher's key; None: there is no single one
     mistakes: tuple = ()
     hidden: bool = False
+    near: tuple = EXACT  # rel, atol
+    otherwise: str = ""
 
     def case(self, seed: int | None = None, model=None) -> Case:
         """The course's own numbers without a seed, a draw of them with one: the same for the same seed."""
@@ -167,7 +170,8 @@ def value(
         near = _tolerance(rel, atol) if (rel, atol) != EXACT else ""
         return Outcome("wrong", f"{otherwise} Numbers count as right {near}.".lstrip() if near else otherwise)
 
-    return Check(id, judge, parameters or {}, None if isinstance(right, Sealed) else right, tuple(wrong), hidden)
+    key = None if isinstance(right, Sealed) else right
+    return Check(id, judge, parameters or {}, key, tuple(wrong), hidden, (rel, atol), otherwise)
 
 
 def _is_set_of(names, answer) -> bool:

@@ -46,6 +46,12 @@ def chosen(folder: Path, word: str, number: int) -> list[Item]:
     """The items that a word names. Of a whole notebook: what has numbers to draw, and the quiz."""
     if word.startswith("open."):
         return [_open(folder / "teach" / "open_questions.md", word)]
+    source, checks, questions = named(folder, word)
+    return [_exercise(source, c, number) for c in checks] + [_question(q, number) for q in questions]
+
+
+def named(folder: Path, word: str) -> tuple:
+    """(source, checks, questions) that a notebook's name or an id stands for; CourseError where it stands for none."""
     source = twins.read(twins.chosen(folder, [word if word[2:3] == "_" else word[:2]])[0])
     module = checking.exercises(source.number)
     if word in (source.number, source.name):
@@ -54,22 +60,28 @@ def chosen(folder: Path, word: str, number: int) -> list[Item]:
         checks, questions = [c for c in module.CHECKS if c.id == word], [q for q in module.QUESTIONS if q.id == word]
     if not (*checks, *questions):
         raise CourseError(f"no exercise {word!r}", ", ".join(x.id for x in (*module.CHECKS, *module.QUESTIONS)))
-    return [_exercise(source, c, number) for c in checks] + [_question(q, number) for q in questions]
+    return source, checks, questions
 
 
 def _exercise(source, check, number: int) -> Item:
+    cases = draw(check, number)
+    text = {name: asked(source, check, case) for name, case in cases.items()}
+    if check.key:
+        answer = {name: _right(check, case) for name, case in cases.items()}
+    else:
+        answer = dict.fromkeys(cases, f"```python\n{solution(source, check.id)}\n```")
+    return Item(check.id, "exercise", text, answer)
+
+
+def asked(source, check, case) -> str:
+    """The text of an exercise with the numbers of this case."""
     if check.hidden:  # its parameters are the answer, and a sheet could show nothing else of it
         raise CourseError(f"{check.id} works only at a computer", "nanokv course variants gives everyone their own")
-    cases = draw(check, number)
     task = re.search(rf"^\*\*{re.escape(check.id)}\*\*\s*(.+?)(?=^\*\*\d\d\.|^#|\Z)", source.prose(), re.S | re.M)
     if task is None:
         raise CourseError(f"{source.name} has no text **{check.id}**", "each exercise begins with its id in bold")
-    text, answer = {}, {}
-    for name, case in cases.items():
-        given = ", ".join(f"`{p} = {getattr(case, p)}`" for p in check.parameters)
-        text[name] = task[1].strip() + (f"\n\n{given}" if given else "")
-        answer[name] = _right(check, case) if check.key else f"```python\n{solution(source, check.id)}\n```"
-    return Item(check.id, "exercise", text, answer)
+    given = ", ".join(f"`{p} = {getattr(case, p)}`" for p in check.parameters)
+    return task[1].strip() + (f"\n\n{given}" if given else "")
 
 
 def draw(check, number: int) -> dict:
@@ -105,7 +117,7 @@ def solution(source, id: str) -> str:
 
 def _question(question, number: int) -> Item:
     """The options in another order on each sheet; the right one has another letter."""
-    right = next(letter for letter in question.options if question.judge(letter).state == "right")
+    right = right_letter(question)
     rng = random.Random(f"{number} {question.id}")
     first = rng.sample(list(question.options), len(question.options))
     orders = {SHEETS[0]: first, SHEETS[1]: first[1:] + first[:1]}  # turned by one: no option keeps its letter
@@ -116,11 +128,22 @@ def _question(question, number: int) -> Item:
     return Item(question.id, "question", text, answer)
 
 
+def right_letter(question) -> str:
+    return next(letter for letter in question.options if question.judge(letter).state == "right")
+
+
 def _open(path: Path, id: str) -> Item:
-    found = re.search(rf"^## {re.escape(id)}\n+(.+?)\n\n", path.read_text(encoding="utf-8"), re.S | re.M)
+    text, _ = open_question(path, id)
+    return Item(id, "open", dict.fromkeys(SHEETS, text), dict.fromkeys(SHEETS, f"see {id} in {path.name}"))
+
+
+def open_question(path: Path, id: str) -> tuple[str, str]:
+    """(the question, what a full answer says)."""
+    pattern = rf"^## {re.escape(id)}\n+(.+?)\n\n(\*\*A full answer\*\*.+?)\n\n"
+    found = re.search(pattern, path.read_text(encoding="utf-8"), re.S | re.M)
     if not found:
         raise CourseError(f"no {id} in {path.name}", "its headings look like ## open.1")
-    return Item(id, "open", dict.fromkeys(SHEETS, found[1]), dict.fromkeys(SHEETS, f"see {id} in {path.name}"))
+    return found[1], found[2]
 
 
 def sheet(name: str, items: list[Item]) -> str:

@@ -49,10 +49,10 @@ class Source:
         return self.cells[0].text.splitlines()[0].removeprefix("# ")
 
     def student(self) -> dict:
-        return self._notebook([c for c in self.cells if c.role != "solution"])
+        return self.notebook([c for c in self.cells if c.role != "solution"])
 
     def solution(self) -> dict:
-        return self._notebook([c for c in self.cells if c.role != "exercise"])
+        return self.notebook([c for c in self.cells if c.role != "exercise"])
 
     def prose(self) -> str:
         """All markdown, as the solution's reader sees it."""
@@ -62,7 +62,7 @@ class Source:
         """All code but the stubs."""
         return "\n\n".join(c.text for c in self.cells if c.kind == "code" and c.role != "exercise")
 
-    def _notebook(self, cells) -> dict:
+    def notebook(self, cells) -> dict:
         """nbformat 4.5 with ids that depend on nothing but the place, so that a rebuild changes nothing."""
         made = []
         for i, cell in enumerate(cells):
