@@ -67,6 +67,28 @@ def test_the_minutes_of_a_plan_add_up(path):
     assert "Goal: " in text and "## Watch" in text and "If time is short" in text and "```" in text
 
 
+def minutes(path):
+    """{activity: the numbers in its row of the first table}."""
+    rows = re.findall(r"^\| ([^|]+?) \|((?: \d+ \|)+)$", path.read_text("utf-8"), re.MULTILINE)
+    return {activity: [int(n) for n in re.findall(r"\d+", numbers)] for activity, numbers in rows}
+
+
+def test_the_pilot_is_an_hour_around_the_plan_of_lesson_00():
+    pilot, plan = minutes(TEACH / "pilot.md"), minutes(TEACH / "00_plan.md")
+    lesson = {activity: numbers[-1] for activity, numbers in plan.items() if activity != "activity"}
+    assert {activity: pilot[activity][0] for activity in lesson} == lesson
+    assert sum(sum(numbers) for numbers in pilot.values()) == 60
+
+
+def test_each_question_of_the_pilot_has_an_answer():
+    text = (TEACH / "pilot.md").read_text("utf-8")
+    parts = dict(part.split("\n", 1) for part in re.split(r"^## ", text, flags=re.MULTILINE)[1:])
+    asked = [f"{when} {n}" for when in ("before", "after")
+             for n in re.findall(r"^(\d)\. ", parts[f"Questions {when}"], re.MULTILINE)]  # fmt: skip
+    assert re.findall(r"^\| ((?:before|after) \d) \| \S", parts["Answers"], re.MULTILINE) == asked
+    assert len(asked) == 10
+
+
 @each_text
 def test_what_a_text_names_exists(path):
     text = path.read_text("utf-8")
