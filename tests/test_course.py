@@ -546,10 +546,68 @@ def test_a_notebook_may_take_the_bundled_model_always(monkeypatch, capsys):
     monkeypatch.setenv("NANOKV_MODEL", "a/large-one")
     model, _ = session.start("07", model="tiny")
     assert model.config.num_hidden_layers == 6
-    assert "always takes tiny, not a/large-one" in capsys.readouterr().out
+    assert "This notebook takes tiny, not a/large-one" in capsys.readouterr().out
     monkeypatch.delenv("NANOKV_MODEL")
     session.start("07", model="tiny")
-    assert "always" not in capsys.readouterr().out
+    assert "This notebook" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["my.gguf", "models/own", "./my.gguf"])
+def test_a_model_is_found_from_where_jupyter_was_started_too(name, tmp_path, monkeypatch):
+    """`NANOKV_MODEL=my.gguf make notebooks`: the kernel runs in the folder below."""
+    (tmp_path / "notebooks").mkdir()
+    (tmp_path / "models").mkdir()
+    (tmp_path / "tiny").mkdir()
+    monkeypatch.chdir(tmp_path / "notebooks")
+    assert session.located(name) == name, "there is none: the loader says so"
+    (tmp_path / name).write_text("")
+    assert (tmp_path / name).samefile(session.located(name))
+    assert session.located("tiny") == "tiny" and session.located("a/name-on-the-hub") == "a/name-on-the-hub"
+    (tmp_path / "notebooks" / "models").mkdir()
+    (tmp_path / "notebooks" / name).write_text("")
+    assert session.located(name) == name, "the one beside the notebook comes first"
+
+
+def test_a_run_elsewhere_gets_the_whole_path_of_a_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, expected in (("my.gguf", "my.gguf"), ("", ""), ("a/b", "a/b")):
+        monkeypatch.setenv("NANOKV_MODEL", name)
+        assert running._environment(tmp_path, {})["NANOKV_MODEL"] == expected
+    (tmp_path / "my.gguf").write_text("")
+    monkeypatch.setenv("NANOKV_MODEL", "my.gguf")
+    assert running._environment(tmp_path, {})["NANOKV_MODEL"] == str(tmp_path / "my.gguf")
+    assert running._environment(tmp_path, {"NANOKV_MODEL": "b"})["NANOKV_MODEL"] == "b"
+
+
+@pytest.mark.parametrize("name", ["nope", "./my.gguf", "\x00", "\N{SNOWMAN}" * 5000])
+def test_a_model_that_does_not_exist_is_told_with_the_way_back(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(session.os, "environ", {"NANOKV_MODEL": name})
+    with pytest.raises(CourseError) as told:
+        session.start("05")
+    assert name[:9] in str(told.value) and len(str(told.value)) < 3000 and "without NANOKV_MODEL" in told.value.hint
+
+
+def test_another_model_is_told_what_to_do_when_a_cell_is_slow(monkeypatch, capsys):
+    import nanokv.loading
+
+    tiny = nanokv.loading.load("tiny")
+    monkeypatch.setattr(nanokv.loading, "load", lambda name: tiny)
+    monkeypatch.setenv("NANOKV_MODEL", "a/large-one")
+    session.start("05")
+    said = capsys.readouterr().out
+    assert 'course.start("05", model="tiny")' in said and "make book" in said and "of the bundled model" in said
+    monkeypatch.delenv("NANOKV_MODEL")
+    session.start("05")
+    assert "Too slow?" not in capsys.readouterr().out
+
+
+def test_the_numbers_of_another_exercise_are_told_apart():
+    """All cells were run, so `case` is that of the last exercise; then somebody answers the first."""
+    case = checking.find("00.4").case()
+    with pytest.raises(AttributeError, match=r"no 'a' among the numbers of this case \(n, C, D\).*course\.case"):
+        case.a  # noqa: B018
+    assert case.n == 2 and not hasattr(case, "_repr_html_")
 
 
 def test_a_prediction_stands_beside_the_measurement(capsys):

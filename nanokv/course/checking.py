@@ -37,6 +37,14 @@ class Case(SimpleNamespace):
         super().__init__(**values)
         self._model, self._hidden = model, hidden
 
+    def __getattr__(self, name: str):
+        """A name that it does not have: in a notebook `case` is often that of another exercise, whose cell ran last."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        have = ", ".join(known for known in vars(self) if not known.startswith("_"))
+        hint = "If they are those of another exercise, run the cell with course.case(…) above yours again"
+        raise AttributeError(f"no {name!r} among the numbers of this case ({have}). {hint}")
+
     def __repr__(self):
         given = [f"{name}={value!r}" for name, value in vars(self).items() if not name.startswith("_")]
         return f"Case({'hidden' if self._hidden else ', '.join(given)})"

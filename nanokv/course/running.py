@@ -86,6 +86,8 @@ def _environment(folder: Path, extra: dict) -> dict:
     env = {k: v for k, v in os.environ.items() if not any(word in k.upper() for word in secret)}
     root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH")]))
+    model = env.get("NANOKV_MODEL", "")
+    env |= {"NANOKV_MODEL": os.path.abspath(model)} if model and os.path.exists(model) else {}  # it runs elsewhere
     private = {name: str(folder / name.lower()) for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR")}
     return env | private | {
         "PYTHONPATH": path, "PYDEVD_DISABLE_FILE_VALIDATION": "1", "HF_HUB_OFFLINE": "1", "PYTHONHASHSEED": "0",

@@ -51,7 +51,12 @@ def start(notebook: str, seed: int | None = None, model: str = ""):
 
     wanted = os.environ.get("NANOKV_MODEL") or "tiny"
     source = model or wanted
-    model, tokenizer = load(source)
+    try:
+        model, tokenizer = load(model or located(wanted))
+    except (ValueError, OSError) as error:  # CheckpointError is no NanoKVError
+        if source == "tiny":
+            raise
+        raise CourseError(f"{source}: {error}", "without NANOKV_MODEL the notebook takes the bundled model") from error
     torch.manual_seed(0)
     _PREDICTIONS.clear()
     _ANSWERS.clear()
@@ -62,11 +67,19 @@ def start(notebook: str, seed: int | None = None, model: str = ""):
     print(f"{source}: {c.num_hidden_layers} layers, hidden size C = {c.hidden_size}, vocabulary {c.vocab_size:,},")
     print(f"{c.num_attention_heads} query heads and {c.num_key_value_heads} KV heads of size D = {c.head_dim}.")
     if source != wanted:
-        print(f"This notebook always takes {source}, not {wanted}: it runs the model too often for a large one.")
+        print(f"This notebook takes {source}, not {wanted}: its first cell says so.")
     elif source != "tiny":
         print("The figures in the text are those of the bundled model; yours stand in the output of the cells.")
+        print(f'Too slow? Stop the cell, write course.start("{notebook}", model="tiny") here, and run all cells again.')
+        print("Or read on without running: `make book` records the outputs with the bundled model.")
     log.note("start", notebook=notebook, seed=seed, model=source)
     return model, tokenizer
+
+
+def located(name: str) -> str:
+    """The model of NANOKV_MODEL: a relative path may begin where Jupyter was started, above the notebook's folder."""
+    beside = os.path.join(os.pardir, name)
+    return beside if name != "tiny" and not os.path.exists(name) and os.path.exists(beside) else name
 
 
 def sized(full: int, least: int) -> int:
