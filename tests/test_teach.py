@@ -67,6 +67,14 @@ def test_the_minutes_of_a_plan_add_up(path):
     assert "Goal: " in text and "## Watch" in text and "If time is short" in text and "```" in text
 
 
+@each_plan
+def test_the_experiments_of_a_plan_are_called_as_in_the_notebook(path):
+    headings = re.findall(r"^## (.+)$", twins.read(SOURCES[path.stem[:2]]).prose(), re.MULTILINE)
+    rows = [row for row in minutes(path) if re.search(r"Experiment \d: ", row)]
+    named = [name.strip() for row in rows for name in re.findall(r"Experiment \d: [^(,;]+", row)]
+    assert [name for name in named if not any(heading.startswith(name) for heading in headings)] == []
+
+
 def minutes(path):
     """{activity: the numbers in its row of the first table}."""
     rows = re.findall(r"^\| ([^|]+?) \|((?: \d+ \|)+)$", path.read_text("utf-8"), re.MULTILINE)
