@@ -17,6 +17,9 @@ PYTEST  = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist load
 TORCH   = $(shell sed -n 's/^torch==/&/p' constraints.txt)
 BUILD   = $(shell sed -n 's/^setuptools==/&/p' constraints.txt)
 
+# JupyterLab would ask whether it may fetch news, and ask a server for a new version of itself
+QUIET  := {"@jupyterlab/apputils-extension:notification": {"checkForUpdates": false, "fetchNews": "false"}}
+
 .DEFAULT_GOAL := help
 .NOTPARALLEL:                       # two pips in one environment would trip over each other
 .DELETE_ON_ERROR:
@@ -62,6 +65,8 @@ train: $(VENV)/.dev ## when you want to make the bundled model yourself: over an
 
 .PHONY: notebooks
 notebooks: $(VENV)/.course ## to learn: opens the course in JupyterLab
+	@mkdir -p $(VENV)/share/jupyter/lab/settings
+	@echo '$(QUIET)' > $(VENV)/share/jupyter/lab/settings/overrides.json
 	@$(BIN)/jupyter lab --notebook-dir notebooks $(ARGS)
 
 .PHONY: book

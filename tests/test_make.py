@@ -5,6 +5,7 @@ twice, leaving a stamp after a failure, and swallowing the pipe of `echo hi | ma
 how it is called shows all of that in milliseconds. .ci/run does the real thing.
 """
 
+import json
 import os
 import re
 import shutil
@@ -26,7 +27,7 @@ case "$*" in
   *version_info*) exit $OLD ;;
   *ensurepip*) exit $NO_VENV ;;
   *"import pip"*) exit 0 ;;
-  "-m venv"*) mkdir -p .venv/bin; for tool in python nanokv ruff mypy; do cp "$0" .venv/bin/$tool; done ;;
+  "-m venv"*) mkdir -p .venv/bin; for tool in python nanokv ruff mypy jupyter; do cp "$0" .venv/bin/$tool; done ;;
   -V) echo "Python 3.9.18"; exit 0 ;;
 esac
 echo "$(basename "$0") $*" >> calls
@@ -202,3 +203,10 @@ def test_make_starts_at_once(clone):
         clone.make("chat")
         times.append(time.perf_counter() - start)
     assert min(times) < 0.2, f"{min(times):.3f} s on {sys.platform}"
+
+
+def test_the_notebooks_open_without_a_question_about_news(clone):
+    assert clone.make("notebooks", "ARGS=--allow-root").returncode == 0
+    assert clone.calls()[-1] == "jupyter lab --notebook-dir notebooks --allow-root"
+    written = json.loads((clone.folder / ".venv/share/jupyter/lab/settings/overrides.json").read_text())
+    assert written == {"@jupyterlab/apputils-extension:notification": {"checkForUpdates": False, "fetchNews": "false"}}

@@ -392,8 +392,8 @@ course.answer("00.q3", q3)
 # ## Next
 #
 # [01](01_from_text_to_next_token.ipynb) looks at both ends: how a text is cut into tokens, and how the logits become
-# the next one. If you have only one more hour, go on with [05](05_the_waste.ipynb) and then
-# [06](06_build_the_cache.ipynb).
+# the next one. If you have only one more hour, do parts of [05](05_the_waste.ipynb) and [06](06_build_the_cache.ipynb):
+# the file README.md beside this one lists them, with minutes.
 
 # %% tags=["skip"]
 course.progress()
