@@ -241,6 +241,7 @@ def test_hostile_characters_come_back_as_they_were(text, option, comment):
     ((_, name, asked, kind, answers, _),) = read_gift(gift.page([gift.choice(question)], 0))
     assert (name, asked, kind) == ("05.q1", texts[0], "choice")
     assert answers == [(0, HOSTILE, texts[2]), (100, "%50%" + texts[1], HOSTILE)]
+    assert not set("~=#{}:\n\\") & set(ESCAPE.sub("", gift.escaped(text + HOSTILE))), "each of them has its backslash"
 
 
 def test_an_open_question_is_an_essay_with_its_full_answer():
