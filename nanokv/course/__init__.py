@@ -21,18 +21,20 @@ if TYPE_CHECKING:  # for editors and type checkers
         claim,
         confirm,
         figure,
+        mine,
         predict,
         progress,
         quiz,
         reveal,
         sized,
         start,
+        whose,
     )
 
 _FIGURES = ("COLORS", "show", "subplots")  # the other names are in session.py
 __all__ = [
-    "COLORS", "answer", "case", "check", "chosen", "claim", "confirm", "drawings", "figure", "predict", "progress",
-    "quiz", "reveal", "show", "sized", "start", "subplots",
+    "COLORS", "answer", "case", "check", "chosen", "claim", "confirm", "drawings", "figure", "mine", "predict",
+    "progress", "quiz", "reveal", "show", "sized", "start", "subplots", "whose",
 ]  # fmt: skip
 
 if not TYPE_CHECKING:  # it would hide a name that is mistyped

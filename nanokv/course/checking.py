@@ -104,6 +104,7 @@ class Check:
     hidden: bool = False
     near: tuple = EXACT  # rel, atol
     otherwise: str = ""
+    reference: Callable | None = None  # of a function exercise: nanokv's function
 
     def case(self, seed: int | None = None, model=None) -> Case:
         """The course's own numbers without a seed, a draw of them with one: the same for the same seed."""
@@ -209,7 +210,7 @@ def function(id: str, right, inputs, wrong=(), rel=EXACT[0], atol=EXACT[1], tria
         given = [_tried(answer, arguments) for arguments in tries]
         return _compared(answer, tries, given, expected, wrong, rel, atol)
 
-    return Check(id, judge, {}, None, tuple(wrong))
+    return Check(id, judge, {}, None, tuple(wrong), reference=right)
 
 
 def _tried(answer, arguments):

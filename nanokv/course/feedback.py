@@ -21,13 +21,13 @@ def line(error: BaseException) -> str:
     for frame, number in reversed(list(traceback.walk_tb(error.__traceback__))):
         file, name = frame.f_code.co_filename, frame.f_code.co_name
         text = linecache.getline(file, number, frame.f_globals).strip()
-        if text and not _of_a_library(file):
+        if text and not of_a_library(file):
             home = Path(file).name if os.path.exists(file) else "your cell"  # the file of a cell does not exist
             return f"line {number} of {home}{'' if name.startswith('<') else f', in {name}'}: {text}"
     return ""
 
 
-def _of_a_library(file: str) -> bool:
+def of_a_library(file: str) -> bool:
     return file.startswith((*LIBRARIES, "<frozen")) or any(part in PACKAGES for part in Path(file).parts)
 
 

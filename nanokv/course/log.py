@@ -36,6 +36,11 @@ def keep(folder: Path | None) -> None:
     _own = folder and Path(folder) / PROGRESS
 
 
+def folder() -> Path | None:
+    """Where a learner's own notebook keeps things; None where nobody works in it, or somebody else runs it."""
+    return None if os.environ.get(VARIABLE) else _own and _own.parent
+
+
 def note(event: str, **fields) -> None:
     """Append one event."""
     path = os.environ.get(VARIABLE)

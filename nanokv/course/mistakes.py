@@ -45,7 +45,7 @@ def registered(notebook: str) -> list[Known]:
 def judged(source: str) -> dict[str, list[tuple[str, str]]]:
     """{id: [(name, message), …]} of `judged(id, judge)`: every wrong(message, name) in the judge and what it calls."""
     tree = ast.parse(source)
-    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     tables = (node for node in tree.body if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name))
     functions |= {node.targets[0].id: node for node in tables}
     found = {}

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from nanokv.course import checking, log, scores
+from nanokv.course import checking, log, parts, scores
 from nanokv.course.answers import as_number, canonical, is_blank
 from nanokv.errors import CourseError
 
@@ -18,6 +18,7 @@ BUNDLED = 3_050_496  # weights of the bundled model
 _STATE = {"notebook": None, "seed": None, "model": None}
 _PREDICTIONS: dict[str, tuple[float, str]] = {}
 _ANSWERS: list[dict] = []  # of checks and questions, as events
+_PARTS: dict[str, parts.Found] = {}  # what this notebook took of earlier ones
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ def start(notebook: str, seed: int | None = None, model: str = ""):
     torch.manual_seed(0)
     _PREDICTIONS.clear()
     _ANSWERS.clear()
+    _PARTS.clear()
     shell = sys.modules.get("IPython")
     log.keep(Path.cwd() if shell and shell.get_ipython() else None)  # somebody works in it
     _STATE.update(notebook=notebook, seed=seed, model=model)
@@ -99,7 +101,27 @@ def check(id: str, answer, seed: int | None = None) -> Result:
     """Judge an answer, print the judgement, return it; a wrong answer never raises."""
     exercise = checking.find(id)
     seed = _STATE["seed"] if seed is None else seed
-    return _tell("check", id, exercise.judge(answer, exercise.case(seed, _STATE["model"])), seed=seed)
+    result = _tell("check", id, exercise.judge(answer, exercise.case(seed, _STATE["model"])), seed=seed)
+    if result and (folder := log.folder()) and (told := parts.keep(id, answer, folder, _STATE["model"])):
+        print(told)
+    return result
+
+
+def mine(name: str):
+    """What the learner built in an earlier notebook, if it still passes its check, else nanokv's; prints whose it is.
+
+    nanokv/course/parts.py has the names, and which exercise makes each.
+    """
+    _PARTS[name] = found = parts.find(name, log.folder(), _STATE["model"])
+    log.note("part", name=name, yours=found.yours)
+    print(found)
+    return found.made
+
+
+def whose() -> None:
+    """Print a table of the parts that this notebook has taken: yours, or the reference."""
+    for name, found in _PARTS.items():
+        print(f"{name:<10} {parts.PARTS[name].id}   {'yours' if found.yours else 'reference'}")
 
 
 def quiz(notebook: str) -> None:

@@ -12,7 +12,8 @@
 # The last notebook is about three ways to serve more from the same memory: answer several people at once, drop old
 # tokens, and store numbers with fewer bits. Batching leaves the answers unchanged, if it is done right. The other two
 # always change the numbers, and the question is how you would notice. At the end you build something of your own. The
-# suite that tested every cache of this course then tests yours.
+# suite that tested every cache of this course then tests yours. And the parts that you wrote since notebook 01 become an
+# engine that answers a chat.
 #
 # ## What you will be able to do
 #
@@ -533,6 +534,177 @@ my_work = "static", MyLayer
 
 # %%
 course.check("12.5", my_work)
+
+# %% [markdown]
+# ## Your own engine
+#
+# You have written most of a small engine by now: the sampler in 01, attention in 02, the shared heads in 03, the cache
+# in 06, the pages in 10, the reuse of a chat in 11. Each of these answers was kept as a file in the folder `my`, beside
+# the notebooks, when its check was right. You may open and edit these files. `course.mine` takes your own part if it
+# still passes its check. Where you have none, it takes nanokv's, and says so.
+
+# %%
+top_p, cut = course.mine("sampler"), course.mine("stop")
+attend, kv_head = course.mine("attention"), course.mine("heads")
+MyCache, keep = course.mine("cache"), course.mine("prefix")
+place_of, free = course.mine("page"), course.mine("free")
+write = course.mine("loop")
+
+# %% [markdown]
+# Here they are put together. The weights are the model's, and there is no second copy of it. The model takes two things
+# from outside: an attention object, which it calls with `q`, `k` and `v`, and a cache with one entry per layer.
+# `MyAttention` calls the function of 02.2 once per query head. That function knows a square of `T` queries and `T` keys
+# only. With a cache there are fewer queries than keys, so the rows of old queries are filled with zeros, and their
+# results are dropped. (That is the waste of notebook 05 once more; nanokv's attention does without.)
+
+
+# %%
+class MyAttention:
+    """The function of 02.2 for each query head; 03.4 says which KV head it reads."""
+
+    def __call__(self, q, k, v):  # q (B,H,T,D) with B = 1, k and v (B,Hk,S,D): the T queries are the last of S
+        H, Hk, T, S = q.shape[1], k.shape[1], q.shape[2], k.shape[2]
+        square = torch.cat((torch.zeros_like(q[:, :, :1]).expand(-1, -1, S - T, -1), q), dim=2)  # (B,H,S,D)
+        rows = []
+        for h in range(H):
+            g = kv_head(h, H, Hk)
+            rows.append(attend(square[0, h], k[0, g].clone(), v[0, g].clone())[-T:])  # copies: it may write into them
+        return torch.stack(rows)[None]  # (B,H,T,D)
+
+
+class Engine:
+    """One model, one chat at a time. `layer` makes the cache of one layer."""
+
+    def __init__(self, layer, p=1e-6):
+        self.layer, self.p, self.stop = layer, p, list(ends)
+        self.clear()
+
+    def clear(self):
+        """An empty cache. `held` are the ids in it."""
+        self.cache = nanokv.KVCache((self.layer() for _ in range(c.num_hidden_layers)), c)
+        self.held = []
+
+    @torch.inference_mode()
+    def feed(self, ids, start_pos):
+        """One forward: ids go behind what the cache holds → logits that follow the last one, (V,)."""
+        hidden = model(torch.tensor([ids]), self.cache, start_pos, MyAttention())  # (1,T,C)
+        self.held = self.held + ids
+        return model.lm_head(hidden[0, -1])
+
+    def draw(self, logits):
+        """One of the tokens that 01.3 keeps; with a tiny p that is the likeliest."""
+        chances = logits.double().softmax(-1)
+        few = sorted(top_p(chances.tolist(), self.p))
+        return few[int(torch.multinomial(chances[few], 1))]
+
+
+# %% [markdown]
+# One part is missing, the loop.
+#
+# **12.6** Write a turn. `engine` has `held`, `stop`, `clear()`, `feed(ids, start_pos)` and `draw(logits)`, as above.
+# `ids` is a whole prompt, of the same chat or of another one. Keep what the cache holds if the prompt begins with it
+# (`keep` of 11.4 is at hand); a cache that cannot be truncated has to be cleared otherwise. Feed the rest. Then draw
+# tokens and feed them, until one of `engine.stop` comes or there are `most`. Return the list of drawn tokens, the end
+# token included. The last one is not fed. The check gives your turn to several chats, and counts what it feeds.
+
+
+# %% tags=["exercise"]
+def turn(engine, ids, most):
+    return ...
+
+
+# %% tags=["solution"]
+def turn(engine, ids, most):
+    n = keep(engine.held, ids)
+    if n < len(engine.held):  # another chat
+        engine.clear()
+        n = 0
+    said = [engine.draw(engine.feed(ids[n:], n))]
+    while len(said) < most and said[-1] not in engine.stop:
+        said.append(engine.draw(engine.feed(said[-1:], len(engine.held))))
+    return said
+
+
+# %%
+course.check("12.6", turn)
+
+# %% [markdown]
+# Now the engine answers a chat. The turns share one cache, so each turn prefills only what the cache does not hold. The
+# tokens must be those of `nanokv.generate`, which starts with an empty cache for every turn.
+
+# %%
+reply = course.mine("turn")
+
+
+def chat(engine, most=course.sized(40, 12)):
+    """A chat of three turns → (prompt, answer) of each."""
+    messages, turns = [], []
+    for question in ("My name is Zorbla.", "What is my name?", "What is 12 + 30?"):
+        messages.append({"role": "user", "content": question})
+        ids = tokenizer.encode(tokenizer.render(messages))
+        before = engine.held
+        answer = reply(engine, ids, most)
+        text = tokenizer.decode(cut([*answer, ends[0]], ends))  # 01.5 wants a stream that ends
+        new = len(engine.held) - len(answer) + 1  # tokens of the prompt in the cache; the last drawn one is not fed
+        kept = len(before) if engine.held[: len(before)] == before else 0
+        print(f"you: {question:<20} engine: {text:<32} prompt {new:>3} tokens, {kept:>3} kept, {new - kept:>3} prefilled")
+        messages.append({"role": "assistant", "content": text})
+        turns.append((ids, answer))
+    return turns
+
+
+turns = chat(Engine(MyCache))
+theirs = [list(nanokv.generate(model, ids, max_new_tokens=len(answer))) for ids, answer in turns]
+equal = sum(answer == other for (_, answer), other in zip(turns, theirs))
+ids, answer = turns[0]
+print(f"the tokens of nanokv.generate: in {equal} of {len(turns)} turns")
+print(f"the loop of 06.4 writes the same first answer: {write(model, torch.tensor([ids]), len(answer)) == answer}")
+
+# %% tags=["hide-input"]
+course.figure("12.equal", equal)
+course.figure("12.turns", len(turns))
+
+# %% [markdown]
+# In <!--fig 12.equal-->3<!--/fig--> of <!--fig 12.turns-->3<!--/fig--> turns the engine draws the tokens of nanokv. The
+# cache is an argument, so another one can take its place. `Pages` keeps a layer in pages of 16 tokens: 10.4 says where
+# token `i` is, and 10.5 gives the pages back when the chat is over.
+
+
+# %%
+class Pages(nanokv.cache.LayerCache):
+    """The cache of one layer in pages from a pool of its own."""
+
+    def __init__(self, page=16, pages=64):
+        self.page, self.length, self.table = page, 0, []
+        self.owners, self.free_pages, self.pool = [0] * pages, list(range(pages)), None
+
+    def append(self, k, v):  # (B,Hk,T,D) each, B = 1
+        both = torch.stack((k[0], v[0]))  # (2,Hk,T,D)
+        if self.pool is None:
+            self.pool = both.new_empty(len(self.owners), self.page, 2, k.shape[1], k.shape[3])  # (pages,page,2,Hk,D)
+        for t in range(k.shape[2]):
+            if self.length == len(self.table) * self.page:  # the last page is full
+                self.table.append(self.free_pages.pop())
+                self.owners[self.table[-1]] += 1
+            number, slot = place_of(self.table, self.length, self.page)
+            self.pool[number, slot] = both[:, :, t]
+            self.length += 1
+        places = [place_of(self.table, i, self.page) for i in range(self.length)]
+        numbers, slots = (list(part) for part in zip(*places))
+        return self.pool[numbers, slots].permute(1, 2, 0, 3)[:, None].unbind(0)  # (B,Hk,S,D) ×2
+
+
+engine = Engine(Pages)
+in_pages = chat(engine)
+layer = engine.cache[0]
+pages_used, back = len(layer.table), len(free(layer.table, layer.owners, layer.free_pages))
+print(f"the same tokens: {in_pages == turns}; a layer used {pages_used} pages, and {back} of {len(layer.owners)} are free again")
+
+# %% [markdown]
+# Your engine, part by part:
+
+# %%
+course.whose()
 
 # %% [markdown]
 # ## Quiz

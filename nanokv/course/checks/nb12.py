@@ -1,9 +1,9 @@
-"""Notebook 12: batches, windows, bits, and the capstone."""
+"""Notebook 12: batches, windows, bits, the capstone, and a turn of the learner's own engine."""
 
 import random
 
 from nanokv.course.answers import plain
-from nanokv.course.checking import RIGHT, Mistake, failing, judged, questions, result_of, value, wrong
+from nanokv.course.checking import RIGHT, Mistake, Told, failing, judged, questions, result_of, value, wrong
 from nanokv.course.forms import misfit
 
 # --- 12.1: the rectangle ------------------------------------------------------------------------------------------
@@ -294,6 +294,99 @@ def _first_unlike(before, after) -> str:
 
 CAPSTONES = {"static": _judge_static, "prefix": _judge_prefix, "mqa": _judge_mqa}
 
+# --- 12.6: a turn of the engine -----------------------------------------------------------------------------------
+
+
+class Desk:
+    """What a turn gets as its engine: it runs nanokv's own forward, and tells the first slip at the feed that shows it.
+    """
+
+    def __init__(self, model, stop):
+        self.model, self.stop = model, stop
+        self.clear()
+
+    def begin(self, prompt, most):
+        """What the turn is asked for."""
+        self._prompt, self._most, self.fed = list(prompt), most, []
+
+    def clear(self):
+        from nanokv.cache import make_cache
+
+        self.cache, self.held = make_cache("dict", self.model.config), []
+
+    def feed(self, ids, start_pos):
+        from nanokv.inference import prefill
+
+        ids = [int(token) for token in ids]
+        slip = self._cache_slip(ids, start_pos) or self._end_slip(ids)
+        if slip:
+            raise Told(slip)
+        logits = prefill(self.model, [ids], self.cache, start_pos=start_pos)
+        self.held, self.fed = self.held + ids, [*self.fed, len(ids)]
+        return logits[0]  # (V,)
+
+    def draw(self, logits):
+        return int(logits.argmax())
+
+    def _cache_slip(self, ids, start_pos):
+        held = len(self.held)
+        if not self.fed and self.held != self._prompt[:held]:
+            return wrong(f"the cache holds {held} tokens that the prompt does not begin with: clear it", "not cleared")
+        if not ids:
+            return wrong("no token was fed: keep one token of the prompt less, its logits are needed", "nothing fed")
+        if start_pos != held:
+            return wrong(f"start_pos is {start_pos}, but the cache holds {held} tokens", "start_pos")
+        return None
+
+    def _end_slip(self, ids):
+        if len(self.held) >= len(self._prompt) and ids[-1] in self.stop:
+            if ids[-1] == self.stop[0]:
+                return wrong("an end token was drawn, and you went on: it ends the answer", "stop ignored")
+            return wrong("you look at one stop id only: each of engine.stop ends the answer", "one stop id")
+        if len(self.fed) == self._most:
+            return wrong(f"token {self._most} of at most {self._most} was fed: it is the last one", "last token fed")
+        return None
+
+
+def _judge_turn(answer, case):
+    """A chat of two turns, then others at the same engine: the tokens of nanokv.generate, and no row too many."""
+    from nanokv.decoding.generation import generate
+    from nanokv.study.equality import small_model
+
+    model = small_model()
+    first, other, third = [5, 8, 13, 21, 34, 2], [5, 8, 40, 25, 17], [50, 7, 7, 19]
+    stop = [list(generate(model, prompt, max_new_tokens=4, eos_token_ids=[]))[-1] for prompt in (first, other)]
+    said = list(generate(model, first, max_new_tokens=9, eos_token_ids=stop))
+    desk = Desk(model, stop)
+    for prompt, most in ((first, 9), ([*first, *said, 44, 9, 30], 9), (other, 9), (other, 9), (third, 2), (third, 1)):
+        kept = len(desk.held) if desk.held == prompt[: len(desk.held)] and len(desk.held) < len(prompt) else 0
+        desk.begin(prompt, most)
+        given = result_of(answer, desk, list(prompt), most, like=[1])
+        expected = list(generate(model, prompt, max_new_tokens=most, eos_token_ids=stop))
+        outcome = _turn_outcome(plain(given), expected, prompt, kept, desk)
+        if outcome is not None:
+            return outcome
+    return RIGHT
+
+
+def _turn_outcome(given, expected, prompt, kept, desk):
+    """An Outcome if the answer or the rows of a turn are others."""
+    if given == prompt + expected:
+        return wrong("return the answer only, without the prompt", "with prompt")
+    if given == expected[:-1] and expected[-1] in desk.stop:
+        return wrong("the end token is missing: it is the last one of an answer, as in nanokv.generate", "no end")
+    if given != expected:
+        return wrong(f"the answer is {given}, but nanokv.generate gives {expected}", "tokens")
+    if kept and desk.fed[0] == len(prompt):
+        return wrong(f"right tokens, but all {len(prompt)} of the prompt were fed: {kept} of them were in the cache",
+                     "nothing kept")  # fmt: skip
+    rows = len(prompt) - kept + len(expected) - 1
+    if sum(desk.fed) != rows or len(desk.fed) != len(expected):
+        fed = f"{sum(desk.fed)} rows were fed in {len(desk.fed)} forwards"
+        return wrong(f"right tokens, but {fed}, where {rows} in {len(expected)} are enough", "rows")
+    return None
+
+
 CHECKS = (
     judged("12.1", _judge_rectangle),
     value(
@@ -323,6 +416,7 @@ CHECKS = (
     ),
     judged("12.4", _judge_rounding),
     judged("12.5", _judge_capstone),
+    judged("12.6", _judge_turn),
 )
 
 QUESTIONS = questions("12")
