@@ -42,13 +42,14 @@ FORGOTTEN = {
     "04.2": lambda path, name: None, "06.4": lambda model, ids, n: None, "09.2": lambda start, clock: None,
     "10.5": lambda table, owners, free_pages: None, "11.5": lambda guesses, best: None,
     "12.1": lambda prompts: None, "12.4": lambda x, bits, dim: None, "12.5": ("mqa", lambda model: None),
+    "12.6": lambda engine, ids, most: None,
     "06.3": type("C", (), {"append": lambda self, k, v: None}),
 }  # fmt: skip
 STUBS = FORGOTTEN | {
     "01.2": lambda pieces: ..., "02.2": lambda q, k, v: ..., "02.4": lambda forward, ids, V: ...,
     "04.2": lambda path, name: ..., "06.4": lambda model, ids, n: ..., "09.2": lambda start, clock: (..., ...),
     "10.5": lambda table, owners, free_pages: ..., "11.5": lambda guesses, best: ..., "12.1": lambda prompts: (1, ...),
-    "12.4": lambda x, bits, dim: ..., "12.5": ("mqa", lambda model: ...),
+    "12.4": lambda x, bits, dim: ..., "12.5": ("mqa", lambda model: ...), "12.6": lambda engine, ids, most: ...,
     "06.3": type("C", (), {"append": lambda self, k, v: ...}),
 }  # fmt: skip
 

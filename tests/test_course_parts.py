@@ -187,7 +187,7 @@ def test_an_endless_part_is_interrupted(tmp_path, monkeypatch, text):
     monkeypatch.setattr(parts, "SECONDS", 1.0)
     begin = time.monotonic()
     found = edited(tmp_path, text)
-    assert found.why == "my/attention.py ran for longer than 1 s" and time.monotonic() - begin < 8
+    assert found.why == "my/attention.py: it ran for longer than 1 s" and time.monotonic() - begin < 8
 
 
 def test_who_interrupts_is_not_taken_for_the_clock(tmp_path):
@@ -214,7 +214,8 @@ def test_a_link_and_the_file_of_somebody_else_are_not_run(tmp_path, monkeypatch)
     (tmp_path / "my").mkdir()
     (tmp_path / "my" / "attention.py").symlink_to(other)
     assert "not a file of its own" in parts.find("attention", tmp_path).why
-    (tmp_path / "my" / "attention.py").unlink()
+    assert "kept as" in kept(tmp_path, ATTEND), "the link is replaced, and not followed"
+    assert other.read_text() == RIGHT and not (tmp_path / "my" / "attention.py").is_symlink()
     assert edited(tmp_path, RIGHT).yours
     uid = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: uid + 1)
@@ -233,7 +234,7 @@ def test_who_grades_takes_and_keeps_no_part(working, monkeypatch, capsys):
     kept(working, ATTEND)
     monkeypatch.setenv(log.VARIABLE, str(working / "log"))
     assert session.mine("attention") is parts.reference("attention")
-    assert "the reference (this run keeps no parts of anybody)" in capsys.readouterr().out
+    assert "the reference (no answers are kept in this run)" in capsys.readouterr().out
     assert session.check("02.2", cells(HELPED)["attend"]) and "kept" not in capsys.readouterr().out
     assert [event["event"] for event in log.read(working / "log")] == ["part", "check"]
 
@@ -243,7 +244,9 @@ def test_the_table_of_parts_says_whose_each_is(working, capsys):
     session.mine("attention"), session.mine("cache")
     capsys.readouterr()
     session.whose()
-    assert capsys.readouterr().out.split("\n")[:2] == ["attention  02.2   yours", "cache      06.3   reference"]
+    assert capsys.readouterr().out.splitlines() == [
+        "part       exercise  whose", "attention  02.2      yours", "cache      06.3      reference",
+    ]  # fmt: skip
     with pytest.raises(CourseError, match="no part 'atention'"):
         session.mine("atention")
 
@@ -275,6 +278,16 @@ def test_every_solution_is_kept_and_taken(tmp_path, name):
     own = re.findall(r"^(?:def|class) (\w+)", text, re.MULTILINE)[-1]
     assert "kept as" in kept(tmp_path, text, own, id)
     assert parts.find(name, tmp_path).yours
+
+
+def test_a_part_takes_along_a_kept_part_that_it_uses(tmp_path):
+    assert "kept as" in kept(tmp_path, solution("11.4"), "keep", "11.4")
+    names = cells(TURN)
+    names["keep"] = parts.find("prefix", tmp_path).made
+    assert "kept as" in parts.keep("12.6", names["turn"], tmp_path)
+    text = (tmp_path / "my" / "turn.py").read_text()
+    assert "def keep(cached, new):" in text and "nanokv" not in text.replace("# ", "") and '["turn"]' in text
+    assert parts.find("turn", tmp_path).yours
 
 
 CACHE = solution("06.3")
@@ -350,3 +363,20 @@ def test_the_engine_of_the_notebook_is_read_on_one_screen():
     cells = twins.read(NOTEBOOKS / "source" / "12_batches_and_eviction.py").cells
     (engine,) = (cell.text for cell in cells if "class Engine:" in cell.text)
     assert len(engine.splitlines()) <= 40 and "class MyAttention" in engine
+
+
+# --- letters ------------------------------------------------------------------------------------------------------
+
+SHAPE = re.compile(r"\((\w+(?:[·+−-]\w+)*(?:,\w+(?:[·+−-]\w+)*)+)\)")  # (B,T,H·D)
+
+
+@pytest.mark.parametrize("path", twins.sources(NOTEBOOKS)[1:], ids=lambda path: path.stem[:2])
+def test_the_letters_of_a_notebook_are_defined_before_its_first_shape(path):
+    cells = [cell for cell in twins.read(path).cells if cell.role != "solution"]
+    line = cells[0].text.split("\nLetters: ")[1]
+    defined = set(re.findall(r"`(\w+)`\s\w", line))
+    texts = [cell.text if cell.kind == "markdown" else "\n".join(re.findall(r"#.*", cell.text)) for cell in cells]
+    used = {letter for text in texts for shape in SHAPE.findall(text) for letter in re.findall(r"[A-Z]k?\b", shape)}
+    assert used <= defined and "glossary.md#letters" in line
+    glossary = (NOTEBOOKS / "glossary.md").read_text("utf-8")
+    assert all(f"| `{letter}` |" in glossary for letter in defined)

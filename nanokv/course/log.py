@@ -1,9 +1,9 @@
 """What happened in a notebook, one JSON object per line, for those who run it: tests, the book, the grader.
 
 Without NANOKV_COURSE_LOG a learner's own notebook keeps its answers, and nothing else, in progress.jsonl beside it, for
-`nanokv course progress`. With a key every line carries its number and an HMAC, so that lines which
-were added, changed or taken away are noticed. A learner's own code runs in the process that holds the key: who looks
-for it there finds it. So the log of a submission is evidence and not proof.
+`nanokv course progress`; parts.py keeps what they built. With a key every line carries its number and an HMAC, so that
+lines which were added, changed or taken away are noticed. A learner's own code runs in the process that holds the key:
+who looks for it there finds it. So the log of a submission is evidence and not proof.
 """
 
 import contextlib

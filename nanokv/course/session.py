@@ -120,8 +120,9 @@ def mine(name: str):
 
 def whose() -> None:
     """Print a table of the parts that this notebook has taken: yours, or the reference."""
+    print(f"{'part':<10} exercise  whose")
     for name, found in _PARTS.items():
-        print(f"{name:<10} {parts.PARTS[name].id}   {'yours' if found.yours else 'reference'}")
+        print(f"{name:<10} {parts.PARTS[name].id:<9} {'yours' if found.yours else 'reference'}")
 
 
 def quiz(notebook: str) -> None:

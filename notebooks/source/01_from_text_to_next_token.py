@@ -20,6 +20,8 @@
 # - say which tokens a model gets in a chat, and what happens without the [chat template](glossary.md#chat-template);
 # - choose a token from [logits](glossary.md#logits): temperature, top-p, argmax;
 # - say what makes a model stop, and recognise the bug when it does not stop.
+#
+# Letters: `V` entries of the vocabulary, `N` tokens of the answer ([all of them](glossary.md#letters)).
 
 # %%
 import json

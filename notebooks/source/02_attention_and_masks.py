@@ -20,6 +20,9 @@
 # - say why a mask is added and not multiplied, and what a multiplied mask does to a model that is *trained* with it;
 # - test whether a model sees the future, without reading its code;
 # - say what the square root of the [head size](glossary.md#head-size) is for.
+#
+# Letters: `B` rows of the batch, `T` tokens that are fed at once, `H` query heads, `Hk` KV heads, `D` numbers of a
+# head, `L` layers, `V` entries of the vocabulary ([all of them](glossary.md#letters)).
 
 # %%
 import math

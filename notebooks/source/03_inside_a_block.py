@@ -22,6 +22,9 @@
 # - tell a wrong port from a right one even when its text is fluent.
 #
 # Keep `nanokv/model.py` open beside this page: it is the whole architecture, and every cell here runs it.
+#
+# Letters: `B` rows of the batch, `T` tokens that are fed at once, `C` numbers of a hidden state, `H` query heads, `Hk`
+# KV heads, `D` numbers of a head, `V` entries of the vocabulary ([all of them](glossary.md#letters)).
 
 # %%
 import random
@@ -391,6 +394,16 @@ course.figure("03.readers", int(moved_heads.sum()))
 # It is a group of <!--fig 03.readers-->3<!--/fig--> neighbouring query heads, `G = H / Hk`. Head `h` reads KV head
 # `h // G`. So a cache can be `G` times smaller than the number of query heads suggests.
 #
+# Your own attention of 02.2 can do this layer's work, one query head at a time. (`course.mine` takes your answer, if
+# its check was right. Otherwise it takes nanokv's, and says so.)
+
+# %%
+attend = course.mine("attention")
+G = H // Hk
+heads = [attend(q[0, h].clone(), k[0, h // G].clone(), v[0, h // G].clone()) for h in range(H)]  # (T,D) each
+print(f"largest difference to nanokv's: {float((torch.stack(heads) - causal_attention(q, k, v)[0]).abs().max()):.0e}")
+
+# %% [markdown]
 # The MLP works on each token alone. It computes two vectors; one of them is a gate. `silu(gate)` decides, for each unit
 # and each token, how much of the other vector passes. In <!--fig 03.closed-->26<!--/fig--> percent of the cases it lets
 # less than a tenth pass. This form is called SwiGLU.

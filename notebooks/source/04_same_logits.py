@@ -20,6 +20,9 @@
 # - compare two implementations layer by layer, and find the first operation that differs;
 # - tell [rounding](glossary.md#rounding) from a bug, and justify a [tolerance](glossary.md#tolerance);
 # - say how little it proves that two models write the same words.
+#
+# Letters: `T` tokens that are fed at once, `L` layers, `C` numbers of a hidden state, `V` entries of the vocabulary
+# ([all of them](glossary.md#letters)).
 
 # %%
 import os

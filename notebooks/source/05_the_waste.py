@@ -19,6 +19,10 @@
 #   [token-forwards](glossary.md#token-forward);
 # - show, on a trained model, which numbers stay the same when a token is added;
 # - say why: [causality](glossary.md#causal-mask), and what breaks without it.
+#
+# Letters: `B` rows of the batch, `T` tokens that are fed at once, `C` numbers of a hidden state, `Hk` KV heads, `D`
+# numbers of a head, `L` layers, `V` entries of the vocabulary, `P` tokens of the prompt, `N` tokens of the answer ([all
+# of them](glossary.md#letters)).
 
 # %%
 import time

@@ -19,6 +19,10 @@
 # - say which shape every tensor of a step has, and why;
 # - say what [start_pos](glossary.md#start_pos) is for, and what happens when it is wrong;
 # - test a cache by its numbers, not by the text that a model writes.
+#
+# Letters: `B` rows of the batch, `T` tokens that are fed at once, `S` keys that a query may see, the cached ones
+# included, `C` numbers of a hidden state, `H` query heads, `Hk` KV heads, `D` numbers of a head, `L` layers, `V`
+# entries of the vocabulary, `P` tokens of the prompt ([all of them](glossary.md#letters)).
 
 # %%
 import torch
@@ -27,7 +31,7 @@ import nanokv
 from nanokv import course
 from nanokv.attention import causal_attention, causal_mask
 from nanokv.cache.dict_cache import DictCache
-from nanokv.rope import apply_rope, rope_angles
+from nanokv.rope import rope_angles
 
 model, tokenizer = course.start("06")
 c = model.config
@@ -111,16 +115,18 @@ course.show(fig, alt=f"Left: {sizes[0] / 1024:.0f} KiB after the prefill of {P} 
 # ## Experiment 2: one key by hand
 #
 # What exactly is stored? Take the first layer and one token of the prompt, and follow the code of `nanokv/model.py`:
-# embed, norm, project, split into heads, norm each head, rotate to the token's position.
+# embed, norm, project, split into heads, norm each head, rotate to the token's position. The rotation is your own of
+# 03.2, or nanokv's where you have none.
 
 # %%
+rotate = course.mine("rotation")
 place = P // 2
 layer = model.layers[0]
 with torch.inference_mode():
     x = layer.input_layernorm(model.embed_tokens(ids[:, place]))  # (1,C)
     k = layer.self_attn.k_proj(x).view(1, c.num_key_value_heads, 1, c.head_dim)  # (B,Hk,T,D) with T = 1
     normed = layer.self_attn.k_norm(k)
-    rotated = apply_rope(normed, rope_angles(c, torch.tensor([place]), k.dtype))
+    rotated = rotate(normed.clone(), *rope_angles(c, torch.tensor([place]), k.dtype))
 
 stored = cache[0]["key"][:, :, place : place + 1]
 for name, mine in (("as projected", k), ("normed", normed), ("normed and rotated", rotated)):

@@ -20,6 +20,9 @@
 # - find a bug from the first number that differs: which layer, which token, which operation;
 # - choose the *situation* that a test needs, and judge a test by [mutation](glossary.md#mutation);
 # - find and fix the bugs of a cache that you have never seen.
+#
+# Letters: `B` rows of the batch, `T` tokens that are fed at once, `H` query heads, `Hk` KV heads, `D` numbers of a
+# head, `P` tokens of the prompt ([all of them](glossary.md#letters)).
 
 # %%
 import copy

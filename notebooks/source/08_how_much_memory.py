@@ -22,6 +22,9 @@
 # - compare ways to make it smaller: fewer [KV heads](glossary.md#kv-head), a [latent](glossary.md#latent-attention),
 #   fewer bits;
 # - check a published number in two minutes.
+#
+# Letters: `L` layers, `H` query heads, `Hk` KV heads, `D` numbers of a head, `C` numbers of a hidden state ([all of
+# them](glossary.md#letters)).
 
 # %%
 import gc

@@ -24,6 +24,9 @@
 # - explain why a tiny model gains less from a cache than the count says, and why a batch is nearly free for a large
 #   one;
 # - read a benchmark and name what is missing.
+#
+# Letters: `S` keys that a query may see, the cached ones included, `C` numbers of a hidden state, `V` entries of the
+# vocabulary ([all of them](glossary.md#letters)).
 
 # %%
 import statistics

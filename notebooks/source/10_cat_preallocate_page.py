@@ -20,6 +20,9 @@
 # - say what a fixed capacity saves, and what it costs;
 # - explain [fragmentation](glossary.md#fragmentation), and show it in a picture;
 # - write the two main functions of a paged cache: where is token `i`, and which pages become free when a request ends?
+#
+# Letters: `B` rows of the batch, `T` tokens that are fed at once, `Hk` KV heads, `D` numbers of a head, `P` tokens of
+# the prompt ([all of them](glossary.md#letters)).
 
 # %%
 import time
@@ -147,6 +150,17 @@ course.show(fig, alt="Bytes written against tokens held. cat and gathered pages 
 # it first gathers them into one tensor. Then every token is moved again in every step, as with
 # `cat`: <!--fig 10.gather-->265<!--/fig--> times. Pages save memory, not copies. Experiment 4 shows how.
 #
+# And your own cache of 06.3, or nanokv's where you have none?
+
+# %%
+MyCache = course.mine("cache")
+layers = [MyCache() for _ in range(c.num_hidden_layers)]
+with WriteCounter() as counter:
+    for _ in range(longest):
+        write_token(layers, k)
+print(f"every byte was written {counter.bytes / (longest * token_bytes):.1f} times")
+
+# %% [markdown]
 # Your prediction was for 1,000 tokens:
 
 # %%
@@ -254,7 +268,7 @@ def fastest(call, times=30):
 
 capacities, micro = [64, 256, 1024, 4096], []
 for capacity in capacities:
-    slabs, mask = slab_of(capacity, 0.0), (torch.arange(capacity) < held)[None]  # (1,N)
+    slabs, mask = slab_of(capacity, 0.0), (torch.arange(capacity) < held)[None]  # (1,capacity)
     gap = float((decode_attention(q, *slabs, mask=mask) - exact).abs().max())
     micro.append(1e6 * fastest(lambda slabs=slabs, mask=mask: decode_attention(q, *slabs, mask=mask)))
     print(f"{capacity:>5} slots, {held} in use: same result to {gap:.0e}, {micro[-1]:7.1f} µs, "

@@ -22,6 +22,8 @@
 #   prefix](glossary.md#longest-common-prefix);
 # - check guesses in one forward ([speculative decoding](glossary.md#speculative-decoding)) and
 #   [truncate](glossary.md#truncate) the wrong ones, at the right place.
+#
+# Letters: `T` tokens that are fed at once, `P` tokens of the prompt ([all of them](glossary.md#letters)).
 
 # %%
 import time
@@ -116,6 +118,9 @@ print(f"{P} tokens; largest difference to the logits of one forward without a ca
 print("chunk size ", *(f"{size:>9}" for size in sizes))
 for name, values in gaps.items():
     print(f"{name:<11}", *(f"{value:>9.1e}" for value in values))
+
+MyCache = course.mine("cache")  # of 06.3
+print(f"{'06.3':<11}", *(f"{float((in_chunks(MyCache, question, size) - whole).abs().max()):>9.1e}" for size in sizes))
 
 # %%
 held, T = 8, 4

@@ -22,7 +22,12 @@
 # - say what a [sliding window](glossary.md#sliding-window) keeps, what it loses, and which measurement does not show
 #   the loss;
 # - choose how keys and values are [quantized](glossary.md#quantization), and say why the two need different ways;
-# - choose a tolerance and justify it.
+# - choose a tolerance and justify it;
+# - put your own sampler, attention, cache and loop together into an engine that draws the tokens of nanokv.
+#
+# Letters: `B` rows of the batch, `T` tokens that are fed at once, `S` keys that a query may see, the cached ones
+# included, `C` numbers of a hidden state, `H` query heads, `Hk` KV heads, `D` numbers of a head, `V` entries of the
+# vocabulary ([all of them](glossary.md#letters)).
 
 # %%
 import time
@@ -554,7 +559,7 @@ write = course.mine("loop")
 # Here they are put together. The weights are the model's, and there is no second copy of it. The model takes two things
 # from outside: an attention object, which it calls with `q`, `k` and `v`, and a cache with one entry per layer.
 # `MyAttention` calls the function of 02.2 once per query head. That function knows a square of `T` queries and `T` keys
-# only. With a cache there are fewer queries than keys, so the rows of old queries are filled with zeros, and their
+# only. With a cache there are fewer queries than keys. So the rows of the old queries are filled with zeros, and their
 # results are dropped. (That is the waste of notebook 05 once more; nanokv's attention does without.)
 
 
@@ -562,21 +567,24 @@ write = course.mine("loop")
 class MyAttention:
     """The function of 02.2 for each query head; 03.4 says which KV head it reads."""
 
-    def __call__(self, q, k, v):  # q (B,H,T,D) with B = 1, k and v (B,Hk,S,D): the T queries are the last of S
+    def __call__(self, q, k, v):  # q (B,H,T,D), k and v (B,Hk,S,D), with B = 1
         H, Hk, T, S = q.shape[1], k.shape[1], q.shape[2], k.shape[2]
-        square = torch.cat((torch.zeros_like(q[:, :, :1]).expand(-1, -1, S - T, -1), q), dim=2)  # (B,H,S,D)
-        rows = []
+        old = q.new_zeros(1, H, S - T, q.shape[3])
+        square = torch.cat((old, q), dim=2)  # (B,H,S,D): the T queries are the last of S
+        heads = []
         for h in range(H):
             g = kv_head(h, H, Hk)
-            rows.append(attend(square[0, h], k[0, g].clone(), v[0, g].clone())[-T:])  # copies: it may write into them
-        return torch.stack(rows)[None]  # (B,H,T,D)
+            keys, values = k[0, g].clone(), v[0, g].clone()  # your function may write into its own
+            heads.append(attend(square[0, h], keys, values)[-T:])
+        return torch.stack(heads)[None]  # (B,H,T,D)
 
 
 class Engine:
     """One model, one chat at a time. `layer` makes the cache of one layer."""
 
     def __init__(self, layer, p=1e-6):
-        self.layer, self.p, self.stop = layer, p, list(ends)
+        self.layer, self.p = layer, p
+        self.stop = list(model.generation_config.eos_token_ids)
         self.clear()
 
     def clear(self):
@@ -586,7 +594,7 @@ class Engine:
 
     @torch.inference_mode()
     def feed(self, ids, start_pos):
-        """One forward: ids go behind what the cache holds → logits that follow the last one, (V,)."""
+        """ids go behind what the cache holds → logits that follow the last one, (V,)."""
         hidden = model(torch.tensor([ids]), self.cache, start_pos, MyAttention())  # (1,T,C)
         self.held = self.held + ids
         return model.lm_head(hidden[0, -1])
@@ -643,11 +651,12 @@ def chat(engine, most=course.sized(40, 12)):
         messages.append({"role": "user", "content": question})
         ids = tokenizer.encode(tokenizer.render(messages))
         before = engine.held
-        answer = reply(engine, ids, most)
-        text = tokenizer.decode(cut([*answer, ends[0]], ends))  # 01.5 wants a stream that ends
-        new = len(engine.held) - len(answer) + 1  # tokens of the prompt in the cache; the last drawn one is not fed
+        answer = [int(token) for token in reply(engine, ids, most)]
+        ended = [*answer, engine.stop[0]]  # 01.5 wants a stream that ends
+        text = tokenizer.decode(cut(ended, engine.stop))
+        new = len(ids)
         kept = len(before) if engine.held[: len(before)] == before else 0
-        print(f"you: {question:<20} engine: {text:<32} prompt {new:>3} tokens, {kept:>3} kept, {new - kept:>3} prefilled")
+        print(f"{new:>3} tokens, {kept:>3} kept, {new - kept:>3} prefilled:  {question}  {text}")
         messages.append({"role": "assistant", "content": text})
         turns.append((ids, answer))
     return turns
@@ -657,8 +666,10 @@ turns = chat(Engine(MyCache))
 theirs = [list(nanokv.generate(model, ids, max_new_tokens=len(answer))) for ids, answer in turns]
 equal = sum(answer == other for (_, answer), other in zip(turns, theirs))
 ids, answer = turns[0]
+written = write(model, torch.tensor([ids]), len(answer))  # a list, a tensor or a generator
+alike = torch.hstack([torch.as_tensor(token).flatten() for token in written]).tolist() == answer
 print(f"the tokens of nanokv.generate: in {equal} of {len(turns)} turns")
-print(f"the loop of 06.4 writes the same first answer: {write(model, torch.tensor([ids]), len(answer)) == answer}")
+print(f"the loop of 06.4 writes the same first answer: {alike}")
 
 # %% tags=["hide-input"]
 course.figure("12.equal", equal)
@@ -681,7 +692,8 @@ class Pages(nanokv.cache.LayerCache):
     def append(self, k, v):  # (B,Hk,T,D) each, B = 1
         both = torch.stack((k[0], v[0]))  # (2,Hk,T,D)
         if self.pool is None:
-            self.pool = both.new_empty(len(self.owners), self.page, 2, k.shape[1], k.shape[3])  # (pages,page,2,Hk,D)
+            shape = len(self.owners), self.page, 2, k.shape[1], k.shape[3]
+            self.pool = both.new_empty(shape)  # (pages,page,2,Hk,D)
         for t in range(k.shape[2]):
             if self.length == len(self.table) * self.page:  # the last page is full
                 self.table.append(self.free_pages.pop())
@@ -698,7 +710,8 @@ engine = Engine(Pages)
 in_pages = chat(engine)
 layer = engine.cache[0]
 pages_used, back = len(layer.table), len(free(layer.table, layer.owners, layer.free_pages))
-print(f"the same tokens: {in_pages == turns}; a layer used {pages_used} pages, and {back} of {len(layer.owners)} are free again")
+print(f"the same tokens: {in_pages == turns}")
+print(f"a layer used {pages_used} pages; now {back} of {len(layer.owners)} are free")
 
 # %% [markdown]
 # Your engine, part by part:
