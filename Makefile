@@ -73,13 +73,17 @@ notebooks: $(VENV)/.course ## to learn: opens the course in JupyterLab
 book: $(VENV)/.course ## to read instead: runs every solved notebook and writes web pages, book/index.html
 	@$(BIN)/nanokv course book --force $(ARGS)
 
+.PHONY: site
+site: $(VENV)/.course ## to publish: the book, docs, API and recorded runs as one static folder, site/index.html
+	@$(BIN)/nanokv course site --force $(ARGS)
+
 .PHONY: setup
 setup: $(VENV)/.course ## once, before you go offline: everything that chat, tests and notebooks need
 	@echo "ready: $(BIN)/nanokv chat, or make chat"
 
 .PHONY: clean
 clean: ## when something looks stale: removes build output and tool caches; keeps .venv and runs
-	@rm -rf build dist book *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	@rm -rf build dist book site *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	@find . -path ./$(VENV) -prune -o -path ./.git -prune -o -type d -name __pycache__ -prune -exec rm -rf {} +
 
 .PHONY: distclean

@@ -21,12 +21,13 @@ WRITERS = {  # command with OUT for the folder → the files in it that it would
     "course variants 05 --students OUT/names.txt --folder NOTEBOOKS -o OUT": ["key.csv", "05_the_waste/Ada.ipynb"],
     "course build 05 --folder OUT": ["05_the_waste.ipynb"],
     "course book --folder NOTEBOOKS -o OUT": ["style.css", "05_the_waste.html"],
+    "course site --folder NOTEBOOKS -o OUT": ["index.html"],
     "course slides 05 --folder NOTEBOOKS -o OUT": ["05_the_waste.html"],
     "course gift 05 --folder NOTEBOOKS -o OUT/questions.gift": ["questions.gift"],
     "course nbgrader 05 --folder NOTEBOOKS -o OUT": ["source/05_the_waste/05_the_waste.ipynb"],
     "course grade OUT/handed_in -o OUT/results.csv": ["results.csv"],
 }
-SLOW = ("bench", "course book", "course slides")  # what they would write takes long: only the question is tried
+SLOW = ("bench", "course book", "course site", "course slides")  # writing takes long: only the question is tried
 
 
 @pytest.fixture

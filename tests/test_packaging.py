@@ -30,7 +30,7 @@ RUNTIME = [Requirement(text) for text in PROJECT["dependencies"]]
 EXTRAS = {name: [Requirement(text) for text in texts] for name, texts in PROJECT["optional-dependencies"].items()}
 OPTIONAL = {  # imported inside a function that says what to install when it is absent
     "transformers", "matplotlib", "gguf", "llama_cpp",
-    "IPython", "jupytext", "nbclient", "nbconvert", "nbformat", "psutil", "pygments",
+    "IPython", "jupytext", "nbclient", "nbconvert", "nbformat", "pdoc", "psutil", "pygments",
 }  # fmt: skip
 HEAVY = ("torch", "numpy", "transformers", "tokenizers", "safetensors", "huggingface_hub", "jinja2", "matplotlib")
 BUNDLED = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors")

@@ -15,6 +15,7 @@ ACTIONS = {
     "build": "write the student notebooks from notebooks/source",
     "run": "execute the solution of each NOTEBOOK (05), or of all, offline",
     "book": "execute all solutions and write the web pages",
+    "site": "write the book, the docs, the API and recorded runs as one static site with a search",
     "slides": "execute solutions and write a deck of slides for each: slides 05 -o slides",
     "claims": "print what the articles say and what is true",
     "seal": "the hash of a right answer: seal 05.q1 b",
@@ -30,6 +31,7 @@ EXAMPLES = (
     "nanokv course build",
     "nanokv course run 05",
     "nanokv course grade submissions -o results.csv",
+    "nanokv course site --book book -o site",
     "nanokv course variants 05 --students names.txt --seed 7 -o handout",
 )
 DESCRIPTION = "The notebooks of the course.\n\n" + "\n".join(f"  {name:<9} {text}" for name, text in ACTIONS.items())
@@ -46,6 +48,7 @@ def add_arguments(parser) -> None:
     parser.add_argument("--limit", type=real(1, 3600), default=180.0, metavar="S", help="seconds per notebook (180)")
     parser.add_argument("--seed", type=integer(0, 2**31), default=0, metavar="N", help="of variants, exam and gift")
     parser.add_argument("--students", type=Path, metavar="FILE", help="one name per line, for variants")
+    parser.add_argument("--book", type=Path, metavar="FOLDER", help="for site: a book that is already written")
     parser.add_argument("--key", type=Path, metavar="FILE", help="the key of the variants, for grade")
 
 
@@ -88,6 +91,20 @@ def _book(args) -> None:
     ask_to_replace(args.force, *(out / name for name in book.file_names(args.folder)))
     for page in book.build(args.folder, out, args.limit):
         terminal.write_out(f"{page}\n")
+
+
+def _site(args) -> None:
+    from nanokv.course import site
+
+    _no_words(args)
+    out = args.out or Path("site")
+    ask_to_replace(args.force, out / "index.html")
+    for page, source in site.outdated(args.folder, args.book):
+        terminal.warning(f"{page} is older than {source}")
+    built = site.build(args.folder, out, args.book, args.limit)
+    terminal.write_out(f"{out / 'index.html'}\n")
+    size = terminal.bytes_text(built.size)
+    terminal.notice(f"{built.pages} pages, {built.entries:,} entries in the search, {size}, no broken link", args)
 
 
 def _slides(args) -> None:

@@ -5,11 +5,14 @@ Light and dark follow the reader's system. Formulas are Unicode or code, so no m
 
 import html
 import re
+from collections import Counter
 from importlib.resources import files
 from pathlib import Path
 
 from nanokv.course import claims, running, twins
 from nanokv.errors import CourseError
+
+CODE = (".highlight", ".pdoc-code")  # boxes in which code is coloured: of notebooks and texts, of the API
 
 
 def asset(name: str) -> str:
@@ -45,9 +48,21 @@ def file_names(folder) -> list[str]:
 def write(path: Path, title: str, body: str) -> Path:
     """One page, with links to notebooks and texts turned into links to pages."""
     body = re.sub(r'href="(\w[\w./-]*)\.(?:ipynb|md)(#[^"]*)?"', r'href="\1.html\2"', body)
-    body = re.sub(r'<(h[1-6]) id="([^"]*)"', lambda m: f'<{m[1]} id="{slug(m[2])}"', body)
-    path.write_text(asset("book.html").format(title=html.escape(title), body=body), encoding="utf-8")
+    path.write_text(asset("book.html").format(title=html.escape(title), body=anchored(body)), encoding="utf-8")
     return path
+
+
+def anchored(body: str) -> str:
+    """Headings with the names that links use for them, the second as name-1, and no links to themselves."""
+    seen: Counter = Counter()
+
+    def place(match):
+        name = slug(match[2])
+        seen[name] += 1
+        return f'<{match[1]} id="{name}"' if seen[name] == 1 else f'<{match[1]} id="{name}-{seen[name] - 1}"'
+
+    body = re.sub(r'<a class="anchor-link"[^>]*>[^<]*</a>', "", body)
+    return re.sub(r'<(h[1-6]) id="([^"]*)"', place, body)
 
 
 def slug(heading: str) -> str:
@@ -77,13 +92,18 @@ def wide(text: str) -> str:
 
 
 def highlighting() -> str:
-    """Colours of code, one set for light and one for dark."""
+    """Colours of code, one set for light and one for dark: the system's choice, or the reader's on the site."""
     from pygments.formatters import HtmlFormatter
 
-    light = HtmlFormatter(style="xcode").get_style_defs(".highlight")
-    dark = HtmlFormatter(style="github-dark").get_style_defs(".highlight")
-    plain = ".highlight, .highlight pre { background: var(--soft) !important; color: var(--text) }"
-    return f"{light}\n@media (prefers-color-scheme: dark) {{\n{dark}\n}}\n{plain}\n"
+    light, dark = HtmlFormatter(style="xcode"), HtmlFormatter(style="github-dark")
+    system, chosen = (
+        dark.get_style_defs([f":root{theme} {box}" for box in CODE])
+        for theme in (":not([data-theme=light])", "[data-theme=dark]")
+    )
+    plain = ".highlight, .highlight pre, .pdoc-code { background: var(--soft) !important; color: var(--text) }"
+    return (
+        f"{light.get_style_defs(list(CODE))}\n@media (prefers-color-scheme: dark) {{\n{system}\n}}\n{chosen}\n{plain}\n"
+    )
 
 
 def contents(sources) -> str:

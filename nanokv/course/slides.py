@@ -89,7 +89,7 @@ def of_question(question) -> Slide:
 
 
 def sentences(paragraph: str) -> list[str]:
-    """A paragraph in sentences; none is cut inside `code`, **emphasis** or a [link](…)."""
+    """A paragraph in sentences; none is cut inside `code`, **emphasis** or a `[link](…)`."""
     found = [""]
     for piece in re.split(r"(?:(?<=[.?!])|(?<=[.?!]\*\*))\s+(?=[A-Z0-9`*<\[])", paragraph.strip()):
         last = found[-1]

@@ -1,0 +1,23 @@
+// On every page: the theme that was chosen here before, and the key / for the search.
+(() => {
+  const root = document.documentElement, system = matchMedia('(prefers-color-scheme: dark)'), key = 'nanokv-theme';
+  const kept = () => { try { return localStorage.getItem(key); } catch { return null; } };   // a browser may forbid it
+  const keep = theme => { try { localStorage.setItem(key, theme); } catch {} };
+  const dark = () => root.dataset.theme ? root.dataset.theme === 'dark' : system.matches;
+  if (['dark', 'light'].includes(kept())) root.dataset.theme = kept();  // before anything is painted
+
+  addEventListener('DOMContentLoaded', () => {
+    const button = document.getElementById('theme');
+    const show = () => button.setAttribute('aria-pressed', dark());
+    button.hidden = false;
+    show();
+    button.onclick = () => { root.dataset.theme = dark() ? 'light' : 'dark'; keep(root.dataset.theme); show(); };
+    system.addEventListener('change', show);
+    addEventListener('keydown', event => {
+      if (event.key !== '/' || event.ctrlKey || event.metaKey || event.altKey) return;
+      if (event.target.closest('input, textarea, select')) return;
+      document.querySelector('header input').focus();
+      event.preventDefault();
+    });
+  });
+})();

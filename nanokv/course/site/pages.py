@@ -1,0 +1,107 @@
+"""A page of the site, its frame, and what becomes of links: all that the kinds of pages have in common.
+
+A page says which file of the repository it was made of. A link to such a file becomes a link to the page; a link to a
+file that has no page becomes plain text, because a static folder has no repository behind it.
+"""
+
+import html
+import os
+import posixpath
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from nanokv import __version__
+from nanokv.course import book
+from nanokv.course.site.search import contents
+
+PARTS = {  # of the header, each with its first page
+    "Course": "book/index.html", "Glossary": "book/glossary.html", "Recordings": "traces/index.html",
+    "Docs": "docs/index.html", "API": "api/index.html",
+}  # fmt: skip
+LINK = re.compile(r'<a href="(?P<target>[^"]*)"[^>]*>(?P<text>.*?)</a>|(?<= src=")(?P<picture>[^"]*)', re.DOTALL)
+ELSEWHERE = re.compile(r"[a-z]+:|//|#|$", re.IGNORECASE)
+MANY = 4  # headings, from which on a page gets a list of them
+
+
+@dataclass(frozen=True)
+class Page:
+    """A page: where it lies in the site, what stands in it, and the file or folder of the repository that it shows."""
+
+    path: str  # docs/code.html
+    title: str
+    body: str
+    part: str = ""  # of PARTS
+    source: str = ""  # docs/code.md
+
+
+def markdown(path: str, text: str, part: str, source: str) -> Page:
+    """A text of the repository as a page, with the anchors that GitHub gives its headings."""
+    body = book.anchored(book.markdown(text))
+    return Page(path, plain(re.search(r"<h1[^>]*>(.*?)</h1>", body, re.DOTALL)[1]), body, part, source)
+
+
+def plain(markup: str) -> str:
+    """What is read of some HTML."""
+    return html.unescape(re.sub(r"<[^>]*>", "", markup)).strip()
+
+
+def relative(target: str, page: str) -> str:
+    """A path in the site as an address on a page."""
+    return posixpath.relpath(target, posixpath.dirname(page) or ".")
+
+
+def write(pages: list[Page], root: Path, out: Path) -> None:
+    """All pages, each in the frame and with links that lead somewhere; pictures of the repository are copied."""
+    known = {page.path for page in pages} | {str(p.relative_to(out)) for p in out.rglob("*") if p.is_file()}
+    shown = {page.source: page.path for page in pages if page.source}
+    for page in pages:
+        body = LINK.sub(lambda match, page=page: linked(match, page, known, shown, root, out), page.body)
+        path = out / page.path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(framed(page, body), encoding="utf-8")
+
+
+def linked(match: re.Match, page: Page, known: set, shown: dict, root: Path, out: Path) -> str:
+    """A link or the address of a picture, as it has to stand on the page. What leads nowhere stays, for links.py."""
+    address = match["target"] if match["picture"] is None else match["picture"]
+    target, _, anchor = html.unescape(address).partition("#")
+    if ELSEWHERE.match(address) or posixpath.normpath(posixpath.join(posixpath.dirname(page.path), target)) in known:
+        return match[0]
+    file = posixpath.normpath(posixpath.join(posixpath.dirname(page.source), target))
+    if match["picture"] is not None:
+        return relative(copied(root / file, f"files/{file}", out), page.path) if (root / file).is_file() else address
+    if file in shown:
+        there = relative(shown[file], page.path) + ("#" + anchor if anchor else "")
+        return f'<a href="{html.escape(there)}">{match["text"]}</a>'
+    if (root / file).exists() and not file.startswith(".."):
+        return f'<span class="file" title="{html.escape(file)}, in the repository">{match["text"]}</span>'
+    return match[0]
+
+
+def copied(file: Path, name: str, out: Path) -> str:
+    """A picture in the site. A recorded terminal asks for fonts from elsewhere: it does without."""
+    (out / name).parent.mkdir(parents=True, exist_ok=True)
+    data = file.read_bytes()
+    (out / name).write_bytes(re.sub(rb"@font-face\s*\{[^}]*\}", b"", data) if file.suffix == ".svg" else data)
+    return name
+
+
+def framed(page: Page, body: str) -> str:
+    """The whole page: header with the parts, search and theme, a list of its headings, and the body."""
+    root = posixpath.relpath(".", posixpath.dirname(page.path) or ".") + "/"
+    current = {page.part: ' aria-current="true"'}
+    parts = " ".join(f'<a href="{root}{path}"{current.get(name, "")}>{name}</a>' for name, path in PARTS.items())
+    headings = contents(body)
+    items = "".join(f'<li><a href="#{html.escape(id)}">{html.escape(text)}</a></li>' for id, text in headings)
+    toc = f"<details><summary>On this page</summary><ul>{items}</ul></details>" if len(headings) >= MANY else ""
+    return book.asset("site.html").format(
+        title=html.escape(page.title if page.title == "nanokv" else f"{page.title} · nanokv"), root=root, parts=parts,
+        kind=(page.part or "front").lower(), body=body, version=__version__,
+        contents=toc and f'<nav class="contents" aria-label="On this page">{toc}</nav>',
+    )  # fmt: skip
+
+
+def files(out: Path) -> list[Path]:
+    """All files of a folder, in order."""
+    return sorted(Path(base, name) for base, _, names in os.walk(out) for name in names)
