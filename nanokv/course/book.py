@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from importlib.resources import files
 from pathlib import Path
+from urllib.parse import unquote
 
 from nanokv.course import claims, running, twins
 from nanokv.errors import CourseError
@@ -57,7 +58,7 @@ def anchored(body: str) -> str:
     seen: Counter = Counter()
 
     def place(match):
-        name = slug(match[2])
+        name = slug(unquote(match[2]))
         seen[name] += 1
         return f'<{match[1]} id="{name}"' if seen[name] == 1 else f'<{match[1]} id="{name}-{seen[name] - 1}"'
 

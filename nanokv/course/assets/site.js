@@ -7,7 +7,7 @@
   if (['dark', 'light'].includes(kept())) root.dataset.theme = kept();  // before anything is painted
 
   addEventListener('DOMContentLoaded', () => {
-    const button = document.getElementById('theme');
+    const button = document.getElementById('theme-switch');
     const show = () => button.setAttribute('aria-pressed', dark());
     button.hidden = false;
     show();

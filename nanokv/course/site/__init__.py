@@ -18,10 +18,13 @@ from nanokv.errors import CourseError
 
 SCRIPTS = ("site.js", "search.js")
 TEXTS = {  # of the repository, beside docs/*.md: file → page
-    "README.md": "docs/readme.html", "CONTRIBUTING.md": "docs/contributing.html",
-    "notebooks/AUTHORING.md": "docs/authoring.html", "CHANGELOG.md": "docs/changelog.html",
-    "weights_loader/checkpoints/tiny/README.md": "docs/model-card.html",
+    "CONTRIBUTING.md": "docs/contributing.html", "notebooks/AUTHORING.md": "docs/authoring.html",
+    "CHANGELOG.md": "docs/changelog.html",
 }  # fmt: skip
+NAMED = {  # those that call themselves nanokv and tiny
+    "README.md": ("docs/readme.html", "README: install and use nanokv"),
+    "weights_loader/checkpoints/tiny/README.md": ("docs/model-card.html", "The bundled model: its card"),
+}
 SHOWN = 5  # broken links in an error
 
 
@@ -91,9 +94,11 @@ def of_book(folder, ready: Path) -> list[Page]:
 
 def documents(root: Path) -> list[Page]:
     """docs/*.md and the other texts, and their list."""
-    texts = {f"docs/{path.name}": f"docs/{path.stem}.html" for path in sorted((root / "docs").glob("*.md"))} | TEXTS
+    docs = {f"docs/{path.name}": f"docs/{path.stem}.html" for path in sorted((root / "docs").glob("*.md"))}
+    texts = {source: (path, "") for source, path in (docs | TEXTS).items()}
     pages = [
-        markdown(path, (root / source).read_text(encoding="utf-8"), "Docs", source) for source, path in texts.items()
+        markdown(path, (root / source).read_text(encoding="utf-8"), "Docs", source, title)
+        for source, (path, title) in (NAMED | texts).items()
     ]
     items = "".join(f'<li><a href="{Path(page.path).name}">{html.escape(page.title)}</a></li>' for page in pages)
     return [Page("docs/index.html", "Docs", f"<h1>Docs</h1>\n<ul>{items}</ul>", "Docs", "docs"), *pages]

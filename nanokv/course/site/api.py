@@ -56,7 +56,8 @@ def loaded(name: str):
 def page(name: str, rendered: str, found: dict) -> Page:
     """The inside of pdoc's page. Addresses in docstrings are examples, no links; no path of this machine is shown."""
     inside = re.search(r'<main class="pdoc">(.*)</main>', rendered, re.DOTALL)[1]
-    inside = re.sub(r'<a href="https?://[^"]*">(.*?)</a>', r"\1", inside).replace(f"{ROOT}/", "")
+    inside = re.sub(r'<a href="https?://[^"]*">(.*?)</a>', r"\1", inside)
+    inside = inside.replace(f"{ROOT}/", "").replace(str(ROOT), ".")
     path = name.replace(".", "/")
     here, below = path.rpartition("/")[2], [child for child in found if child.rpartition(".")[0] == name]
     items = [f'<li><a href="{here}/{child.rpartition(".")[2]}.html">{child}</a></li>' for child in below]
@@ -82,7 +83,7 @@ def listing(found: dict) -> str:
     """All modules by name, each with the first sentence of its docstring."""
     rows = []
     for name, module in found.items():
-        first = html.escape(re.split(r"(?<=[.:])\s|\n\n", module.docstring.strip())[0].rstrip(":"))
+        first = html.escape(re.split(r"(?<=\.)\s|\n\n", module.docstring.strip())[0].rstrip(":."))
         said = re.sub(r"`([^`]*)`", r"<code>\1</code>", first)
         rows.append(f'<dt><a href="{name.replace(".", "/")}.html">{name}</a></dt><dd>{said}</dd>')
     return (

@@ -9,6 +9,7 @@ import os
 import posixpath
 import re
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from nanokv import __version__
@@ -35,10 +36,10 @@ class Page:
     source: str = ""  # docs/code.md
 
 
-def markdown(path: str, text: str, part: str, source: str) -> Page:
-    """A text of the repository as a page, with the anchors that GitHub gives its headings."""
+def markdown(path: str, text: str, part: str, source: str, title: str = "") -> Page:
+    """A text of the repository as a page, with the anchors that GitHub gives its headings, and its own title."""
     body = book.anchored(book.markdown(text))
-    return Page(path, plain(re.search(r"<h1[^>]*>(.*?)</h1>", body, re.DOTALL)[1]), body, part, source)
+    return Page(path, title or plain(re.search(r"<h1[^>]*>(.*?)</h1>", body, re.DOTALL)[1]), body, part, source)
 
 
 def plain(markup: str) -> str:
@@ -53,38 +54,52 @@ def relative(target: str, page: str) -> str:
 
 def write(pages: list[Page], root: Path, out: Path) -> None:
     """All pages, each in the frame and with links that lead somewhere; pictures of the repository are copied."""
-    known = {page.path for page in pages} | {str(p.relative_to(out)) for p in out.rglob("*") if p.is_file()}
-    shown = {page.source: page.path for page in pages if page.source}
+    known = {page.path for page in pages} | {path.relative_to(out).as_posix() for path in files(out)}
+    places = Places(root, out, known, {page.source: page.path for page in pages if page.source})
     for page in pages:
-        body = LINK.sub(lambda match, page=page: linked(match, page, known, shown, root, out), page.body)
         path = out / page.path
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(framed(page, body), encoding="utf-8")
+        path.write_text(framed(page, LINK.sub(partial(places.linked, page), page.body)), encoding="utf-8")
 
 
-def linked(match: re.Match, page: Page, known: set, shown: dict, root: Path, out: Path) -> str:
-    """A link or the address of a picture, as it has to stand on the page. What leads nowhere stays, for links.py."""
-    address = match["target"] if match["picture"] is None else match["picture"]
-    target, _, anchor = html.unescape(address).partition("#")
-    if ELSEWHERE.match(address) or posixpath.normpath(posixpath.join(posixpath.dirname(page.path), target)) in known:
-        return match[0]
-    file = posixpath.normpath(posixpath.join(posixpath.dirname(page.source), target))
-    if match["picture"] is not None:
-        return relative(copied(root / file, f"files/{file}", out), page.path) if (root / file).is_file() else address
-    if file in shown:
-        there = relative(shown[file], page.path) + ("#" + anchor if anchor else "")
-        return f'<a href="{html.escape(there)}">{match["text"]}</a>'
-    if (root / file).exists() and not file.startswith(".."):
+@dataclass(frozen=True)
+class Places:
+    """What an address can mean: a file of the site, or one of the repository."""
+
+    root: Path
+    out: Path
+    known: set[str]  # files of the site
+    shown: dict[str, str]  # file or folder of the repository → its page
+
+    def linked(self, page: Page, match: re.Match) -> str:
+        """A link or the address of a picture, as it stands on the page. What leads nowhere stays, for links.py."""
+        picture = match["target"] is None
+        address = match["picture"] if picture else match["target"]
+        target, _, anchor = html.unescape(address).partition("#")
+        if ELSEWHERE.match(address) or joined(page.path, target) in self.known:
+            return match[0]
+        file = joined(page.source, target)
+        if file.startswith("..") or not (self.root / file).exists():
+            return match[0]
+        if picture:
+            return relative(self.copied(file), page.path)
+        if file in self.shown:
+            there = relative(self.shown[file], page.path) + ("#" + anchor if anchor else "")
+            return f'<a href="{html.escape(there)}">{match["text"]}</a>'
         return f'<span class="file" title="{html.escape(file)}, in the repository">{match["text"]}</span>'
-    return match[0]
+
+    def copied(self, file: str) -> str:
+        """A picture in the site. A recorded terminal asks for fonts from elsewhere: it does without."""
+        name, data = f"files/{file}", (self.root / file).read_bytes()
+        (self.out / name).parent.mkdir(parents=True, exist_ok=True)
+        data = re.sub(rb"@font-face\s*\{[^}]*\}", b"", data) if name.endswith(".svg") else data
+        (self.out / name).write_bytes(data)
+        return name
 
 
-def copied(file: Path, name: str, out: Path) -> str:
-    """A picture in the site. A recorded terminal asks for fonts from elsewhere: it does without."""
-    (out / name).parent.mkdir(parents=True, exist_ok=True)
-    data = file.read_bytes()
-    (out / name).write_bytes(re.sub(rb"@font-face\s*\{[^}]*\}", b"", data) if file.suffix == ".svg" else data)
-    return name
+def joined(page: str, address: str) -> str:
+    """A path as it is meant on a page or in a file."""
+    return posixpath.normpath(posixpath.join(posixpath.dirname(page), address))
 
 
 def framed(page: Page, body: str) -> str:
