@@ -112,6 +112,40 @@ def test_what_does_not_run_alone_is_not_kept_and_told(tmp_path, text, words):
     assert not list(tmp_path.glob("my/*"))
 
 
+@pytest.mark.parametrize(
+    ("cell", "old", "new", "words"),
+    [
+        ("P = namedtuple('P', 'x')\np = P(0.5)", "** 0.5", "** p.x", "it uses `p` of another cell, which is of type P"),
+        ("low = [-math.inf]", "-torch.inf", "low[0]", "it uses `low` of another cell, which is of type list"),
+        ("class Half:\n    p = 0.5", "** 0.5", "** Half.p", "`Half` is not made by a `def`, or a `class` with methods"),
+    ],
+)
+def test_why_a_part_is_not_kept_names_what_it_uses(tmp_path, cell, old, new, words):
+    first = "import math\nfrom collections import namedtuple\n" + cell
+    assert words in kept(tmp_path, first + ATTEND.replace(old, new)) and not list(tmp_path.glob("my/*"))
+
+
+def test_a_name_of_python_that_a_cell_defines_and_a_counter_are_taken_along(tmp_path):
+    counts = ATTEND.replace("    visible", "    global calls\n    calls += 1\n    visible", 1)
+    assert "kept as" in kept(tmp_path, "calls = 0\ndef len(x):\n    return x.shape[0]\n" + counts)
+    text = (tmp_path / "my" / "attention.py").read_text()
+    assert "def len(x)" in text and "calls = 0" in text
+
+
+def test_a_statement_beside_a_lambda_is_not_kept(tmp_path):
+    text = ATTEND + "own = lambda q, k, v: attend(q, k, v); tried = own(*torch.ones(3, 2, 2))"
+    assert "kept as" in parts.keep("02.2", cells(text)["own"], tmp_path)
+    assert "tried" not in (tmp_path / "my" / "attention.py").read_text()
+
+
+def test_two_things_of_one_name_are_told(tmp_path):
+    """A kept part has names of its own: a file has room for one `sign`."""
+    names = cells("def sign():\n    return -1", "def both(q, k, v):\n    return sign() * sign() * attend(q, k, v)")
+    names["attend"] = cells("def sign():\n    return 1\n" + ATTEND.rstrip() + " * sign()")["attend"]
+    told = parts.keep("02.2", names["both"], tmp_path)
+    assert "it uses two different things named `sign`" in told and not list(tmp_path.glob("my/*"))
+
+
 def test_a_partial_a_reference_and_a_lambda(tmp_path):
     names = cells(ATTEND + "own = lambda q, k, v: attend(q, k, v)")
     assert "not kept" in parts.keep("02.2", partial(names["attend"]), tmp_path)

@@ -41,14 +41,21 @@ class _Parts:
     def define(self, value) -> str:
         """Take the statement that made a learner's function or class, and before it what that uses → its name."""
         name, text, names = _statement(value)
-        if name in self._known:
+        if self._is_known(name, value):
             return name
         self._known[name] = value
         for used in sorted(_used(text)):
-            if used in names and used not in self._known:
+            if used in names and not _is_builtin(used, names[used]) and not self._is_known(used, names[used]):
                 self._take(used, names[used])
         self.definitions.append(text)
         return name
+
+    def _is_known(self, name: str, value) -> bool:
+        """Is it here already? NotAlone if the name is, for something else: a kept part has names of its own."""
+        known = self._known.get(name, value)
+        if known is not value and not (_is_plain(value) and repr(known) == repr(value)):
+            raise NotAlone(f"it uses two different things named `{name}`: give one of them another name")
+        return name in self._known
 
     def _take(self, name: str, value) -> None:
         if _is_plain(value):
@@ -75,8 +82,16 @@ def _statement(value) -> tuple[str, str, dict]:
             decorators = [decorator.lineno for decorator in getattr(node, "decorator_list", ())]
             first = min([node.lineno, *decorators])
             if first <= code.co_firstlineno <= node.end_lineno and (name := _named(node, value)):
-                return name, "".join(lines[first - 1 : node.end_lineno]), function.__globals__
-    raise NotAlone("it is not made by a `def` or `class` at the left margin of a cell")
+                return name, _text(lines, first, node), function.__globals__
+    name = f"`{value.__name__}`" if isinstance(value, type) else "it"
+    raise NotAlone(f"{name} is not made by a `def`, or a `class` with methods, at the left margin of a cell")
+
+
+def _text(lines: list[str], first: int, node) -> str:
+    """All lines of a `def` or `class`; of a lambda the assignment, and no other statement in its line."""
+    if isinstance(node, ast.Assign):
+        return ast.get_source_segment("".join(lines), node) + "\n"
+    return "".join(lines[first - 1 : node.end_lineno])
 
 
 def _functions(value) -> list[FunctionType]:
@@ -103,9 +118,15 @@ def _used(text: str) -> set[str]:
     while tables:
         table = tables.pop()
         outside = (s for s in table.get_symbols() if s.is_global() or table.get_type() == "module")
-        found |= {symbol.get_name() for symbol in outside if symbol.is_referenced()}
+        found |= {s.get_name() for s in outside if s.is_referenced() or s.is_declared_global()}  # `global n; n += 1`
         tables += table.get_children()
-    return found - set(dir(builtins))
+    return found
+
+
+def _is_builtin(name: str, value) -> bool:
+    """Python's own, and not what a cell calls so; IPython brings an `open` and an `exit`."""
+    theirs = str(getattr(value, "__module__", "")).startswith(("IPython", "_io", "io"))
+    return name in dir(builtins) and (name.startswith("__") or theirs or value is getattr(builtins, name))
 
 
 def _import(name: str, value) -> str:
@@ -122,9 +143,9 @@ def _import(name: str, value) -> str:
 
 
 def _is_plain(value) -> bool:
-    if isinstance(value, list | tuple | set | frozenset):
-        return len(value) <= 100 and all(map(_is_plain, value))
-    if isinstance(value, dict):
+    if type(value) in (list, tuple, set, frozenset):  # not a named tuple: its class would be missing
+        return len(value) <= 100 and all(_is_plain(x) and repr(x) not in ("inf", "-inf", "nan") for x in value)
+    if type(value) is dict:
         return _is_plain(list(value)) and _is_plain(list(value.values()))
     return type(value) in PLAIN and len(repr(value)) <= 1000
 
