@@ -570,7 +570,8 @@ def test_a_model_is_found_from_where_jupyter_was_started_too(name, tmp_path, mon
 
 def test_a_run_elsewhere_gets_the_whole_path_of_a_model(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name, expected in (("my.gguf", "my.gguf"), ("", ""), ("a/b", "a/b")):
+    (tmp_path / "tiny").mkdir()  # a folder of that name is not the bundled model
+    for name, expected in (("my.gguf", "my.gguf"), ("", ""), ("a/b", "a/b"), ("tiny", "tiny")):
         monkeypatch.setenv("NANOKV_MODEL", name)
         assert running._environment(tmp_path, {})["NANOKV_MODEL"] == expected
     (tmp_path / "my.gguf").write_text("")

@@ -12,7 +12,7 @@ import pytest
 
 from nanokv.course import book, site
 from nanokv.course.site import api, links, recordings, search
-from nanokv.course.site.pages import PARTS, Page
+from nanokv.course.site.pages import PARTS, Page, write
 from nanokv.errors import CourseError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -161,6 +161,7 @@ def test_sections_are_cut_at_headings_and_members():
     ('<img src="//cdn.example/x.png">', "a.html: //cdn.example/x.png: asks another machine"),
     ("<style>p { background: url(http://cdn.example/) }</style>", "a.html: http://cdn.example/: asks another machine"),
     ('<p style="background: url(x.png)">', "a.html: x.png: there is no such file"),
+    ('<a href="http://[x">b</a>', "a.html: http://[x: no address: Invalid IPv6 URL"),
 ])  # fmt: skip
 def test_an_address_that_leads_nowhere_or_elsewhere_is_named(tmp_path, markup, why):
     (tmp_path / "sub").mkdir()
@@ -175,6 +176,16 @@ def test_style_sheets_and_pictures_are_checked_too(tmp_path):
     assert [line.split(": ")[1] for line in links.problems(tmp_path)] == [
         "https://x.example/a.css", "gone.png", "https://x.example/f.woff",
     ]  # fmt: skip
+
+
+def test_a_file_of_this_machine_is_no_file_of_the_repository(tmp_path):
+    secret, out = tmp_path / "secret.png", tmp_path / "out"
+    secret.write_bytes(b"secret")
+    (tmp_path / "root" / "docs").mkdir(parents=True)
+    body = f'<img alt="" src="{secret}"><a href="{secret}">x</a>'
+    write([Page("docs/a.html", "a", body, "Docs", "docs/a.md")], tmp_path / "root", out)
+    assert not (out / "files").exists() and body in (out / "docs" / "a.html").read_text()
+    assert f"docs/a.html: {secret}: an absolute path" in links.problems(out)
 
 
 def test_a_broken_link_ends_the_build_with_its_page(tmp_path, monkeypatch):

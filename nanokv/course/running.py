@@ -87,7 +87,8 @@ def _environment(folder: Path, extra: dict) -> dict:
     root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH")]))
     model = env.get("NANOKV_MODEL", "")
-    env |= {"NANOKV_MODEL": os.path.abspath(model)} if model and os.path.exists(model) else {}  # it runs elsewhere
+    if model not in ("", "tiny") and os.path.exists(model):  # it runs elsewhere; tiny is the bundled one everywhere
+        env["NANOKV_MODEL"] = os.path.abspath(model)
     private = {name: str(folder / name.lower()) for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR")}
     return env | private | {
         "PYTHONPATH": path, "PYDEVD_DISABLE_FILE_VALIDATION": "1", "HF_HUB_OFFLINE": "1", "PYTHONHASHSEED": "0",

@@ -74,7 +74,10 @@ def addresses(path: Path) -> tuple[list[tuple[str, bool]], set[str]]:
 
 def complaint(page: str, address: str, fetched: bool, pages: dict, read: dict) -> str:
     """Why an address is wrong, or nothing."""
-    parts = urlsplit(address)
+    try:
+        parts = urlsplit(address)
+    except ValueError as error:
+        return f"no address: {error}"
     if parts.scheme == "data":
         return "" if fetched else "a link to data"
     if parts.scheme or parts.netloc:

@@ -79,7 +79,7 @@ class Places:
         if ELSEWHERE.match(address) or joined(page.path, target) in self.known:
             return match[0]
         file = joined(page.source, target)
-        if file.startswith("..") or not (self.root / file).exists():
+        if file.startswith(("..", "/")) or not (self.root / file).exists():
             return match[0]
         if picture:
             return relative(self.copied(file), page.path)
