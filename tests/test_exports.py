@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from nanokv import course
 from nanokv.cli import main
-from nanokv.course import checking, exam, gift, nbgrader, twins
+from nanokv.course import checking, exam, gift, log, nbgrader, twins
 from nanokv.errors import CourseError
 
 NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
@@ -123,11 +123,16 @@ def test_the_folder_is_laid_out_as_nbgrader_wants(tmp_path, capsys):
     assert all((home / link).exists() for link in links)
 
 
-def test_the_configuration_is_python_that_names_what_it_sets():
+def test_the_configuration_is_python_that_names_what_it_sets(tmp_path, monkeypatch):
+    monkeypatch.setattr(log, "_own", None)
+    monkeypatch.delenv(log.VARIABLE, raising=False)
+    log.keep(tmp_path)  # as the first cell of a notebook does, whoever runs it
     config = SimpleNamespace(CourseDirectory=SimpleNamespace(), ClearSolutions=SimpleNamespace(),
                              ExecutePreprocessor=SimpleNamespace())  # fmt: skip
     exec(nbgrader.CONFIG, {"get_config": lambda: config})
     assert config.ClearSolutions.code_stub == {"python": ""} and config.ExecutePreprocessor.timeout >= 180
+    log.note("check", id="05.1", state="right")
+    assert log.folder() is None and not list(tmp_path.iterdir()), "a graded run keeps nothing and takes no part"
 
 
 # --- Moodle -------------------------------------------------------------------------------------------------------

@@ -24,6 +24,10 @@ BESIDE = ("glossary.md", "claims.md")  # what notebooks link to
 JUDGES = {"check": "exercise", "answer": "question"}  # course.NAME → the kind that POINTS counts
 CONFIG = '''"""Of nbgrader, for the notebooks of nanokv: `nbgrader generate_assignment 05_the_waste`, here."""
 
+import os
+
+os.environ["NANOKV_COURSE_LOG"] = os.devnull  # a graded run keeps no answers, and takes no parts out of a submission
+
 c = get_config()  # noqa: F821
 c.CourseDirectory.course_id = "nanokv"
 c.ClearSolutions.code_stub = {"python": ""}  # the stub with `...` stands above each solution already
