@@ -303,7 +303,7 @@ def test_a_chat_in_a_terminal(file, environment):
         terminal.stop()
 
 
-@pytest.mark.parametrize(("number", "line"), [("04", "30 layers, hidden size C = 576"), ("07", "always takes tiny")])
+@pytest.mark.parametrize(("number", "line"), [("04", "30 layers, hidden size C = 576"), ("07", "takes tiny, not")])
 def test_a_notebook_runs_on_it(number, line, file):
     """04 lists what the file holds and asks transformers; 07 compares hundreds of answers and takes the bundled one."""
     done = real_model.notebook(number, file)
