@@ -26,7 +26,7 @@ CONFIG = '''"""Of nbgrader, for the notebooks of nanokv: `nbgrader generate_assi
 
 import os
 
-os.environ["NANOKV_COURSE_LOG"] = os.devnull  # a graded run keeps no answers, and takes no parts out of a submission
+os.environ.update(NANOKV_COURSE_LOG=os.devnull)  # a graded run keeps no answers, and takes no parts out of a submission
 
 c = get_config()  # noqa: F821
 c.CourseDirectory.course_id = "nanokv"
