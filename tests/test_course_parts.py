@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import nanokv
-from nanokv.course import alone, checking, log, mistakes, parts, session, twins
+from nanokv.course import alone, checking, exam, log, mistakes, parts, session, twins
 from nanokv.errors import CourseError
 
 NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
@@ -216,7 +216,8 @@ def test_a_part_that_was_spoiled_is_told_and_the_reference_taken(tmp_path, text,
 
 
 @pytest.mark.parametrize("text", ["while True: pass", RIGHT.replace("visible =", "while True: pass\n    visible ="),
-                                  "import time\ntime.sleep(9)"])  # fmt: skip
+                                  "import time\ntime.sleep(9)",
+                                  "try:\n    while True: pass\nexcept: pass\nwhile True: pass"])  # fmt: skip
 def test_an_endless_part_is_interrupted(tmp_path, monkeypatch, text):
     monkeypatch.setattr(parts, "SECONDS", 1.0)
     begin = time.monotonic()
@@ -347,17 +348,7 @@ def test_a_class_without_functions_has_no_cell():
 
 # --- 12.6, a turn -------------------------------------------------------------------------------------------------
 
-TURN = """
-def turn(engine, ids, most):
-    n = keep(engine.held, ids)
-    if n < len(engine.held):
-        engine.clear()
-        n = 0
-    said = [engine.draw(engine.feed(ids[n:], n))]
-    while len(said) < most and said[-1] not in engine.stop:
-        said.append(engine.draw(engine.feed(said[-1:], len(engine.held))))
-    return said
-"""
+TURN = exam.solution(twins.read(NOTEBOOKS / "source" / "12_batches_and_eviction.py"), "12.6")
 
 
 @pytest.mark.parametrize(

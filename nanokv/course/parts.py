@@ -5,16 +5,13 @@ may open and edit. A later notebook takes it from there if it still passes its c
 says why. Who runs a notebook for somebody else (a grader, the book) keeps and finds nothing: every part is nanokv's.
 """
 
-import _thread
 import contextlib
 import importlib.abc
 import importlib.util
 import linecache
 import os
 import secrets
-import signal
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -193,33 +190,22 @@ class _Text(importlib.abc.ExecutionLoader):
 
 
 def _within(seconds: float, call):
-    """call(), interrupted after so many seconds as Ctrl-C would: TimeoutError. (Only the main thread can be.)"""
-    if threading.current_thread() is not threading.main_thread():
-        return call()
-    late = threading.Event()
-    timer = threading.Timer(seconds, lambda: (late.set(), _interrupt()))
-    timer.daemon = True
-    timer.start()
+    """call(), interrupted after so many seconds as Ctrl-C would: TimeoutError. Only where there are alarms."""
+    from nanokv.faults.grading import alarm
+
+    rung = threading.Event()
+
+    def late(*_):
+        rung.set()
+        raise KeyboardInterrupt
+
     try:
-        try:
+        with alarm(seconds, late):
             return call()
-        finally:
-            timer.cancel()
-            timer.join()
-            if late.is_set():  # it may have rung just now: the interrupt has to come here and nowhere else
-                time.sleep(0.1)
     except KeyboardInterrupt:
-        if late.is_set():
+        if rung.is_set():
             raise TimeoutError(f"it ran for longer than {seconds:g} s") from None
         raise
-
-
-def _interrupt() -> None:
-    """Ctrl-C for the main thread. A signal also wakes it from a sleep, which interrupt_main does not."""
-    if hasattr(signal, "pthread_kill"):
-        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-    else:
-        _thread.interrupt_main()
 
 
 # --- keeping ------------------------------------------------------------------------------------------------------

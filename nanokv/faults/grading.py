@@ -116,10 +116,7 @@ def same_random_numbers():
 
 @contextmanager
 def time_limit(model, seconds: float):
-    """Overtime after so long: by an alarm in the main thread where there are alarms, else at the next forward.
-
-    The alarm comes again every 0.1 s, for a test that catches the first.
-    """
+    """Overtime after so long: by an alarm in the main thread where there are alarms, else at the next forward."""
     end = perf_counter() + seconds
 
     def late(*_):
@@ -127,6 +124,16 @@ def time_limit(model, seconds: float):
             raise Overtime
 
     model.register_forward_pre_hook(late)
+    with alarm(seconds, late):
+        yield
+
+
+@contextmanager
+def alarm(seconds: float, late):
+    """late() after so long, in the main thread where there are alarms; nothing elsewhere.
+
+    The alarm comes again every 0.1 s, for code that catches what the first raised.
+    """
     if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
         yield
         return
