@@ -152,7 +152,8 @@ def test_a_drawing_is_shown_with_its_words(make, capsys):
 
 def test_a_page_shows_the_picture_with_its_words():
     """As nbconvert renders an executed notebook: one image with its alt text, no SVG whose style would leak."""
-    nbformat = pytest.importorskip("nbformat.v4")
+    import nbformat.v4 as nbformat
+
     from nanokv.course import book
 
     data, metadata = drawings.token_arrives()._repr_mimebundle_()
