@@ -1,400 +1,479 @@
-"""A reader of training conversations that works every answer out again, from the text of the conversation alone.
+"""A reader of training conversations that works every answer out again, from what each exchange means.
 
-It knows English sentences, not the generator: its own patterns say what a user told and asked, and its own arithmetic
-what the answer must be. `check(messages)` returns the kind of every exchange, or raises WrongAnswer.
+It has a memory and an arithmetic of its own and spells the answers itself. It also looks whether the user's words carry
+the meaning: they hold one of the sentences of the TOML files, with the values in their places. Capitals, marks,
+apostrophes and the usual slips do not matter. `check(messages, log)` raises WrongAnswer at the first thing that is off.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Iterable
+from functools import cache
+from itertools import pairwise, product
 
-from nanokv.training import stories, words
+from nanokv.training import words
 from nanokv.training.cache_questions import QUESTIONS
+from nanokv.training.conversation import SLIPS
+from nanokv.training.phrases import phrases
 
-ORDINALS = "first second third fourth fifth sixth seventh eighth".split()
-SHORT_ORDINALS = "1st 2nd 3rd 4th 5th 6th 7th 8th".split()
-NUMBERS = "zero one two three four five six seven eight nine ten".split()
-ORD = rf"({'|'.join((*ORDINALS, *SHORT_ORDINALS, 'last'))})"
-ANIMAL = rf"({'|'.join(words.ANIMALS)})"
-STARTS = r"My|I|I'm|Call|Please|Remember|The|You|People|This|In|Hi|Hello|Hey"  # they begin a sentence, no second name
-FULL_NAME = rf"([A-Za-z]+(?: (?!(?:{STARTS})\b)[A-Z][a-z]+\b(?! is my))?)"
-NAME, WORD, NUMBER = r"([A-Za-z]+)", r"([A-Za-z]+)", r"(\d+)"
-TOLD = [  # (kind, what the user says); a favourite's kind is the thing itself
-    ("pet", rf"I (?:have|got) a {ANIMAL}(?: called|\. Its name is| named| and called it) {NAME}"),
-    ("pet", rf"My {ANIMAL}(?: is called|'s name is) {NAME}"),
-    ("pet", rf"My pet is a {ANIMAL} called {NAME}"),
-    ("friend", rf"My best friend is (?:called )?{NAME}"),
-    ("friend", rf"(?:My friend's name is|I have a friend called|My friend is called) {NAME}"),
-    ("sister", rf"(?:My sister is called|My sister's name is|I have a sister called|I have a sister,) {NAME}"),
-    ("brother", rf"(?:My brother is called|My brother's name is|I have a brother called|I have a brother,) {NAME}"),
-    ("favourite", rf"My favou?rite (\w+) is {WORD}"),
-    ("favourite", rf"The (\w+) I like most is {WORD}"),
-    ("favourite reversed", rf"I like {WORD} best of every (\w+)"),
-    ("favourite reversed", rf"(?!What ){WORD} is my favou?rite (\w+)"),
-    ("hobby", rf"(?:My hobby is|I love|I enjoy|In my free time I like|I spend my weekends with) {WORD}"),
-    ("city", rf"(?:I live in|My home is in|My city is|I moved to|My home town is|I am from|I come from) {WORD}"),
-    ("age", rf"(?:I am|I'm) {NUMBER} years old"),
-    ("age", rf"(?:My age is|I am) {NUMBER}"),
-    ("number", rf"(?:My lucky number is|Remember the number|The number is|My number is) {NUMBER}"),
-    ("number", rf"Please remember this number: {NUMBER}"),
-    ("word", rf"(?:The secret word is|Remember the word|My code word is|The password is|The word is) {WORD}"),
-    ("word", rf"Please remember this word: {WORD}"),
-    ("job", rf"(?:I work as a|I am a|I'm a|My job is) {WORD}(?: by trade)?"),
-    ("name", rf"(?:My name is|My name's|I am|I'm|Call me|You can call me|People call me|This is) {FULL_NAME}"),
-    ("name", rf"Please call me {FULL_NAME}"),
-    ("name", rf"{FULL_NAME} here"),
-]
-TOLD = [(kind, re.compile(pattern)) for kind, pattern in TOLD]
-BETWEEN = re.compile(
-    r"\s*(?:No, wait\. |Actually, |I made a mistake: |Sorry, that was wrong\. |Things changed\. |Now |and "
-    r"|Hi[,!] |Hello, |Hey, |[.!]\s*)",
-)
-ASKED = [
-    ("name", r"\bmy name\b|who am i\b|(?:what|how) am i called"),
-    ("city", r"where do i live|which city|my city|city am i from|where am i from|where i live"),
-    ("job", r"my job|i work as|for a living|my work\b"),
-    ("hobby", r"my hobby|my free time|what do i enjoy"),
-    ("friend", r"my (?:best )?friend"),
-    ("sister", r"my sister"),
-    ("brother", r"my brother"),
-    ("age", r"how old am i|my age"),
-    ("number", r"\b(?:my|the|which|lucky) number"),
-    ("word", r"secret word|the word\b|which word did|code word|password"),
-]
+STRANGERS, REQUESTS, STORIES = phrases("strangers"), phrases("requests"), phrases("stories")
+FACTS = phrases("facts") | {kind: texts for kind, texts in STRANGERS.items() if "recalled" in texts}
+PET, OWNER, BELONGING, HOME, OBJECT = (FACTS[name] for name in ("pet", "owner", "belonging", "home", "object"))
+LIST, REMEMBERED, NUMBERS = REQUESTS["list"], REQUESTS["remembered"], REQUESTS["numbers"]
 RECALLED = {
-    "name": "Your name is {}.", "city": "You live in {}.", "job": "You work as a {}.", "hobby": "Your hobby is {}.",
-    "friend": "Your friend is called {}.", "sister": "Your sister is called {}.", "age": "You are {} years old.",
-    "brother": "Your brother is called {}.", "number": "The number is {}.", "word": "The word is {}.",
+    "name": "Your name is {v}.", "city": "You live in {v}.", "job": "You work as a {v}.", "hobby": "Your hobby is {v}.",
+    "friend": "Your friend is called {v}.", "friends": "Your friends are {v}.", "age": "You are {v} years old.",
+    "number": "The number is {v}.", "word": "The word is {v}.", "sibling": "Your {thing} is called {v}.",
+    "favourite": "Your favourite {thing} is {v}.", "birthplace": "You were born in {v}.",
+    "childhood": "You grew up in {v}.", "workplace": "You work in {v}.", "password": "The password is {v}.",
+    "played": "You play the {v}.", "language": "You speak {v}.",
 }  # fmt: skip
-FRAMES = {  # what may stand before a list, depending on the stage of the training
-    "repeat": "You said: ", "list again": "You said: ", "reverse": "Reversed: ", "list backwards": "Reversed: ",
+NOTES = {
+    "colour": "{v} is a lovely colour.", "food": "Mmm, {v}.", "drink": "{v} is good.", "animal": "I like that: {v}.",
 }  # fmt: skip
-NOTED = (  # answers to a statement that need not say the value
-    "I will remember that.", "Thank you, I will remember that.", "That sounds like good work.",
-    "I will remember your hobby.",
-)  # fmt: skip
-LEAD_IN = re.compile(
-    r"^(?:Hey|So|And|Now|Ok|Please tell me|Quick question|By the way|Wait|Hmm|Let me test you)[,:]? (?=\w)"
+STATEMENTS = ("tell", "pet", "owner", "home", "object", "spot", "list")  # what else is said is answered, if anything is
+SCENES = (  # what a sentence about two or three at once means, and where it stands
+    ((("tell", "name", "{n}"), ("tell", "{r}", "{p}")), "together", "told"),
+    ((("tell", "name", "{n}"), ("tell", "job", "{j}"), ("tell", "hobby", "{h}")), "form", "told"),
+    ((("pet", "{k}", "{p}"), ("pet", "{j}", "{q}")), "pets", "told"),
+    ((("tell", "{r}", "{p}"), ("home", "{p}", "{c}"), ("tell", "city", "{d}")), "relative_home", "both"),
+    ((("tell", "{r}", "{p}"), ("home", "{p}", "{c}")), "relative_home", "told"),
 )
+ORDINALS = "first second third fourth fifth sixth seventh eighth ninth tenth".split()
+SHORT_ORDINALS = "1st 2nd 3rd 4th 5th 6th 7th 8th 9th 10th".split()
+_ONES = "one two three four five six seven eight nine".split()
+_TEENS = "ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen".split()
+_TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
+IN_WORDS = ["zero", *_ONES, *_TEENS, *(f"{ten}-{one}".strip("-") for ten in _TENS for one in ("", *_ONES))]
+ACCENTS = {ord(accented): letter for letter, forms in words.ACCENTS.items() for accented in forms}
+SAME = {slip: word for word, slip in SLIPS.items()}  # one spelling of each word
+SAME |= {"an": "a", "color": "colour", "favorite": "favourite", "favorit": "favourite", "favrite": "favourite"}
 
 
 class WrongAnswer(AssertionError):
-    """The conversation gives one answer, the text says another."""
+    """The answer, or the user's words, are not what the conversation means."""
 
 
-def items_of(text: str) -> list[str]:
-    """`a, b and c`, `a b c`, `a, b.` → the words."""
-    return [word for word in re.findall(r"[A-Za-z]+", text) if word != "and"]
+@cache
+def plain(text: str) -> str:
+    """Words, numbers and operators with a space between, each word in one spelling; {placeholders} stay."""
+    text = re.sub(r"\{\w*\}|[^\W\d_]+", lambda word: SAME.get(word[0], word[0]), text.casefold()).replace("'", "")
+    text = re.sub(r"(?<=[a-z])-(?=[a-z])", " ", text)  # twenty-one
+    return " ".join(re.findall(r"(?:\{\w*\}|[^\W_])+|[-+*/^%=]", text))
+
+
+def says(user: str, texts: Iterable[str], *items, **values) -> bool:
+    """Does one of the sentences, filled in, stand in what the user typed?"""
+    line, items = f" {plain(user)} ", [plain(str(item)) for item in items]
+    values = {name: plain(str(value)) for name, value in values.items()}
+    return any(f" {plain(text).format(*items, **values)} " in line for text in texts)
+
+
+@cache
+def shape(text: str) -> re.Pattern:
+    """The sentence with anything in its places: numbers at a, b and c."""
+    pieces = re.split(r"(\{\w*\})", plain(text))
+    holes = {"{a}": r"\d+", "{b}": r"\d+", "{c}": r"\d+"} | ({"{c}": ".+"} if "{a}" not in pieces else {})
+    return re.compile(f" {''.join(holes.get(p, '.+') if p[:1] == '{' else re.escape(p) for p in pieces)} ")
+
+
+def section(kind: str) -> str:
+    """Where the sentences of a kind of fact stand."""
+    if kind in FACTS:
+        return kind
+    return "sibling" if kind in words.RELATIVES else "favourite"
+
+
+_SECTIONS = (*FACTS.values(), *STRANGERS.values())
+VOCABULARY = {word for part in _SECTIONS for texts in part.values() for word in plain(" ".join(texts)).split()}
 
 
 class Reader:
-    """What a careful listener knows after every line."""
+    """What a careful listener knows after every exchange. Each `_step` says (is it in the words?, right answers)."""
 
     def __init__(self):
         self.facts: dict[str, str] = {}
         self.pets: dict[str, str] = {}
-        self.owners: dict[str, tuple[str, str]] = {}
+        self.owners: dict[str, tuple[str, str]] = {}  # person → (colour or nothing, thing)
+        self.homes: dict[str, str] = {}
         self.objects: dict[str, str] = {}
         self.list: list[str] = []
-        self.drawn: set[str] = set()  # names, secret words, list items, other people's things: what must be new
+        self.latest: list[str] = []  # kinds of fact that the message before told
 
-    def exchange(self, user: str, answer: str) -> str:
-        """The kind of this exchange, once its answer is verified."""
-        for reader in (
-            self.addition, self.counting, self.own_list, self.new_list, self.third_person, self.stories,
-            self.small_talk, self.cache, self.statement, self.pet_question, self.about_me, self.question, self.unknown,
-        ):  # fmt: skip
-            kind = reader(user, answer)
-            if kind:
-                self._collect()
-                return kind
-        raise WrongAnswer(f"nobody understands {user!r} → {answer!r}")
-
-    def _collect(self):
-        own = (self.facts.get(kind, "") for kind in ("name", "friend", "sister", "brother", "word"))
-        things = (thing for _, thing in self.owners.values())
-        for value in (*own, *self.pets.values(), *self.owners, *things, *self.objects, *self.list):
-            self.drawn.update(value.split())
-
-    def expect(self, kind: str, user: str, answer: str, *right: str) -> str:
-        """One of the right answers, capitals aside (a value may begin a sentence)."""
-        if kind in FRAMES:
-            answer = answer.removeprefix(FRAMES[kind])
-        if answer.casefold() not in {text.casefold() for text in right}:
-            raise WrongAnswer(f"{kind}: {user!r} → {answer!r}, not {right}")
-        return kind
-
-    # --- numbers and lists --------------------------------------------------------------------------------------
-
-    def addition(self, user, answer):
-        found = re.search(r"(\d+) ?(?:\+|plus|and) ?(\d+)", user)
-        if not found or "ount" in user or "umbers" in user:
-            return None
-        a, b = map(int, found.groups())
-        return self.expect("add", user, answer, f"{a} + {b} = {a + b}.")
-
-    def counting(self, user, answer):
-        found = re.search(r"(?:[Cc]ount|numbers)\b(.*?)(\d+) to (\d+)", user)
-        if not found:
-            return None
-        a, b = int(found[2]), int(found[3])
-        down = "down" in found[1] or "backwards" in found[1]
-        if down != (a > b):
-            raise WrongAnswer(f"count: {user!r} asks for the other direction")
-        numbers = range(a, b - 1, -1) if down else range(a, b + 1)
-        return self.expect("count", user, answer, ", ".join(map(str, numbers)) + ".")
-
-    def own_list(self, user, answer):
-        """Questions about `my list`, the latest that the user gave."""
-        ask, items = LEAD_IN.sub("", user), self.list
-        known = bool(items)
-        forms = [
-            ("again", r"(?:Repeat (?:my|the) list|Say the list again|What (?:is on my|was the) list"
-                      r"|Which words did I tell you|What do I need to buy)\W*$", lambda m: ", ".join(items) + "."),
-            ("backwards", r"(?:Say my list backwards|Reverse (?:my|the) list|Say the list in reverse order"
-                          r"|Now backwards|backwards)\W*$", lambda m: ", ".join(items[::-1]) + "."),
-            ("length", r"(?:How many (?:words|items) are on|How long is) (?:my|the) list\W*$",
-             lambda m: f"There are {NUMBERS[len(items)]}."),
-            ("member", rf"(?:Is {WORD} on (?:my|the) list|Does my list have {WORD})\W*$", self._member),
-            ("next", rf"(?:What comes after|Which word comes after|What is after) {WORD}(?: on my list)?\W*$",
-             lambda m: f"After {m[1]} comes {items[items.index(m[1]) + 1]}."),
-            ("which", rf"(?:Which|What) (?:was|is) the {ORD}(?: word)?(?: on (?:my|the) list)?\W*$", self._position),
-        ]  # fmt: skip
-        for kind, pattern, right in forms:
-            if found := re.match(pattern, ask, re.IGNORECASE):
-                missing = "You have not given me a list yet."
-                return self.expect(f"list {kind}", user, answer, right(found) if known else missing)
-        return None
-
-    def _member(self, found):
-        word = found[1] or found[2]
-        return f"Yes, {word} is on the list." if word in self.list else f"No, {word} is not on the list."
-
-    def _position(self, found):
-        return self._nth(found[1], self.list)
-
-    @staticmethod
-    def _nth(ordinal: str, items: list[str]) -> str:
-        if ordinal == "last":
-            return f"The last is {items[-1]}."
-        i = (ORDINALS if ordinal in ORDINALS else SHORT_ORDINALS).index(ordinal)
-        return f"The {ORDINALS[i]} is {items[i]}."
-
-    def new_list(self, user, answer):
-        """A list in this very line: repeat, reverse, which is the third, remember."""
-        which = (
-            rf"(?:Which is the|Which word is the|What is the|Tell me the) {ORD}(?: word| item)?"
-            r"(?::| of this list:| of) (.+)"
-        )
-        after = rf"(?:Here is a list: |List: )?(.+?)[.:] (?:[Ww]hich|[Ww]hat) is the {ORD}(?: word)?\W*$"
-        if (found := re.match(which, user)) or (found := re.match(after, user)):
-            first, second = found.groups()
-            ordinal, text = (first, second) if re.fullmatch(ORD, first) else (second, first)
-            self.list = items_of(text)
-            return self.expect("nth", user, answer, self._nth(ordinal, self.list))
-        if found := re.match(
-            r"(?:Remember this list:|Remember these words:|My list is|Please remember:|Here is my list:|I need to buy"
-            r"|My shopping list:) (.+)", user,
-        ):  # fmt: skip
-            self.list = items_of(found[1])
-            number = NUMBERS[len(self.list)]
-            short = "Ok, I will remember the list.", f"I will remember these {number} words."
-            return self.expect("remember", user, answer, f"Ok, I will remember {', '.join(self.list)}.", *short)
-        return self._say_again(user, answer)
-
-    def _say_again(self, user, answer):
-        backwards = re.match(
-            r"(?:(?:Can you )?[Rr]everse(?: this list| these words| the words)?|Say these words backwards|Say backwards"
-            r"|Say in reverse order|Turn this list around):? (.+)", user,
-        )  # fmt: skip
-        forwards = re.match(
-            r"(?:(?:Can you |Please )?[Rr]epeat(?: these words| after me| this list| the words)?|Say(?: these words)?)"
-            r":? (?!my name)(.+)", user,
-        )  # fmt: skip
-        found = backwards or forwards
-        if not found:
-            return None
-        self.list = items_of(found[1])
-        said = self.list[::-1] if backwards else self.list
-        return self.expect("reverse" if backwards else "repeat", user, answer, ", ".join(said) + ".")
-
-    # --- others and things --------------------------------------------------------------------------------------
-
-    def third_person(self, user, answer):
-        ask = user.rstrip(".?")
-        if found := re.fullmatch(r"(\w+) (?:has|bought|owns) an? (\w+) (\w+)", ask):
-            self.owners[found[1]] = found[2], found[3]
-            right = f"Good for {found[1]}.", re.sub(" (bought|owns) ", " has ", f"So {ask}.")
-            return self.expect("owner told", user, answer, *right, *NOTED)
-        if found := re.fullmatch(r"(?:The|I put the|My) (\w+)(?: is)? in the (\w+)", ask):
-            self.objects[found[1]] = found[2]
-            right = f"Ok, the {found[1]} is in the {found[2]}.", f"The {found[2]}, noted."
-            return self.expect("object told", user, answer, *right, *NOTED)
-        if found := re.fullmatch(r"Where (?:is the|is my|did I put the) (\w+)", ask):
-            right = f"The {found[1]} is in the {self.objects[found[1]]}."
-            return self.expect("object", user, answer, right)
-        if found := re.fullmatch(r"What does (\w+) have", ask):
-            colour, thing = self.owners[found[1]]
-            article = "an" if colour[0] in "aeiou" else "a"
-            return self.expect("owner", user, answer, f"{found[1]} has {article} {colour} {thing}.")
-        if found := re.fullmatch(r"Who has the (\w+) (\w+)", ask):
-            having = [who for who, what in self.owners.items() if what == found.groups()]
-            return self.expect("owner", user, answer, *(f"{who} has the {found[1]} {found[2]}." for who in having))
-        if found := re.fullmatch(r"What colour is the (\w+) of (\w+)", ask):
-            colour, thing = self.owners[found[2]]
-            right = [f"The {thing} of {found[2]} is {colour}."] if thing == found[1] else []
-            return self.expect("owner", user, answer, *right)
-        return None
-
-    def stories(self, user, answer):
-        """The characters that the user names are the ones of the story."""
-        if not re.search(r"\bstory\b", user, re.IGNORECASE):
-            return None
-        found = re.search(r"story (?:about|with) (.+?)(?: and (.+?))?(?:, please)?[.?]?$", user)
-        for who in found.groups() if found else ():
-            if who and not re.search(rf"\b{re.escape(who)}\b", answer, re.IGNORECASE):
-                raise WrongAnswer(f"story without {who}: {answer!r}")
-        if not 4 <= answer.count(".") + answer.count("!") <= 12:
-            raise WrongAnswer(f"not a story: {answer!r}")
-        return "story"
-
-    # --- facts about the user -----------------------------------------------------------------------------------
-
-    def statement(self, user, answer):
-        """One or two facts, maybe with a change of mind before them; nothing else in the line."""
-        told, at = [], 0
-        while at < len(user):
-            if skipped := BETWEEN.match(user, at):
-                at = skipped.end()
-            elif (fact := self._fact(user, at)) is not None:
-                kind, value, at = fact
-                told.append((kind, value))
-            elif user[at] == " ":
-                at += 1
+    def exchange(self, user: str, answer: str, steps: list[tuple]):
+        """Verify the user's words and the answer, and remember what was told."""
+        if stray := self.strays(user, steps):
+            raise WrongAnswer(f"{steps}: {user!r} also says {stray}")
+        self.answer, self.steps, self.corrects = answer, steps, self.latest
+        self.fresh = any(name == "list" for name, *_ in steps)  # the list stands in this very message
+        told, asked, statements = [], [], 0
+        for name, *values in steps:
+            try:
+                said, right = getattr(self, f"_{name.replace(' ', '_')}")(user, *values)
+            except (AttributeError, LookupError, TypeError, ValueError) as error:
+                raise WrongAnswer(f"{steps}: there is no right answer to {(name, *values)}: {error!r}") from error
+            if not said:
+                raise WrongAnswer(f"{(name, *values)} is not what {user!r} says")
+            if name in STATEMENTS:
+                told, statements = [*told, *right], statements + 1
             else:
-                return None
-        if not told:
-            return None
-        for (where, key), value in told:
-            (self.pets if where == "pet" else self.facts)[key] = value
-        if answer not in NOTED and not any(re.search(rf"\b{re.escape(v)}\b", answer, re.IGNORECASE) for _, v in told):
-            raise WrongAnswer(f"told: {user!r} → {answer!r} confirms something else")
-        return "pet told" if any(where == "pet" for (where, _), _ in told) else "told"
+                asked.append(right)
+        self.latest = [kind for name, kind, *_ in (step for step in steps if len(step) > 1) if name == "tell"]
+        thanks = ["Thank you, I will remember that."] if statements > 1 else []
+        right = [" ".join(parts) for parts in product(*asked)] if asked else told + thanks
+        right = {re.sub(r"\b([Aa]) (?!uni|one\b|eu|use)(?=[aeiou])", r"\1n ", text) for text in right}
+        if answer not in right | {text[0].upper() + text[1:] for text in right}:
+            raise WrongAnswer(f"{steps}: {user!r} → {answer!r}, expected {sorted(right)}")
 
-    @staticmethod
-    def _fact(user, at):
-        text = user[at].upper() + user[at + 1 :]  # joined sentences begin small
-        for kind, pattern in TOLD:
-            if found := pattern.match(text):
-                key, *values = (kind, *found.groups())
-                if kind == "favourite reversed":
-                    values.reverse()
-                if kind.startswith("favourite"):
-                    key = values[0].replace("color", "colour")
-                return ("pet", values[0]) if kind == "pet" else ("fact", key), values[-1], at + found.end()
+    def strays(self, user: str, steps: list[tuple]) -> list[str]:
+        """Values of other facts in a message that only tells something."""
+        if any(name not in STATEMENTS for name, *_ in steps):
+            return []
+        meant = set(plain(" ".join(str(value) for step in steps for value in step)).split())
+        known = {*self.facts.values(), *self.pets.values(), *self.owners, *self.homes, *self.homes.values()}
+        if len(steps) == 1 and steps[0][0] == "tell":
+            known.discard(self.old(steps[0][1]))  # "olive, not red"
+        strange = [value for value in known if not set(plain(value).split()) <= meant | VOCABULARY]
+        return [value for value in strange if says(user, [value])]
+
+    def old(self, kind) -> str | None:
+        """The value that this message may correct: it was told in the one before."""
+        return self.facts.get(kind) if kind in self.latest else None
+
+    def scene(self, user) -> list[str]:
+        """The answers to a message that tells of two or three at once, if it is one of those."""
+        for place in range(len(self.steps)):
+            for meanings, part, texts in SCENES:
+                values = matched(meanings, self.steps[place : place + len(meanings)])
+                if values and says(user, STRANGERS[part][texts], **values):
+                    return [text.format(**values) for text in STRANGERS[part]["noted"]]
+        return []
+
+    # --- about the user ----------------------------------------------------------------------------------------------
+
+    def _tell(self, user, kind, value):
+        texts, old = FACTS[section(kind)], self.facts.get(kind)
+        self.facts.pop(kind, None)
+        self.facts[kind] = value
+        notes = (text.replace("{note}", NOTES.get(kind, "Noted: {v}.")) for text in texts["noted"])
+        noted = [text.format(v=value, thing=kind) for text in notes]
+        if both := self.family(user, kind):  # of a longer message any part may be noted
+            return True, [f"Say hello to {both}.", *(noted if len(self.steps) > 2 else [])]
+        if scene := self.scene(user):
+            return True, scene
+        said = says(user, texts["told"] + texts["changed"], v=value, thing=kind)
+        if kind in self.corrects:
+            said |= says(user, STRANGERS["corrections"]["told"], v=value, w=old)
+        return said, noted
+
+    def family(self, user, kind) -> str | None:
+        """Ada and Tom, if one sentence tells of this relative and of another one."""
+        for one, other in pairwise(self.steps):
+            if {one[0], other[0]} == {"tell"} and kind in (one[1], other[1]):
+                (_, a, x), (_, b, y) = one, other
+                if {a, b} <= set(words.RELATIVES) and says(user, FACTS["family"]["told"], a=a, x=x, b=b, y=y):
+                    return f"{x} and {y}"
         return None
 
-    def pet_question(self, user, answer):
-        asked = rf"\b(?:my {ANIMAL}(?:'s name)?(?: called)?|name of my {ANIMAL})\W*$"
-        if "fix" not in user and re.search(asked, user, re.IGNORECASE):
-            kind = re.search(rf"\b{ANIMAL}\b", user)[1]
-            if kind not in self.pets:
-                missing = f"You have not told me about a {kind}.", f"I don't know of a {kind}. You have not told me."
-                return self.expect("pet missing", user, answer, *missing)
-            return self.expect("pet", user, answer, f"Your {kind} is called {self.pets[kind]}.")
-        if re.search(r"\b(?:my pet|pet do I have|have a pet|animal do I have)", user):
-            if not self.pets:
-                missing = "You have not told me about a pet.", "I don't know of a pet. You have not told me."
-                return self.expect("pet missing", user, answer, *missing)
-            ((kind, name),) = self.pets.items()
-            return self.expect("pet", user, answer, f"You have a {kind} called {name}.")
-        return None
-
-    def about_me(self, user, answer):
-        if not re.search(r"(?:know|tell you) about me", user):
-            return None
-        known = [kind for kind in ("name", "city", "job", "age") if kind in self.facts]
-        true = [RECALLED[kind].format(self.facts[kind]).casefold() for kind in known]
-        said = re.findall(r"you(?:r name is| live in| work as| are) .+?\.", answer.casefold())
-        if not true:
-            return self.expect("everything", user, answer, "Nothing yet. Tell me something about you.")
-        if " ".join(said) != answer.casefold() or len(said) != min(3, len(true)) or set(said) - set(true):
-            raise WrongAnswer(f"everything: {answer!r} of {true}")
-        return "everything"
-
-    def question(self, user, answer):
-        """What is my name? Also two at once, and things that were never told."""
-        parts = re.split(r"[?.]? And (?=\w)", LEAD_IN.sub("", user))
-        kinds = [self._kind_asked(part) for part in parts]
-        if None in kinds:
-            return None
-        options = [""]
-        for kind in kinds:
-            forms = self._answers(kind)
-            options = [f"{head} {form}".strip() for head in options for form in forms]
-        name = "recall" if all(kind in self.facts for kind in kinds) else "recall missing"
-        return self.expect(name, user, answer, *options)
-
-    @staticmethod
-    def _kind_asked(text):
-        if found := re.search(r"favou?rite (\w+)|[Ww]hich (\w+) do i like", text, re.IGNORECASE):
-            return (found[1] or found[2]).replace("color", "colour")
-        return next((kind for kind, pattern in ASKED if re.search(pattern, text, re.IGNORECASE)), None)
-
-    def _answers(self, kind) -> list[str]:
+    def recalled(self, kind) -> list[str]:
+        """The newest value, or that it was not told."""
         if kind in self.facts:
-            return [RECALLED.get(kind, f"Your favourite {kind} is {{}}.").format(self.facts[kind])]
-        what = {
-            "city": "where you live", "friend": "about a friend", "sister": "about a sister",
-            "brother": "about a brother", "number": "a number", "word": "a word",
-        }.get(kind, f"your {kind}" if kind in RECALLED else f"your favourite {kind}")  # fmt: skip
-        short = {"friend": "your friend", "sister": "your sister", "brother": "your brother"}.get(kind, what)
-        told = f"You have not told me {what}"
-        return [f"{told}.", f"{told} yet.", f"I don't know {short}. You have not told me."]
+            return [RECALLED[section(kind)].format(v=self.facts[kind], thing=kind)]
+        return [text.format(thing=kind) for text in FACTS[section(kind)]["missing"]]
 
-    # --- what needs no memory -----------------------------------------------------------------------------------
+    def _ask(self, user, kind):
+        said = says(user, FACTS[section(kind)]["asked"], thing=kind)
+        said |= kind == "name" and says(user, STRANGERS["who"]["asked"])
+        label = f"favourite {kind}" if section(kind) == "favourite" else kind
+        return said or says(user, STRANGERS["follow_up"]["fact"], x=label), self.recalled(kind)
 
-    def small_talk(self, user, answer):
-        def same(text: str) -> str:
-            return text.rstrip(".?!")
+    def _confirm(self, user, kind, probe):
+        said, right = says(user, FACTS[section(kind)]["confirm"], v=probe, thing=kind), self.recalled(kind)
+        return said, [agreed(probe == self.facts[kind], text) for text in right] if kind in self.facts else right
 
-        for said, answers in stories.TALK:
-            if same(user) in map(same, said):
-                return self.expect("small talk", user, answer, *answers)
-        if same(user) not in map(same, stories.GREETINGS):
-            return None
-        name = self.facts.get("name")
-        greeted = stories.GREETED_BY_NAME if name else stories.GREETED
-        return self.expect("greeting", user, answer, *(text.format(v=name) for text in greeted))
+    def _everything(self, user):
+        right = [text for kind in list(self.facts)[-4:] for text in self.recalled(kind)]
+        right += [f"You have a {kind} called {name}." for kind, name in list(self.pets.items())[-1:]]
+        right = right or ["Nothing yet. Tell me something about you."]
+        return says(user, FACTS["everything"]["asked"]), [" ".join(right)]
 
-    def cache(self, user, answer):
+    def _pet(self, user, kind, name):
+        self.pets.pop(kind, None)
+        self.pets[kind] = name
+        if scene := self.scene(user):
+            return True, scene
+        said = says(user, PET["told"] + PET["changed"], k=kind, v=name)
+        return said, [text.format(k=kind, v=name) for text in PET["noted"]]
+
+    def _ask_pet(self, user, kind):
+        texts = PET["name_asked"] + PET["have_asked"] + STRANGERS["follow_up"]["pet"]
+        if [kind] == (list(self.pets) or [None]):
+            texts = texts + PET["asked"]  # "my pet" is clear only if there is one
+        if kind in list(self.pets)[-1:]:
+            texts = texts + PET["its_asked"]
+        right = [text.format(k=kind) for text in PET["kind_missing" if kind else "missing"]]
+        if name := self.pets.get(kind):
+            right = [f"Your {kind} is called {name}.", f"You have a {kind} called {name}."]
+        return says(user, texts, k=kind), right
+
+    def _confirm_pet(self, user, kind, probe):
+        right = agreed(probe == self.pets[kind], f"Your {kind} is called {self.pets[kind]}.")
+        return says(user, PET["confirm"], k=kind, v=probe), [right]
+
+    def _ask_animal(self, user, name):
+        (kind,) = [kind for kind, called in self.pets.items() if called == name]  # of two Rexes none is "Rex"
+        return says(user, PET["kind_asked"], v=name), [f"{name} is a {kind}."]
+
+    # --- others and things -------------------------------------------------------------------------------------------
+
+    def whose(self, thing) -> list[str]:
+        """Who has it: a thing belongs to one person."""
+        return [person for person, (_, owned) in self.owners.items() if owned == thing]
+
+    def _owner(self, user, person, colour, thing):
+        """A thing that belonged to somebody else keeps its colour, and he has it no more."""
+        if person in self.owners:
+            raise ValueError("a second thing")
+        texts = (OWNER if colour else BELONGING)["told"]
+        for before in self.whose(thing):
+            texts = BELONGING["moved"] if self.owners.pop(before)[0] == colour else []
+        self.owners[person], named = (colour, thing), {"p": person, "c": colour, "t": thing}
+        return says(user, texts, **named), [text.format(**named) for text in OWNER["noted"]]
+
+    def _ask_owner(self, user, which, person):
+        colour, thing = self.owners[person]
+        coloured = f"{colour} {thing}".strip()
+        right = {"what": f"{person} has a {coloured}.", "who": f"{person} has the {coloured}."}
+        right |= {"colour": f"The {thing} of {person} is {colour}."} if colour else {}
+        texts = BELONGING if which == "who" and not colour else OWNER
+        return says(user, texts[f"{which}_asked"], p=person, c=colour, t=thing), [right[which]]
+
+    def _no_owner(self, user, thing):
+        right = [] if self.whose(thing) else [f"You have not told me who has the {thing}."]
+        return says(user, BELONGING["who_asked"], t=thing), right
+
+    def _owns_nothing(self, user, person):
+        right = [] if person in self.owners else [f"You have not told me what {person} has."]
+        return says(user, OWNER["what_asked"], p=person), right
+
+    def _home(self, user, person, city):
+        """Somebody can have moved whose old home was never told."""
+        if self.homes.get(person) == city:
+            raise ValueError("there already")
+        texts = HOME["changed"] if person in self.homes else HOME["told"] + HOME["changed"]
+        self.homes[person] = city
+        if scene := self.scene(user):
+            return True, scene
+        return says(user, texts, p=person, v=city), [text.format(p=person, v=city) for text in HOME["noted"]]
+
+    def _ask_home(self, user, person):
+        said, city = says(user, HOME["where_asked"], p=person), self.homes.get(person)
+        if list(self.homes.values()).count(city) == 1:  # who lives there is clear
+            said |= says(user, HOME["who_asked"], v=city)
+        return said, [f"{person} lives in {city}." if city else f"You have not told me where {person} lives."]
+
+    def _ask_relative(self, user, kind):
+        said, person = says(user, STRANGERS["relative_home"]["asked"], r=kind), self.facts.get(kind)
+        if person is None:
+            return said, self.recalled(kind)
+        missing = f"You have not told me where {person} lives."
+        return said, [f"{person} lives in {self.homes[person]}." if person in self.homes else missing]
+
+    def _of_others(self, user, person):
+        texts = STRANGERS["of_others"]
+        return says(user, texts["asked"], p=person), [text.format(p=person) for text in texts["answered"]]
+
+    def _spot(self, user, thing, place):
+        """A thing is `under the bed`: what moves was somewhere before."""
+        texts, (way, where) = STRANGERS["spot"], place.split(" the ")
+        told, named = "changed" if thing in self.objects else "told", {"t": thing, "w": way, "p": where}
+        self.objects[thing] = place
+        return says(user, texts[told], **named), [text.format(**named) for text in texts["noted"]]
+
+    def _ask_spot(self, user, thing):
+        place = self.objects.get(thing)
+        right = f"The {thing} is {place}." if place else f"You have not told me where the {thing} is."
+        return says(user, STRANGERS["spot"]["asked"], t=thing), [right]
+
+    def _object(self, user, thing, place):
+        self.objects[thing] = place
+        said = says(user, OBJECT["told"] + OBJECT["changed"], t=thing, p=place)
+        return said, [text.format(t=thing, p=place) for text in OBJECT["noted"]]
+
+    def _ask_object(self, user, thing):
+        place = self.objects.get(thing)
+        right = f"The {thing} is in the {place}." if place else f"You have not told me where the {thing} is."
+        return says(user, OBJECT["asked"], t=thing), [right]
+
+    # --- lists -------------------------------------------------------------------------------------------------------
+
+    def _list(self, user, *items):
+        self.list = list(items)
+        return self.listed(user, ["{}"]), []
+
+    def listed(self, user, texts, **place):
+        """The items in their order, and maybe an `and` before the last."""
+        forms = (" ".join(self.list), " ".join([*self.list[:-1], "and", self.list[-1]]))
+        return any(says(user, texts, form, l=form, **place) for form in forms)
+
+    def asked(self, user, fresh: str, remembered: str, **place):
+        """A request with its list in it, or one for the list of an earlier turn."""
+        strange = STRANGERS["list"]
+        if self.fresh:
+            return self.listed(user, LIST[fresh] + strange.get(fresh, []), **place)
+        return says(user, REMEMBERED[remembered] + strange.get(f"asked_{remembered}", []), **place)
+
+    def _again(self, user):
+        said = ", ".join(self.list) + "."
+        return self.asked(user, "repeat", "again"), [said, f"You said: {said}"]
+
+    def _backwards(self, user):
+        said = ", ".join(reversed(self.list)) + "."
+        return self.asked(user, "reverse", "backwards"), [said, f"Reversed: {said}"]
+
+    def _nth(self, user, where):
+        i = len(self.list) - 1 if where == "last" else ORDINALS.index(where)
+        spelled = ["last"] if where == "last" else [where, SHORT_ORDINALS[i]]
+        numbers = (i + 1, IN_WORDS[i + 1])
+        said = any(self.asked(user, "nth", "nth", o=o, n=n) for o in spelled for n in numbers)
+        return said, [f"The {where} is {self.list[i]}."]
+
+    def _length(self, user):
+        count = len(self.list)
+        right = "There is one." if count == 1 else f"There are {IN_WORDS[count]}."
+        return self.asked(user, "length", "length"), [right]
+
+    def _remember(self, user):
+        right = [f"Ok, I will remember {', '.join(self.list)}.", "Ok, I will remember the list."]
+        right += [f"I will remember these {IN_WORDS[len(self.list)]} words."]
+        return self.listed(user, LIST["remember"] + STRANGERS["list"]["remember"]), right
+
+    def _no_list(self, user):
+        return not self.list and says(user, REMEMBERED["unknown"]), ["You have not given me a list yet."]
+
+    def _add_item(self, user, item):
+        self.list = [*self.list, item]
+        said = says(user, LIST["add_item"] + STRANGERS["list"]["add_item"], item)
+        return said, [f"Your list is now: {', '.join(self.list)}."]
+
+    def _remove_item(self, user, item):
+        self.list.remove(item)
+        said = says(user, LIST["remove_item"] + STRANGERS["list"]["remove_item"], item)
+        return said, [f"Your list is now: {', '.join(self.list)}."]
+
+    def _member(self, user, word):
+        right = f"Yes, {word} is on the list." if word in self.list else f"No, {word} is not on the list."
+        return says(user, REMEMBERED["member"], word), [right]
+
+    def _next(self, user, word):
+        right = f"After {word} comes {self.list[self.list.index(word) + 1]}."
+        return says(user, REMEMBERED["next"], word), [right]
+
+    def _before(self, user, this):
+        if isinstance(this, int):
+            return says(user, NUMBERS["previous_number"], this), [f"Before {this} comes {this - 1}."]
+        after, before = dict(zip(self.list[1:], self.list, strict=False)), REMEMBERED["before"]
+        return says(user, before, this), [f"Before {this} comes {after[this]}."]
+
+    # --- numbers -----------------------------------------------------------------------------------------------------
+
+    def _after(self, user, number):
+        return says(user, NUMBERS["next_number"], number), [f"After {number} comes {number + 1}."]
+
+    def _count(self, user, *numbers):
+        values = [IN_WORDS.index(n) if n in IN_WORDS else int(n) for n in numbers]
+        first, last = values[0], values[-1]
+        if values != (list(range(first, last + 1)) or list(range(first, last - 1, -1))):
+            raise ValueError("not one after the other")
+        texts = [("up" if first < last else "down", first, last)]
+        texts += [("up_to", last)] * (first == 1) + [("down_from", first)] * (last == 1)
+        digits, spelled = (
+            any(says(user, NUMBERS[how], *map(form, ends)) for how, *ends in texts)
+            for form in (str, in_words)
+        )
+        wished = [form for form in ("in_words", "in_digits") if says(user, wishes(form))]
+        as_words = wished == ["in_words"] if wished else not digits
+        return (digits or spelled) and as_words == (numbers[0] in IN_WORDS), [", ".join(numbers) + "."]
+
+    def _add(self, user, a, b):
+        texts = NUMBERS["add"] + STRANGERS["numbers"]["add"]
+        said = says(user, texts, a, b) or says(user, texts, IN_WORDS[a], IN_WORDS[b])
+        return said, [f"{a} + {b} = {a + b}."]
+
+    # --- what needs no memory ----------------------------------------------------------------------------------------
+
+    def _refuse(self, user, what):
+        asked = list(STORIES[what]["asked"])
+        if what == "arithmetic":
+            asked += [*STORIES["arithmetic"]["big"], *(text.replace("{}", "{a}") for text in NUMBERS["add"])]
+        return any(shape(text).search(f" {plain(user)} ") for text in asked), STORIES[what]["answered"]
+
+    def _cache(self, user, answer):
         """The longest trained phrasing that stands in the line decides which answer is right."""
-        line = user.casefold()
-        matches = [
-            (len(phrasing), right)
-            for right, phrasings in QUESTIONS
-            for phrasing in phrasings[:-1]
-            if phrasing.casefold().rstrip(".?") in line
-        ]
-        return self.expect("cache", user, answer, max(matches)[1]) if matches else None
+        line = f" {plain(user)} "
+        said = [(len(p), right) for right, asked in QUESTIONS for p in asked[:-1] if f" {plain(p)} " in line]
+        return bool(said), [answer] if said and max(said)[1] == answer else []
 
-    def unknown(self, user, answer):
-        if answer in stories.REFUSED:
-            return "refused" if re.match(r"(?:Write|Translate|Draw|Sing|Search|Play|Open|Book)", _bare(user)) else None
-        asks = re.match(r"(?:What|Who|When|How|Why|Where|Which|Do you know|Is) ", _bare(user), re.IGNORECASE)
-        return "unknown" if answer in stories.HONEST and asks else None
+    def _greet(self, user):
+        name, greetings = self.facts.get("name"), STORIES["greetings"]
+        right = [text.format(v=name) for text in greetings["by_name" if name else "answered"]]
+        return says(user, greetings["said"]), right
+
+    def _talk(self, user):
+        known = (*STORIES["talk"], STRANGERS["goodbye"], STRANGERS["chat"])
+        asked = [talk for talk in known if talks(user, talk["said"])]
+        return bool(asked), [text for talk in asked for text in talk["answered"]]
+
+    def _story(self, user, a, b):
+        """Both characters are in it, and they are two; a stranger is "a fox" at first, later "the fox"."""
+        told = a != b and says(self.answer, [a]) and says(self.answer, [b])
+        told = told and 5 <= len(re.findall(r"[.!]", self.answer)) <= 12
+        requests = [text for texts in STORIES["requests"].values() for text in texts]
+        strange = (text.format(a=a, b=b, k="{k}", j="{j}") for text in STRANGERS["stories"]["told"])
+        said = says(user, requests, a=a, b=b) or talks(user, strange)
+        return said, [self.answer] if told else []
 
 
-def _bare(user: str) -> str:
-    text = LEAD_IN.sub("", user)
-    return text[0].upper() + text[1:]
+def talks(user: str, texts: Iterable[str]) -> bool:
+    """Does one of the sentences stand in it, with any word as its {t}?"""
+    return any(shape(text).search(f" {plain(user)} ") for text in texts)
 
 
-def check(messages: list[dict], note: Callable[[str], None] = lambda kind: None) -> Reader:
-    """Read one conversation; `note` hears the kind of every exchange. Returns the reader with all that it knows."""
-    reader, rest = Reader(), list(messages)
-    if rest[0]["role"] == "system":
-        rest = rest[1:]
-    for user, assistant in zip(rest[::2], rest[1::2], strict=True):
-        assert (user["role"], assistant["role"]) == ("user", "assistant")
-        note(reader.exchange(user["content"], assistant["content"]))
-    return reader
+def matched(meanings, steps) -> dict[str, str] | None:
+    """What stands for the letters of the meanings, if the steps are those; a letter is the same everywhere."""
+    values: dict[str, str] = {}
+    for meaning, step in zip(meanings, steps, strict=False):
+        for part, value in zip(meaning, step, strict=False):
+            if value != (values.setdefault(part[1], value) if part[0] == "{" else part):
+                return None
+    return values if len(meanings) == len(steps) else None
+
+
+def in_words(number: int) -> str:
+    """Only numbers up to 99 have words here."""
+    return IN_WORDS[number] if number < len(IN_WORDS) else str(number)
+
+
+def wishes(form: str) -> list[str]:
+    """How a user asks for words or for digits."""
+    return [text.replace("{s}", "") for text in STRANGERS["numbers"][form]]
+
+
+def agreed(yes: bool, sentence: str) -> str:
+    """Yes, your name is Ada."""
+    return f"{'Yes' if yes else 'No'}, {sentence[0].lower()}{sentence[1:]}"
+
+
+def kind_of(steps: list[tuple]) -> str:
+    """What the exchange is: its last step, and whether the list came with it."""
+    return f"list {steps[-1][0]}" if steps[-1][0] != "list" and "list" in {step[0] for step in steps} else steps[-1][0]
+
+
+def check(messages: list[dict], log: list[list[tuple]], name: str = "the conversation") -> list[str]:
+    """Read one conversation; the kind of every exchange."""
+    reader, said = Reader(), messages[messages[0]["role"] == "system" :]
+    for i, (user, assistant, steps) in enumerate(zip(said[::2], said[1::2], log, strict=True)):
+        try:
+            reader.exchange(user["content"], assistant["content"], steps)
+        except WrongAnswer as error:
+            raise WrongAnswer(f"{name}, exchange {i}: {error}") from error
+    return [kind_of(steps) for steps in log]

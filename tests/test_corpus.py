@@ -1,169 +1,343 @@
 """The training conversations: repeatable, right in every answer, clean, and without the words of the evaluation.
 
 A wrong answer in the corpus is a wrong answer that the model learns, so an independent reader (corpus_checker.py) works
-out tens of thousands of them again from the text of the conversation.
+out tens of thousands of them again from what every exchange means, and compares the meaning with the user's words.
 """
 
+import json
 import random
 import re
-from collections import Counter
+from collections import Counter, defaultdict
+from importlib.resources import files
 from itertools import chain
 
 import pytest
 
-from corpus_checker import Reader, WrongAnswer, check
-from nanokv.training import corpus, words
+from corpus_checker import ACCENTS, BELONGING, HOME, Reader, WrongAnswer, check, kind_of, plain, says
+from nanokv.training import corpus, small_talk, words
 from nanokv.training.cache_questions import HELD_OUT_WRAPPERS, QUESTIONS, ask
+from nanokv.training.conversation import STYLES, Conversation
+from nanokv.training.phrases import phrases
 
 CONVERSATIONS, EXCHANGES = 400, 20
-REMEMBERED = (  # kinds of exchange whose answer depends on earlier turns, and how often they must have come up
-    "recall", "recall missing", "pet", "pet missing", "everything", "owner", "object", "list again", "list backwards",
-    "list length", "list member", "list next", "list which",
+STAGES = {"first": corpus.FIRST, "second": corpus.SECOND, "third": corpus.THIRD, "fourth": corpus.FOURTH}
+SPLITS = (*STAGES, "held_out")
+OFTEN = (  # kinds of exchange, as kind_of calls them: at least 50 of 8,000 in every split
+    "tell", "ask", "pet", "ask pet", "object", "owner", "ask object", "list again", "list backwards", "list nth",
+    "list remember", "confirm", "add", "count", "refuse", "cache", "talk", "nth", "home", "ask home", "ask owner",
 )  # fmt: skip
-AT_ONCE = ("add", "count", "repeat", "reverse", "nth", "remember", "cache", "story", "told", "pet told", "unknown")
+AT_TIMES = (  # at least 5
+    "everything", "list length", "length", "again", "backwards", "member", "before", "add_item", "remove_item", "next",
+    "after", "story", "greet", "no list", "confirm pet", "ask animal", "no owner", "owns nothing",
+)  # fmt: skip
+OLD, NEW = {"object", "ask object"}, {"spot", "ask spot", "ask relative", "of others"}  # in and from the last stage
+NAMES = {"name", "friend", "friends", "word", "song", "book", "film", "band", *words.RELATIVES}  # no pool has these
+POOLS = set("job hobby colour food drink animal sport fruit flower instrument game subject".split())
+POOLED = {word.lower() for pool in (
+    words.COLOURS, words.CITIES, words.FOODS, words.DRINKS, words.ANIMALS, words.JOBS, words.HOBBIES, words.PLACES,
+    words.SPORTS, words.SEASONS, words.FRUITS, words.FLOWERS, words.INSTRUMENTS, words.GAMES, words.SUBJECTS,
+    words.LANGUAGES,
+) for word in pool}  # fmt: skip
 
 
-def talks(held_out: bool, name: str = "test", stage=corpus.FIRST):
-    return [corpus.conversation(random.Random(f"{name}:{i}"), EXCHANGES, held_out, stage) for i in range(CONVERSATIONS)]
-
-
-@pytest.fixture(scope="module")
-def train():
-    return talks(held_out=False)
-
-
-@pytest.fixture(scope="module")
-def second():
-    """The later part of the training."""
-    return talks(held_out=False, stage=corpus.SECOND)
-
-
-@pytest.fixture(scope="module")
-def third():
-    """The last part."""
-    return talks(held_out=False, stage=corpus.THIRD)
+def talks(split: str, name: str = "test", count: int = CONVERSATIONS) -> list[Conversation]:
+    """Conversations of a stage of the training or of the held-out half."""
+    stage, held_out = STAGES.get(split, corpus.FIRST), split == "held_out"
+    return [corpus.talk(random.Random(f"{name}:{split}:{i}"), EXCHANGES, held_out, stage) for i in range(count)]
 
 
 @pytest.fixture(scope="module")
-def held_out():
-    return talks(held_out=True)
+def all_talks():
+    return {split: talks(split) for split in SPLITS}
 
 
 @pytest.fixture(scope="module")
-def readings(train, second, third, held_out):
-    """split → (kinds of exchange with their numbers, all values that were drawn); raises at the first wrong answer."""
-    found = {}
-    for split, conversations in (("train", train), ("second", second), ("third", third), ("held_out", held_out)):
-        kinds: list[str] = []
-        drawn = set(chain.from_iterable(check(talk, kinds.append).drawn for talk in conversations))
-        found[split] = Counter(kinds), drawn
-    return found
+def trained(all_talks):
+    return [talk for split in STAGES for talk in all_talks[split]]
 
 
-def users(conversations):
-    return [m["content"] for talk in conversations for m in talk if m["role"] == "user"]
+def exchanges(found):
+    """(user, assistant, meaning, conversation) of every exchange."""
+    for talk in found:
+        said = talk.messages[talk.messages[0]["role"] == "system" :]
+        for user, assistant, steps in zip(said[::2], said[1::2], talk.log, strict=True):
+            yield user["content"], assistant["content"], steps, talk
+
+
+def users(found) -> list[str]:
+    return [user for user, *_ in exchanges(found)]
 
 
 # --- the same seed, the same words --------------------------------------------------------------------------------
 
 
-def test_the_seed_decides_everything(train):
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_seed_decides_everything(stage, all_talks):
     """Whatever was drawn before: batch i of a resumed run must be batch i."""
     random.seed(1)
-    assert talks(held_out=False)[-20:] == train[-20:]
-    assert talks(held_out=False, name="other")[0] != train[0]
+    for i in (7, 3):
+        again = corpus.conversation(random.Random(f"test:{stage}:{i}"), EXCHANGES, stage=STAGES[stage])
+        assert again == all_talks[stage][i].messages
+    assert talks(stage, name="other", count=1)[0].messages != all_talks[stage][0].messages
 
 
-def test_conversations_differ():
+def test_conversations_differ(all_talks):
     """A generator that forgot to advance would repeat itself."""
-    first = [tuple(users([talk])) for talk in talks(held_out=False)]
+    first = [tuple(users([talk])) for talk in all_talks["first"]]
     assert len(set(first)) == len(first)
 
 
-def test_shape_of_a_conversation(train):
-    for talk in train:
-        roles = [m["role"] for m in talk]
-        assert roles[roles[0] == "system" :] == ["user", "assistant"] * (len(roles) // 2)
-        assert len(roles) // 2 >= EXCHANGES
-    assert 0.05 < sum(talk[0]["role"] == "system" for talk in train) / len(train) < 0.25
+def test_shape_of_a_conversation(trained):
+    for talk in trained:
+        roles = [m["role"] for m in talk.messages]
+        assert roles[roles[0] == "system" :] == ["user", "assistant"] * len(talk.log)
+        assert len(talk.log) >= EXCHANGES
+    assert 0.08 < sum(talk.messages[0]["role"] == "system" for talk in trained) / len(trained) < 0.16
 
 
 # --- every answer is right ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("split", ["train", "second", "third", "held_out"])
-def test_every_answer_follows_from_the_conversation(split, readings):
-    """8,000 exchanges a split, each understood and each answer worked out again."""
-    kinds, _ = readings[split]
+@pytest.mark.parametrize("split", SPLITS)
+def test_every_answer_follows_from_the_conversation(split, all_talks):
+    """8,000 exchanges a split: each says what it means, and each answer is worked out again."""
+    kinds = Counter(chain.from_iterable(
+        check(talk.messages, talk.log, f"{split} {i}") for i, talk in enumerate(all_talks[split])
+    ))  # fmt: skip
     assert sum(kinds.values()) >= CONVERSATIONS * EXCHANGES
-    assert {kind: kinds[kind] for kind in REMEMBERED if kinds[kind] < 10} == {}
-    assert {kind: kinds[kind] for kind in AT_ONCE if kinds[kind] < 100} == {}
+    often = {*OFTEN, *NEW} - OLD if split == "fourth" else {*OFTEN}
+    assert {kind: kinds[kind] for kind in often if kinds[kind] < 50} == {}
+    assert {kind: kinds[kind] for kind in AT_TIMES if kinds[kind] < 5} == {}
+    assert set(kinds) == {*often, *AT_TIMES}
 
 
-def tampered(talk, kinds, rng):
-    """Every memory-bound answer of a conversation with one of its last words changed: (kind, changed conversation)."""
-    start = talk[0]["role"] == "system"
-    for i, kind in enumerate(kinds):
-        at = start + 2 * i + 1
-        answer = talk[at]["content"]
-        found = rng.choice(list(re.finditer(r"[A-Za-z]+|\d+", answer))[-2:])
-        wrong = answer[: found.start()] + ("7777" if found[0].isdigit() else "xyzzy") + answer[found.end() :]
-        yield kind, [*talk[:at], {"role": "assistant", "content": wrong}, *talk[at + 1 :]]
+@pytest.mark.parametrize("split", SPLITS)
+def test_what_the_kinds_do_not_show(split, all_talks):
+    """Several names at once, two relatives in a sentence, things handed on, values that no pool has, accents."""
+    seen = Counter()
+    for user, answer, steps, _ in exchanges(all_talks[split]):
+        seen["accent"] += answer != answer.translate(ACCENTS)
+        seen["family"] += bool(re.fullmatch(r"Say hello to \S+( \S+)? and \S+( \S+)?\.", answer)) and len(steps) > 1
+        for name, *values in steps:
+            said = plain(str(values[-1])) if values else ""
+            seen["friends"] += name in ("tell", "ask", "confirm") and values[0] == "friends"
+            seen["several owners"] += name == "owner" and sum(step[0] == "owner" for step in steps) > 1
+            seen["no colour"] += name == "owner" and not values[1]
+            seen["handed on"] += name == "owner" and says(user, BELONGING["moved"], p=values[0], t=values[2])
+            seen["moved"] += name == "home" and says(user, HOME["changed"], p=values[0], v=values[1])
+            seen["strange value"] += name == "tell" and values[0] in POOLS and said not in POOLED
+            seen["two words"] += name == "tell" and values[0] in POOLS and " " in said
+            seen["strange place"] += name in ("object", "spot") and said.split(" the ")[-1] not in words.PLACES
+            seen["strange animal"] += name == "pet" and values[0] not in words.ANIMALS
+    few = {what: count for what, count in seen.items() if count < 5}
+    assert len(seen) == 11 and few == {}, seen
 
 
-def test_the_checker_can_fail(train):
-    """One changed word in any answer that depends on memory or arithmetic is noticed."""
-    rng, noticed, missed = random.Random(0), Counter(), []
-    for talk in train[:25]:
-        kinds: list[str] = []
-        check(talk, kinds.append)
-        for kind, changed in tampered(talk, kinds, rng):
-            if kind not in REMEMBERED + ("add", "count", "repeat", "reverse", "nth", "cache"):
-                continue
-            try:
-                check(changed)
-                missed.append((kind, changed))
-            except WrongAnswer:
-                noticed[kind] += 1
+@pytest.mark.parametrize("split", SPLITS)
+def test_what_was_never_told_is_often_asked(split, all_talks):
+    """Of facts and of pets, in conversations in which others were told."""
+    missed, told = Counter(), defaultdict(set)
+    for _, answer, steps, talk in exchanges(all_talks[split]):
+        told[id(talk)] |= {step[1] for step in steps if step[0] in ("tell", "pet")}
+        for name, *values in steps:
+            if name in ("ask", "ask pet") and values[0] not in told[id(talk)]:
+                assert "ou have not told me" in answer, answer
+                missed[name, bool(told[id(talk)])] += 1
+    assert min(missed["ask", True], missed["ask pet", True]) > 30 and missed["ask", False] > 10
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_the_newest_value_counts(split, all_talks):
+    """Read from the answers alone: after a change the new value is in it, none of the old ones is."""
+    seen, values = 0, defaultdict(list)
+    for _, answer, steps, talk in exchanges(all_talks[split]):
+        for name, kind, *value in (step for step in steps if step[0] in ("tell", "ask")):
+            history = values[id(talk), kind]
+            if name == "tell":
+                history.append(value[0])
+            elif len(history) > 1 and len([step for step in steps if step[0] == "ask"]) == 1:
+                newest, spoken = set(plain(history[-1]).split()), set(plain(answer).split())
+                older = set(plain(" ".join(history[:-1])).split()) - newest
+                assert newest <= spoken and not older & spoken, (history, answer)
+                seen += 1
+    assert seen > 50
+
+
+# --- the reader can fail ------------------------------------------------------------------------------------------
+
+
+def noticed(messages, log) -> bool:
+    try:
+        check(messages, log)
+    except WrongAnswer:
+        return True
+    return False
+
+
+def test_a_wrong_answer_is_noticed(all_talks):
+    """One of the last two words of any answer changed; only a story may go on as it likes."""
+    rng, seen, missed = random.Random(0), Counter(), []
+    for talk in chain.from_iterable(all_talks[split][:25] for split in ("fourth", "third", "first")):
+        start = talk.messages[0]["role"] == "system"
+        for i, (_, answer, steps, _) in enumerate(exchanges([talk])):
+            found = rng.choice(list(re.finditer(r"[A-Za-z]+|\d+", answer))[-2:])
+            wrong = answer[: found.start()] + ("7777" if found[0].isdigit() else "xyzzy") + answer[found.end() :]
+            at = start + 2 * i + 1
+            changed = [*talk.messages[:at], {"role": "assistant", "content": wrong}, *talk.messages[at + 1 :]]
+            seen[kind_of(steps)] += 1
+            if not noticed(changed, talk.log) and kind_of(steps) != "story":
+                missed.append((steps, wrong))
     assert missed == []
-    assert sum(noticed.values()) > 200
+    assert sum(seen.values()) >= 1000 and len(seen) > 25
+
+
+def test_a_wrong_meaning_is_noticed(all_talks):
+    """Any one part of a meaning replaced by the same part of another exchange; items in another order."""
+    rng, pool = random.Random(0), defaultdict(set)
+    for _, _, steps, _ in exchanges(all_talks["third"]):
+        for name, *values in steps:
+            for place, value in enumerate(values):
+                pool[name, place].add(value)
+    pool = {key: sorted(values, key=str) for key, values in pool.items()}
+    missed, seen = [], 0
+    for talk in all_talks["third"][:50]:
+        for i, steps in enumerate(talk.log):
+            for j, (name, *values) in enumerate(steps):
+                for place, value in enumerate(values):
+                    other = rng.choice([v for v in pool[name, place] if plain(str(v)) != plain(str(value))])
+                    wrong = (name, *values[:place], other, *values[place + 1 :])
+                    log = [*talk.log[:i], [*steps[:j], wrong, *steps[j + 1 :]], *talk.log[i + 1 :]]
+                    seen += 1
+                    if not noticed(talk.messages, log):
+                        missed.append((steps, wrong))
+                if name in ("list", "count"):
+                    log = [*talk.log[:i], [*steps[:j], (name, *values[::-1]), *steps[j + 1 :]], *talk.log[i + 1 :]]
+                    assert noticed(talk.messages, log), steps
+    assert missed == [] and seen > 1000
 
 
 @pytest.mark.parametrize(
-    ("user", "answer"),
+    ("user", "answer", "step"),
     [
-        ("What is 27 + 48?", "27 + 48 = 65."),
-        ("Count from 3 to 6.", "3, 4, 5, 6, 7."),
-        ("Count down from 6 to 3.", "3, 4, 5, 6."),
-        ("Reverse: moon, chair", "moon, chair."),
-        ("Which is the 2nd: moon, chair, lake?", "The second is lake."),
-        ("What is my name?", "Your name is Ada."),
-        ("What is my cat called?", "Your cat is called Miso."),
-        ("What is on my list?", "moon, chair."),
-        ("Where is the box?", "The box is in the hall."),
-        ("What is RoPE?", "Logits are the raw scores of all tokens for the next position."),
-        ("Tell me a story about Ada and Tom.", "Tom went home. He ate. He slept. The end."),
+        ("What is 27 + 48?", "27 + 48 = 65.", ("add", 27, 48)),
+        ("What is 27 + 49?", "27 + 48 = 75.", ("add", 27, 48)),
+        ("Count from 3 to 6.", "3, 4, 5, 6, 7.", ("count", "3", "4", "5", "6")),
+        ("Count from 3 to 6.", "3, 4, 6.", ("count", "3", "4", "6")),
+        ("Count down from 6 to 3.", "3, 4, 5, 6.", ("count", "6", "5", "4", "3")),
+        ("Which number comes after 9?", "After 9 comes 11.", ("after", 9)),
+        ("What is my name?", "Your name is Ada.", ("ask", "name")),
+        ("What is my cat called?", "Your cat is called Miso.", ("ask pet", "cat")),
+        ("Is my name Ada?", "Yes, your name is Ada.", ("confirm", "name", "Ada")),
+        ("My name is Ada.", "Nice to meet you, Ida.", ("tell", "name", "Ada")),
+        ("My name is Ada.", "Say hello to Ada.", ("tell", "friend", "Ada")),
+        ("I live in Oslo.", "Oslo sounds nice.", ("tell", "city", "Osl")),
+        ("What is on my list?", "moon, chair.", ("again",)),
+        ("Where is the box?", "The box is in the hall.", ("ask object", "box")),
+        ("My friends are Ada and Tom.", "Say hello to Ada and Tim.", ("tell", "friends", "Ada and Tom")),
+        ("Who are my friends?", "Your friends are Ada and Tom.", ("ask", "friends")),
+        ("What is Rex?", "Rex is a dog.", ("ask animal", "Rex")),
+        ("Ada has a lamp.", "Good for Ada.", ("owner", "Ada", "red", "lamp")),
+        ("Ada has the lamp now.", "Good for Tom.", ("owner", "Ada", "", "lamp")),
+        ("Who has the lamp?", "Ada has the lamp.", ("no owner", "lamp")),
+        ("What does Ada have?", "Ada has a lamp.", ("owns nothing", "Ada")),
+        ("Tom lives in Oslo.", "So Tom lives in Rome.", ("home", "Tom", "Oslo")),
+        ("Where does Tom live?", "Tom lives in Oslo.", ("ask home", "Tom")),
+        ("Who lives in Oslo?", "You have not told me where Tom lives.", ("ask home", "Tom")),
+        ("What is RoPE?", "Logits are the raw scores of all tokens for the next position.", ("cache", "RoPE")),
+        ("Tell me a story about Ada and Tom.", "Tom went home. He ate. He slept. The end.", ("story", "Ada", "Tom")),
+        ("What is 300 + 4?", "300 + 4 = 304.", ("refuse", "arithmetic")),
+        ("Hello!", "Hello, Ada!", ("greet",)),
     ],
 )
-def test_the_checker_knows_wrong_from_right(user, answer):
-    with pytest.raises((WrongAnswer, KeyError)):
-        Reader().exchange(user, answer)
+def test_the_reader_knows_wrong_from_right(user, answer, step):
+    with pytest.raises(WrongAnswer):
+        Reader().exchange(user, answer, [step])
+
+
+FAMILY = "I have a son called Leo and an aunt called Mia.", [("tell", "son", "Leo"), ("tell", "aunt", "Mia")]
+TWO_THINGS = "Ada has a red lamp. Tom owns the boat.", [("owner", "Ada", "red", "lamp"), ("owner", "Tom", "", "boat")]
+HOMES = "Tom lives in Oslo and Ada moved to Rome.", [("home", "Tom", "Oslo"), ("home", "Ada", "Rome")]
+PETS = "My dog is called Rex. I have a cat named Rex.", [("pet", "dog", "Rex"), ("pet", "cat", "Rex")]
+HANDED_ON = "Eva has the lamp now.", "Good for Eva."
+
+
+@pytest.mark.parametrize(
+    ("told", "noted", "user", "right", "wrong", "step"),
+    [
+        (FAMILY, "Say hello to Leo and Mia.", "Who is my aunt?", "{aunt} Mia.", "{aunt} Leo.", ("ask", "aunt")),
+        (TWO_THINGS, "Good for Tom.", "Whose boat is it?", "Tom has the boat.", "Ada has the boat.",
+         ("ask owner", "who", "Tom")),
+        (TWO_THINGS, "Good for Tom.", "What does Ada have?", "Ada has a red lamp.", "Ada has a lamp.",
+         ("ask owner", "what", "Ada")),
+        (TWO_THINGS, "Good for Tom.", *HANDED_ON, "Good for Ada.", ("owner", "Eva", "red", "lamp")),
+        (TWO_THINGS, "Good for Tom.", *HANDED_ON, None, ("owner", "Eva", "", "lamp")),  # it is still red
+        (HOMES, "Noted: Ada lives in Rome.", "Who lives in Oslo?", "Tom lives in Oslo.", "Ada lives in Oslo.",
+         ("ask home", "Tom")),
+        (HOMES, "Noted: Ada lives in Rome.", "Tom has moved to Bonn.", "So Tom lives in Bonn.", "So Tom lives in Oslo.",
+         ("home", "Tom", "Bonn")),
+        (PETS, "Say hello to Rex.", "What kind of pet is Rex?", "Rex is a dog.", None, ("ask animal", "Rex")),
+    ],
+)  # fmt: skip
+def test_the_reader_remembers_other_people(told, noted, user, right, wrong, step):
+    """None as the wrong answer: there is no right one."""
+    said = {"aunt": "Your aunt is called"}
+    for answer, passes in ((right, wrong is not None), (wrong or right, False)):
+        reader = Reader()
+        reader.exchange(told[0], noted, told[1])
+        if passes:
+            reader.exchange(user, answer.format(**said), [step])
+        else:
+            with pytest.raises(WrongAnswer):
+                reader.exchange(user, answer.format(**said), [step])
+
+
+def test_a_statement_says_nothing_else():
+    """Another value in the same message would be a fact that nobody noted."""
+    reader = Reader()
+    reader.exchange("My name is Zorbla.", "Welcome, Zorbla.", [("tell", "name", "Zorbla")])
+    with pytest.raises(WrongAnswer, match="also says"):
+        reader.exchange("Zorbla says: I live in Oslo.", "Noted: Oslo.", [("tell", "city", "Oslo")])
+
+
+def test_slips_and_marks_are_read():
+    assert says("teh nmae's Bob", ["The name's {v}."], v="bob") and says("u r Bob!", ["You are {v}"], v="Bob")
+    assert says("whats twenty-one plus 3", ["What's {} plus {}?"], "twenty one", 3)
+    assert not says("27 - 48", ["{} + {}"], 27, 48) and not says("I am Bobby", ["I am {v}."], v="Bob")
 
 
 # --- the words of the evaluation ----------------------------------------------------------------------------------
 
 
-def test_training_draws_no_held_out_word(readings):
-    """Names, secret words, list items, things: what the evaluation asks for was never one of these in training."""
-    drawn, tested = readings["train"][1] | readings["second"][1] | readings["third"][1], readings["held_out"][1]
-    assert len(drawn) > 2000 and len(tested) > 500
-    assert [word for word in drawn if words.is_held_out(word)] == []
+def drawn(found) -> set[str]:
+    """Names, secret words, list items, things, and values of no pool: what must be new in the evaluation.
+
+    A name gets its accent after it was drawn, so its letters count without.
+    """
+    new: set[str] = set()
+    for step in chain.from_iterable(chain.from_iterable(talk.log for talk in found)):
+        name, *values = step
+        if name in ("list", "member", "add_item", "no owner", "owns nothing", "ask home"):
+            new.update(values)
+        elif name in ("tell", "confirm", "pet", "confirm pet", "owner", "home", "object"):
+            skipped = 1 if name in ("tell", "confirm") else 0  # the kind of fact
+            parts = set(" ".join(values[skipped:]).replace(",", "").split()) - {"and"}
+            always = name in ("tell", "confirm") and values[0] in NAMES
+            new.update(part for part in parts if part.isalpha() and (always or part.lower() not in POOLED))
+    return {word.translate(ACCENTS) for word in new}
+
+
+def test_training_draws_no_held_out_word(trained, all_talks):
+    """What the evaluation asks for was never a name, a secret word or a list item in training."""
+    taught, tested = drawn(trained), drawn(all_talks["held_out"])
+    assert len(taught) > 4000 and len(tested) > 500
+    assert [word for word in taught if words.is_held_out(word)] == []
     assert [word for word in tested if not words.is_held_out(word)] == []
 
 
-def test_training_says_no_held_out_name(train, second):
+def test_training_says_no_held_out_name(trained):
     """Not only as a value: a held-out name is nowhere, in no story, no question and no greeting."""
-    said = set(re.findall(r"[A-Z][a-z]+", " ".join(m["content"] for talk in train + second for m in talk)))
+    texts = " ".join(m["content"] for talk in trained for m in talk.messages)
+    said = set(re.findall(r"[A-Z][^\W\d_]+", texts.replace("Mona Lisa", "")))  # a painting, and Mona is held out
     hidden = {name for name in words.NAMES if words.is_held_out(name)}
     assert len(hidden) >= 15 and said & hidden == set()
 
@@ -178,69 +352,188 @@ def test_the_halves_are_both_usable():
     assert len(set(invented)) > 500 and all(3 <= len(word) <= 12 and word.isalpha() for word in invented)
 
 
-def test_training_asks_no_held_out_phrasing(train, second):
-    """The last phrasing of each cache question, in any wrapping and spelling, and the wrappers of the evaluation."""
-    lines = [line.casefold() for line in users(train + second)]
-    hidden = "|".join(re.escape(phrasings[-1].casefold().rstrip(".?")) for _, phrasings in QUESTIONS)
-    assert re.search(rf"\b(?:{hidden})\b", "tell me about rope?") is None
-    assert re.search(rf"\b(?:{hidden})\b", "hey, how does rope work?")
-    assert [line for line in lines if re.search(rf"\b(?:{hidden})\b", line)] == []
-    trained = [p for _, phrasings in QUESTIONS for p in phrasings[:-1]]
-    wrapped = {
-        w.format(q=p, l=small).casefold().rstrip(".?")
-        for w in HELD_OUT_WRAPPERS for p in trained for small in (p[0].lower() + p[1:], p)
-    }  # fmt: skip
-    assert [line for line in lines if line.rstrip(".?") in wrapped] == []
-    assert set(corpus.FIRST.wrappers + corpus.SECOND.wrappers + corpus.THIRD.wrappers) & set(HELD_OUT_WRAPPERS) == set()
+def test_training_asks_no_held_out_phrasing(trained):
+    """The last phrasing of each cache question is never typed, in any wrapping and spelling."""
+    hidden = [f" {plain(asked[-1])} " for _, asked in QUESTIONS]
+    lines = [f" {plain(line)} " for line in users(trained)]
+    assert [line for line in lines if any(phrasing in line for phrasing in hidden)] == []
+    assert " how does rope work " in hidden
+
+
+def test_training_wraps_no_question_as_the_evaluation_does(trained):
+    assert not set(corpus.FIRST.wrappers + corpus.SECOND.wrappers + corpus.FOURTH.wrappers) & set(HELD_OUT_WRAPPERS)
+    phrasings, wrapped = {plain(p) for _, asked in QUESTIONS for p in asked}, []
+    for line, _, steps, _ in exchanges(trained):
+        if steps[-1][0] == "cache":
+            for phrasing in (p for p in phrasings if p in plain(line)):
+                wrapped += [line for w in HELD_OUT_WRAPPERS if says(line, [w], q=phrasing, l=phrasing)]
+    assert wrapped == []
 
 
 def test_all_trained_phrasings_come_up():
     """Every question in every trained wording, and only those, is within reach of training."""
-    rng = random.Random(0)
-    asked = Counter()
-    for _ in range(6000):
-        talk = corpus.Conversation(rng)
-        corpus.cache_question(talk)
+    rng, asked = random.Random(0), Counter()
+    for _ in range(3000):
+        talk = Conversation(rng, stage=corpus.FIRST)
+        small_talk.cache_question(talk)
         asked[talk.messages[1]["content"]] += 1
-    assert set(asked) == {answer for answer, _ in QUESTIONS}
+    assert set(asked) == {answer for answer, _ in QUESTIONS} and min(asked.values()) > 20
     assert ask(random.Random(0), "What is RoPE?", ("{l}",)) == "what is RoPE?"
 
 
-def test_the_last_stage_frames_its_lists(third):
+def test_the_last_stage_frames_its_lists(all_talks):
     """There a list is never the first thing said, so that every item has the leading space that its token has."""
-    answers = [m["content"] for talk in third for m in talk if m["role"] == "assistant"]
+    answers = [answer for _, answer, *_ in exchanges(all_talks["third"])]
     assert sum(text.startswith("You said: ") for text in answers) > 200
     assert sum(text.startswith("Reversed: ") for text in answers) > 200
-    assert [text for text in answers if re.fullmatch(r"[a-z]+(?:, \w+)+\.", text)] == []
+    named = [answer for _, answer, steps, _ in exchanges(all_talks["third"]) if steps[-1][0] in ("again", "backwards")]
+    assert [text for text in named if not text.startswith(("You said: ", "Reversed: "))] == []
 
 
 def test_no_phrasing_has_two_answers():
     """Then no model could be right."""
-    owners = Counter(phrasing.casefold().rstrip(".?") for _, phrasings in QUESTIONS for phrasing in phrasings)
+    owners = Counter(plain(phrasing) for _, phrasings in QUESTIONS for phrasing in phrasings)
     assert [phrasing for phrasing, count in owners.items() if count > 1] == []
     assert all(len(phrasings) >= 4 for _, phrasings in QUESTIONS)
 
 
-# --- clean English ------------------------------------------------------------------------------------------------
+# --- numbers ------------------------------------------------------------------------------------------------------
 
 
-def test_texts_are_clean(train, second, held_out):
-    """ASCII, one line, single spaces, no template braces, answers that end like sentences."""
-    for message in chain.from_iterable(train + second + held_out):
+def test_sums_are_of_two_numbers_up_to_99(trained):
+    """A third and more has a number of one digit, which chance would give to one sum in five."""
+    added = [step[1:] for _, _, steps, _ in exchanges(trained) for step in steps if step[0] == "add"]
+    assert min(min(pair) for pair in added) == 0 and max(max(pair) for pair in added) == 99
+    assert sum(min(pair) < 10 for pair in added) > len(added) / 3
+    assert {a for a, _ in added} | {b for _, b in added} == set(range(100))
+
+
+SUMS = [
+    *phrases("stories")["arithmetic"]["big"],
+    *(text.replace("{}", "{a}", 1).replace("{}", "{b}", 1) for text in phrases("requests")["numbers"]["add"]),
+]
+
+
+def is_small_sum(line: str) -> bool:
+    """Read from the digits: it ends with a question for the sum of its two numbers up to 99."""
+    numbers = re.findall(r"\d+", line)
+    if len(numbers) != 2 or max(map(int, numbers)) > 99:
+        return False
+    forms = [plain(text).format(a=a, b=b) for text in SUMS for a, b in (numbers, numbers[::-1])]
+    ends = [form for form in forms if f" {plain(line)}".endswith(f" {form}")]
+    return bool(ends) and not plain(line).endswith(f"- {max(ends, key=len)}")
+
+
+def test_only_other_arithmetic_is_refused(trained):
+    assert is_small_sum("ok, whats 3 plus 99") and not is_small_sum("-3 + 99") and not is_small_sum("3 + 99 - 1")
+    refused, added = [], []
+    for line, answer, steps, _ in exchanges(trained):
+        is_refused = steps[-1] == ("refuse", "arithmetic")
+        assert is_refused == answer.startswith("I can only add two numbers"), line
+        if is_refused or steps[-1][0] == "add":
+            (refused if is_refused else added).append(is_small_sum(line))
+    assert len(refused) > 400 and not any(refused)
+    assert len(added) > 1500 and sum(added) > 0.6 * len(added)  # the rest is in words, or goes on after the question
+
+
+def test_numbers_stay_in_range(trained):
+    """No more than six digits, and none below zero."""
+    numbers = [int(n) for line in users(trained) for n in re.findall(r"\d+", line)]
+    assert min(numbers) == 0 and 100_000 < max(numbers) <= 999_999
+
+
+# --- how users type, and clean English ----------------------------------------------------------------------------
+
+
+def test_users_type_in_all_styles(trained):
+    """In their shares; each style is what it says."""
+    styles = Counter(talk.style for talk in trained)
+    for style, weight in STYLES.items():
+        assert abs(styles[style] / len(trained) - weight / sum(STYLES.values())) < 0.05, styles
+    assert 0.25 < sum(talk.american for talk in trained) / len(trained) < 0.35
+    ends = defaultdict(list)
+    for line, _, _, talk in exchanges(trained):
+        ends[talk.style].append(line[-1] in ".?!")
+        if talk.style == "small":
+            assert line == line.lower()
+        if talk.style == "casual":
+            assert set(re.findall(r"[^\W\d_]*[A-Z][^\W\d_]*", line)) <= talk.capitals, line
+        assert not (talk.american and "favourite" in line.casefold()), line
+    shares = {style: sum(marks) / len(marks) for style, marks in ends.items()}
+    assert shares["no mark"] == 0 and shares["written"] > 0.7 and 0.15 < shares["casual"] < 0.4
+
+
+def test_slips_are_there_and_rare(trained):
+    lines = [line for line, _, _, talk in exchanges(trained) if talk.style in ("casual", "small")]
+    slips = sum(bool(re.search(r"\b(?:u|ur|waht|teh|wich|nmae|thx|pls)\b", line)) for line in lines)
+    assert 0.02 < slips / len(lines) < 0.2
+    neat = [line for line, _, _, talk in exchanges(trained) if talk.style in ("written", "no mark")]
+    assert [line for line in neat if re.search(r"\b(?:waht|teh|wich|nmae|remeber|lsit)\b", line)] == []
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_texts_are_clean(split, all_talks):
+    """One line, single spaces, no template braces; answers end like sentences, and all but their accents is ASCII."""
+    for message in chain.from_iterable(talk.messages for talk in all_talks[split]):
         text = message["content"]
-        assert text.isascii() and text.isprintable() and "  " not in text and not re.search(r"[{}<>|]", text), text
-        assert text[0] != " " and not re.search(r"\s[,.!?]|[,.!?]{2}", text.replace("= ?", "=")), text
+        assert text.strip() and text.isprintable() and "  " not in text and not re.search(r"[{}<>|]", text), text
+        assert text == text.strip(), text
+        marks = text.replace("= ?", "=").replace("...", "")
+        assert not re.search(r"\S\s[,.!?]|[,.!?]{2}", marks), text
         if message["role"] != "user":
-            assert text[-1] in ".!?" and not re.search(r"\b(\w\w+) \1\b", text), text
+            assert text.translate(ACCENTS).isascii() and text[-1] in ".!?", text
 
 
-def test_articles_agree_nearly_always(train):
-    """`a engineer` and an `a` before a thing with a vowel slip through; they must stay rare."""
-    answers = [m["content"] for talk in train for m in talk]
-    wrong = [text for text in answers if re.search(r"\b(?:a [aeio]|an [^aeiou\s])", text)]
-    assert len(wrong) / len(answers) < 0.002, wrong[:5]
+def test_answers_begin_with_a_capital(trained):
+    """Lists and names apart; and the names of a user who types everything small."""
+    plain_start = [
+        (steps, answer) for _, answer, steps, talk in exchanges(trained)
+        if answer[0].islower() and not answer.startswith(("nanokv", "start_pos")) and talk.style != "small"
+        and steps[-1][0] not in ("again", "backwards", "count")
+    ]  # fmt: skip
+    assert plain_start == []
 
 
-def test_numbers_stay_in_range(train):
-    numbers = [int(n) for line in users(train) for n in re.findall(r"\d+", line)]
-    assert min(numbers) == 0 and max(numbers) <= 999
+def test_articles_agree(trained):
+    """Always in what the assistant says; users write "an LLM" as it is spoken, and little that is wrong."""
+    wrong = re.compile(r"\b[Aa] (?!uni|one\b|eu|use)[aeiou]|\b[Aa]n (?![aeiouAEIOU]|[A-Z]{2}|hour|honest)")
+    answers = [answer for _, answer, *_ in exchanges(trained)]
+    assert [text for text in answers if wrong.search(text)] == []
+    typed = [line for line in users(trained) if wrong.search(line)]
+    assert len(typed) < 0.002 * len(answers), typed[:5]
+
+
+# --- conversations that nobody who made the corpus wrote ----------------------------------------------------------
+
+
+@pytest.fixture(params=["natural", "paraphrased"])
+def written(request):
+    """The rows of a file of 200 conversations."""
+    lines = (files("nanokv.training") / f"{request.param}.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_the_written_examples_pass_their_own_rules(written):
+    """Each conversation has an answer that its patterns accept; they do not accept just anything."""
+    assert len(written) == 200 and all(row["turns"] and row["right"] and all(row["turns"]) for row in written)
+    for row in written:
+        assert all(re.search(pattern, row["example"], re.IGNORECASE) for pattern in row["right"]), row
+        assert not any(re.search(pattern, row["example"], re.IGNORECASE) for pattern in row["wrong"]), row
+        assert not all(re.search(pattern, "xyzzy", re.IGNORECASE) for pattern in row["right"]), row
+
+
+def leaves(texts):
+    """Every sentence of a file."""
+    if isinstance(texts, str):
+        return [texts]
+    return [text for part in (texts.values() if isinstance(texts, dict) else texts) for text in leaves(part)]
+
+
+def test_written_turns_are_not_in_the_corpus(written):
+    """A whole turn of more than five words that stands in both is chance; these three do."""
+    turns = {plain(turn) for row in written for turn in row["turns"] if len(turn.split()) > 5}
+    corpus_texts = {plain(text) for name in ("facts", "requests", "stories", "cache_questions")
+                    for text in leaves(phrases(name))}  # fmt: skip
+    known = {"What do I do for work?", "What do I need to buy?", "Tell me what a token is."}
+    assert len(turns) > 150 and len(corpus_texts) > 2000
+    assert turns & corpus_texts <= set(map(plain, known))

@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 import nanokv
 from cli_helpers import HOME, environment, run_cli
 from nanokv import cli
+from nanokv.attention import Causal
 from nanokv.cli import terminal
 from nanokv.errors import NanoKVError
 from nanokv.text.tokenizer import Tokenizer
@@ -54,9 +55,10 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-def no_evaluation(args, name, seed) -> dict:
+def no_evaluation(args, name, seeds) -> dict:
     """An empty report: the model card has something to print."""
-    return {"cases": 1, "seed": seed, "tasks": {}, "wrong": {}, "faults": [], "said": [], "missed": []}
+    report = {"cases": 1, "seeds": seeds, "tasks": {}, "groups": {}, "wrong": {}}
+    return report | {"faults": [], "said": [], "missed": []}
 
 
 @pytest.fixture
@@ -86,7 +88,8 @@ def finished(tmp_path_factory):
 
 def assert_same_run(one: Path, other: Path):
     """Every file that depends on the arithmetic, byte for byte; the metrics as records."""
-    names = [f"checkpoint-{STEPS}/{name}" for name in ("weights.safetensors", "optimizer.safetensors", "state.json")]
+    tensors = ("weights.safetensors", "before.safetensors", "optimizer.safetensors")
+    names = [f"checkpoint-{STEPS}/{name}" for name in (*tensors, "state.json")]
     names += [f"model/{path.name}" for path in (one / "model").iterdir()]
     assert [name for name in names if (one / name).read_bytes() != (other / name).read_bytes()] == []
     assert run_folder.records(one / "metrics.jsonl") == run_folder.records(other / "metrics.jsonl")
@@ -152,25 +155,56 @@ def spans_of_answers(messages) -> list[bool]:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_weights_mark_exactly_what_the_assistant_says(seed):
-    """Compared by character offsets, not by the token search that `weights` does."""
+def test_answers_are_exactly_what_the_assistant_says(seed):
+    """Compared by character offsets, not by the token search that `answers` does."""
     tokenizer = small_tokenizer()
     rows = data.Rows(tokenizer, 0, 512)
     messages = list(MESSAGES) if seed == 0 else corpus.conversation(trainer_rng(seed), 12)
     encoded, marks = tokenizer.encode(data.render(messages)), spans_of_answers(messages)
-    expected = [1.0 if marks[start] else data.USER_WEIGHT for start, _ in encoded.offsets]
-    assert rows.weights(encoded.ids) == expected
-    assert {1.0, data.USER_WEIGHT} == set(expected)
+    expected = [marks[start] for start, _ in encoded.offsets]
+    assert rows.answers(encoded.ids) == expected
+    assert {True, False} == set(expected)
+
+
+def test_all_answers_count_and_a_tenth_of_the_rest():
+    """Another tenth in every row: no token of a user is left out for ever, none is learnt by heart."""
+    rows, rng = data.Rows(small_tokenizer(), 0, 1024), random.Random(0)
+    rest = []
+    for _ in range(40):
+        ids, counts = rows.row(rng, 512)
+        assert len(ids) == len(counts) == 513
+        if rows.assistant[0] in ids:
+            said = rows.answers(ids)
+            assert all(counted for counted, answered in zip(counts, said, strict=True) if answered)
+            rest += [counted for counted, answered in zip(counts, said, strict=True) if not answered]
+    assert len(rest) > 5000 and 0.08 < sum(rest) / len(rest) < 0.12 and data.USER_SHARE == 0.1
+
+
+def test_a_few_rows_are_stories_without_a_chat(monkeypatch):
+    """Whole stories, each with its end, every token counted; never in what is held out."""
+    tokenizer, rng = small_tokenizer(), random.Random(0)
+    rows = data.Rows(tokenizer, 0, 1024)
+    assert data.PLAIN_SHARE == 0.03
+    monkeypatch.setattr(data, "PLAIN_SHARE", 0.4)
+    drawn = [rows.row(rng, 64) for _ in range(100)]
+    stories = [(ids, counts) for ids, counts in drawn if rows.assistant[0] not in ids]
+    assert 25 < len(stories) < 55 and all(len(ids) == len(counts) == 65 and all(counts) for ids, counts in stories)
+    told = tokenizer.decode(rows.plain_row(rng, 1024)[0], skip_special_tokens=False).split("<|endoftext|>")
+    assert len(told) > 2 and all(part[-1] in ".!" for part in told[:-1])
+    monkeypatch.setattr(data, "PLAIN_SHARE", 1.0)
+    inputs, _, _ = rows.held_out(5, 64)
+    assert all(rows.assistant[0] in row for row in inputs.tolist())
 
 
 def test_targets_are_the_inputs_shifted_by_one():
-    inputs, targets, weights = data.Rows(small_tokenizer(), 0, 1024).batch(3)
-    assert inputs.shape == targets.shape == weights.shape
-    assert torch.equal(inputs[:, 1:], targets[:, :-1])
-    answers = small_tokenizer().encode("<|im_start|>assistant\n").ids
-    text = inputs[0].tolist()
-    first = next(i for i in range(len(text)) if text[i : i + len(answers)] == answers) + len(answers) - 1
-    assert weights[0, first] == 1 and weights[0, first - 1] == data.USER_WEIGHT  # the header's end predicts the answer
+    """The end of the header predicts the first token of the answer, and that counts; what comes before does not."""
+    rows = data.Rows(small_tokenizer(), 0, 1024)
+    for inputs, targets, counts in (rows.batch(3), rows.held_out(4, 256)):
+        assert inputs.shape == targets.shape == counts.shape and counts.dtype == torch.bool
+        assert torch.equal(inputs[:, 1:], targets[:, :-1])
+    header, text = rows.assistant, inputs[0].tolist()
+    first = next(i for i in range(len(text)) if text[i : i + len(header)] == header) + len(header) - 1
+    assert counts[0, first] and not counts[0, :first].any()
 
 
 def test_batches_depend_on_their_number_alone():
@@ -187,22 +221,22 @@ def test_batches_depend_on_their_number_alone():
 
 
 def test_rows_are_short_at_first_and_long_later():
-    """Curriculum: no row longer than 512 at first; then the whole context; at last lists of stranger words."""
-    recipe = Recipe(steps=8, tokens_per_batch=2048, long_rows_from=2, second_stage_from=4, third_stage_from=6)
-    run = Trainer(recipe, config=SMALL, tokenizer=small_tokenizer())
+    """Curriculum: no row longer than 512 at first; then the whole context; at last what strangers type."""
+    firsts = {"long_rows_from": 2, "second_stage_from": 4, "third_stage_from": 6, "fourth_stage_from": 8}
+    run = Trainer(Recipe(steps=10, tokens_per_batch=2048, **firsts), config=SMALL, tokenizer=small_tokenizer())
     assert {length for length, _ in run.short.lengths} == {64, 128, 256, 512}
-    assert run.long.lengths == run.late.lengths == run.last.lengths and (2048, 1) in run.long.lengths
-    stages = [rows.stage for rows in (run.short, run.long, run.late, run.last)]
-    assert stages == [corpus.FIRST, corpus.FIRST, corpus.SECOND, corpus.THIRD]
+    later = [rows for first, rows in sorted(run.sources.items()) if first]
+    assert later[0] is run.long and all(rows.lengths == run.long.lengths for rows in later)
+    assert 2048 in dict(run.long.lengths)
+    stages = [rows.stage for rows in (run.short, *later)]
+    assert stages == [corpus.FIRST, corpus.FIRST, corpus.SECOND, corpus.THIRD, corpus.FOURTH]
     used, batch = [], run.short.batch(0)
-    run.short.batch = lambda step: used.append(("short", step)) or batch
-    run.long.batch = lambda step: used.append(("long", step)) or batch
-    run.late.batch = lambda step: used.append(("late", step)) or batch
-    run.last.batch = lambda step: used.append(("last", step)) or batch
+    for i, rows in enumerate((run.short, *later)):
+        rows.batch = lambda step, i=i: used.append((i, step)) or batch
     run.loss = lambda *batch: sum(p.sum() for p in run.model.parameters())
-    for _ in range(8):
+    for _ in range(10):
         run.train_step()
-    assert used == list(zip([name for name in ("short", "long", "late", "last") for _ in "12"], range(8), strict=True))
+    assert used == [(step // 2, step) for step in range(10)]
 
 
 def test_validation_uses_held_out_words(monkeypatch):
@@ -223,20 +257,74 @@ def test_validation_uses_held_out_words(monkeypatch):
     assert asked[-1] is False and run.validate() != first
 
 
-def test_validation_weighs_what_the_assistant_says():
+def test_validation_counts_what_the_assistant_says():
     """A user's words are not predictable; they must not hide what the answers do."""
     run = Trainer(Recipe(steps=2, tokens_per_batch=256), config=SMALL, tokenizer=small_tokenizer())
     seen = []
-    run.loss = lambda inputs, targets, weights: seen.append(weights) or torch.tensor(0.0)
+    run.loss = lambda *batch: seen.append(batch) or torch.tensor(0.0)
     run.validate()
-    assert set(seen[0].unique().tolist()) == {0.0, 1.0}
+    ((inputs, targets, counts),) = seen
+    rows = torch.cat([inputs[:, :1], targets], 1).tolist()
+    assert counts.tolist() == [run.long.answers(ids)[1:] for ids in rows]
+
+
+def test_the_loss_is_the_mean_over_what_counts():
+    """A target that does not count may be any token; one that counts may not."""
+    run = Trainer(Recipe(steps=2, tokens_per_batch=256), config=SMALL, tokenizer=small_tokenizer())
+    inputs, targets, counts = run.long.held_out(2, 64)
+    loss, apart = run.loss(inputs, targets, counts), []
+    for row in range(2):
+        apart.append(run.loss(inputs[row : row + 1], targets[row : row + 1], counts[row : row + 1]))
+    weights = counts.sum(1) / counts.sum()
+    assert loss.item() == pytest.approx(sum(w * part for w, part in zip(weights, apart, strict=True)).item(), abs=0.01)
+    assert run.loss(inputs, targets.where(counts, 7), counts) == loss
+    assert run.loss(inputs, targets.where(~counts, 7), counts) != loss
+
+
+# --- the attention of short rows -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("T", [1, 2, 3, 7, 32, 64, 127, 128, 255, 256])
+def test_short_attention_is_causal_attention(T, groups):
+    """Values and gradients of q, k and v, as the attention of the library gives them."""
+    generator = torch.Generator().manual_seed(T)
+    q, k, v = (torch.randn(2, heads, T, 16, generator=generator) for heads in (2 * groups, 2, 2))
+    upstream = torch.randn(2, 2 * groups, T, 16, generator=generator)
+    results = []
+    for attend in (trainer.short_causal, Causal()):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        mixed = attend(*leaves)
+        mixed.backward(upstream)
+        results.append([mixed, *(leaf.grad for leaf in leaves)])
+    for ours, theirs in zip(*results, strict=True):
+        assert ours.shape == theirs.shape and (ours - theirs).abs().max() <= 1e-5
+
+
+def test_short_attention_keeps_the_type_of_autocast():
+    """q and k leave RoPE in fp32, v is bf16: the answer is bf16, and close."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, heads, 64, 16, generator=generator) for heads in (6, 2, 2))
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = trainer.short_causal(q, k, v.bfloat16())
+    assert ours.dtype == torch.bfloat16 and (ours - Causal()(q, k, v)).abs().max() < 0.05
+
+
+@pytest.mark.parametrize(("length", "short"), [(64, True), (256, True), (257, False), (512, False)])
+def test_only_short_rows_take_it(monkeypatch, length, short):
+    """Longer rows keep the fused kernel, which needs no T² of memory."""
+    calls, original = [], trainer.short_causal
+    monkeypatch.setattr(trainer, "short_causal", lambda *qkv: calls.append(1) or original(*qkv))
+    run = Trainer(Recipe(steps=2, tokens_per_batch=256), config=SMALL, tokenizer=small_tokenizer())
+    run.loss(*run.long.held_out(1, length)).backward()
+    assert len(calls) == (SMALL.num_hidden_layers if short else 0) and trainer.SHORT == 256
 
 
 # --- learning --------------------------------------------------------------------------------------------------------
 
 
 def test_sixty_steps_on_one_batch_learn_it():
-    """Loss down to a tenth: gradients, both optimizers and the loss weights work together."""
+    """Loss down to a tenth: gradients, both optimizers and the choice of what counts work together."""
     recipe = Recipe(tokens_per_batch=256, warmup=5, learning_rate=0.02)  # its first 60 steps: all of them short rows
     run = Trainer(recipe, config=SMALL, tokenizer=small_tokenizer())
     batch = run.short.batch(0)
@@ -257,15 +345,17 @@ def test_every_parameter_is_trained_by_exactly_one_optimizer():
 
 @pytest.mark.parametrize("steps", [Recipe.steps, 20_000, 700])
 def test_the_rate_warms_up_and_ends_near_zero(steps):
-    """Up, down along a cosine, then two straight lines down from lower starts; any length looks alike."""
+    """Up, down along a cosine, then three straight lines down from lower starts; any length looks alike."""
     recipe = Recipe().scaled(steps)
     rates = [recipe.rate(step) for step in range(steps)]
     warm, second, third = recipe.warmup, recipe.second_stage_from, recipe.third_stage_from
+    fourth = recipe.fourth_stage_from
     assert rates[0] == 1 / warm and max(rates) == rates[warm] == 1 and 0 < rates[-1] < 0.02
     assert sorted(rates[:warm]) == rates[:warm]
-    for part in (rates[warm:second], rates[second:third], rates[third:]):
+    for part in (rates[warm:second], rates[second:third], rates[third:fourth], rates[fourth:]):
         assert sorted(part, reverse=True) == part and len(part) > 0.05 * steps
-    assert (rates[second], rates[third]) == pytest.approx((Recipe.second_rate, Recipe.third_rate))
+    starts = (Recipe.second_rate, Recipe.third_rate, Recipe.fourth_rate)
+    assert (rates[second], rates[third], rates[fourth]) == pytest.approx(starts)
     assert abs(second / steps - Recipe.second_stage_from / Recipe.steps) < 1e-3
 
 
@@ -471,6 +561,7 @@ def test_force_starts_anew(tmp_path, small, finished):
     [
         ("weights.safetensors", lambda data: data[:1000]),
         ("optimizer.safetensors", lambda data: b""),
+        ("before.safetensors", lambda data: data[:1000]),
         ("state.json", lambda data: b"{"),
         ("state.json", lambda data: data.replace(b'"steps"', b'"stairs"')),
     ],
@@ -523,7 +614,7 @@ def test_quiet_says_nothing(tmp_path, small, capsys):
     assert capsys.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize(("steps", "cases"), [(1, 5), (6, 5), (410, 10), (4100, 100), (9000, 100)])
+@pytest.mark.parametrize(("steps", "cases"), [(1, 5), (6, 5), (670, 10), (3350, 50), (6700, 100), (9000, 100)])
 def test_a_short_run_is_evaluated_shortly(steps, cases):
     from nanokv.cli.train import cases_after
 
@@ -592,7 +683,10 @@ def test_measuring_the_speed_disturbs_nothing():
 
 
 def test_the_export_is_the_checkpoint_in_bf16(finished):
-    weights = load_file(finished / "checkpoint-12" / "weights.safetensors")
+    """35 % of it are the weights before the last stage, which began at step 10."""
+    last, before = (load_file(finished / "checkpoint-12" / f"{name}.safetensors") for name in ("weights", "before"))
+    weights = {name: last[name] + 0.35 * (before[name] - last[name]) for name in last}
+    assert all(not torch.equal(last[name], before[name]) for name in last)
     exported = load_file(finished / "model" / "model.safetensors")
     assert {f"model.{name}" for name in weights} == set(exported)
     assert all(torch.equal(exported[f"model.{name}"], w.to(torch.bfloat16)) for name, w in weights.items())

@@ -1,17 +1,16 @@
 """`nanokv train`: make the bundled model again from nothing, or measure how good a model is.
 
-Only the frame: flags, what Ctrl-C does, the evaluation's table. The work is in nanokv/training/, the bar and the plot
-in train_log.py.
+Only the frame: flags and what Ctrl-C does. The work is in nanokv/training/, the bar and the plot in train_log.py, the
+evaluation's table in train_report.py.
 """
 
 import json
-import sys
 from pathlib import Path
 
-from nanokv.cli import layout, terminal
+from nanokv.cli import terminal
 from nanokv.cli.arguments import integer, real
 from nanokv.cli.loading import check_address_space
-from nanokv.cli.text import to_json
+from nanokv.cli.train_report import evaluate, write_card
 from nanokv.errors import NanoKVError
 
 EXAMPLES = ("nanokv train --out runs/tiny", "nanokv train --out runs/tiny --resume", "nanokv train --evaluate")
@@ -23,13 +22,14 @@ DESCRIPTION = (
 RECIPE_FLAGS = {"--steps": "steps", "--batch-tokens": "tokens_per_batch", "--seed": "seed"}  # flag → field of Recipe
 
 CASES, FEWEST = 100, 5  # cases per task of the evaluation: of a whole run, and of the shortest
+SEEDS = 5  # of the evaluation of a whole run
 
 
 def add_arguments(parser) -> None:
     """--out starts or continues a run; without it, --evaluate measures --model."""
     parser.add_argument("--out", metavar="DIR", help="folder of the run: checkpoints, metrics.jsonl, loss.png, model/")
     length = parser.add_mutually_exclusive_group()
-    length.add_argument("--steps", type=integer(1), help="optimizer steps (default: 4,100, the bundled model's)")
+    length.add_argument("--steps", type=integer(1), help="optimizer steps (default: 5,400, the bundled model's)")
     length.add_argument("--minutes", type=real(0, above=True), help="as many steps as fit, measured at the start")
     parser.add_argument("--batch-tokens", type=integer(64), help="tokens per step (default: 8,192)")
     parser.add_argument(
@@ -49,7 +49,11 @@ def add_arguments(parser) -> None:
         "--cases", type=integer(1),
         help=f"cases per task of the evaluation (default: {CASES}, after a shorter run fewer, at least {FEWEST})",
     )  # fmt: skip
-    parser.add_argument("--seed", type=integer(0), help="of the run and of the cases (default: 0)")
+    parser.add_argument("--seed", type=integer(0), help="of the run and of the first cases (default: 0)")
+    parser.add_argument(
+        "--seeds", type=integer(1), metavar="N",
+        help=f"evaluate on so many seeds and show the lowest (default: 1; {SEEDS} after a whole run)",
+    )  # fmt: skip
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto")
     parser.add_argument("--threads", type=integer(1), help="CPU threads (default: all)")
     parser.add_argument("--json", action="store_true", help="the evaluation as one JSON object on stdout")
@@ -68,7 +72,7 @@ def run(args) -> int:
         torch.set_num_threads(args.threads)
     if args.evaluate:
         args.cases = args.cases or CASES
-        report = evaluate(args, str(out / "model") if out else args.model, args.seed or 0)
+        report = evaluate(args, str(out / "model") if out else args.model, seeds(args.seed or 0, args.seeds or 1))
         return int(bool(report["missed"]))
     recipe = train(args, out)
     if recipe is None:
@@ -77,9 +81,14 @@ def run(args) -> int:
         terminal.notice(f"{out / 'model'} is finished · nanokv train --out {out} --evaluate measures it", args)
         return 0
     args.cases = args.cases or cases_after(recipe.steps)
-    report = evaluate(args, str(out / "model"), recipe.seed)
+    report = evaluate(args, str(out / "model"), seeds(recipe.seed, args.seeds or (SEEDS if args.cases >= CASES else 1)))
     write_card(out / "model", recipe, report)
     return 0
+
+
+def seeds(first: int, count: int) -> list[int]:
+    """So many, one after the other."""
+    return list(range(first, first + count))
 
 
 def cases_after(steps: int) -> int:
@@ -200,66 +209,3 @@ def take_step(trainer, args, out: Path, metrics, progress) -> None:
     if milestone:
         trainer.save(out)
     progress.show(record)
-
-
-# --- evaluation ----------------------------------------------------------------------------------------------------
-
-
-def evaluate(args, name: str, seed: int) -> dict:
-    """The table of tasks and of broken caches, or one JSON object; returns what that object holds."""
-    import nanokv
-    from nanokv.cli.train_log import EvaluationProgress
-    from nanokv.training.evaluate import TARGETS, TASKS, broken_recall, evaluate, examples
-
-    model, tokenizer = nanokv.load(name)
-    progress = EvaluationProgress(args, (len(TASKS) + 1) * args.cases)
-
-    def write(text):
-        progress.clear()
-        if not args.json:
-            terminal.write_out(text)
-
-    about = f"{args.cases} cases a task · seed {seed} · greedy chat, names and list words never trained on"
-    width = layout.columns(sys.stdout, None)
-    write(layout.joined([terminal.sanitize_line(name), *about.split(" · ")], width) + "\n\n")
-    write(task_row("task", "right", "target", width))
-    tasks, wrongs = {}, {}
-    for task, share, wrong in evaluate(model, tokenizer, args.cases, seed, progress):
-        tasks[task] = share
-        wrongs[task] = [{"turns": case.turns, "expected": case.expected, "answer": answer} for case, answer in wrong]
-        target = f"{TARGETS[task]:.0%}" if task in TARGETS else "none"
-        write(task_row(task, f"{share:.1%}", target, width))
-    faults = broken_recall(model, tokenizer, args.cases, seed, progress)
-    missed = [task for task, target in TARGETS.items() if tasks[task] < target]
-    said = examples(model, tokenizer)
-    write(fault_table(faults, width))
-    write(layout.wrapped("".join(f"> {question}\n{terminal.sanitize(answer)}\n" for question, answer in said), width))
-    write(layout.wrapped(f"\nmissed: {', '.join(missed)}\n", width) if missed else "")
-    report = {"model": name, "cases": args.cases, "seed": seed, "tasks": tasks, "wrong": wrongs}
-    report |= {"faults": faults, "said": said, "missed": missed}
-    if args.json:
-        terminal.write_out(to_json(report) + "\n")
-    return report
-
-
-def write_card(folder: Path, recipe, report: dict) -> None:
-    """README.md of the finished model."""
-    from nanokv.config import Config
-    from nanokv.training.card import card
-
-    (folder / "README.md").write_text(card(Config.from_folder(folder), recipe, report), encoding="utf-8")
-
-
-def task_row(task: str, right: str, target: str, width: int | None) -> str:
-    """A line of the table of tasks, which is printed row by row: a task may take minutes."""
-    return "\n".join(layout.definitions([(task, f"{right:>7}{target:>9}")], width, "", 33)) + "\n"
-
-
-def fault_table(faults: list[dict], width: int | None) -> str:
-    """What a broken cache does to recall, a row a fault."""
-    head = ("recall when the last turn meets", "recalled", "same answer", "max |Δlogit|")
-    rows = [
-        (row["fault"], f"{row['recalled']:.1%}", f"{row['same answer']:.1%}", f"{row['max |Δlogit|']:.2f}")
-        for row in faults
-    ]
-    return "\n".join(["", *layout.table(head, rows, width), "", ""])

@@ -13,7 +13,7 @@ WRAPPERS, LATER_WRAPPERS, HELD_OUT_WRAPPERS = map(tuple, _TEXTS["wrappers"].valu
 
 def ask(rng, phrasing: str, wrappers=WRAPPERS) -> str:
     """A phrasing as somebody would type it."""
-    keep = phrasing[:2].isupper() or phrasing.split()[0] in ("K", "GQA")
+    keep = sum(letter.isupper() for letter in phrasing.split()[0]) > 1 or phrasing.split()[0] == "K"  # RoPE, KV, GQA
     lowered = phrasing if keep else phrasing[0].lower() + phrasing[1:]
     if phrasing.endswith(".") and rng.random() < 0.5:
         lowered = lowered[:-1]

@@ -1,7 +1,8 @@
-"""From conversations to batches: tokenizer training, and rows of token ids with a loss weight for every token.
+"""From conversations to batches: tokenizer training, and rows of token ids with the tokens that count in the loss.
 
 A row is one conversation, cut at the row's end: no packing, so nothing leaks from one conversation into the next and
-no document mask is needed. Rows of several lengths are mixed, so first turns and long contexts are both common.
+no document mask is needed. A few rows are stories without a chat around them. Rows of several lengths are mixed, so
+first turns and long contexts are both common.
 """
 
 import random
@@ -11,7 +12,7 @@ import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from nanokv.text.tokenizer_file import write_tokenizer
-from nanokv.training.corpus import FIRST, Stage, conversation
+from nanokv.training.corpus import FIRST, Stage, conversation, plain_story
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 # Qwen's split: contractions, words with their leading space, single digits, punctuation, line breaks, spaces.
@@ -24,8 +25,9 @@ CHAT_TEMPLATE = (
     "{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
-USER_WEIGHT = 0.1  # the model is to answer; that it can also guess what users say is a side effect
-ROW_LENGTHS = ((64, 2), (128, 4), (256, 6), (512, 5), (1024, 2), (2048, 1))  # (tokens per row, how often)
+USER_SHARE = 0.1  # of the user's tokens count in the loss: the model is to answer, not to guess what users say
+PLAIN_SHARE = 0.03  # of the rows are stories without a chat
+ROW_LENGTHS = ((64, 2), (128, 5), (256, 8), (512, 3), (1024, 1.5), (2048, 0.5))  # (tokens per row, how often)
 
 
 def render(messages) -> str:
@@ -79,38 +81,48 @@ class Rows:
         self.end = tokenizer.token_to_id("<|im_end|>")
 
     def batch(self, step: int):
-        """(B,T) inputs, (B,T) targets, (B,T) loss weights of this step."""
+        """(B,T) inputs, (B,T) targets, (B,T) bool: which targets count in this step's loss."""
         rng = random.Random(f"{self.seed}:{step}")
         length = rng.choices(*zip(*self.lengths, strict=True))[0]
         return self.rows([self.row(rng, length) for _ in range(self.tokens_per_batch // length)])
 
     def held_out(self, count: int, length: int = 512):
-        """Rows of conversations whose names and words training never uses; the same rows every time."""
+        """Rows of conversations whose names and words training never uses, only answers count; the same every time."""
         return self.rows([self.row(random.Random(f"held out:{i}"), length, held_out=True) for i in range(count)])
 
-    def row(self, rng, length: int, held_out: bool = False) -> tuple[list[int], list[float]]:
-        """length + 1 ids and their weights, from one conversation."""
+    def row(self, rng, length: int, held_out: bool = False) -> tuple[list[int], list[bool]]:
+        """length + 1 ids and whether each counts, from one conversation."""
+        if not held_out and rng.random() < PLAIN_SHARE:
+            return self.plain_row(rng, length)
         exchanges = max(2, length // 20)
         ids: list[int] = []
         while len(ids) <= length:  # too short a conversation is drawn again, longer
             ids = self.tokenizer.encode(render(conversation(rng, exchanges, held_out, self.stage))).ids
             exchanges *= 2
-        return ids[: length + 1], self.weights(ids)[: length + 1]
+        share = 0 if held_out else USER_SHARE
+        return ids[: length + 1], [said or rng.random() < share for said in self.answers(ids)][: length + 1]
 
-    def weights(self, ids: list[int]) -> list[float]:
-        """1 for what the assistant says, its end included; USER_WEIGHT for all else."""
-        weights, answering, header = [], False, len(self.assistant)
+    def plain_row(self, rng, length: int) -> tuple[list[int], list[bool]]:
+        """Stories, each ended by <|endoftext|>; every token counts."""
+        ids: list[int] = []
+        while len(ids) <= length:
+            ids += self.tokenizer.encode(plain_story(rng) + "<|endoftext|>").ids
+        return ids[: length + 1], [True] * (length + 1)
+
+    def answers(self, ids: list[int]) -> list[bool]:
+        """Is it a token that the assistant says, its end included?"""
+        said, answering, header = [], False, len(self.assistant)
         for i, token in enumerate(ids):
-            weights.append(1.0 if answering else USER_WEIGHT)
+            said.append(answering)
             if answering and token == self.end:
                 answering = False
             elif not answering and ids[i - header + 1 : i + 1] == self.assistant:
                 answering = True
-        return weights
+        return said
 
     @staticmethod
     def rows(rows):
         """Shift by one: position t predicts token t + 1."""
         ids = torch.tensor([ids for ids, _ in rows])  # (B,T+1)
-        weights = torch.tensor([weights for _, weights in rows])  # (B,T+1)
-        return ids[:, :-1], ids[:, 1:], weights[:, 1:]
+        counts = torch.tensor([counts for _, counts in rows])  # (B,T+1)
+        return ids[:, :-1], ids[:, 1:], counts[:, 1:]

@@ -49,8 +49,29 @@ HOBBIES = """painting swimming reading dancing cooking hiking chess running sing
 climbing sailing drawing cycling football tennis astronomy pottery""".split()
 PLACES = """kitchen garden garage cellar attic bedroom office drawer cupboard car bag library hall tower barn box
 shed basement bathroom closet""".split()
-ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
-NUMBER_WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+SPORTS = """football tennis basketball hockey rowing judo cricket rugby volleyball badminton golf boxing skating surfing
+baseball handball archery""".split()
+SEASONS = "spring summer autumn winter".split()
+FRUITS = "apples bananas mangoes pears plums cherries oranges figs melons kiwis peaches lemons papayas dates".split()
+FLOWERS = "roses tulips lilies daisies orchids violets sunflowers irises poppies peonies".split()
+INSTRUMENTS = "piano violin guitar cello flute drums trumpet harp oboe banjo clarinet saxophone accordion".split()
+GAMES = "chess checkers poker bridge go dominoes solitaire darts backgammon scrabble mahjong bingo".split()
+SUBJECTS = "maths physics history biology chemistry geography art music latin french".split()
+RELATIVES = """sister brother mother father son daughter wife husband cousin uncle aunt neighbour teacher boss
+grandmother grandfather colleague roommate""".split()
+FAVOURITES = "place dessert tree bird vegetable planet singer writer toy month shop country".split()
+LANGUAGES = """English French German Spanish Italian Dutch Polish Turkish Arabic Hindi Japanese Korean Greek Swedish
+Portuguese Swahili""".split()
+TITLES = ("Dr.", "Captain", "Professor", "Mr.", "Mrs.", "Doctor", "Sir", "Lady")
+BESIDE = (  # where things lie
+    "under", "behind", "on", "next to", "beside", "above", "in front of", "in", "on top of", "near",
+)  # fmt: skip
+ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth")
+_TO_NINETEEN = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen
+seventeen eighteen nineteen""".split()
+_TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
+
+ACCENTS = {"a": "áàäåãâ", "e": "éèëê", "i": "íï", "o": "óöøô", "u": "úü", "c": "ç", "n": "ñ", "s": "š", "z": "ž"}
 
 COMMON = set(
     "and the they them then that this what where when which who why how she you not has had have was will with".split()
@@ -59,6 +80,14 @@ COMMON = set(
 _ONSETS = "b br c ch d dr f fl g gr h j k kl l m n p ph pl qu r s sh sk st t th tr v w y z bl gl sn sp cr wh x".split()
 _VOWELS = "a e i o u a e i o u ai ee oo ia ou y ea".split()
 _CODAS = "b ck d g l ll m n nd ng nk p r rk s sh st t th x z rt lf mp".split() + [""] * 16
+
+
+def number(n: int) -> str:
+    """0 to 99 in words: twenty-one."""
+    if n < 20:
+        return _TO_NINETEEN[n]
+    tens = _TENS[n // 10 - 2]
+    return f"{tens}-{_TO_NINETEEN[n % 10]}" if n % 10 else tens
 
 
 def is_held_out(word: str) -> bool:
@@ -94,8 +123,26 @@ def splice(rng, held_out: bool) -> str:
 
 
 def name(rng, held_out: bool) -> str:
-    """A first name: half of them are made up."""
-    return pick(rng, NAMES, held_out) if rng.random() < 0.45 else invent(rng, held_out).capitalize()
+    """A first name: more than half of them are made up, a few have an accent."""
+    if rng.random() < 0.4:
+        return pick(rng, NAMES, held_out)
+    word = (splice if rng.random() < 0.3 else invent)(rng, held_out).capitalize()
+    return accented(rng, word) if rng.random() < 0.05 else word
+
+
+def accented(rng, word: str) -> str:
+    """One vowel with an accent, if there is one: two bytes, so two tokens or more."""
+    places = [i for i, letter in enumerate(word) if letter in ACCENTS]
+    if not places:
+        return word
+    i = rng.choice(places)
+    return word[:i] + rng.choice(ACCENTS[word[i]]) + word[i + 1 :]
+
+
+def strange(rng, held_out: bool) -> str:
+    """What stands for all the words that no pool has: kefir, pangolin, oat milk."""
+    word = varied_word(rng, held_out).lower()
+    return f"{varied_word(rng, held_out).lower()} {word}" if rng.random() < 0.2 else word
 
 
 def list_word(rng, held_out: bool) -> str:
