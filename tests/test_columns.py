@@ -213,16 +213,18 @@ def test_the_evaluation_fits(monkeypatch, capsys, tiny_folder):
 
     fault = {"fault": "start_pos restarted at 0", "recalled": 0.5, "same answer": 0.25, "max |Δlogit|": 1.5}
     said = [("What is a KV cache?", "A KV cache stores the keys and values of all past tokens, word for word. " * 2)]
-    monkeypatch.setattr(evaluate, "evaluate", lambda *args: iter([(task, 0.5, []) for task in evaluate.TASKS]))
+    results = [evaluate.Result(task, [0.5, 0.25], {"1 + 2 digits": (3, 4)}, []) for task in evaluate.TASKS]
+    monkeypatch.setattr(evaluate, "evaluate", lambda *args: iter(results))
     monkeypatch.setattr(evaluate, "broken_recall", lambda *args: [fault])
     monkeypatch.setattr(evaluate, "examples", lambda *args: said)
     shown = {}
     for width in (200, *WIDTHS):
         monkeypatch.setenv("COLUMNS", str(width))
-        assert main(["train", "--evaluate", "--model", str(tiny_folder), "--cases", "1"]) == 1
+        assert main(["train", "--evaluate", "--model", str(tiny_folder), "--cases", "1", "--seeds", "2"]) == 1
         shown[width] = capsys.readouterr().out
         assert too_wide(shown[width], width) == [] and set(words(shown[width])) == set(words(shown[200]))
-    assert ["recall", "50.0%", "95%"] in [line.split() for line in shown[60].splitlines()], "a table at 60 columns"
+    rows = [line.split() for line in shown[60].splitlines()]
+    assert ["recall", "37.5%", "25.0%", "97%"] in rows, "a table at 60 columns"
 
 
 # --- the chat -------------------------------------------------------------------------------------------------------

@@ -2,12 +2,11 @@
 
 import json
 import math
-import os
 import shutil
-from pathlib import Path
 
 import pytest
 
+from api_schema import schema_errors
 from cli_helpers import choice, text_of
 from nanokv.decoding import completion
 from nanokv.errors import ContextError, NanoKVError
@@ -40,24 +39,8 @@ def answers(cli, tiny_folder):
 
 
 @pytest.fixture(scope="module")
-def api() -> dict:
-    """OpenAI's description of its API: $NANOKV_OPENAI, else ../shared/openai/openapi-subset.json."""
-    beside = Path(__file__).resolve().parents[2] / "shared" / "openai" / "openapi-subset.json"
-    path = Path(os.environ.get("NANOKV_OPENAI") or beside)
-    if not path.is_file():
-        pytest.skip(f"OpenAI's API description is not at {path} (set NANOKV_OPENAI)")
-    return json.loads(path.read_text())
-
-
-@pytest.fixture(scope="module")
 def tokenizer(tiny_folder):
     return Tokenizer.from_folder(tiny_folder)
-
-
-def schema_errors(api, name, value) -> list[str]:
-    jsonschema = pytest.importorskip("jsonschema", reason="jsonschema, which nbformat brings, is not installed")
-    schema = {"$ref": f"#/components/schemas/{name}", "components": api["components"]}
-    return [error.message for error in jsonschema.Draft202012Validator(schema).iter_errors(value)]
 
 
 # --- the shape --------------------------------------------------------------------------------------------------------

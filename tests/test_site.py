@@ -6,6 +6,7 @@ last test builds everything, from the notebooks that the session has executed fo
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = ROOT / "notebooks"
 MODULES = ["nanokv", "nanokv.cache", "nanokv.cache.base", "nanokv.cache.dict_cache", "nanokv.inference"]
 ONE = recordings.RECORDINGS[:1]
+LIGHT, DARK = "rgb(251, 251, 250)", "rgb(20, 24, 28)"  # paper of a recording
 
 
 def course() -> list[Page]:
@@ -37,7 +39,7 @@ def course() -> list[Page]:
         Page("book/05_the_waste.html", "05 · The waste", made, "Course", "notebooks/05_the_waste.ipynb"),
         Page("book/glossary.html", "Glossary", glossary, "Glossary", "notebooks/glossary.md"),
         Page("book/claims.html", "What the articles say", "<h1>Claims</h1>", "Course", "notebooks/claims.md"),
-        Page("book/index.html", "The course", contents, "Course", "notebooks"),
+        Page("book/index.html", "The course", contents, "Course", "notebooks"), site.paths(NOTEBOOKS),
     ]
 
 
@@ -48,7 +50,8 @@ def small(tmp_path_factory):
     (out / "traces").mkdir()
     (out / "traces" / f"{ONE[0].name}-alone.html").write_text("<p>recorded</p>")
     traces = [Page("traces/index.html", "Recordings", recordings.listing(ONE), "Recordings"), recordings.page(ONE[0])]
-    site.assemble([*course(), *site.documents(ROOT), *api.pages(MODULES), *traces], ROOT, out)
+    texts = [*site.documents(ROOT), *site.for_teachers(NOTEBOOKS)]
+    site.assemble([*course(), *texts, *api.pages(MODULES), *traces], ROOT, out)
     return out
 
 
@@ -92,6 +95,18 @@ def test_a_link_into_the_repository_leads_to_the_page_that_shows_the_file(small)
     waste = (small / "book/05_the_waste.html").read_text(encoding="utf-8")
     assert '<a href="glossary.html#rope">' in waste and '<a href="#same">Same</a>' in waste, "a list of headings"
     assert '<h2 id="same-3">' in waste, "each has a place of its own"
+
+
+def test_the_paths_and_the_teachers_texts_are_reached_from_the_front_page_and_from_each_other(small):
+    front, way, teach = ((small / f"{name}.html").read_text("utf-8") for name in ("index", "book/paths", "teach/index"))
+    assert '<a href="book/paths.html">' in front and '<a href="teach/pilot.html">' in front
+    assert '<a href="../teach/index.html">Teachers</a>' in way, "in the header"
+    assert '<a href="05_the_waste.html">05' in way and '<a href="../docs/authoring.html">' in way
+    assert '<a href="07_plan.html">07</a>' in teach and '<a href="../book/glossary.html">' in teach
+    assert '<a href="00_plan.html">' in (small / "teach/pilot.html").read_text("utf-8")
+    assert '<a href="../teach/index.html">notebooks/teach/</a>' in (small / "docs/readme.html").read_text("utf-8")
+    parts = {row[0]: row[1] for row in rows(small)}
+    assert (parts["book/paths.html#another-model"], parts["teach/pilot.html#the-hour"]) == ("Course", "Teachers")
 
 
 def test_a_picture_is_copied_without_fonts_from_elsewhere(small):
@@ -162,6 +177,15 @@ def test_sections_are_cut_at_headings_and_members():
     ("<style>p { background: url(http://cdn.example/) }</style>", "a.html: http://cdn.example/: asks another machine"),
     ('<p style="background: url(x.png)">', "a.html: x.png: there is no such file"),
     ('<a href="http://[x">b</a>', "a.html: http://[x: no address: Invalid IPv6 URL"),
+    ('<svg><a xlink:href="https://example.com/x"/><use xlink:href="#me"/><g id="me"/></svg>', ""),
+    ('<svg><a xlink:href="gone.html"/></svg>', "a.html: gone.html: there is no such file"),
+    ('<svg><use xlink:href="#gone"/></svg>', "a.html: #gone: there is no such place in a.html"),
+    ('<svg><image xlink:href="https://x.example/a.png"/></svg>',
+     "a.html: https://x.example/a.png: asks another machine"),
+    ('<meta http-equiv="refresh" content="5"><meta http-equiv="Refresh" content="0; url=b.html#here">', ""),
+    ('<meta http-equiv="refresh" content="0; url=gone.html">', "a.html: gone.html: there is no such file"),
+    ('<meta http-equiv="REFRESH" content="0,URL = \'/b.html\'">', "a.html: /b.html: an absolute path"),
+    ('<meta http-equiv="refresh" content="1.5 https://x.example">', "a.html: https://x.example: asks another machine"),
 ])  # fmt: skip
 def test_an_address_that_leads_nowhere_or_elsewhere_is_named(tmp_path, markup, why):
     (tmp_path / "sub").mkdir()
@@ -172,9 +196,12 @@ def test_an_address_that_leads_nowhere_or_elsewhere_is_named(tmp_path, markup, w
 
 def test_style_sheets_and_pictures_are_checked_too(tmp_path):
     (tmp_path / "a.css").write_text('@import "https://x.example/a.css"; p { background: url(gone.png) }')
-    (tmp_path / "a.svg").write_text("<svg><style>@font-face { src: url('https://x.example/f.woff') }</style></svg>")
+    (tmp_path / "a.svg").write_text(
+        "<svg><style>@font-face { src: url('https://x.example/f.woff') }</style><g id='g' style='fill: url(#g)'/>"
+        "<image xlink:href='lost.png'/><image href='data:,'/></svg>"
+    )
     assert [line.split(": ")[1] for line in links.problems(tmp_path)] == [
-        "https://x.example/a.css", "gone.png", "https://x.example/f.woff",
+        "https://x.example/a.css", "gone.png", "https://x.example/f.woff", "lost.png",
     ]  # fmt: skip
 
 
@@ -310,9 +337,46 @@ def test_the_dark_switch_is_remembered_on_every_page(page):
 
 
 @pytest.mark.slow
+def test_the_dark_switch_reaches_a_recording_which_alone_follows_the_system(page, small):
+    alone = small / "traces" / f"{ONE[0].name}-alone.html"
+    alone.unlink()  # the stand-in
+    recordings.record(replace(ONE[0], tokens=4), alone)
+    driver = page(f"traces/{ONE[0].name}.html")
+
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    def frame(code):
+        driver.switch_to.frame(0)
+        try:
+            return driver.execute_script(code)
+        finally:
+            driver.switch_to.default_content()
+
+    def colour(theme):
+        WebDriverWait(driver, 5).until(lambda _: frame(background) == theme)
+        return frame("return document.querySelector('canvas.map').toDataURL()")
+
+    background = "return getComputedStyle(document.body).backgroundColor"
+    light = colour(LIGHT)
+    frame("goTo(2)")
+    driver.find_element("id", "theme-switch").click()
+    assert colour(DARK) != light and frame("return view.step") == 2, "pictures too, and nothing is begun again"
+    page("index.html")
+    page(f"traces/{ONE[0].name}.html")
+    dark = colour(DARK)
+    driver.find_element("id", "theme-switch").click()
+    assert dark != light == colour(LIGHT)
+    frame("postMessage({theme: 'blue'}, '*'); postMessage(null, '*')")
+    for system, theme in ((True, DARK), (False, LIGHT)):
+        page(f"traces/{ONE[0].name}-alone.html", dark=system)
+        assert driver.execute_script(background) == theme, "light was chosen for the site only"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [390, 1200])
 def test_no_page_scrolls_sideways_and_the_keyboard_skips_the_header(page, width):
     for path in ("index.html", "docs/readme.html", "docs/code.html", "docs/real-models.html", "book/05_the_waste.html",
+                 "book/paths.html", "teach/index.html", "teach/mistakes.html", "teach/00_plan.html",
                  "api/nanokv/inference.html", "api/index.html", "traces/answer.html", "search.html?q=a"):  # fmt: skip
         driver = page(path, width)
         assert driver.execute_script("return document.documentElement.scrollWidth <= innerWidth"), path

@@ -7,13 +7,14 @@ import sys
 from pathlib import Path
 
 from nanokv.cli import layout, terminal
-from nanokv.cli.arguments import integer, real
+from nanokv.cli.arguments import environment, integer, real
 from nanokv.cli.files import add_force, ask_to_replace
 from nanokv.errors import CourseError
 
 ACTIONS = {
     "build": "write the student notebooks from notebooks/source",
     "run": "execute the solution of each NOTEBOOK (05), or of all, offline",
+    "record": "keep what the notebooks print on the model of NANOKV_MODEL, for readers who cannot load one",
     "book": "execute all solutions and write the web pages",
     "site": "write the book, the docs, the API and recorded runs as one static site with a search",
     "slides": "execute solutions and write a deck of slides for each: slides 05 -o slides",
@@ -81,6 +82,20 @@ def _run(args) -> int:
         line = f"{path.stem:<28} {done.processor:6.1f} s  {done.peak / 2**30:5.2f} GiB  {problem or 'ok'}\n"
         write(line)
     return 2 if failed else 0
+
+
+def _record(args) -> None:
+    from nanokv.course import recorded, twins
+
+    chosen = twins.chosen(args.folder, args.words)
+    paths = {path: recorded.path_of(path.stem[:2], args.out or recorded.FOLDER) for path in chosen}
+    ask_to_replace(args.force, *paths.values())
+    model = environment("NANOKV_MODEL") or "tiny"
+    if model == "tiny":
+        raise CourseError("record needs another model than the bundled one", "NANOKV_MODEL=smollm2.gguf")
+    for source, path in paths.items():
+        recorded.write(recorded.record(twins.read(source), model, args.limit), path)
+        terminal.write_out(f"{path}\n")
 
 
 def _book(args) -> None:

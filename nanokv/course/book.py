@@ -10,7 +10,7 @@ from importlib.resources import files
 from pathlib import Path
 from urllib.parse import unquote
 
-from nanokv.course import claims, running, twins
+from nanokv.course import claims, recorded, running, twins
 from nanokv.errors import CourseError
 
 CODE = (".highlight", ".pdoc-code")  # boxes in which code is coloured: of notebooks and texts, of the API
@@ -32,7 +32,7 @@ def build(folder, out, limit: float = running.TIME_LIMIT) -> list[Path]:
         if done.error or done.stderr:
             why = done.error or done.stderr.strip()
             raise CourseError(f"{source.name}: {why}", f"nanokv course run {source.number}")
-        pages[source.name] = (source.title, render(done.notebook))
+        pages[source.name] = (source.title, render(recorded.beneath(done.notebook, recorded.read(source.number))))
     pages["glossary"] = ("Glossary", markdown((Path(folder) / "glossary.md").read_text(encoding="utf-8")))
     pages["claims"] = ("What the articles say", markdown(claims.page()))
     pages["index"] = ("nanokv: the course", contents(sources))

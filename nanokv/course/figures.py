@@ -34,7 +34,7 @@ def show(picture, alt: str = "") -> None:
     drawn = getattr(picture, "_repr_mimebundle_", None)
     bundle = drawn() if drawn else _rendered(picture, alt)
     log.note("show", alt=alt)
-    _display(*bundle)
+    display(*bundle)
     print(f"In words: {alt}")
 
 
@@ -52,12 +52,12 @@ def _rendered(fig, alt: str) -> tuple[dict, dict]:
     return {"image/png": png, "text/plain": f"<figure: {alt}>"}, {"image/png": {"alt": alt}}
 
 
-def _display(data: dict, metadata: dict) -> None:
-    """Nothing outside of a notebook."""
+def display(data: dict, metadata: dict) -> None:
+    """An output of the cell that runs; nothing outside of a notebook."""
     try:
         from IPython import get_ipython
-        from IPython.display import display
+        from IPython.display import publish_display_data
     except ModuleNotFoundError:
         return
     if get_ipython() is not None:
-        display(data, metadata=metadata, raw=True)
+        publish_display_data(data, metadata)

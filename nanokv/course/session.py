@@ -48,34 +48,55 @@ def start(notebook: str, seed: int | None = None, model: str = ""):
     """
     import torch
 
+    from nanokv.course import recorded
     from nanokv.loading import load
 
     wanted = os.environ.get("NANOKV_MODEL") or "tiny"
     source = model or wanted
+    recording = recorded.read(notebook) if wanted != "tiny" else None
     try:
         model, tokenizer = load(model or located(wanted))
     except (ValueError, OSError) as error:  # CheckpointError is no NanoKVError
         if source == "tiny":
             raise
-        raise CourseError(f"{source}: {error}", "without NANOKV_MODEL the notebook takes the bundled model") from error
+        raise CourseError(f"{source}: {error}", _instead(notebook, recording)) from error
     torch.manual_seed(0)
     _PREDICTIONS.clear()
     _ANSWERS.clear()
     _PARTS.clear()
-    shell = sys.modules.get("IPython")
-    log.keep(Path.cwd() if shell and shell.get_ipython() else None)  # somebody works in it
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    log.keep(Path.cwd() if shell else None)  # somebody works in it
+    recorded.follow(shell, recording if source != wanted else None)
     _STATE.update(notebook=notebook, seed=seed, model=model)
-    c = model.config
+    _introduce(source, wanted, recording)
+    log.note("start", notebook=notebook, seed=seed, model=source)
+    return model, tokenizer
+
+
+def _instead(notebook: str, recording) -> str:
+    """What to do where a model cannot be loaded."""
+    plain = "without NANOKV_MODEL the notebook takes the bundled model"
+    if not recording:
+        return plain
+    return f'{plain}; course.start("{notebook}", model="tiny") also shows what {recording.model} printed'
+
+
+def _introduce(source: str, wanted: str, recording) -> None:
+    """Print the sizes of the model, and what another one than the bundled changes."""
+    c, notebook = _STATE["model"].config, _STATE["notebook"]
     print(f"{source}: {c.num_hidden_layers} layers, hidden size C = {c.hidden_size}, vocabulary {c.vocab_size:,},")
     print(f"{c.num_attention_heads} query heads and {c.num_key_value_heads} KV heads of size D = {c.head_dim}.")
     if source != wanted:
         print(f"This notebook takes {source}, not {wanted}: its first cell says so.")
+        if recording:
+            print(f"Below a cell whose output depends on the model stands what {recording.model} printed when it was")
+            print("recorded, on another machine.")
     elif source != "tiny":
         print("The figures in the text are those of the bundled model; yours stand in the output of the cells.")
         print(f'Too slow? Stop the cell, write course.start("{notebook}", model="tiny") here, and run all cells again.')
+        if recording:
+            print(f"It takes the bundled model then, and shows below its outputs what {recording.model} printed.")
         print("Or read on without running: `make book` records the outputs with the bundled model.")
-    log.note("start", notebook=notebook, seed=seed, model=source)
-    return model, tokenizer
 
 
 def located(name: str) -> str:

@@ -35,6 +35,11 @@ def completion(model: str, choices: Sequence[dict], usage: dict, id: Any = None,
 def message(text: str, opened: bool = False) -> dict:
     """What the assistant said, what it thought set apart. `opened`: the prompt itself ended in <think>."""
     thinking, content = split_thinking(text, opened)
+    return assistant(content, thinking)
+
+
+def assistant(content: str, thinking: str) -> dict:
+    """What the assistant said and thought, split already."""
     said = {"role": "assistant", "content": content, "refusal": None}
     return {"message": said | ({"reasoning_content": thinking} if thinking else {})}
 
@@ -82,6 +87,14 @@ def timings(ttft_s: float | None = None, prefill_tok_s: float | None = None, dec
     """Seconds to the first token, tokens per second, and what else was measured; null: it was not."""
     measured = {"ttft_s": ttft_s, "prefill_tok_s": prefill_tok_s, "decode_tok_s": decode_tok_s} | more
     return {name: value and round(value, 2 if name.endswith("tok_s") else 6) for name, value in measured.items()}
+
+
+def engine_timings(metrics: dict) -> dict:
+    """`timings` of a request of the engine, from its metrics()."""
+    queue, first, each = (metrics[name] for name in ("queue_s", "ttft_s", "token_s"))
+    computed = metrics["prompt_tokens"] - metrics["reused_tokens"]
+    own = {name: metrics[name] for name in ("queue_s", "total_s", "preemptions")}
+    return timings(first, rate(computed, first - queue), rate(1, each), **own)
 
 
 def rate(tokens: int, seconds: float | None) -> float | None:

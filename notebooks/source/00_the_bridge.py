@@ -11,8 +11,8 @@
 #
 # This notebook is for you if you know Python and school mathematics, and have never opened a transformer. It takes
 # about half an hour. You compute attention by hand, with lists of two numbers. Then you do the same with a cache.
-# Every word and every letter that the later notebooks use is introduced here. If you know what q, k and v are, begin
-# with [01](01_from_text_to_next_token.ipynb).
+# Most words and letters of the later notebooks are introduced here; the [glossary](glossary.md) has the others. If you
+# know what q, k and v are, begin with [01](01_from_text_to_next_token.ipynb).
 #
 # ## What you will be able to do
 #
@@ -273,7 +273,7 @@ print("x, the embeddings  (B,T,C)  ", tuple(x.shape))
 print("q, the queries     (B,T,H,D)", tuple(q.shape))
 
 # %% [markdown]
-# | letter | what it counts or names | on this page | where it came up |
+# | letter | what it counts or names | by hand | where it came up |
 # |---|---|---|---|
 # | `T` | tokens of the text, or of the part that is fed | 3 | step 1 |
 # | `V` | ids that exist: rows of the embedding | `3` of our own | step 2 |
@@ -283,8 +283,9 @@ print("q, the queries     (B,T,H,D)", tuple(q.shape))
 # | `B` | texts at once, the batch | 1 | here |
 # | `H` | heads: how often attention is done side by side | 1 | here |
 #
-# Later pages add `L` for the layers, `Hk` for the heads that have a k and a v, and `S` for all tokens that can be seen,
-# those in the cache and the new ones.
+# The bundled model's own sizes, printed above, are larger: `C` is 192, `H` is 6 and `D` is 48. Later pages add `L` for
+# the layers, `Hk` for the heads that have a k and a v, and `S` for all tokens that can be seen, those in the cache and
+# the new ones.
 
 # %% [markdown]
 # ## What the articles say

@@ -11,8 +11,8 @@
 #
 # A language model has never seen a letter. It gets a list of whole numbers, and it gives a score to every number that
 # could come next. Rules before and after the model turn text into numbers and scores into text. These rules decide
-# whether the model understands you at all: ask the bundled model for your name in capitals, and it explains attention
-# to you. (Vectors, attention and q, k, v in half an hour, by hand: [00](00_the_bridge.ipynb).)
+# whether the model understands you at all: ask the bundled model for your name in capitals, and it begins a story.
+# (Vectors, attention and q, k, v in half an hour, by hand: [00](00_the_bridge.ipynb).)
 #
 # ## What you will be able to do
 #
@@ -152,7 +152,7 @@ course.show(fig, alt="Left: tokens of one question in six spellings: "
 # %% [markdown]
 # The list has <!--fig 01.rules-->1,789<!--/fig--> rules. The vocabulary also has <!--fig 01.single-->256<!--/fig-->
 # entries for the single bytes. So any text can be encoded, in the worst case byte by byte. In a simple story a token
-# has <!--fig 01.mean-->4.0<!--/fig--> bytes on average.
+# has <!--fig 01.mean-->3.4<!--/fig--> bytes on average.
 #
 # A token can be a part of a character. Watch a smile arrive:
 
@@ -220,7 +220,7 @@ course.show(fig, alt="Bars for the eight likeliest first tokens and for all othe
 
 # %% [markdown]
 # The danger is in the last group. Each of the other tokens is unlikely, but there are many of them. At temperature `2`
-# they have <!--fig 01.others-->55<!--/fig--> percent together, at `0.5` only <!--fig 01.others.half-->1.6<!--/fig-->.
+# they have <!--fig 01.others-->62<!--/fig--> percent together, at `0.5` only <!--fig 01.others.half-->2.9<!--/fig-->.
 # *Top-p* removes them: it keeps the likeliest tokens until their probabilities reach `p` together, and drops all
 # others. We let the model begin twelve stories with each setting:
 
@@ -245,7 +245,8 @@ course.figure("01.mild", likely[1.0, 1.0])
 # %% [markdown]
 # At temperature 1.5 the beginnings break: the mean log-probability of a token is <!--fig 01.hot x1.3-->-1.8<!--/fig-->.
 # With top-p `0.9` it is <!--fig 01.hot.cut x1.3-->-1.0<!--/fig-->. That is not far from
-# the <!--fig 01.mild x1.3-->-0.7<!--/fig--> of temperature 1, and most of the words are words again.
+# the <!--fig 01.mild x1.3-->-0.7<!--/fig--> of temperature 1, and most of the words are words again. At temperature 2
+# so many tokens are likely that the first 90 percent still hold broken words.
 #
 # How much choice does the model have at each token? We let it write one story greedily and compute, for each token, the
 # [entropy](glossary.md#entropy) of the distribution from which it was taken:
@@ -272,9 +273,9 @@ course.show(fig, alt=f"A bar for each token of a story. {sure:.0f} percent of th
             f"{float(entropy.max()):.1f} nats; a dotted line marks the most that is possible.")
 
 # %% [markdown]
-# For <!--fig 01.sure-->71<!--/fig--> percent of the tokens one choice has more than nine tenths of the probability: the
+# For <!--fig 01.sure-->75<!--/fig--> percent of the tokens one choice has more than nine tenths of the probability: the
 # rest of a word, or a name that was given. At the place with the most choice, the model chooses among the equivalent
-# of <!--fig 01.freest-->201<!--/fig--> equally likely words. The same temperature acts on all these places. So a
+# of <!--fig 01.freest-->353<!--/fig--> equally likely words. The same temperature acts on all these places. So a
 # slightly higher temperature varies a story, and a much higher one breaks words.
 
 # %% [markdown]
@@ -311,7 +312,7 @@ course.figure("01.turns", turns)
 
 # %% [markdown]
 # With the right set it writes <!--fig 01.normal-->9<!--/fig--> tokens; without the end-of-turn token it writes
-# all <!--fig 01.endless-->80<!--/fig-->. It ended <!--fig 01.turns-->3<!--/fig--> turns and began new ones, also turns
+# all <!--fig 01.endless-->80<!--/fig-->. It ended <!--fig 01.turns-->6<!--/fig--> turns and began new ones, also turns
 # of the user: it invents your next question and answers it. Real programs often have this bug, because the stop ids
 # stand in more than one file and the files do not always agree. nanokv reads `generation_config.json`, which can hold
 # several stop ids.

@@ -1,4 +1,4 @@
-// On every page: the theme that was chosen here before, and the key / for the search.
+// On every page: the theme that was chosen here before, also for a recording in a frame, and the key / for the search.
 (() => {
   const root = document.documentElement, system = matchMedia('(prefers-color-scheme: dark)'), key = 'nanokv-theme';
   const kept = () => { try { return localStorage.getItem(key); } catch { return null; } };   // a browser may forbid it
@@ -8,7 +8,10 @@
 
   addEventListener('DOMContentLoaded', () => {
     const button = document.getElementById('theme-switch');
-    const show = () => button.setAttribute('aria-pressed', dark());
+    const frames = document.querySelectorAll('iframe');  // recordings; '*', because a page from a file has no origin
+    const tell = () => { for (const frame of frames) frame.contentWindow.postMessage({ theme: root.dataset.theme }, '*'); };
+    const show = () => { button.setAttribute('aria-pressed', dark()); tell(); };
+    for (const frame of frames) frame.addEventListener('load', tell);
     button.hidden = false;
     show();
     button.onclick = () => { root.dataset.theme = dark() ? 'light' : 'dark'; keep(root.dataset.theme); show(); };

@@ -1,4 +1,4 @@
-"""The project as one static folder: the book, the glossary, the docs, the API and recorded runs, with a search.
+"""The project as one static folder: book, glossary, docs, API, recorded runs and the teachers' texts, with a search.
 
 Any web server can serve the folder, under any path, and it can be opened from a file. No page asks another machine for
 anything. All is built in a temporary folder, every link is checked, and only a whole site takes its place.
@@ -25,6 +25,10 @@ NAMED = {  # those that call themselves nanokv and tiny
     "README.md": ("docs/readme.html", "README: install and use nanokv"),
     "weights_loader/checkpoints/tiny/README.md": ("docs/model-card.html", "The bundled model: its card"),
 }
+PATHS = (
+    '<p><a href="paths.html">Paths and ways in</a> names what to take in an hour, a day or a term, and where the '
+    "notebooks run.</p>"
+)
 SHOWN = 5  # broken links in an error
 
 
@@ -48,7 +52,8 @@ def build(folder, out, ready=None, limit: float = running.TIME_LIMIT) -> Built:
         if ready is None:
             ready = Path(name, "book")
             book.build(folder, ready, limit)
-        pages = [*of_book(folder, Path(ready)), *documents(root), *api.pages(), *recordings.pages(made)]
+        texts = [*documents(root), *for_teachers(folder)]
+        pages = [*of_book(folder, Path(ready)), *texts, *api.pages(), *recordings.pages(made)]
         built = assemble(pages, root, made)
         shutil.copytree(made, out, dirs_exist_ok=True)
     return built
@@ -88,8 +93,25 @@ def of_book(folder, ready: Path) -> list[Page]:
         text = path.read_text(encoding="utf-8")
         title, body = (re.search(p, text, re.DOTALL)[1] for p in (r"<title>(.*?)</title>", r"<main[^>]*>(.*)</main>"))
         part = "Glossary" if name == "glossary" else "Course"
+        body += PATHS if name == "index" else ""
         pages.append(Page(f"book/{name}.html", html.unescape(title), body, part, source))
-    return pages
+    return [*pages, paths(folder)]
+
+
+def paths(folder) -> Page:
+    """What the notebooks' README says to a learner."""
+    text = (Path(folder) / "README.md").read_text(encoding="utf-8")
+    return markdown("book/paths.html", text, "Course", "notebooks/README.md", "Paths and ways in")
+
+
+def for_teachers(folder) -> list[Page]:
+    """notebooks/teach: its README is the first page, the others stand beside it."""
+    found = sorted((Path(folder) / "teach").glob("*.md"))
+    names = {path: "index" if path.stem == "README" else path.stem for path in found}
+    return [
+        markdown(f"teach/{name}.html", path.read_text(encoding="utf-8"), "Teachers", f"notebooks/teach/{path.name}")
+        for path, name in names.items()
+    ]
 
 
 def documents(root: Path) -> list[Page]:

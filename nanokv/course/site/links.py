@@ -10,7 +10,8 @@ from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-ADDRESSES = {"href", "src", "action", "poster", "data", "srcset", "formaction", "background"}
+ADDRESSES = {"href", "src", "action", "poster", "data", "srcset", "formaction", "background", "xlink:href"}
+REFRESH = re.compile(r"""[\s\d.]*[;,\s]\s*(?:url\s*=\s*)?['"]?([^'"]*)""", re.IGNORECASE)  # 0; url=where
 IN_STYLE = re.compile(r"""(?:url\(\s*['"]?|@import\s+['"])([^'")\s]+)""")
 
 
@@ -31,7 +32,10 @@ class Addresses(HTMLParser):
             elif name == "style":
                 self.handle_style(value or "")
             elif name in ADDRESSES:
-                self.found.append((value or "", not (tag == "a" and name == "href")))
+                self.found.append((value or "", not (tag == "a" and name.endswith("href"))))
+        values = {name: value or "" for name, value in attributes}
+        if tag == "meta" and values.get("http-equiv", "").lower() == "refresh":
+            self.handle_refresh(values.get("content", ""))
 
     def handle_endtag(self, tag):
         self.style = False
@@ -39,6 +43,11 @@ class Addresses(HTMLParser):
     def handle_data(self, data):
         if self.style:
             self.handle_style(data)
+
+    def handle_refresh(self, content):
+        """The page that the browser goes to by itself; without an address it loads the same one again."""
+        if (match := REFRESH.match(content)) and match[1]:
+            self.found.append((match[1].strip(), True))
 
     def handle_style(self, text):
         self.found += [(address, True) for address in IN_STYLE.findall(text)]
@@ -62,10 +71,10 @@ def pages_of(folder) -> list[Path]:
 
 
 def addresses(path: Path) -> tuple[list[tuple[str, bool]], set[str]]:
-    """Of one file, with its anchors; a picture or a style sheet holds addresses in its styles only."""
+    """Of one file, with its anchors."""
     text = path.read_text(encoding="utf-8")
-    if path.suffix != ".html":
-        return [(address, True) for address in IN_STYLE.findall(text) if address[0] != "#"], set()  # its own parts
+    if path.suffix == ".css":
+        return [(address, True) for address in IN_STYLE.findall(text) if address[0] != "#"], set()  # its user's parts
     parser = Addresses()
     parser.feed(text)
     parser.close()

@@ -18,7 +18,7 @@ from nanokv.course.site.search import contents
 
 PARTS = {  # of the header, each with its first page
     "Course": "book/index.html", "Glossary": "book/glossary.html", "Recordings": "traces/index.html",
-    "Docs": "docs/index.html", "API": "api/index.html",
+    "Teachers": "teach/index.html", "Docs": "docs/index.html", "API": "api/index.html",
 }  # fmt: skip
 LINK = re.compile(r'<a href="(?P<target>[^"]*)"[^>]*>(?P<text>.*?)</a>|(?<= src=")(?P<picture>[^"]*)', re.DOTALL)
 ELSEWHERE = re.compile(r"[a-z]+:|//|#|$", re.IGNORECASE)
@@ -55,7 +55,9 @@ def relative(target: str, page: str) -> str:
 def write(pages: list[Page], root: Path, out: Path) -> None:
     """All pages, each in the frame and with links that lead somewhere; pictures of the repository are copied."""
     known = {page.path for page in pages} | {path.relative_to(out).as_posix() for path in files(out)}
-    places = Places(root, out, known, {page.source: page.path for page in pages if page.source})
+    shown = {page.source: page.path for page in pages if page.source}
+    folders = {posixpath.dirname(file): path for file, path in shown.items() if file.endswith("/README.md")}
+    places = Places(root, out, known, folders | shown)
     for page in pages:
         path = out / page.path
         path.parent.mkdir(parents=True, exist_ok=True)

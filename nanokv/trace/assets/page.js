@@ -3,6 +3,7 @@
 const $ = (id) => document.getElementById(id);
 const slider = $("step");
 const SPEED = 450; // ms per step while playing
+const darkRule = [...document.styleSheets[0].cssRules].find((rule) => rule.media?.mediaText.includes("prefers-color-scheme"));
 let timer = null, tab = 0;
 
 // --- steps ----------------------------------------------------------------------------------------------------------
@@ -220,6 +221,13 @@ function signsUsed() { // what stands for characters that cannot be seen
   return signs.filter(([sign]) => texts.includes(sign)).map(([sign, what]) => (what.startsWith(sign) || sign === "×" ? what : `${sign} ${what}`)).join(" · ");
 }
 
+function dress({ source, data }) { // the page around this frame tells the theme that its reader has chosen
+  if (source !== parent || !["dark", "light"].includes(data?.theme)) return;
+  darkRule.media.mediaText = data.theme === "dark" ? "screen" : "not all";
+  document.documentElement.style.colorScheme = data.theme;
+  refreshTab();
+}
+
 function start() {
   buildHeader();
   buildTabs();
@@ -232,6 +240,7 @@ function start() {
   $("show-ids").addEventListener("change", (event) => document.body.classList.toggle("with-ids", event.target.checked));
   for (const radio of document.getElementsByName("run")) radio.addEventListener("change", () => showRun(Number(radio.value)));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", refreshTab);
+  addEventListener("message", dress);
   openTab(0);
   showRun(0);
   if (DATA.fault) openTab(PANELS.indexOf(differencePanel)), goToPlace(DIFFERENT[0]);
