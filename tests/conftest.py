@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import json
 import os
 import shutil
 import signal
@@ -111,6 +112,16 @@ def qwen3_files() -> Path:
 
 
 @pytest.fixture(scope="session")
+def api() -> dict:
+    """OpenAI's description of its API: $NANOKV_OPENAI, else ../shared/openai/openapi-subset.json."""
+    beside = Path(__file__).resolve().parents[2] / "shared" / "openai" / "openapi-subset.json"
+    path = Path(os.environ.get("NANOKV_OPENAI") or beside)
+    if not path.is_file():
+        pytest.skip(f"OpenAI's API description is not at {path} (set NANOKV_OPENAI)")
+    return json.loads(path.read_text())
+
+
+@pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory) -> Path:
     """A tiny random Qwen3 checkpoint, written once a session. Read only: copy it before changing a file."""
     from tiny_checkpoint import write_tiny_checkpoint
@@ -118,11 +129,26 @@ def tiny_folder(tmp_path_factory) -> Path:
     return write_tiny_checkpoint(tmp_path_factory.mktemp("checkpoints") / "tiny-random")
 
 
+@pytest.fixture(scope="module")
+def loaded(tiny_folder):
+    """Its model and tokenizer."""
+    import nanokv
+
+    return nanokv.load(tiny_folder)
+
+
+@pytest.fixture(scope="module")
+def server(loaded):
+    """A server of it that answers over HTTP, in this process."""
+    from serving import Serving
+
+    with Serving(*loaded) as server:
+        yield server
+
+
 @pytest.fixture(scope="session")
 def endless_folder(tiny_folder, tmp_path_factory) -> Path:
     """The same weights with no eos id and 100,000 positions: it never stops by itself, for tests that interrupt it."""
-    import json
-
     folder = tmp_path_factory.mktemp("checkpoints") / "endless"
     shutil.copytree(tiny_folder, folder)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": []}) + "\n")

@@ -22,7 +22,7 @@ LONGEST_MODEL = 175  # and no file beside it but rope.py
 LAYERS = [
     {"nanokv.__main__"},
     {"nanokv.cli"},
-    {"nanokv.course"},
+    {"nanokv.course", "nanokv.serve"},
     {"nanokv.verify", "nanokv.training", "nanokv.bench", "nanokv.trace"},
     {"nanokv.faults"},
     {"nanokv.engine", "nanokv.chat", "nanokv.study"},

@@ -20,6 +20,7 @@ WRITERS = {  # command with OUT for the folder → the files in it that it would
     "course exam 05 --folder NOTEBOOKS -o OUT": ["A.md", "key.md"],
     "course variants 05 --students OUT/names.txt --folder NOTEBOOKS -o OUT": ["key.csv", "05_the_waste/Ada.ipynb"],
     "course build 05 --folder OUT": ["05_the_waste.ipynb"],
+    "course record 05 --folder NOTEBOOKS -o OUT": ["recorded-05.json"],
     "course book --folder NOTEBOOKS -o OUT": ["style.css", "05_the_waste.html"],
     "course site --folder NOTEBOOKS -o OUT": ["index.html"],
     "course slides 05 --folder NOTEBOOKS -o OUT": ["05_the_waste.html"],
@@ -27,7 +28,9 @@ WRITERS = {  # command with OUT for the folder → the files in it that it would
     "course nbgrader 05 --folder NOTEBOOKS -o OUT": ["source/05_the_waste/05_the_waste.ipynb"],
     "course grade OUT/handed_in -o OUT/results.csv": ["results.csv"],
 }
-SLOW = ("bench", "course book", "course site", "course slides")  # writing takes long: only the question is tried
+SLOW = (  # writing takes long: only the question is tried
+    "bench", "course record", "course book", "course site", "course slides",
+)  # fmt: skip
 
 
 @pytest.fixture

@@ -56,7 +56,7 @@ def pins() -> dict[str, str]:
     return {name: match[2] for name, match in zip(names, found, strict=True)}
 
 
-@pytest.mark.parametrize("requirement", [*RUNTIME, *EXTRAS["course"], *EXTRAS["dev"]], ids=str)
+@pytest.mark.parametrize("requirement", [*RUNTIME, *EXTRAS["course"], *EXTRAS["serve"], *EXTRAS["dev"]], ids=str)
 def test_pin_lies_inside_the_declared_range(requirement):
     """A pin outside its range makes `pip install -c` unsolvable; a dependency without one drifts."""
     pin = pins().get(canonicalize_name(requirement.name))
@@ -66,7 +66,7 @@ def test_pin_lies_inside_the_declared_range(requirement):
 
 def test_everything_that_is_installed_with_us_is_pinned():
     """Dependencies of dependencies too: an unpinned one is the update that breaks a clone a year from now."""
-    todo, seen = [*RUNTIME, *EXTRAS["dev"], *EXTRAS["course"]], set()
+    todo, seen = [*RUNTIME, *EXTRAS["dev"], *EXTRAS["course"], *EXTRAS["serve"]], set()
     while todo:
         requirement = todo.pop()
         name = canonicalize_name(requirement.name)
@@ -99,18 +99,21 @@ def distributions(requirements) -> set[str]:
 
 
 def test_every_runtime_import_is_declared():
-    """`pip install nanokv` without extras must import everything, but for what stands inside a function in OPTIONAL."""
+    """`pip install nanokv` without extras must import everything, but for what stands inside a function in OPTIONAL,
+    and the server, which is its own extra as a whole."""
     files = [p for package in ("nanokv", "weights_loader") for p in (ROOT / package).rglob("*.py")]
-    declared = distributions(RUNTIME)
-    wrong = {str(p.relative_to(ROOT)): imported(p, True) - declared for p in files}
+    declared, server = distributions(RUNTIME), ROOT / "nanokv" / "serve"
+    extra = {path: distributions(EXTRAS["serve"]) if server in path.parents else set() for path in files}
+    wrong = {str(p.relative_to(ROOT)): imported(p, True) - declared - extra[p] for p in files}
     assert {path: names for path, names in wrong.items() if names} == {}
-    wrong = {str(p.relative_to(ROOT)): imported(p, False) - declared - OPTIONAL for p in files}
+    wrong = {str(p.relative_to(ROOT)): imported(p, False) - declared - extra[p] - OPTIONAL for p in files}
     assert {path: names for path, names in wrong.items() if names} == {}
 
 
 def test_every_import_of_the_tests_is_declared():
     declared = distributions([*RUNTIME, *EXTRAS["dev"], *EXTRAS["fuzz"]])
-    wrong = {p.name: imported(p, False) - declared for p in (ROOT / "tests").rglob("*.py")}
+    used = {p.name: imported(p, False) for p in (ROOT / "tests").rglob("*.py")}
+    wrong = {file: {name for name in names if name.lower() not in declared} for file, names in used.items()}
     assert {name: names for name, names in wrong.items() if names} == {}
 
 
@@ -214,7 +217,7 @@ def commands() -> list[str]:
 
 HELP = [
     [], ["batch"], ["bench"], ["chat"], ["convert"], ["course"], ["env"], ["generate"], ["memory"], ["models"],
-    ["profile"], ["trace"], ["train"], ["verify"],
+    ["profile"], ["serve"], ["trace"], ["train"], ["verify"],
 ]  # fmt: skip
 
 

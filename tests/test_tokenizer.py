@@ -12,8 +12,9 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import nanokv
 from nanokv.errors import TokenizerError
-from nanokv.text.tokenizer import StreamDecoder, Tokenizer
+from nanokv.text.tokenizer import LONG_TEXT, StreamDecoder, Tokenizer
 
 pytestmark = pytest.mark.sampled
 
@@ -255,3 +256,12 @@ def test_chat_template_file_wins(small_folder, tmp_path):
         (tmp_path / file).write_bytes((small_folder / file).read_bytes())
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}{{ eos_token }}")
     assert Tokenizer.from_folder(tmp_path).render([{"role": "user", "content": "hi"}]) == "hi<|im_end|>"
+
+
+def test_a_long_text_has_the_ids_of_its_usual_call(monkeypatch):
+    """From LONG_TEXT on another call of the library is used, which lets other threads run."""
+    _, tokenizer = nanokv.load("tiny")
+    text = "My name is Zorbla, I live in Quito. Ünïcode 🙂 <|im_end|> 123\n" * 200
+    assert len(text) > LONG_TEXT and tokenizer.encode(text) == tokenizer.backend.encode(text).ids
+    with pytest.raises(TokenizerError, match="cannot be encoded"):
+        tokenizer.encode("\ud800" * LONG_TEXT)

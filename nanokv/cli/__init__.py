@@ -28,6 +28,7 @@ COMMANDS = {  # name → (module, what it does)
     "chat": ("nanokv.cli.chat", "talk with a model and see its cache"),
     "generate": ("nanokv.cli.generate", "answer or continue a prompt, a file or stdin"),
     "batch": ("nanokv.cli.batch", "answer many prompts of a JSONL file together"),
+    "serve": ("nanokv.cli.serve", "answer over HTTP, as OpenAI's API does"),
     "models": ("nanokv.cli.models", "list the models that are here, with what to type for each"),
     "memory": ("nanokv.cli.memory", "weights and cache of a model in bytes, from its config alone"),
     "bench": ("nanokv.cli.bench", "prefill and decode speed here, beside the memory bandwidth"),
@@ -45,7 +46,6 @@ _LIST = "nanokv models lists what is here and what can be loaded"
 ELSEWHERE = {  # commands of other programs → what does it here
     "run": "nanokv chat -m MODEL talks with it; nanokv generate PROMPT answers once", "pull": _PULL, "download": _PULL,
     "list": _LIST, "ls": _LIST, "show": "nanokv memory MODEL, or nanokv models", "complete": "nanokv generate PROMPT",
-    "serve": "nanokv has no server: nanokv chat --jsonl answers through a pipe, nanokv batch a whole file",
 }
 REPORT = "this is a bug in nanokv, please report it"
 

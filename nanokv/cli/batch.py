@@ -14,18 +14,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 
-from nanokv.cache.options import check_options
-from nanokv.cli import arguments, terminal
-from nanokv.cli.answer import add_thinking_argument, template_options
+from nanokv.cli import arguments, pool, terminal
+from nanokv.cli.answer import template_options
 from nanokv.cli.arguments import DEFAULT_NEW_TOKENS
 from nanokv.cli.batch_lines import SAMPLING, check_fields, digest, parse_line, read_lines, texts
 from nanokv.cli.batch_output import FIRST_RELEASE, OrderedOutput, Progress, ResumableOutput, summary
 from nanokv.cli.files import add_force, ask_to_lose
-from nanokv.cli.loading import PAGE, load_model
+from nanokv.cli.loading import load_model
 from nanokv.cli.prompt import room
 from nanokv.cli.text import refuse_special
-from nanokv.costs import kv_bytes_per_token
-from nanokv.costs.free_memory import available_memory
 from nanokv.decoding import completion
 from nanokv.errors import NanoKVError
 from nanokv.text.thinking import opens_thinking
@@ -46,17 +43,7 @@ def add_arguments(parser) -> None:
     parser.add_argument("file", metavar="FILE.jsonl", help="the requests, one JSON object per line; - reads stdin")
     parser.add_argument("-o", "--output", metavar="OUT", type=Path, help="write (and resume) OUT (default: stdout)")
     add_force(parser)
-    parser.add_argument(
-        "--running", metavar="N", type=arguments.integer(1, 4096), default=16, help="requests at a time (default: 16)"
-    )
-    parser.add_argument(
-        "--step-tokens", metavar="N", type=arguments.integer(1), default=256, help="tokens per step (default: 256)"
-    )
-    add_thinking_argument(parser, "off: ask the model not to think; otherwise thoughts are in reasoning_content")
-    parser.add_argument("--allow-special", action="store_true", help="control tokens spelled out in prompts are meant")
-    arguments.add_model_arguments(parser)
-    arguments.add_speed_arguments(parser)
-    arguments.add_sampling_arguments(parser)
+    pool.add_arguments(parser)
 
 
 @dataclass
@@ -74,7 +61,7 @@ class Job:
 
 def run(args) -> int:
     """Read, load, answer, put in order. Exit 2 if a line failed, after all others are done."""
-    pool_options(args)
+    pool.options(args, "batch")
     lines = read_lines(args.file)
     if args.output is not None and args.file != "-" and args.output.exists() and args.output.samefile(args.file):
         raise NanoKVError(f"-o {args.output} is the input itself", "choose another file for the answers")
@@ -96,15 +83,6 @@ def run(args) -> int:
         terminal.notice(summary(output, len(output.wanted), done, args), args)
         stop.finish()
     return 130 if not done else 2 if output.failed else 0
-
-
-def pool_options(args) -> None:
-    """--cache prefix:page=P:pages=N sizes the pool; the engine knows no other cache."""
-    name, options = args.cache
-    if (name not in ("dict", "prefix")) or set(options) - {"page", "pages"}:
-        raise NanoKVError(f"--cache {name} with batch", "batch runs on a page pool: --cache prefix:page=16:pages=256")
-    check_options("prefix", options)
-    args.cache = ("prefix", {"page": PAGE} | options)
 
 
 # --- the lines ----------------------------------------------------------------------------------------------------
@@ -196,10 +174,8 @@ def pool_pages(args, loaded, jobs, page: int) -> int:
     """Twice what the `running` longest requests need, so that beginnings stay; at most half of the free memory."""
     tokens = (min(loaded.context, len(job.ids) + new_tokens(args, job)) for job in jobs)
     wanted = sorted((-(-count // page) for count in tokens), reverse=True)
-    free = available_memory(loaded.device)
-    page_bytes = page * kv_bytes_per_token(loaded.config, loaded.dtype.itemsize)
-    most = sys.maxsize if free is None else free // 2 // page_bytes
-    return max(1, min(2 * sum(wanted[: args.running]) + args.running, most))
+    most = pool.affordable(loaded, page)
+    return min(2 * sum(wanted[: args.running]) + args.running, sys.maxsize if most is None else most)
 
 
 def new_tokens(args, job: Job) -> int:
@@ -263,15 +239,12 @@ def line_of(args, loaded, job: Job, text, ids, finish_reason, seed, metrics, sto
     if "messages" in job.fields:
         said = completion.message(text, opens_thinking(loaded.tokenizer, job.ids))
     prompt, new, cached = (metrics[name] for name in ("prompt_tokens", "new_tokens", "reused_tokens"))
-    queue, first, each = (metrics[name] for name in ("queue_s", "ttft_s", "token_s"))
-    own = {name: metrics[name] for name in ("queue_s", "total_s", "preemptions")}
-    speed = completion.rate(prompt - cached, first - queue), completion.rate(1, each)
     return {"line": job.line} | completion.completion(
         args.model,
         [completion.choice(said, ids, finish_reason, stop_string)],
         completion.usage(prompt, new, cached),
         job.fields.get("id"),
-        timings=completion.timings(first, *speed, **own),
+        timings=completion.engine_timings(metrics),
         seed=seed,
         request=job.digest,
     )

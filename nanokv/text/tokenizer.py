@@ -28,6 +28,7 @@ def _byte_alphabet():
 
 
 _BYTE_OF = _byte_alphabet()
+LONG_TEXT = 10_000  # characters, from which the batch call of the library pays
 
 
 class Tokenizer:
@@ -98,7 +99,10 @@ class Tokenizer:
             raise TokenizerError(f"only text can be encoded, got {type(text).__name__}")
         with foreign(f"text of {len(text):,} characters cannot be encoded", TokenizerError):
             try:
-                ids = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+                if len(text) < LONG_TEXT:
+                    ids = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+                else:  # without offsets, and other threads may run meanwhile
+                    ids = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
             except (TypeError, UnicodeError) as error:
                 raise TokenizerError(f"text cannot be encoded: {_bad_character(text) or error}") from error
         bos = self.backend.token_to_id(self.bos_token) if self.bos_token else None

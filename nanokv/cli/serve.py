@@ -1,0 +1,199 @@
+"""`nanokv serve`: the flags, the address, the model, and then the server (nanokv/serve) until a signal ends it.
+
+The address is bound before the model is loaded, so that a port in use is told at once. The first Ctrl-C or SIGTERM lets
+running answers finish for --grace seconds, a second one ends them. This file is imported before arguments are parsed:
+no torch, no starlette.
+"""
+
+import argparse
+import logging
+import time
+
+from nanokv.cli import arguments, pool, terminal
+from nanokv.cli.answer import template_options
+from nanokv.cli.loading import Loaded, load_model
+from nanokv.errors import NanoKVError
+
+EXAMPLES = (
+    "nanokv serve",
+    "nanokv serve -m Qwen/Qwen3-0.6B --context 8192 --quantize int8",
+    "nanokv serve --host 0.0.0.0 --port 8080 --api-key SECRET",
+)
+DESCRIPTION = (
+    "Answer OpenAI's chat completions and completions over HTTP, many clients at a time on one engine: requests with "
+    "equal beginnings share their pages. docs/serve.md says what is served and what is refused.\n"
+    "Settings given here apply where a request says nothing."
+)
+NEEDED = ("starlette", "uvicorn", "prometheus_client")  # the extra `serve`
+
+
+def add_arguments(parser) -> None:
+    """Address, keys, limits; then the shared flags, which are the defaults of every request."""
+    parser.add_argument("--host", metavar="NAME", default="127.0.0.1", help="listen here (default: 127.0.0.1)")
+    parser.add_argument(
+        "--port", metavar="N", type=arguments.integer(0, 65535), default=8000, help="0 = a free one (default: 8000)"
+    )
+    parser.add_argument(
+        "--api-key", metavar="KEY", action="append", default=[], type=key,
+        help="refuse requests without this key (repeatable; default: $NANOKV_API_KEY, else none is needed)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--allow-host", metavar="NAME", action="append", default=[],
+        help="answer requests to this host name too (repeatable)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--alias", metavar="NAME", action="append", default=[], help="another name of the model (repeatable)"
+    )
+    parser.add_argument("--pages", metavar="N", type=arguments.integer(1), help="pages in the pool of the cache")
+    parser.add_argument(
+        "--queue", metavar="N", type=arguments.integer(0, 100_000), default=64,
+        help="requests that may wait; one more is refused with 429 (default: 64)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--timeout", metavar="S", type=arguments.real(0, above=True), default=600.0,
+        help="seconds for one answer, its wait in the queue included (default: 600)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--grace", metavar="S", type=arguments.real(0), default=10.0,
+        help="seconds for running answers when the server is ended (default: 10)",
+    )  # fmt: skip
+    pool.add_arguments(parser)
+
+
+def key(text: str) -> str:
+    """An argparse type: what can stand in a header."""
+    if not text or not text.isascii() or not text.isprintable() or " " in text:
+        raise argparse.ArgumentTypeError("a key is made of visible ASCII characters without blanks")
+    return text
+
+
+def run(args) -> int:
+    """Bind, load, serve; the exit code says how it was ended."""
+    check_installed()
+    pool_flags(args)
+    api_keys(args)  # a wrong one is told before anything is loaded
+    with terminal.loading():
+        from nanokv.serve.server import listen, url
+    bound = listen(args.host, args.port)
+    loaded = load_model(args, lambda plan: terminal.notice(" · ".join(plan.banner()), args))
+    with bound, Stop() as stop:
+        logs = Log(args)
+        server = make_server(args, loaded, stop, lambda: announce(args, url(bound)))
+        server.run(sockets=[bound])
+        logs.close()
+        stop.finish()
+    return 130
+
+
+def check_installed() -> None:
+    """The packages of the extra, before anything else is done."""
+    import importlib.util
+
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise NanoKVError(f"nanokv serve needs {', '.join(missing)}", 'pip install "nanokv[serve]"')
+
+
+def pool_flags(args) -> None:
+    """--pages N is --cache prefix:pages=N."""
+    pool.options(args, "serve")
+    name, options = args.cache
+    if args.pages is not None:
+        if options.get("pages", args.pages) != args.pages:
+            both = f"--pages {args.pages} and --cache prefix:pages={options['pages']}"
+            raise NanoKVError(f"{both} contradict each other", "leave one of them out")
+        args.cache = (name, options | {"pages": args.pages})
+
+
+def make_server(args, loaded: Loaded, stop: "Stop", ready):
+    """The engine, and everything around it."""
+    from nanokv.engine import Engine
+    from nanokv.serve.app import make_app
+    from nanokv.serve.prompts import Served
+    from nanokv.serve.response import Limits
+    from nanokv.serve.security import Hosts, Keys, is_loopback
+    from nanokv.serve.server import Server
+    from nanokv.serve.worker import Worker
+
+    page = args.cache[1]["page"]
+    pages = args.cache[1].get("pages") or pool_pages(args, loaded, page)
+    engine = Engine(loaded.model, pages, page, args.step_tokens, args.running)
+    served = Served(
+        engine, loaded.tokenizer, tuple(dict.fromkeys([loaded.name, *args.alias])), min(loaded.context, pages * page),
+        arguments.resolve_sampling(args, loaded.model.generation_config), args.max_new_tokens, tuple(args.stop),
+        template_options(args), args.allow_special,
+    )  # fmt: skip
+    keys = api_keys(args)
+    if not keys and not is_loopback(args.host):
+        terminal.warning(f"--host {args.host} without --api-key: whoever reaches this machine can use the model")
+    worker = Worker(engine, args.queue)
+    app = make_app(served, worker, Hosts(args.host, args.allow_host), Keys(keys), Limits(answer_s=args.timeout))
+    return Server(app, worker, stop, stop.twice, args.grace, ready)
+
+
+def api_keys(args) -> list[str]:
+    """Those of the command line, else that of the environment."""
+    kept = arguments.environment("NANOKV_API_KEY")
+    try:
+        return args.api_key or [key(found) for found in [kept] if found]
+    except argparse.ArgumentTypeError as error:
+        raise NanoKVError(f"NANOKV_API_KEY: {error}", "a file's last line break may be in it") from None
+
+
+def pool_pages(args, loaded: Loaded, page: int) -> int:
+    """A full context for each request that runs, at most half of the free memory."""
+    wanted = args.running * (-(-loaded.context // page) + 1)
+    most = pool.affordable(loaded, page)
+    return wanted if most is None else min(wanted, most)
+
+
+def announce(args, address: str) -> None:
+    """The line that says that it is ready."""
+    call = """-d '{"messages": [{"role": "user", "content": "Hi"}]}'"""
+    secret = " -H 'Authorization: Bearer KEY'" if api_keys(args) else ""
+    terminal.notice(f"ready: {address}/v1 · curl {address}/v1/chat/completions{secret} {call}", args)
+
+
+class Stop(terminal.Interrupt):
+    """The first signal asks the server to end in good order, the second to end at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.since, self.again = 0.0, False
+
+    def _note(self, signum, frame) -> None:
+        now = time.monotonic()
+        if not self.requested:
+            self.since = now
+        self.again = self.again or now - self.since >= terminal.SWALLOW_S  # a wrapper may pass one press on twice
+        super()._note(signum, frame)
+
+    def twice(self) -> bool:
+        """Has a second one come?"""
+        return self.again
+
+
+class Log(logging.Handler):
+    """What the server and uvicorn log, on stderr, one line each, whatever a client put into it."""
+
+    NAMES = ("nanokv.serve", "uvicorn.error")
+
+    def __init__(self, args):
+        super().__init__(logging.DEBUG if args.debug else logging.INFO)
+        self.args = args
+        for name in self.NAMES:
+            logging.getLogger(name).addHandler(self)
+        logging.getLogger("nanokv.serve").setLevel(self.level)
+        logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        if record.levelno >= logging.WARNING:
+            terminal.warning(text)
+        else:
+            terminal.notice(text, self.args)
+
+    def close(self) -> None:
+        for name in self.NAMES:
+            logging.getLogger(name).removeHandler(self)
+        super().close()

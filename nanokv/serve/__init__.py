@@ -1,0 +1,19 @@
+"""An OpenAI-compatible server on the engine: `nanokv serve`.
+
+A request goes through these files, from the socket to the engine and back:
+
+    server.py      uvicorn, with a deadline for headers and an end that running answers are told about
+    security.py    who may ask: Host, Origin and API key, before anything of the body is read
+    app.py         the addresses, and the way of a request to its place in the queue
+    protocol.py    JSON to a checked request, with the field's name in every refusal
+    prompts.py     messages or text to token ids: the chat template and the tokenizer
+    worker.py      the one thread that runs the engine; a request's place in its queue
+    answer.py      token by token to text: whole characters, thoughts apart, stop strings
+    forms.py       that text in OpenAI's objects and chunks
+    response.py    an answer as a whole or as a stream, while the client is watched
+    metrics.py     what Prometheus reads;  errors.py: OpenAI's error object
+
+The event loop never waits for a forward: requests go to the engine's thread through a queue, and text comes back with
+one call per step. starlette routes and uvicorn speaks HTTP: together two packages beside those that the hub client
+brings. FastAPI would add a second description of every field and opentelemetry-api.
+"""

@@ -1,0 +1,182 @@
+"""The addresses of the server, and a request from its body to its place in the queue."""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from nanokv.errors import NanoKVError
+from nanokv.serve import metrics, prompts, protocol
+from nanokv.serve.errors import ApiError, ClientGone, internal, refused
+from nanokv.serve.forms import ChatForm, TextForm
+from nanokv.serve.prompts import Prepared, Served
+from nanokv.serve.response import Answer, Limits
+from nanokv.serve.security import Guard, Hosts, Keys, respond
+from nanokv.serve.worker import Worker
+
+DRAINED = 64_000_000  # bytes of a body that is too long: read and dropped, so that the refusal is seen
+
+
+class Application:
+    """What the endpoints share."""
+
+    def __init__(self, served: Served, worker: Worker, limits: Limits):
+        self.served, self.worker, self.limits = served, worker, limits
+        self.threads = ThreadPoolExecutor(2, "nanokv-prompt")  # templates and tokenizers
+        self.reading = 0  # bytes of bodies that are still arriving
+
+    def routes(self) -> list[Route]:
+        """Every address."""
+        return [
+            Route("/health", self.health), Route("/metrics", self.metrics),
+            Route("/v1/models", self.models), Route("/v1/models/{name:path}", self.model),
+            Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Route("/v1/completions", self.text, methods=["POST"]),
+            Route("/tokenize", self.tokenize, methods=["POST"]),
+            Route("/detokenize", self.detokenize, methods=["POST"]),
+        ]  # fmt: skip
+
+    # --- what is here -----------------------------------------------------------------------------------------------
+
+    async def health(self, request: Request) -> Response:
+        """Whether requests are answered."""
+        well = self.worker.alive and not self.worker.closing
+        return JSONResponse({"status": "ok" if well else "unavailable"}, 200 if well else 503)
+
+    async def metrics(self, request: Request) -> Response:
+        """For Prometheus."""
+        state = await self.worker.call(metrics.snapshot)
+        return Response(self.worker.metrics.text(state), media_type="text/plain; version=0.0.4")
+
+    async def models(self, request: Request) -> Response:
+        """One model, under each of its names."""
+        return JSONResponse({"object": "list", "data": [self._model(name) for name in self.served.names]})
+
+    async def model(self, request: Request) -> Response:
+        """One of them."""
+        return JSONResponse(self._model(self.served.name(request.path_params["name"])))
+
+    def _model(self, name: str) -> dict:
+        return {"id": name, "object": "model", "created": self.served.created, "owned_by": "nanokv",
+                "max_model_len": self.served.context}  # fmt: skip
+
+    async def tokenize(self, request: Request) -> Response:
+        """{"prompt": text} or {"messages": […]} → {"tokens": […], "count": N}."""
+        ids = await self._in_thread(self._tokens, await self._body(request))
+        return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": self.served.context})
+
+    async def detokenize(self, request: Request) -> Response:
+        """{"tokens": […]} → {"prompt": text}."""
+        return JSONResponse({"prompt": await self._in_thread(self._text, await self._body(request))})
+
+    def _tokens(self, body: bytes) -> list[int]:
+        fields = protocol.parse_object(body)
+        if "messages" in fields:
+            asked = protocol.chat(fields)
+            return named(asked.param, prompts.chat_ids, self.served, asked.source, asked.template)
+        prompt = protocol.needed(fields, "prompt", str)
+        special = protocol.kind(fields, "add_special_tokens", bool, True)
+        return named("prompt", prompts.text_ids, self.served, prompt, special)
+
+    def _text(self, body: bytes) -> str:
+        tokens = protocol.needed(protocol.parse_object(body), "tokens", list)
+        return named("tokens", self.served.tokenizer.decode, tokens)
+
+    async def _in_thread(self, function: Callable, *args: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self.threads, function, *args)
+
+    async def _body(self, request: Request) -> bytes:
+        """All of it, within limits of bytes and seconds."""
+        try:
+            async with asyncio.timeout(self.limits.body_s):
+                return await self._arriving(request)
+        except TimeoutError:
+            raise ApiError(408, f"the body took more than {self.limits.body_s:g} seconds", code="timeout") from None
+        except ClientDisconnect:
+            raise ClientGone from None
+
+    async def _arriving(self, request: Request) -> bytes:
+        body, size = bytearray(), 0
+        try:
+            async for part in request.stream():
+                size += len(part)
+                if size <= self.limits.body:
+                    body += part
+                    self.reading += len(part)
+                if self.reading > self.limits.bodies:
+                    raise ApiError(503, "too many requests are arriving at once", code="overloaded")
+                if size > DRAINED:
+                    break
+        finally:
+            self.reading -= len(body)
+        if size > self.limits.body:
+            raise ApiError(413, f"the body has more than {self.limits.body:,} bytes", code="body_too_large")
+        return bytes(body)
+
+    # --- answers ----------------------------------------------------------------------------------------------------
+
+    async def chat(self, request: Request) -> Response:
+        """An answer to messages."""
+        return await self._answer(request, protocol.chat, ChatForm)
+
+    async def text(self, request: Request) -> Response:
+        """The continuation of a text."""
+        return await self._answer(request, protocol.text, TextForm)
+
+    async def _answer(self, request: Request, check: Callable, form_type: type[ChatForm]) -> Response:
+        body = await self._body(request)
+        ticket = self.worker.open()
+        try:
+            prepared = await self._in_thread(self._prepare, body, check, request.scope["salt"])
+            asked = prepared.asked
+            ticket.submit(prepared.ids, prepared.text, prepared.settings, asked.param)
+            answer = Answer(ticket, prepared, form_type(prepared.model, asked.include_usage), self.limits)
+            if asked.stream:
+                return answer  # closes the ticket
+            with answer.watched(request.receive):
+                response = await answer.whole(request.scope["note"])
+        except BaseException:
+            ticket.close()
+            raise
+        ticket.close()
+        return response
+
+    def _prepare(self, body: bytes, check: Callable, salt: str) -> Prepared:
+        return prompts.prepare(self.served, check(protocol.parse_object(body)), salt)
+
+
+def named(param: str, function: Callable, *args: Any) -> Any:
+    """function(*args); what it refuses is the fault of that field."""
+    try:
+        return function(*args)
+    except NanoKVError as error:
+        raise refused(error, param) from error
+
+
+def make_app(served: Served, worker: Worker, hosts: Hosts, keys: Keys, limits: Limits | None = None) -> Guard:
+    """The ASGI application."""
+
+    async def told(request: Request, error: Exception) -> Response:
+        return respond(error)
+
+    async def unknown(request: Request, error: HTTPException) -> Response:
+        message = f"{request.method} {request.scope['path']}: {error.detail}"
+        return respond(ApiError(error.status_code, message, headers=dict(error.headers or {})))
+
+    async def failed(request: Request, error: Exception) -> Response:
+        return respond(internal())  # Guard logs it
+
+    async def gone(request: Request, error: Exception) -> Response:
+        return Response(status_code=499)  # nobody reads it
+
+    routes = Application(served, worker, limits or Limits()).routes()
+    handlers = {ApiError: told, HTTPException: unknown, ClientGone: gone, Exception: failed}
+    app = Starlette(routes=routes, exception_handlers=handlers)
+    app.router.redirect_slashes = False
+    return Guard(app, hosts, keys)

@@ -1,0 +1,255 @@
+"""The engine's own thread, and a request's place in its queue.
+
+    ticket = worker.open()                      429 where the queue is full
+    ticket.submit(ids, text, settings, param)   returns at once; a refusal of the engine comes out of pieces()
+    async for pieces in ticket.pieces(): ...    text as it comes; raises ApiError, or ClientGone
+    ticket.close()                              always: frees the place, and the engine's pages if it still runs
+
+Only this thread touches the engine. Commands go in through a queue and are carried out between two steps; what the
+requests of a step have produced comes back to the event loop in one call. A Ticket's methods belong to the event loop,
+but for those that say otherwise.
+"""
+
+import asyncio
+import logging
+import queue
+import threading
+import traceback
+from collections.abc import AsyncIterator, Callable
+from time import perf_counter
+from typing import Any
+
+from nanokv.engine import Engine, Request
+from nanokv.errors import NanoKVError
+from nanokv.serve.answer import AnswerText, Piece
+from nanokv.serve.errors import ApiError, ClientGone, internal, refused
+from nanokv.serve.metrics import Metrics
+
+logger = logging.getLogger(__name__)
+LONGEST_STEP_S = 30.0
+ENDED = object()  # the last event of a ticket that nothing has gone wrong with
+
+
+class Worker:
+    """`queue_size` requests may wait besides those that run. Made and used in the event loop's thread."""
+
+    def __init__(self, engine: Engine, queue_size: int):
+        self.engine, self.places = engine, engine.scheduler.max_running + queue_size
+        self.metrics = Metrics()
+        self.tickets: set[Ticket] = set()
+        self.closing = False
+        self._active: list[Ticket] = []  # the engine's thread only
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="nanokv-engine", daemon=True)
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def start(self) -> None:
+        """In a running event loop, once."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether requests are still answered."""
+        return self._thread.is_alive()
+
+    def open(self) -> "Ticket":
+        """A place for one more request."""
+        self._check_open()
+        if len(self.tickets) >= self.places:
+            self.metrics.count("rejected")
+            seconds = self.metrics.retry_after()
+            raise ApiError(429, f"{self.places:,} requests run or wait, which is the limit; try again in {seconds} s",
+                           code="queue_full", headers={"retry-after": str(seconds)})  # fmt: skip
+        ticket = Ticket(self)
+        self.tickets.add(ticket)
+        return ticket
+
+    def _check_open(self) -> None:
+        if not self.alive:
+            raise ApiError(503, "the engine has failed, and the server must be started again", code="engine_failed")
+        if self.closing:
+            raise ApiError(503, "the server is shutting down", code="shutting_down")
+
+    async def call(self, function: Callable[[Engine], Any]) -> Any:
+        """function(engine), between two steps."""
+        self._check_open()
+        future = asyncio.get_running_loop().create_future()
+
+        def command():
+            try:
+                outcome, value = future.set_result, function(self.engine)
+            except Exception as error:
+                outcome, value = future.set_exception, error
+            self._tell(lambda: future.done() or outcome(value))
+
+        self._inbox.put(command)
+        return await future
+
+    async def end(self, grace: float) -> None:
+        """Take nothing more; what runs has `grace` seconds to finish, then it is told. Ends the thread."""
+        self.closing = True
+        until = perf_counter() + grace
+        while self.tickets and perf_counter() < until:
+            await asyncio.sleep(0.02)
+        for ticket in list(self.tickets):
+            ticket.fail(ApiError(503, "the server was shut down before the answer was complete", code="shutting_down"))
+        self._inbox.put(None)
+
+    def join(self) -> None:
+        """Wait for the thread, which ends after its step: Python cannot end while it is inside of torch."""
+        self._thread.join(LONGEST_STEP_S)
+
+    # --- the engine's thread ----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self._take():
+                self._step()
+                self._deliver()
+        except BaseException as error:
+            logger.error("the engine's thread has ended: %s", where(error))
+            raise
+        finally:
+            self._tell(lambda: [ticket.fail(internal()) for ticket in self.tickets])
+
+    def _step(self) -> None:
+        try:
+            self.engine.step()
+        except Exception as error:  # out of memory, or our bug: the same step would fail again
+            for ticket in self._active:
+                if ticket.request.finish_reason is None:
+                    ticket.request.error = error
+                    self.engine.cancel(ticket.request, "error")
+
+    def _take(self) -> bool:
+        """Carry out what came in; wait for something where there is nothing to compute. False: the end."""
+        while self.engine.idle or not self._inbox.empty():
+            command = self._inbox.get()
+            if command is None:
+                return False
+            command()
+        return True
+
+    def _deliver(self) -> None:
+        """What the step has given to each request, in one call for all."""
+        news = [(ticket, *ticket.take_news()) for ticket in self._active]
+        self._active = [ticket for ticket, _, event in news if event is None]
+        if any(pieces or event is not None for _, pieces, event in news):
+            self._tell(lambda: [ticket.hear(pieces, event) for ticket, pieces, event in news])
+
+    @staticmethod
+    def fault(error: Exception) -> ApiError:
+        """Logged; what the client is told."""
+        logger.error("a request failed: %s", where(error))
+        return internal()
+
+    def _tell(self, function: Callable[[], Any]) -> None:
+        try:
+            self._loop.call_soon_threadsafe(function)
+        except RuntimeError:  # the loop has ended, and nobody listens
+            logger.debug("the event loop has ended")
+
+
+class Ticket:
+    """One request, from its arrival to its last token."""
+
+    def __init__(self, worker: Worker):
+        self.worker, self.opened = worker, perf_counter()
+        self.request: Any = None  # the engine's, once it has it
+        self.text: AnswerText | None = None
+        self._events: asyncio.Queue[Any] = asyncio.Queue()
+        self._fresh: list[Piece] = []  # the engine's thread only, as is _seen
+        self._seen = 0.0
+        self._told = False  # the reader has been, or will be, told how it ended
+
+    def submit(self, ids: list[int], text: AnswerText, settings: dict, param: str) -> None:
+        """Into the engine, which may be in the middle of a step. `settings` are arguments of Engine.submit; should it
+        refuse them, although prompts.py has checked them, the field `param` is named."""
+        self.text = text
+
+        def command():
+            try:
+                self.request = self.worker.engine.submit(ids, on_token=self._put, **settings)
+                self.worker._active.append(self)
+            except Exception as error:
+                known = isinstance(error, NanoKVError)
+                reason = refused(error, param) if known else self.worker.fault(error)
+                self.worker._tell(lambda: self.fail(reason))
+
+        self.worker._inbox.put(command)
+
+    async def pieces(self, patience: float | None = None) -> AsyncIterator[list[Piece]]:
+        """Text as it comes, what there is at a time; [] after `patience` seconds without any."""
+        while True:
+            try:
+                event = await asyncio.wait_for(self._events.get(), patience)
+            except TimeoutError:
+                yield []
+                continue
+            if event is ENDED:
+                return
+            if isinstance(event, Exception):
+                raise event
+            yield event
+
+    def hear(self, pieces: list[Piece], event: Any) -> None:
+        """From the engine's thread, through the loop."""
+        for part in (pieces, event):
+            if part:
+                self._events.put_nowait(part)
+        self._told = self._told or event is not None
+
+    def fail(self, error: Exception) -> None:
+        """End it here, for a reason that the engine does not know."""
+        if not self._told:
+            self._told = True
+            self._events.put_nowait(error)
+            self._cancel()
+
+    def leave(self) -> None:
+        """The client has gone."""
+        self.fail(ClientGone())
+
+    def close(self) -> None:
+        """Free the place; what still runs is cancelled, in prefill too."""
+        if self in self.worker.tickets:
+            self.worker.tickets.discard(self)
+            self._cancel()
+            self.worker.metrics.finished(self)
+
+    def _cancel(self) -> None:
+        def cancel():
+            if self.request is not None:
+                self.worker.engine.cancel(self.request)
+                self.worker._active = [ticket for ticket in self.worker._active if ticket is not self]
+
+        self.worker._inbox.put(cancel)
+
+    # --- in the engine's thread -------------------------------------------------------------------------------------
+
+    def _put(self, request: Request, step) -> None:
+        """The engine's callback for each token."""
+        now = perf_counter()
+        self.worker.metrics.token(now - (self._seen or self.opened), first=not self._seen)
+        self._seen = now
+        self._fresh += self.text.put(step.token, last=request.finish_reason is not None)
+        if self.text.stop_string:
+            self.worker.engine.cancel(request, "stop")
+
+    def take_news(self) -> tuple[list[Piece], Any]:
+        """(text since the last time, and how it ended if it has)."""
+        fresh, self._fresh = self._fresh, []
+        if self.request.finish_reason is None:
+            return fresh, None
+        if self.request.error is None:
+            return fresh, ENDED
+        return fresh, self.worker.fault(self.request.error)
+
+
+def where(error: BaseException) -> str:
+    """The error's type and the line that raised it. Not its text, which may quote what a client sent."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    logger.debug("%s", "".join(traceback.format_exception(error)))
+    return f"{type(error).__name__}{place}"

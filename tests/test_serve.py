@@ -1,0 +1,423 @@
+"""`nanokv serve`: OpenAI's protocol over real sockets, answers equal to `nanokv generate`, alone and among others.
+
+The official client and its types judge the form. Who may ask, and what happens to a client that leaves, is in
+test_serve_guard.py.
+"""
+
+import asyncio
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import openai
+import pytest
+import torch
+from openai.types import Completion, Model
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+import nanokv
+from api_schema import schema_errors
+from cli_helpers import choice
+from nanokv.serve import prompts
+from nanokv.serve.answer import AnswerText
+from nanokv.serve.response import Limits
+from nanokv.text.thinking import ThinkSplitter
+from serving import CHAT, TEXT, Serving, ask, chunks, error
+
+ROOT = Path(__file__).resolve().parents[1]
+QUESTIONS = ["Who are you?", "My name is Zorbla.", "What is my name?", "Once upon a time", "The cache holds one key"]
+SAMPLED = {"temperature": 1.0, "top_p": 0.9, "seed": 7}
+FIELDS = {  # ours beside OpenAI's
+    "stop_reason", "timings", "seed", "reasoning_content", "max_model_len", "hint",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left(request):
+    """After each test: no request, no place and no page of the shared server is taken."""
+    yield
+    if "server" in request.fixturenames:
+        server = request.getfixturevalue("server")
+        server.wait(lambda: server.free)
+
+
+@pytest.fixture
+def scripted(monkeypatch, loaded):
+    """scripted(text): the model says this text, whatever its logits are."""
+
+    def script(text):
+        ids = [*loaded[1].encode(text), loaded[1].eos_token_id]
+        draw = lambda logits, values, generator, prompt, tokens: torch.tensor([ids[len(tokens)]])  # noqa: E731
+        monkeypatch.setattr("nanokv.engine.request.draw", draw)
+
+    return script
+
+
+def extras(value) -> set[str]:
+    """Fields that the openai package does not know, at any depth."""
+    found = set(value.model_extra or {})
+    for name in type(value).model_fields:
+        inner = getattr(value, name)
+        for part in inner if isinstance(inner, list) else [inner]:
+            found |= extras(part) if hasattr(part, "model_extra") else set()
+    return found
+
+
+def strict(kind, value: dict):
+    """Validated by the openai package's own types, which take a text for no number and miss no field."""
+    found = kind.model_validate_json(json.dumps(value), strict=True)
+    assert extras(found) <= FIELDS
+    return found
+
+
+# --- equal to nanokv generate -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "seeded"])
+def test_an_answer_is_the_one_of_nanokv_generate(cli, server, tiny_folder, sampling):
+    flags = [part for name, value in sampling.items() for part in (f"--{name.replace('_', '-')}", value)]
+    _, out, _ = cli("generate", QUESTIONS[0], "-m", tiny_folder, "-n", 12, "--json", "--plain", *flags)
+    theirs = json.loads(out)
+    status, ours = server.post(CHAT, ask(QUESTIONS[0], max_tokens=12, **sampling))
+    assert status == 200 and ours["choices"][0]["message"] == choice(theirs)["message"]
+    assert ours["choices"][0]["finish_reason"] == choice(theirs)["finish_reason"]
+    assert {**ours["usage"], "prompt_tokens_details": None} == {**theirs["usage"], "prompt_tokens_details": None}
+    _, out, _ = cli("generate", QUESTIONS[0], "-m", tiny_folder, "-n", 12, "--json", "--plain", "--raw", *flags)
+    _, ours = server.post(TEXT, {"prompt": QUESTIONS[0], "max_tokens": 12} | sampling)
+    assert ours["choices"][0]["text"] == choice(json.loads(out))["text"]
+
+
+def test_answers_among_64_concurrent_requests_are_those_of_each_alone(loaded, server):
+    """Greedy and seeded, streamed and not, in fp32; more than run at a time."""
+    model, tokenizer = loaded
+    client = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0)
+
+    def fields(i):
+        return {"temperature": 0.9, "seed": i} if i % 2 else {}
+
+    def alone(i):
+        messages = [{"role": "user", "content": f"{i} {QUESTIONS[i % 5]}"}]
+        ids = tokenizer.encode(tokenizer.render(messages))
+        tokens = list(nanokv.generate(model, ids, max_new_tokens=6, **fields(i)))
+        return tokenizer.decode(tokens[:-1] if tokens[-1] in (0, 2) else tokens, skip_special_tokens=True)
+
+    async def asked(i):
+        request = ask(f"{i} {QUESTIONS[i % 5]}", model="tiny", max_tokens=6, **fields(i))
+        if i % 3:
+            return (await client.chat.completions.create(**request)).choices[0].message.content
+        stream = await client.chat.completions.create(**request, stream=True)
+        return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+    async def all_of_them():
+        async with client:
+            return await asyncio.gather(*map(asked, range(64)))
+
+    assert asyncio.run(all_of_them()) == [alone(i) for i in range(64)]
+
+
+def test_the_seed_that_was_drawn_repeats_the_answer(server):
+    _, first = server.post(CHAT, ask(max_tokens=8, temperature=1.5))
+    _, again = server.post(CHAT, ask(max_tokens=8, temperature=1.5, seed=first["seed"]))
+    assert first["choices"] == again["choices"] and first["seed"] == again["seed"]
+    assert server.post(CHAT, ask(max_tokens=1, temperature=1.5, seed=-1))[1]["seed"] == 2**64 - 1
+
+
+# --- the form ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_official_client_gets_an_answer_and_a_stream(server):
+    with server.client() as client:
+        assert [model.id for model in client.models.list()] == ["tiny", "alias"]
+        assert client.models.retrieve("alias").owned_by == "nanokv"
+        request = ask(model="tiny", max_tokens=9, extra_body={"top_k": 5})
+        whole = client.chat.completions.create(**request)
+        streamed = list(client.chat.completions.create(**request, stream=True))
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in streamed)
+        assert text == whole.choices[0].message.content and streamed[-1].choices[0].finish_reason == "length"
+        raw = client.completions.create(model="tiny", prompt="Once", max_tokens=9)
+        parts = client.completions.create(model="tiny", prompt="Once", max_tokens=9, stream=True)
+        assert "".join(part.choices[0].text for part in parts) == raw.choices[0].text
+
+
+@pytest.mark.parametrize("language", ["python", ""])
+def test_the_calls_of_the_docs_run_as_they_stand(server, capfd, language):
+    text = (ROOT / "docs" / "serve.md").read_text(encoding="utf-8")
+    blocks = re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    (code,) = (block.replace("http://127.0.0.1:8000", server.url) for block in blocks if "http:" in block)
+    said = server.post(CHAT, ask())[1]["choices"][0]["message"]
+    if language:
+        exec(code, {})
+        assert capfd.readouterr().out == said["content"]
+    else:
+        if not shutil.which("curl"):
+            pytest.skip("needs curl")
+        subprocess.run(["bash", "-c", code.replace("curl ", "curl -sS --fail ")], check=True)
+        assert json.loads(capfd.readouterr().out)["choices"][0]["message"] == said
+
+
+@pytest.mark.parametrize(("path", "name"), [
+    (CHAT, "CreateChatCompletionResponse"), (TEXT, "CreateCompletionResponse"),
+])  # fmt: skip
+def test_every_answer_is_what_openai_describes(server, api, path, name):
+    body = ask(max_tokens=5) if path == CHAT else {"prompt": "Once", "max_tokens": 5}
+    status, found = server.post(path, body)
+    assert status == 200 and schema_errors(api, name, found) == []
+    del found["choices"][0]["logprobs"]
+    assert schema_errors(api, name, found) != [], "the check can fail"
+
+
+def test_every_error_is_what_openai_describes(server, api):
+    for path, body in ((CHAT, ask(n=2)), (CHAT, {}), (CHAT, b"{"), ("/nothing", {}), (CHAT, ask(model="x"))):
+        assert schema_errors(api, "ErrorResponse", server.post(path, body)[1]) == []
+    assert schema_errors(api, "ErrorResponse", {"error": "a text"}) != [], "the check can fail"
+
+
+def test_every_answer_and_chunk_is_of_the_clients_types(server):
+    """Where OpenAI's description is not at hand, too."""
+    strict(ChatCompletion, server.post(CHAT, ask(max_tokens=2))[1])
+    strict(Completion, server.post(TEXT, {"prompt": "Once", "max_tokens": 2})[1])
+    for options in ({}, {"stream_options": {"include_usage": True}}):
+        assert [strict(ChatCompletionChunk, one) for one in chunks(server.stream(CHAT, ask(max_tokens=5) | options))]
+    *texts, last = chunks(server.stream(TEXT, {"prompt": "Once", "max_tokens": 3}))
+    for chunk in texts:  # OpenAI sends null here, and its description and types leave that out
+        assert chunk["choices"][0].pop("finish_reason") is None
+        chunk["choices"][0]["finish_reason"] = "stop"
+    assert texts and all(strict(Completion, one).object == "text_completion" for one in [*texts, last])
+    assert strict(Model, server.get("/v1/models/tiny")[1]).id == "tiny"
+
+
+def test_every_chunk_is_what_openai_describes(server, api):
+    for options in ({}, {"stream_options": {"include_usage": True}}):
+        for chunk in chunks(server.stream(CHAT, ask(max_tokens=5) | options)):
+            assert schema_errors(api, "CreateChatCompletionStreamResponse", chunk) == []
+
+
+def test_the_chunks_of_a_stream_in_their_order(server):
+    first, *middle, last = found = chunks(server.stream(CHAT, ask(max_tokens=5)))
+    assert len({(one["id"], one["created"], one["object"], one["model"]) for one in found}) == 1
+    assert found[0]["object"] == "chat.completion.chunk" and found[0]["model"] == "tiny"
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert [list(one["choices"][0]["delta"]) for one in middle] == [["content"]] * len(middle) and middle
+    assert all(one["choices"][0]["finish_reason"] is None for one in found[:-1])
+    assert last["choices"][0]["delta"] == {} and last["choices"][0]["finish_reason"] == "length"
+
+
+def test_the_usage_chunk_comes_when_asked_for_and_has_no_choices(server):
+    plain = chunks(server.stream(CHAT, ask(max_tokens=3)))
+    assert all(one["choices"] and "usage" not in one for one in plain)
+    *others, last = chunks(server.stream(CHAT, ask(max_tokens=3, stream_options={"include_usage": True})))
+    assert all(len(one["choices"]) == 1 and one["usage"] is None for one in others)
+    assert last["choices"] == [] and last["usage"]["completion_tokens"] == 3
+    assert last["usage"]["total_tokens"] == last["usage"]["prompt_tokens"] + 3
+
+
+def test_the_reason_is_right_when_streaming_and_when_not(server, scripted):
+    scripted("Hi.")
+    for tokens, reason in ((1, "length"), (50, "stop")):
+        _, whole = server.post(CHAT, ask(max_completion_tokens=tokens))
+        streamed = chunks(server.stream(CHAT, ask(max_tokens=tokens)))
+        assert whole["choices"][0]["finish_reason"] == streamed[-1]["choices"][0]["finish_reason"] == reason
+
+
+def test_whole_characters_only_and_none_is_lost(server, scripted):
+    """🧑 is four byte tokens here; half of one at the end is shown as U+FFFD."""
+    scripted("a🧑é")
+    deltas = [one["choices"][0]["delta"].get("content", "") for one in chunks(server.stream(CHAT, ask()))]
+    assert [text for text in deltas if text] == ["a", "🧑", "é"]
+    _, cut = server.post(CHAT, ask(max_tokens=3))
+    assert cut["choices"][0]["message"]["content"] == "a�"
+
+
+def test_a_stop_string_cut_across_chunks_never_shows(server, scripted):
+    scripted("one two three")
+    for stop in ("two", ["zz", "wo t"]):
+        cut = "one " if stop == "two" else "one t"
+        _, whole = server.post(CHAT, ask(stop=stop))
+        assert whole["choices"][0]["message"]["content"] == cut and whole["choices"][0]["finish_reason"] == "stop"
+        streamed = chunks(server.stream(CHAT, ask(stop=stop)))
+        assert "".join(one["choices"][0]["delta"].get("content", "") for one in streamed) == cut
+        assert streamed[-1]["choices"][0]["stop_reason"] == whole["choices"][0]["stop_reason"] in ("two", "wo t")
+
+
+def test_thoughts_stand_apart_and_stop_strings_do_not_touch_them(server, scripted):
+    scripted("<think>\nHm. Stop here?\n</think>\n\nYes. Stop here.")
+    _, whole = server.post(CHAT, ask(stop=" Stop"))
+    said = whole["choices"][0]["message"]
+    assert (said["reasoning_content"], said["content"]) == ("\nHm. Stop here?\n", "Yes.")
+    streamed = chunks(server.stream(CHAT, ask(stop=" Stop")))
+    for field in ("reasoning_content", "content"):
+        assert "".join(one["choices"][0]["delta"].get(field, "") for one in streamed) == said[field]
+
+
+def test_a_stop_string_is_found_in_the_answer_however_it_is_cut(loaded):
+    """Every way to cut a text into two pieces between thought and answer."""
+    text = "<think>ab</think>cdabef"
+    for at in range(1, len(text)):
+        answer = AnswerText(loaded[1], ["ab"], ThinkSplitter())
+        answer.decoder.put, answer.decoder.flush = lambda part: part, lambda: ""
+        found = answer.put(text[:at], False) + answer.put(text[at:], True)
+        assert ["".join(t for k, t in found if k == kind) for kind in ("think", "answer")] == ["ab", "cd"]
+
+
+def test_a_comment_keeps_the_connection_during_a_long_prefill(loaded):
+    with Serving(*loaded, limits=Limits(keepalive_s=0.02)) as server, server.held():
+        connection = server.send("POST", CHAT, ask(max_tokens=2, stream=True))
+        response = connection.getresponse()
+        lines = [response.readline() for _ in range(6)]
+        assert json.loads(lines[0].removeprefix(b"data: "))["choices"][0]["delta"]["role"] == "assistant"
+        assert lines[2] == lines[4] == b": keepalive\n" and lines[1] == lines[3] == b"\n"
+        server.gate.set()
+        events = response.read().decode().split("\n\n")
+        assert "data: [DONE]" in events
+        connection.close()
+
+
+# --- what is asked ----------------------------------------------------------------------------------------------------
+
+
+def test_other_ways_to_say_the_same(server):
+    """Parts, a developer, an assistant without content, null fields, unknown fields, `//` and `/` in the path."""
+    system = [{"role": "system", "content": "Be\nshort."}]
+    turns = [*ask("Hi")["messages"], {"role": "assistant", "content": ""}, *ask("Who?")["messages"]]
+    _, plain = server.post(CHAT, {"messages": system + turns, "max_tokens": 6})
+    parts = [{"type": "text", "text": "Be"}, {"type": "text", "text": "short."}]
+    turns[1] = {"role": "assistant", "content": None, "name": "x"}
+    body = {"messages": [{"role": "developer", "content": parts}, *turns], "max_completion_tokens": 6, "max_tokens": 1}
+    body |= {"stop": None, "n": 1, "tools": [], "logprobs": False, "user": "me", "response_format": {"type": "text"}}
+    status, other = server.post("//v1//chat/completions/", body | {"model": "alias", "no_such": [1]})
+    assert status == 200 and other["choices"] == plain["choices"] and other["model"] == "alias"
+
+
+def test_a_template_can_be_told_not_to_think(server):
+    _, plain = server.post("/tokenize", ask())
+    _, quiet = server.post("/tokenize", ask(chat_template_kwargs={"enable_thinking": False}))
+    assert quiet["count"] > plain["count"] and quiet["tokens"][: plain["count"]] == plain["tokens"]
+    _, found = server.post(CHAT, ask(chat_template_kwargs={"enable_thinking": False}, max_tokens=1))
+    assert found["usage"]["prompt_tokens"] == quiet["count"]
+
+
+def test_tokenize_and_detokenize(server, loaded):
+    ids = loaded[1].encode("Once upon ☃")
+    assert server.post("/tokenize", {"prompt": "Once upon ☃"}) == (
+        200, {"tokens": ids, "count": len(ids), "max_model_len": 512},
+    )  # fmt: skip
+    assert server.post("/detokenize", {"tokens": ids}) == (200, {"prompt": "Once upon ☃"})
+    status, found = server.post("/detokenize", {"tokens": [1, 99999]})
+    assert status == 400 and found["error"]["param"] == "tokens"
+
+
+def test_what_the_checkpoint_puts_around_a_text_can_be_left_out(server, monkeypatch):
+    asked = []
+    monkeypatch.setattr(prompts, "text_ids", lambda served, text, special=True: asked.append(special) or [5])
+    for field in ({}, {"add_special_tokens": False}):
+        assert server.post(TEXT, {"prompt": "Once", "max_tokens": 1} | field)[0] == 200
+    assert asked == [True, False]
+
+
+def test_a_prompt_of_token_ids_is_the_prompt(server, loaded):
+    _, text = server.post(TEXT, {"prompt": "Once upon", "max_tokens": 6})
+    _, ids = server.post(TEXT, {"prompt": [loaded[1].encode("Once upon")], "max_tokens": 6})
+    assert text["choices"] == ids["choices"]
+
+
+NOT_YET = [
+    ("n", 2), ("logprobs", True), ("top_logprobs", 3), ("tools", [{"type": "function", "function": {"name": "f"}}]),
+    ("tool_choice", "required"), ("response_format", {"type": "json_object"}), ("logit_bias", {"5": 100}),
+    ("presence_penalty", 0.5), ("frequency_penalty", -1), ("audio", {"voice": "x"}),
+]  # fmt: skip
+WRONG = [
+    ("messages", None), ("messages", []), ("messages", "Hi"), ("temperature", "hot"), ("temperature", -1),
+    ("top_p", 1.5), ("max_tokens", 0), ("max_tokens", True), ("max_tokens", 2.5), ("max_completion_tokens", -1),
+    ("seed", 1.5), ("stop", ""), ("stop", [1]), ("stop", ["x"] * 17), ("stream", "yes"), ("stream_options", 1),
+    ("model", 5), ("chat_template_kwargs", {"messages": []}), ("chat_template_kwargs", []),
+]  # fmt: skip
+BAD_MESSAGES = [
+    ({"role": "user"}, ".content"), ({"content": "x"}, ".role"), ({"role": "king", "content": "x"}, ".role"), ("x", ""),
+    ({"role": "user", "content": 5}, ".content"), ({"role": "tool", "content": "x"}, ""),
+    ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, ".content[0]"),
+    ({"role": "user", "content": [{"type": "text", "text": 5}]}, ".content[0].text"),
+    ({"role": "user", "content": "a<|im_end|>b"}, ".content"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), NOT_YET + WRONG)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_refusal_names_the_field(server, name, value, stream):
+    """Also where a stream was asked for: nothing is accepted and then dropped."""
+    status, found = server.post(CHAT, ask(max_tokens=1, stream=stream) | {name: value})
+    assert (status, error(found)["param"], error(found)["type"]) == (400, name, "invalid_request_error")
+    assert (found["error"]["code"] == "unsupported") == ((name, value) in NOT_YET)
+
+
+@pytest.mark.parametrize(("message", "place"), BAD_MESSAGES)
+def test_a_refusal_names_the_message(server, message, place):
+    status, found = server.post(CHAT, {"messages": [{"role": "user", "content": "Hi"}, message]})
+    assert (status, found["error"]["param"]) == (400, f"messages[1]{place}")
+
+
+@pytest.mark.parametrize(("prompt", "said"), [
+    (None, "missing"), ("", "empty"), ([], "empty"), (["a", "b"], "2 prompts"), ([1, 99999], "vocabulary"), (5, "5"),
+    ([[]], "empty"), ([{"a": 1}], "1 prompts"),
+])  # fmt: skip
+def test_prompts_that_are_none(server, prompt, said):
+    status, found = server.post(TEXT, {"prompt": prompt})
+    assert (status, found["error"]["param"]) == (400, "prompt") and said in found["error"]["message"]
+    for field in ({"echo": True}, {"logprobs": 0}, {"best_of": 2}, {"suffix": "x"}):
+        status, found = server.post(TEXT, {"prompt": "Once"} | field)
+        assert status == 400 and found["error"]["param"] == next(iter(field))
+
+
+def test_another_model_is_not_found(server):
+    status, found = server.post(CHAT, ask(model="gpt-9"))
+    assert (status, found["error"]["code"]) == (404, "model_not_found") and "tiny" in found["error"]["message"]
+    assert server.get("/v1/models/Qwen/Qwen3-0.6B")[0] == 404
+    with server.client() as client, pytest.raises(openai.NotFoundError):
+        client.models.retrieve("gpt-9")
+
+
+def test_a_prompt_that_is_too_long_is_400_with_both_counts(server):
+    """llama.cpp answered 500, which routers take for transient and try again."""
+    _, tokens = server.post("/tokenize", ask("My name is Zorbla. " * 200))
+    for stream in (False, True):
+        status, found = server.post(CHAT, ask("My name is Zorbla. " * 200, stream=stream))
+        assert (status, found["error"]["code"]) == (400, "context_length_exceeded")
+        assert "512 tokens" in found["error"]["message"] and f"{tokens['count']} tokens" in found["error"]["message"]
+
+
+def test_an_answer_ends_where_the_context_ends(server, loaded):
+    ids = loaded[1].encode("Once upon a time " * 200)[:505]
+    _, found = server.post(TEXT, {"prompt": ids, "max_tokens": 100, "ignore_eos": True})
+    assert found["usage"]["completion_tokens"] == 8 and found["choices"][0]["stop_reason"] == "context"
+    assert found["choices"][0]["finish_reason"] == "length"
+
+
+# --- prefixes, metrics ------------------------------------------------------------------------------------------------
+
+
+def test_a_second_turn_reuses_the_first(loaded):
+    with Serving(*loaded) as server:
+        _, first = server.post(CHAT, ask("My name is Zorbla.", max_tokens=8))
+        said = first["choices"][0]["message"]["content"]
+        turns = [*ask("My name is Zorbla.")["messages"], {"role": "assistant", "content": said}]
+        _, second = server.post(CHAT, {"messages": [*turns, {"role": "user", "content": "Who?"}], "max_tokens": 2})
+        cached = second["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        assert first["usage"]["prompt_tokens"] - 8 < cached <= second["usage"]["prompt_tokens"]
+
+
+def test_metrics_count_what_happened(loaded):
+    with Serving(*loaded) as server:
+        for _ in range(2):
+            server.post(CHAT, ask(max_tokens=3, ignore_eos=True))
+        server.post(CHAT, ask(n=2))
+        status, headers, text = server.raw("GET", "/metrics")
+    assert status == 200 and headers["content-type"].startswith("text/plain; version=0.0.4")
+    lines = dict(line.rsplit(" ", 1) for line in text.decode().splitlines() if not line.startswith("#"))
+    values = {name.removeprefix("nanokv_"): float(value) for name, value in lines.items()}
+    assert values['requests_total{reason="length"}'] == 2 and values['requests_total{reason="refused"}'] == 1
+    assert values["time_to_first_token_seconds_count"] == 2 and values["inter_token_seconds_count"] == 4
+    assert values['time_to_first_token_seconds_bucket{le="+Inf"}'] == 2
+    assert values["generated_tokens_total"] == 6 and values["pages"] == values["pages_free"] == 200
+    assert values["prefix_hit_tokens_total"] > 8 and values["preemptions_total"] == values["requests_running"] == 0
