@@ -4,6 +4,7 @@ Every scenario is run once for each line of nanokv below the call, at the line's
 minutes), and for a few of them drawn by lot (every time). See interrupts.py.
 """
 
+import inspect
 import random
 import signal
 from types import SimpleNamespace
@@ -279,6 +280,8 @@ class Conversation:
         session.ask("Twotwo")
 
     def go_on(self, session):
+        state = inspect.getgeneratorstate(session._generation._steps)
+        assert state != inspect.GEN_SUSPENDED, "an answer is left open, which cuts the cache when it is collected"
         if len(session.messages) == 4:
             session.undo()
         answers = [session.ask("Twotwo"), session.ask("Three")]

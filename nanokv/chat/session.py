@@ -139,9 +139,9 @@ class Session:
         self.thinking_opened = inside_thinking(self.tokenizer.decode(ids[-8:]), before)
         try:
             yield from stream
-        except BaseException as error:
-            if generation.finish_reason is None:         # or it would cut the cache when it is collected: at any time
-                generation.finish("interrupted" if isinstance(error, GeneratorExit) else "error")
+        except BaseException as error:                   # left open, it would cut the cache when it is collected: later
+            stopped = "interrupted" if isinstance(error, GeneratorExit) else "error"
+            generation.finish(generation.finish_reason or stopped)  # a reason that it has may come before its end
             raise
         finally:
             self._record(turn, generation, stream, messages, reply, before)
