@@ -202,22 +202,22 @@ course.predict("06.b", different, unit="tokens")
 
 
 # %%
-class Liar(DictCache):
-    """A layer that holds S tokens and says that it holds S + offset."""
+class WrongLength(DictCache):
+    """A layer that holds S tokens and says that it holds S + offset. Its mask is right."""
 
     offset = 0
 
     @property
     def length(self):
-        return DictCache.length.fget(self) + self.offset
+        return super().length + self.offset
 
     def mask(self, T):
-        return causal_mask(T, DictCache.length.fget(self) + T)
+        return causal_mask(T, super().length + T)
 
 
 def talk_with(offset, before=0, n=8):
     """Positions of the prompt shifted by `before`, those of the answer by `offset` → tokens, logits of each step."""
-    cache = nanokv.KVCache((Liar() for _ in range(c.num_hidden_layers)), c)
+    cache = nanokv.KVCache((WrongLength() for _ in range(c.num_hidden_layers)), c)
     for layer in cache:
         layer.offset = before
     logits, tokens, seen = nanokv.prefill(model, ids, cache, start_pos=before), [], []
@@ -232,10 +232,13 @@ def talk_with(offset, before=0, n=8):
 
 truth = [torch.tensor([[token]]) for token in answer]  # all variants are fed the same tokens, so steps can be compared
 right_tokens, right_logits = talk_with(0)
-lies = {"right": (0, 0), "all + 1000": (1000, 1000), "one too high": (1, 0), "one too low": (-1, 0),
-        "double": (P, 0), "from 0 again": (-P, 0)}
+shifts = {  # what is added to the positions of the answer, and to those of the prompt
+    "right": (0, 0), "all + 1000": (1000, 1000), "one too high": (1, 0), "one too low": (-1, 0),
+    "double": (P, 0),  # the P tokens of the prompt are counted twice: the answer begins at 2 · P
+    "from 0 again": (-P, 0),  # they are not counted: the answer begins at 0
+}
 moved, differ = {}, {}
-for name, (offset, before) in lies.items():
+for name, (offset, before) in shifts.items():
     tokens, seen = talk_with(offset, before)
     moved[name] = float((seen - right_logits).abs().max())
     differ[name] = sum(a != b for a, b in zip(tokens, right_tokens))
@@ -249,7 +252,7 @@ course.figure("06.low", moved["one too low"])
 course.figure("06.restart", differ["from 0 again"])
 course.figure("06.differ", differ["one too high"])
 fig, axis = course.subplots(width=7.5, height=2.8)
-names = [name for name in lies if name != "right"]
+names = [name for name in shifts if name != "right"]
 axis.barh(names, [moved[name] for name in names], color=[course.COLORS[0]] + [course.COLORS[1]] * (len(names) - 1))
 axis.set(xscale="log", xlim=(1e-6, 100), xlabel="largest change of a logit (log)", title="what a wrong position does")
 axis.invert_yaxis()
