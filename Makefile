@@ -50,6 +50,10 @@ fuzz: $(VENV)/.fuzz ## when you changed what reads files: hostile input, minutes
 mutants: $(VENV)/.dev ## to see what the tests miss: plants small faults in a copy, an hour; ARGS="--count 40" for minutes
 	@$(BIN)/python tests/mutants.py $(ARGS)
 
+.PHONY: soak
+soak: $(VENV)/.dev ## when you changed the server: strangers by the thousand, ten minutes; ARGS="--minutes 60"
+	@$(BIN)/python tests/soak.py $(ARGS)
+
 .PHONY: lint
 lint: $(VENV)/.dev ## while you write: style, unused names, import order, types, seconds
 	@$(BIN)/ruff check $(ARGS)

@@ -38,6 +38,7 @@ class Serving:
         self.served = Served(self.engine, tokenizer, names, context, sampling or SamplingParams(), **served)
         self.worker = Worker(self.engine, queue)
         self.app = make_app(self.served, self.worker, Hosts("127.0.0.1", hosts), Keys(keys), limits)
+        self.application = self.app.app.routes[0].endpoint.__self__  # what the endpoints share
         self.stop, self.hurry = threading.Event(), threading.Event()
         self.ready, self.gate = threading.Event(), threading.Event()
         self.gate.set()

@@ -121,7 +121,7 @@ def test_the_seed_that_was_drawn_repeats_the_answer(server):
     _, first = server.post(CHAT, ask(max_tokens=8, temperature=1.5))
     _, again = server.post(CHAT, ask(max_tokens=8, temperature=1.5, seed=first["seed"]))
     assert first["choices"] == again["choices"] and first["seed"] == again["seed"]
-    assert server.post(CHAT, ask(max_tokens=1, temperature=1.5, seed=-1))[1]["seed"] == 2**64 - 1
+    assert server.post(CHAT, ask(max_tokens=1, temperature=1.5, seed=-1))[1]["seed"] == -1
 
 
 # --- the form ---------------------------------------------------------------------------------------------------------
@@ -359,7 +359,8 @@ def test_a_refusal_names_the_message(server, message, place):
 
 @pytest.mark.parametrize(("prompt", "said"), [
     (None, "missing"), ("", "empty"), ([], "empty"), (["a", "b"], "2 prompts"), ([1, 99999], "vocabulary"), (5, "5"),
-    ([[]], "empty"), ([{"a": 1}], "1 prompts"),
+    ([[]], "empty"), ([{"a": 1}], "prompt[0] is {'a': 1}"), ([True], "prompt[0] is True"),
+    ([[5, "x"]], "prompt[1] is 'x'"),
 ])  # fmt: skip
 def test_prompts_that_are_none(server, prompt, said):
     status, found = server.post(TEXT, {"prompt": prompt})

@@ -14,7 +14,7 @@ import time
 import openai
 import pytest
 
-from nanokv.serve import forms
+from nanokv.serve import forms, prompts
 from nanokv.serve.errors import ApiError
 from nanokv.serve.response import Limits
 from nanokv.serve.security import Hosts, Keys, host_name
@@ -75,14 +75,27 @@ def test_a_client_that_leaves_in_decode_frees_its_place_and_its_pages(loaded, st
 
 
 def test_a_client_that_reads_nothing_does_not_stay(loaded, monkeypatch):
+    monkeypatch.setattr("nanokv.serve.server.READER_S", 0.2)
     monkeypatch.setattr(forms.ChatForm, "opening", lambda self: b":" + b"x" * 12_000_000 + b"\n\n")
-    with Serving(*loaded, limits=Limits(reader_s=0.2)) as server:
+    with Serving(*loaded) as server:
         step = server.engine.step
         server.engine.step = lambda: (time.sleep(0.003), step())[1]
         connection = server.send("POST", CHAT, ask(stream=True, **ENDLESS))
         ticket = only_ticket(server)
         server.wait(lambda: server.free)
         assert ticket.request.finish_reason == "cancelled" and len(ticket.request.tokens) < 400
+        connection.close()
+
+
+def test_a_client_that_reads_nothing_of_a_whole_answer_does_not_stay(loaded, monkeypatch):
+    """All of it is written, and the request has ended, while the socket has taken a part of it."""
+    monkeypatch.setattr(forms.ChatForm, "whole", lambda *args, **facts: {"x": "x" * 12_000_000})
+    with Serving(*loaded) as server:
+        assert len(server.raw("POST", CHAT, ask(max_tokens=2))[2]) > 12_000_000, "who reads has all of it"
+        monkeypatch.setattr("nanokv.serve.server.READER_S", 0.3)
+        connection = server.send("POST", CHAT, ask(max_tokens=2))
+        server.wait(lambda: b'reason="length"} 2.0' in server.worker.metrics.text({}) and server.free)
+        server.wait(lambda: not server.server.server_state.connections)
         connection.close()
 
 
@@ -211,6 +224,32 @@ def test_answers_that_do_not_finish_in_time_are_told(loaded):
         connection.close()
         assert json.loads(events[-2].removeprefix("data: "))["error"]["code"] == "shutting_down"
         assert whole[0][0] == 503 and whole[0][1]["error"]["code"] == "shutting_down"
+
+
+def test_an_end_in_the_middle_of_a_body_is_told_at_once(loaded, caplog):
+    with Serving(*loaded, grace=60) as server, contextlib.ExitStack() as stack:
+        halves = [stack.enter_context(socket.create_connection(("127.0.0.1", server.port))) for _ in range(2)]
+        for half, path in zip(halves, (CHAT, "/tokenize"), strict=True):
+            half.sendall(b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{" % path.encode())
+        server.wait(lambda: server.application.reading == 2)
+        server.stop.set()
+        for half in halves:
+            found = half.makefile("rb").read()
+            assert b" 503 " in found and b'"code":"shutting_down"' in found
+        server.thread.join(5)
+        assert not server.thread.is_alive() and "Exception" not in caplog.text
+
+
+def test_a_client_that_reads_nothing_does_not_keep_a_server_that_ends(loaded, monkeypatch, caplog):
+    monkeypatch.setattr("nanokv.serve.server.FAREWELL_S", 0.2)
+    monkeypatch.setattr(forms.ChatForm, "opening", lambda self: b":" + b"x" * 12_000_000 + b"\n\n")
+    with Serving(*loaded, grace=0.1) as server:
+        connection = server.send("POST", CHAT, ask(stream=True, **ENDLESS))
+        only_ticket(server)
+        server.stop.set()
+        server.thread.join(5)
+        assert not server.thread.is_alive() and "Exception" not in caplog.text and "Cancel" not in caplog.text
+        connection.close()
 
 
 # --- hosts, origins, keys ---------------------------------------------------------------------------------------------
@@ -362,6 +401,99 @@ def test_many_bodies_at_once_are_bounded(loaded):
         assert b" 503 " in halves[2].recv(10_000)
         halves[0].sendall(b" " * 1_000)
         assert b" 400 " in halves[0].recv(10_000) and server.post(CHAT, ask(max_tokens=1))[0] == 200
+
+
+@pytest.fixture
+def busy(monkeypatch):
+    """The tokenizer waits for busy.set()."""
+    gate, text_ids = threading.Event(), prompts.text_ids
+    monkeypatch.setattr(prompts, "text_ids", lambda *args: gate.wait(20) and text_ids(*args))
+    yield gate
+    gate.set()
+
+
+def test_requests_to_the_tokenizer_are_bounded(loaded, busy):
+    with Serving(*loaded, limits=Limits(beside=3)) as server, contextlib.ExitStack() as stack:
+        found = [stack.enter_context(asked(server, {"prompt": "Hi"}, "/tokenize")) for _ in range(3)]
+        server.wait(lambda: server.application.beside == 3)
+        for path, body in (("/tokenize", {"prompt": "Hi"}), ("/detokenize", {"tokens": [5]})):
+            status, headers, data = server.raw("POST", path, body)
+            assert status == 429 and int(headers["retry-after"]) >= 1
+            assert error(json.loads(data))["code"] == "queue_full"
+        busy.set()
+        server.wait(lambda: all(found))
+        assert [one[0][0] for one in found] == [200] * 3 and server.post("/tokenize", {"prompt": "Hi"})[0] == 200
+
+
+@pytest.mark.parametrize("path", [TEXT, "/tokenize"])
+def test_bodies_that_wait_for_the_tokenizer_count_as_bodies_that_arrive(loaded, busy, path):
+    body = {"prompt": "Hi", "user": "x" * 2_000, "max_tokens": 1}
+    with Serving(*loaded, limits=Limits(bodies=5_000)) as server:
+        with asked(server, body, path) as one, asked(server, body, path) as other:
+            server.wait(lambda: server.application.reading > 4_000)
+            status, found = server.post("/detokenize", b" " * 1_000)
+            assert (status, error(found)["code"]) == (503, "overloaded")
+            busy.set()
+        assert [one[0][0], other[0][0]] == [200, 200] and server.application.reading == 0
+        assert server.post("/detokenize", b" " * 1_000)[0] == 400
+
+
+NO_HTTP = {
+    "TLS": b"\x16\x03\x01\x02\x00\r\n\r\n", "two hosts": b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n",
+    "two words": b"\r\n\r\n\r\nx y\r\n\r\n",
+    "no length of a chunk": b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nno\r\n",
+}  # fmt: skip
+
+
+def said(server, *parts) -> bytes:
+    """To these bytes, until the server closes the connection."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as raw:
+        for part in parts:
+            raw.sendall(part)
+        return raw.makefile("rb").read()
+
+
+@pytest.mark.parametrize("garbage", NO_HTTP.values(), ids=NO_HTTP)
+def test_what_is_no_http_is_refused_in_the_form_of_an_error(server, garbage):
+    head, _, body = said(server, garbage).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ") and b"connection: close" in head.lower()
+    assert error(json.loads(body))["code"] == "invalid_http"
+
+
+def test_a_body_that_turns_out_to_be_none_after_the_answer_ends_the_connection(server, caplog):
+    start = b"POST /v1/nothing HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as raw:
+        raw.sendall(start)
+        found = raw.recv(10_000)
+        raw.sendall(b"no length\r\n")
+        found += raw.makefile("rb").read()  # to the end, which comes at once and not after 5 idle seconds
+        assert found.startswith(b"HTTP/1.1 404 ") and found.count(b"HTTP/1.1") == 1
+    assert "Exception" not in caplog.text and "Fatal" not in caplog.text
+
+
+def test_a_connection_too_many_is_told_so(loaded, monkeypatch):
+    monkeypatch.setattr("nanokv.serve.server.CONNECTIONS", 2)
+    with Serving(*loaded) as server, contextlib.ExitStack() as stack:
+        for _ in range(2):
+            stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
+        server.wait(lambda: len(server.server.server_state.connections) == 2)
+        status, headers, data = server.raw("GET", "/health")
+        assert status == 503 and headers["connection"] == "close" and headers["retry-after"]
+        assert error(json.loads(data))["code"] == "overloaded"
+        stack.close()
+        server.wait(lambda: not server.server.server_state.connections)
+        assert server.get("/health")[0] == 200
+
+
+def test_headers_that_come_at_once_are_bounded_too(server):
+    """The parser counts only those whose end it has not seen."""
+    assert server.get("/health", {"X": "x" * 15_000})[0] == 200
+    for headers in ({"X": "x" * 17_000}, {f"X{i}": "x" * 80 for i in range(90)} | {"Y": "y" * 10_000}):
+        assert server.raw("GET", "/health", headers=headers)[0] in (400, 431)
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as raw:
+        raw.sendall(b"GET /%s HTTP/1.1\r\nHost: localhost\r\n\r\n" % (b"x" * 20_000))
+        found = raw.recv(10_000)
+        assert b" 431 " in found or b" 400 " in found
 
 
 def test_headers_that_do_not_arrive_or_are_too_long_close_the_connection(server, monkeypatch):

@@ -2,7 +2,7 @@
 
 A request goes through these files, from the socket to the engine and back:
 
-    server.py      uvicorn, with a deadline for headers and an end that running answers are told about
+    server.py      uvicorn, with deadlines for clients and an end that running answers are told about
     security.py    who may ask: Host, Origin and API key, before anything of the body is read
     app.py         the addresses, and the way of a request to its place in the queue
     protocol.py    JSON to a checked request, with the field's name in every refusal

@@ -1,7 +1,8 @@
 """The addresses of the server, and a request from its body to its place in the queue."""
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -18,7 +19,7 @@ from nanokv.serve.forms import ChatForm, TextForm
 from nanokv.serve.prompts import Prepared, Served
 from nanokv.serve.response import Answer, Limits
 from nanokv.serve.security import Guard, Hosts, Keys, respond
-from nanokv.serve.worker import Worker
+from nanokv.serve.worker import Ticket, Worker
 
 DRAINED = 64_000_000  # bytes of a body that is too long: read and dropped, so that the refusal is seen
 
@@ -29,7 +30,8 @@ class Application:
     def __init__(self, served: Served, worker: Worker, limits: Limits):
         self.served, self.worker, self.limits = served, worker, limits
         self.threads = ThreadPoolExecutor(2, "nanokv-prompt")  # templates and tokenizers
-        self.reading = 0  # bytes of bodies that are still arriving
+        self.reading = 0  # bytes of bodies that arrive, or wait for a thread
+        self.beside = 0  # requests that wait for a thread and have no place in the engine's queue
 
     def routes(self) -> list[Route]:
         """Every address."""
@@ -68,12 +70,12 @@ class Application:
 
     async def tokenize(self, request: Request) -> Response:
         """{"prompt": text} or {"messages": […]} → {"tokens": […], "count": N}."""
-        ids = await self._in_thread(self._tokens, await self._body(request))
+        ids = await self._beside(request, self._tokens)
         return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": self.served.context})
 
     async def detokenize(self, request: Request) -> Response:
         """{"tokens": […]} → {"prompt": text}."""
-        return JSONResponse({"prompt": await self._in_thread(self._text, await self._body(request))})
+        return JSONResponse({"prompt": await self._beside(request, self._text)})
 
     def _tokens(self, body: bytes) -> list[int]:
         fields = protocol.parse_object(body)
@@ -88,36 +90,56 @@ class Application:
         tokens = protocol.needed(protocol.parse_object(body), "tokens", list)
         return named("tokens", self.served.tokenizer.decode, tokens)
 
+    async def _beside(self, request: Request, function: Callable[[bytes], Any]) -> Any:
+        """function(body), for an address that needs no engine."""
+        async with self._body(request) as body:
+            if self.beside >= self.limits.beside:
+                self.worker.metrics.count("rejected")
+                raise ApiError(429, f"{self.beside:,} requests are being tokenized, which is the limit",
+                               code="queue_full", headers={"retry-after": "1"})  # fmt: skip
+            self.beside += 1
+            try:
+                return await self._in_thread(function, body)
+            finally:
+                self.beside -= 1
+
     async def _in_thread(self, function: Callable, *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self.threads, function, *args)
 
-    async def _body(self, request: Request) -> bytes:
-        """All of it, within limits of bytes and seconds."""
+    @contextlib.asynccontextmanager
+    async def _body(self, request: Request) -> AsyncIterator[bytes]:
+        """All of it, within limits of bytes and seconds. Its bytes count until it has been used."""
+        body, whole = bytearray(), b""
         try:
-            async with asyncio.timeout(self.limits.body_s):
-                return await self._arriving(request)
+            await self._arrive(request, body)
+            whole = bytes(body)
+            body.clear()
+            yield whole
+        finally:
+            self.reading -= len(body) + len(whole)
+
+    async def _arrive(self, request: Request, body: bytearray) -> None:
+        try:
+            async with self.worker.wait(self.limits.body_s):
+                await self._read(request, body)
         except TimeoutError:
             raise ApiError(408, f"the body took more than {self.limits.body_s:g} seconds", code="timeout") from None
         except ClientDisconnect:
             raise ClientGone from None
 
-    async def _arriving(self, request: Request) -> bytes:
-        body, size = bytearray(), 0
-        try:
-            async for part in request.stream():
-                size += len(part)
-                if size <= self.limits.body:
-                    body += part
-                    self.reading += len(part)
-                if self.reading > self.limits.bodies:
-                    raise ApiError(503, "too many requests are arriving at once", code="overloaded")
-                if size > DRAINED:
-                    break
-        finally:
-            self.reading -= len(body)
+    async def _read(self, request: Request, body: bytearray) -> None:
+        size = 0
+        async for part in request.stream():
+            size += len(part)
+            if size <= self.limits.body:
+                body += part
+                self.reading += len(part)
+            if self.reading > self.limits.bodies:
+                raise ApiError(503, "too many requests are arriving at once", code="overloaded")
+            if size > DRAINED:
+                break
         if size > self.limits.body:
             raise ApiError(413, f"the body has more than {self.limits.body:,} bytes", code="body_too_large")
-        return bytes(body)
 
     # --- answers ----------------------------------------------------------------------------------------------------
 
@@ -130,11 +152,10 @@ class Application:
         return await self._answer(request, protocol.text, TextForm)
 
     async def _answer(self, request: Request, check: Callable, form_type: type[ChatForm]) -> Response:
-        body = await self._body(request)
-        ticket = self.worker.open()
+        async with self._body(request) as body:
+            ticket, prepared = await self._prepared(body, check, request.scope["salt"])
+        asked = prepared.asked
         try:
-            prepared = await self._in_thread(self._prepare, body, check, request.scope["salt"])
-            asked = prepared.asked
             ticket.submit(prepared.ids, prepared.text, prepared.settings, asked.param)
             answer = Answer(ticket, prepared, form_type(prepared.model, asked.include_usage), self.limits)
             if asked.stream:
@@ -146,6 +167,14 @@ class Application:
             raise
         ticket.close()
         return response
+
+    async def _prepared(self, body: bytes, check: Callable, salt: str) -> tuple[Ticket, Prepared]:
+        ticket = self.worker.open()
+        try:
+            return ticket, await self._in_thread(self._prepare, body, check, salt)
+        except BaseException:
+            ticket.close()
+            raise
 
     def _prepare(self, body: bytes, check: Callable, salt: str) -> Prepared:
         return prompts.prepare(self.served, check(protocol.parse_object(body)), salt)
@@ -162,10 +191,10 @@ def named(param: str, function: Callable, *args: Any) -> Any:
 def make_app(served: Served, worker: Worker, hosts: Hosts, keys: Keys, limits: Limits | None = None) -> Guard:
     """The ASGI application."""
 
-    async def told(request: Request, error: Exception) -> Response:
+    async def told(request: Request, error: Any) -> Response:
         return respond(error)
 
-    async def unknown(request: Request, error: HTTPException) -> Response:
+    async def unknown(request: Request, error: Any) -> Response:
         message = f"{request.method} {request.scope['path']}: {error.detail}"
         return respond(ApiError(error.status_code, message, headers=dict(error.headers or {})))
 
@@ -176,7 +205,7 @@ def make_app(served: Served, worker: Worker, hosts: Hosts, keys: Keys, limits: L
         return Response(status_code=499)  # nobody reads it
 
     routes = Application(served, worker, limits or Limits()).routes()
-    handlers = {ApiError: told, HTTPException: unknown, ClientGone: gone, Exception: failed}
+    handlers: dict[Any, Callable] = {ApiError: told, HTTPException: unknown, ClientGone: gone, Exception: failed}
     app = Starlette(routes=routes, exception_handlers=handlers)
     app.router.redirect_slashes = False
     return Guard(app, hosts, keys)

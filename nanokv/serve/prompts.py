@@ -15,7 +15,7 @@ from nanokv.engine import Engine
 from nanokv.errors import NanoKVError
 from nanokv.serve.answer import AnswerText, NoThoughts
 from nanokv.serve.errors import ApiError, refused
-from nanokv.serve.protocol import Asked
+from nanokv.serve.protocol import Asked, unsigned
 from nanokv.text.thinking import ThinkSplitter, opens_thinking
 from nanokv.text.tokenizer import Tokenizer
 from weights_loader.strict import quote
@@ -80,7 +80,7 @@ def prepare(served: Served, asked: Asked, salt: str) -> Prepared:
     eos = () if asked.ignore_eos else tuple(served.engine.model.generation_config.eos_token_ids)
     splitter = ThinkSplitter(opens_thinking(served.tokenizer, ids)) if chat else NoThoughts()
     stop = served.stop if asked.stop is None else asked.stop
-    settings = vars(served.sampling) | asked.sampling
+    settings = vars(served.sampling) | unsigned(asked.sampling)
     settings |= {"max_new_tokens": min(wanted or room, room), "eos_token_ids": eos, "salt": salt}
     return Prepared(asked, model, ids, AnswerText(served.tokenizer, stop, splitter, eos), settings, wanted)
 

@@ -85,10 +85,14 @@ def chat(fields: dict) -> Asked:
 def text(fields: dict) -> Asked:
     """Of /v1/completions: one prompt, as text or as token ids."""
     prompt = needed(fields, "prompt", (str, list))
-    if isinstance(prompt, list) and prompt and not all(type(part) is int for part in prompt):
-        if len(prompt) > 1 or not isinstance(prompt[0], str | list):
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
+        if len(prompt) > 1:
             raise ApiError(400, f"{len(prompt):,} prompts in one request: only one is answered", "prompt")
         prompt = prompt[0]
+    if isinstance(prompt, list):
+        for number, part in enumerate(prompt):
+            if type(part) is not int:
+                raise ApiError(400, f"prompt[{number}] is {say(part)}: a token id was expected", "prompt")
     if prompt in ("", []):
         raise ApiError(400, "the prompt is empty: the model needs at least one token to continue", "prompt")
     special = kind(fields, "add_special_tokens", bool, True)
@@ -148,16 +152,20 @@ def equal(one: Any, other: Any) -> bool:
 
 
 def sampling(fields: dict) -> dict:
-    """How tokens are drawn, as far as the request says it; OpenAI's seed may be negative."""
+    """How tokens are drawn, as far as the request says it."""
     found = {name: fields[name] for name in SAMPLING if fields.get(name) is not None}
-    if type(found.get("seed")) is int and -(2**63) <= found["seed"] < 0:
-        found["seed"] += 2**64
-    for name, value in found.items():
+    for name, value in unsigned(found).items():
         try:
             check_sampling(**{name: value})
         except GenerationError as error:
             raise ApiError(400, str(error), name) from None
     return found
+
+
+def unsigned(found: dict) -> dict:
+    """OpenAI's seed may be negative; that of a generator is the same 64 bits without a sign."""
+    seed = found.get("seed")
+    return found | {"seed": seed + 2**64} if type(seed) is int and -(2**63) <= seed < 0 else found
 
 
 def most_tokens(fields: dict) -> int | None:

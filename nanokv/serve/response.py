@@ -1,7 +1,7 @@
 """One answer on its way out: as one response, or as a stream of server-sent events.
 
-While it comes, the client is watched: one that leaves, or reads nothing for `reader_s`, frees its place. An error that
-comes after the status 200 is the last event of the stream.
+While it comes, the client is watched: one that leaves frees its place, and server.py sends away who does not read. An
+error that comes after the status 200 is the last event of the stream.
 """
 
 import asyncio
@@ -29,10 +29,10 @@ class Limits:
     """Bytes and seconds."""
 
     body: int = 4_000_000
-    bodies: int = 256_000_000  # all that are being read
+    bodies: int = 256_000_000  # all that arrive, or wait for a thread
+    beside: int = 16  # requests to /tokenize and /detokenize at a time
     body_s: float = 30.0  # for all of a body to arrive
     answer_s: float = 600.0
-    reader_s: float = 60.0  # for a client to take a part of the answer
     keepalive_s: float = 5.0  # a comment in the stream after so long without text
 
 
@@ -83,11 +83,10 @@ class Answer(Response):
             with self.watched(receive):
                 await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM})
                 async for part in self.events():
-                    async with asyncio.timeout(self.limits.reader_s):
-                        await send({"type": "http.response.body", "body": part, "more_body": True})
+                    await send({"type": "http.response.body", "body": part, "more_body": True})
                 await send({"type": "http.response.body", "body": b""})
             scope["note"].append(self.note())
-        except (ClientGone, TimeoutError):  # gone, or reads nothing
+        except ClientGone:
             scope["note"].append("client gone")
         finally:
             self.ticket.close()
@@ -128,8 +127,10 @@ class Answer(Response):
 
     def facts(self) -> dict:
         """What OpenAI has no name for: timings, and the seed that repeats the answer."""
-        request = self.ticket.request
-        return {"timings": completion.engine_timings(request.metrics()), "seed": completion.seed(request)}
+        request, own = self.ticket.request, self.prepared.asked.sampling.get("seed")
+        drawn = completion.seed(request)
+        seed = drawn if drawn is None or own is None else own  # as it was sent: negative, perhaps
+        return {"timings": completion.engine_timings(request.metrics()), "seed": seed}
 
     def note(self) -> str:
         """For the log."""

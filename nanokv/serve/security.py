@@ -26,6 +26,7 @@ from weights_loader.strict import quote
 
 logger = logging.getLogger(__name__)
 OPEN = ("/health",)  # needs no key
+HEADER_BYTES = 16_384
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
@@ -34,8 +35,8 @@ class Keys:
 
     def __init__(self, keys: Iterable[str] = ()):
         secret = secrets.token_bytes(32)  # so that a salt says nothing about its key
-        keys = [key.encode() for key in keys]
-        self.salts = [(_digest(key), hmac.new(secret, key, hashlib.sha256).hexdigest()) for key in keys]
+        known = [key.encode() for key in keys]
+        self.salts = [(_digest(key), hmac.new(secret, key, hashlib.sha256).hexdigest()) for key in known]
 
     def salt(self, authorization: str) -> str:
         """Of the request's key; ApiError where it has none that is known."""
@@ -104,7 +105,7 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = re.sub("/+", "/", scope["path"])
-        scope = scope | {"path": path.rstrip("/") or "/", "note": [], "salt": ""}
+        scope = dict(scope) | {"path": path.rstrip("/") or "/", "note": [], "salt": ""}
         began, status = perf_counter(), [0]
 
         async def watched(message: Message) -> None:
@@ -112,6 +113,7 @@ class Guard:
             await send(message)
 
         try:
+            check_length(scope)
             headers = Headers(scope=scope)
             self.hosts.check(headers)
             if scope["path"] not in OPEN:
@@ -126,6 +128,14 @@ class Guard:
         note = " · ".join(["", *scope["note"]])
         seconds = perf_counter() - began
         logger.info("%s %s %d%s · %.3f s", scope["method"], quote(scope["path"])[1:-1], status[0], note, seconds)
+
+
+def check_length(scope: Scope) -> None:
+    """Of address and headers together; the parser limits them only while they are incomplete."""
+    size = sum(len(name) + len(value) for name, value in scope["headers"])
+    size += len(scope["raw_path"]) + len(scope["query_string"])
+    if size > HEADER_BYTES:
+        raise ApiError(431, f"address and headers have {size:,} bytes, at most {HEADER_BYTES:,} are read")
 
 
 def respond(error: ApiError) -> JSONResponse:

@@ -1,32 +1,43 @@
-"""uvicorn around the application: it listens, gives headers a deadline, and ends so that running answers are told."""
+"""uvicorn around the application: it listens, gives clients deadlines, and ends so that running answers are told."""
 
 import asyncio
 import contextlib
+import json
 import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import h11
 import uvicorn
+from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from nanokv.errors import NanoKVError
-from nanokv.serve.security import Guard
+from nanokv.serve.errors import ApiError
+from nanokv.serve.security import HEADER_BYTES, Guard, respond
 from nanokv.serve.worker import Worker
 
-HEADER_BYTES = 16_384
 HEADER_S = 15.0  # for all headers of a request to arrive
+READER_S = 60.0  # for a client to take what was written
 CONNECTIONS = 1_000
-FAREWELL_S = 3.0  # for a client to take the last bytes
+CLOSE = (b"connection", b"close")
+FAREWELL_S = 3.0  # for a client to take the last bytes when the server ends
 
 
 class Protocol(H11Protocol):
-    """Closes a connection whose request does not arrive: uvicorn waits for the rest of the headers for ever."""
+    """Ends a connection whose request does not arrive, or whose client does not read: uvicorn waits for ever.
+
+    `transport.close()` waits too, until all is written; only `abort()` does not.
+    """
 
     _deadline: asyncio.TimerHandle | None = None
+    _reader: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        transport.set_write_buffer_limits(high=0)  # writing pauses as soon as the socket does not take all
+        if len(self.connections) > CONNECTIONS:
+            self.app = crowded
         self._wait_for_headers()
 
     def data_received(self, data: bytes) -> None:
@@ -36,6 +47,27 @@ class Protocol(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._stop_waiting()
+        self.resume_writing()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._reader = self.loop.call_later(READER_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._reader is not None:
+            self._reader.cancel()
+
+    def send_400_response(self, msg: str) -> None:
+        """OpenAI's form for what is no HTTP; where an answer has begun, the connection ends without another."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            body = json.dumps(ApiError(400, msg, code="invalid_http").body).encode()
+            kind = (b"content-type", b"application/json")
+            length = (b"content-length", str(len(body)).encode())
+            start = h11.Response(status_code=400, headers=[kind, length, CLOSE], reason=b"Bad Request")
+            for event in (start, h11.Data(data=body), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
 
     def _wait_for_headers(self) -> None:
         if self.conn.their_state is not h11.IDLE or self.transport.is_closing():
@@ -49,6 +81,13 @@ class Protocol(H11Protocol):
             self._deadline = None
 
 
+async def crowded(scope: Scope, receive: Receive, send: Send) -> None:
+    """The application of a connection that is one too many."""
+    full = ApiError(503, f"{CONNECTIONS:,} connections are open, which is the limit", code="overloaded",
+                    headers={"connection": "close", "retry-after": "1"})  # fmt: skip
+    await respond(full)(scope, receive, send)
+
+
 class Server(uvicorn.Server):
     """Ends when `stop()` is true: nothing new is taken, answers have `grace` seconds, and none when `hurry()` is true.
     """
@@ -58,7 +97,7 @@ class Server(uvicorn.Server):
         super().__init__(uvicorn.Config(
             app, http=Protocol, ws="none", loop="asyncio", lifespan="off", log_config=None, access_log=False,
             proxy_headers=False, server_header=False, h11_max_incomplete_event_size=HEADER_BYTES,
-            limit_concurrency=CONNECTIONS, timeout_graceful_shutdown=int(grace + FAREWELL_S),
+            timeout_graceful_shutdown=int(grace) + 10,  # should _farewell fail
         ))  # fmt: skip
         self.worker, self.stop, self.hurry, self.grace, self.ready = worker, stop, hurry, grace, ready
 
@@ -72,11 +111,18 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         ending = asyncio.create_task(self.worker.end(self.grace))
-        hurrying = asyncio.create_task(self._hurry())
+        others = [asyncio.create_task(self._hurry()), asyncio.create_task(self._farewell(ending))]
         await super().shutdown(sockets)
-        hurrying.cancel()
+        for task in others:
+            task.cancel()
         await ending
         await asyncio.to_thread(self.worker.join)
+
+    async def _farewell(self, ending: asyncio.Task) -> None:
+        await asyncio.wait([ending])
+        await asyncio.sleep(FAREWELL_S)
+        for connection in list(self.server_state.connections):  # whose clients read nothing
+            connection.transport.abort()
 
     async def _hurry(self) -> None:
         while not self.hurry():

@@ -11,6 +11,7 @@ but for those that say otherwise.
 """
 
 import asyncio
+import contextlib
 import logging
 import queue
 import threading
@@ -38,6 +39,7 @@ class Worker:
         self.metrics = Metrics()
         self.tickets: set[Ticket] = set()
         self.closing = False
+        self._waits: set[asyncio.Timeout] = set()
         self._active: list[Ticket] = []  # the engine's thread only
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="nanokv-engine", daemon=True)
@@ -66,10 +68,24 @@ class Worker:
         return ticket
 
     def _check_open(self) -> None:
-        if not self.alive:
-            raise ApiError(503, "the engine has failed, and the server must be started again", code="engine_failed")
         if self.closing:
             raise ApiError(503, "the server is shutting down", code="shutting_down")
+        if not self.alive:
+            raise ApiError(503, "the engine has failed, and the server must be started again", code="engine_failed")
+
+    @contextlib.asynccontextmanager
+    async def wait(self, seconds: float) -> AsyncIterator[None]:
+        """Around a wait for a client: TimeoutError after so many seconds, ApiError as soon as the server ends."""
+        self._check_open()
+        try:
+            async with asyncio.timeout(seconds) as wait:
+                self._waits.add(wait)
+                yield
+        except TimeoutError:
+            self._check_open()
+            raise
+        finally:
+            self._waits.discard(wait)
 
     async def call(self, function: Callable[[Engine], Any]) -> Any:
         """function(engine), between two steps."""
@@ -89,6 +105,9 @@ class Worker:
     async def end(self, grace: float) -> None:
         """Take nothing more; what runs has `grace` seconds to finish, then it is told. Ends the thread."""
         self.closing = True
+        for wait in self._waits:
+            if not wait.expired():
+                wait.reschedule(0)
         until = perf_counter() + grace
         while self.tickets and perf_counter() < until:
             await asyncio.sleep(0.02)
@@ -111,7 +130,11 @@ class Worker:
             logger.error("the engine's thread has ended: %s", where(error))
             raise
         finally:
-            self._tell(lambda: [ticket.fail(internal()) for ticket in self.tickets])
+            self._tell(self._fail_all)
+
+    def _fail_all(self) -> None:
+        for ticket in self.tickets:
+            ticket.fail(internal())
 
     def _step(self) -> None:
         try:
@@ -136,7 +159,12 @@ class Worker:
         news = [(ticket, *ticket.take_news()) for ticket in self._active]
         self._active = [ticket for ticket, _, event in news if event is None]
         if any(pieces or event is not None for _, pieces, event in news):
-            self._tell(lambda: [ticket.hear(pieces, event) for ticket, pieces, event in news])
+            self._tell(lambda: self._spread(news))
+
+    @staticmethod
+    def _spread(news: "list[tuple[Ticket, list[Piece], Any]]") -> None:
+        for ticket, pieces, event in news:
+            ticket.hear(pieces, event)
 
     @staticmethod
     def fault(error: Exception) -> ApiError:
@@ -145,6 +173,7 @@ class Worker:
         return internal()
 
     def _tell(self, function: Callable[[], Any]) -> None:
+        assert self._loop is not None, "start() has not been called"
         try:
             self._loop.call_soon_threadsafe(function)
         except RuntimeError:  # the loop has ended, and nobody listens
@@ -157,7 +186,7 @@ class Ticket:
     def __init__(self, worker: Worker):
         self.worker, self.opened = worker, perf_counter()
         self.request: Any = None  # the engine's, once it has it
-        self.text: AnswerText | None = None
+        self.text: Any = None  # AnswerText, once it has been submitted
         self._events: asyncio.Queue[Any] = asyncio.Queue()
         self._fresh: list[Piece] = []  # the engine's thread only, as is _seen
         self._seen = 0.0
@@ -173,8 +202,7 @@ class Ticket:
                 self.request = self.worker.engine.submit(ids, on_token=self._put, **settings)
                 self.worker._active.append(self)
             except Exception as error:
-                known = isinstance(error, NanoKVError)
-                reason = refused(error, param) if known else self.worker.fault(error)
+                reason = refused(error, param) if isinstance(error, NanoKVError) else self.worker.fault(error)
                 self.worker._tell(lambda: self.fail(reason))
 
         self.worker._inbox.put(command)

@@ -1,0 +1,65 @@
+"""The soak of `nanokv serve` (soak.py): what it judges, and a third of a minute of it."""
+
+import collections
+import subprocess
+import sys
+
+import pytest
+
+import soak
+
+QUIET = {"pages": 8.0, "pages_free": 8.0, "requests_running": 0.0, "requests_waiting": 0.0, "preemptions_total": 0.0,
+         "generated_tokens_total": 1.0, "prefix_hit_tokens_total": 0.0}  # fmt: skip
+
+
+def result(outcomes=(), **more):
+    """Of a soak that passes, but for what is given."""
+    tallies = {"whole": collections.Counter({soak.FINE: 1}), "stream": collections.Counter({soak.FINE: 1})}
+    tallies["half"] = collections.Counter({soak.LEFT: 3, soak.BUSY: 2, soak.CUT: 1, **dict(outcomes)})
+    facts = {"memory": [90, 110, 130, 100, 101, 99, 100, 101, 100], "metrics": QUIET, "exit_code": 143, "log": "fine\n",
+             "restart_s": 1.0, "seconds": 9.0, "answers": 2, "flat": 0.02}  # fmt: skip
+    return soak.Result(tallies, **facts | more)
+
+
+def test_a_soak_passes_where_nothing_went_wrong():
+    found = result()
+    assert found.failures() == []
+    assert found.table().splitlines()[3].split() == ["half", "6", "0", "3", "2", "1", "0", "0", "0"]
+
+
+@pytest.mark.parametrize(("more", "said"), [
+    ({"outcomes": {soak.WRONG: 1}}, "1 wrong"), ({"outcomes": {soak.LOST: 2}}, "2 lost"),
+    ({"outcomes": {soak.HUNG: 1}}, "1 hung"), ({"metrics": QUIET | {"pages_free": 5.0}}, "3 pages leaked"),
+    ({"metrics": QUIET | {"requests_running": 1.0}}, "1 requests left in the engine"),
+    ({"memory": [100] * 6 + [103] * 3}, r"memory changed by +3.0%"),
+    ({"memory": [100] * 6 + [97] * 3}, r"memory changed by -3.0%"), ({"exit_code": -9}, "exit code -9 after SIGTERM"),
+    ({"log": "fine\nException in ASGI application\n"}, "log: Exception in ASGI application"),
+])  # fmt: skip
+def test_a_soak_fails_for_each_fault(more, said):
+    assert result(**more).failures() == [said]
+
+
+def test_a_soak_without_an_answer_is_none():
+    found = result()
+    found.tallies["stream"].clear()
+    assert found.failures() == ["no client stream fared as expected"]
+
+
+@pytest.mark.slow
+@pytest.mark.serial
+def test_a_third_of_a_minute_of_every_kind_of_client():
+    """Memory needs minutes to settle: here it may only not multiply."""
+    command = [sys.executable, soak.__file__, "--minutes", "0.3", "--flat", "30"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and done.stdout.endswith("passed\n"), done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_a_wrong_answer_is_found(monkeypatch, capsys):
+    """The comparison itself: the right answers are made wrong."""
+    known = soak.questions()
+    for question in known:
+        question.text += "x"
+    monkeypatch.setattr(soak, "questions", lambda: known)
+    assert soak.main(["--minutes", "0.1", "--flat", "100", "--clients", "4"]) == 1
+    assert " wrong\n" in capsys.readouterr().out
