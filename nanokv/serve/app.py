@@ -12,9 +12,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from nanokv.errors import NanoKVError
-from nanokv.serve import metrics, prompts, protocol
+from nanokv.serve import metrics, page, prompts, protocol
 from nanokv.serve.errors import ApiError, ClientGone, internal, refused
 from nanokv.serve.forms import ChatForm, TextForm
+from nanokv.serve.live import Live, Watching, tab_of
 from nanokv.serve.prompts import Prepared, Served
 from nanokv.serve.response import Answer, Limits
 from nanokv.serve.security import Guard, Hosts, Keys, respond
@@ -28,12 +29,14 @@ class Application:
 
     def __init__(self, served: Served, worker: Worker, limits: Limits):
         self.served, self.worker, self.limits = served, worker, limits
+        self.watched = Live(worker, served)
         self.threads = ThreadPoolExecutor(2, "nanokv-prompt")  # templates and tokenizers
         self.reading = 0  # bytes of bodies that are still arriving
 
     def routes(self) -> list[Route]:
         """Every address."""
         return [
+            Route("/", self.page), Route("/live", self.live),
             Route("/health", self.health), Route("/metrics", self.metrics),
             Route("/v1/models", self.models), Route("/v1/models/{name:path}", self.model),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
@@ -43,6 +46,14 @@ class Application:
         ]  # fmt: skip
 
     # --- what is here -----------------------------------------------------------------------------------------------
+
+    async def page(self, request: Request) -> Response:
+        """A chat beside the cache."""
+        return Response(page.html(), media_type="text/html", headers=page.headers())
+
+    async def live(self, request: Request) -> Response:
+        """What the page draws, as a stream of snapshots."""
+        return Watching(self.watched, request.scope["salt"], tab_of(request), self.limits)
 
     async def health(self, request: Request) -> Response:
         """Whether requests are answered."""
@@ -131,7 +142,7 @@ class Application:
 
     async def _answer(self, request: Request, check: Callable, form_type: type[ChatForm]) -> Response:
         body = await self._body(request)
-        ticket = self.worker.open()
+        ticket = self.worker.open(tab_of(request))
         try:
             prepared = await self._in_thread(self._prepare, body, check, request.scope["salt"])
             asked = prepared.asked
