@@ -44,6 +44,5 @@ def headers() -> dict[str, str]:
     )
     return {
         "content-security-policy": policy, "referrer-policy": "no-referrer", "x-content-type-options": "nosniff",
-        "x-frame-options": "DENY", "cross-origin-opener-policy": "same-origin",
-        "cross-origin-resource-policy": "same-origin", "cache-control": "no-cache",
+        "x-frame-options": "DENY", "cross-origin-resource-policy": "same-origin", "cache-control": "no-cache",
     }  # fmt: skip

@@ -124,11 +124,9 @@ def cells(pool: PrefixPool, tables: list[list[int]], kept: list[int]) -> list[tu
     `tables`; KEPT where the index alone holds some; FREE."""
     size = pages_per_cell(pool)
     found: list[Counter] = [Counter() for _ in range(-(-len(pool.references) // size))]
-    for owner, table in enumerate(tables):
-        for page in table:
-            found[page // size][owner] += 1
-    for page in kept:
-        found[page // size][KEPT] += 1
+    for owner, pages in [*enumerate(tables), (KEPT, kept)]:
+        for cell, count in Counter(page // size for page in pages).items():
+            found[cell][owner] = count
     return [(max(counts, key=counts.__getitem__), several(counts)) if counts else (FREE, False) for counts in found]
 
 

@@ -201,7 +201,7 @@ const cache = {
     });
     pen.fillStyle = colour("--rule"), pen.fillRect(0, tall - 1, room, 1);
     pen.fillStyle = colour("--soft"), pen.font = LETTERS, pen.textAlign = "right", pen.textBaseline = "top";
-    pen.fillText(figures(most, 3), room - 2, 2);
+    pen.fillText(count(Math.round(most)), room - 2, 2);
   },
 
   stepTable() {

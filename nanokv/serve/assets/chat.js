@@ -22,7 +22,8 @@ const chat = {
     $("stop").addEventListener("click", () => this.stop());
     $("retry").addEventListener("click", () => this.retry());
     $("new").addEventListener("click", () => this.clear());
-    addEventListener("pagehide", () => remember("turns", this.turns));
+    addEventListener("pagehide", () => { this.left = true; remember("turns", this.turns); });
+    addEventListener("pageshow", () => { this.left = false; });
   },
 
   // --- what a person does -------------------------------------------------------------------------------------------
@@ -74,6 +75,7 @@ const chat = {
       await this.stream(turn, messages, asking.signal);
       turn.state = "done";
     } catch (error) {
+      if (this.left) return; // the browser has ended it, and what is kept says so
       turn.state = asking.signal.aborted ? "stopped" : "failed";
       if (turn.state === "failed") turn.error = error instanceof Refusal ? error.message : "The server cannot be reached, and the answer broke off.";
     }

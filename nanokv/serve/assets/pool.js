@@ -1,7 +1,7 @@
 // The pool as a grid and one request as rows of pages. A request has a letter, a colour and a pattern: each alone tells it.
 
 const FREE = -1, KEPT_PAGES = -2, SHARED = -3;
-const COLOURS = ["--one", "--two", "--three", "--four", "--five", "--six"], PATTERNS = ["plain", "slanted", "level", "upright"];
+const COLOURS = ["--one", "--two", "--three", "--four", "--five"], PATTERNS = ["plain", "slanted", "level", "upright"];
 const letters = new Map(); // id → number of its letter, the lowest that no present request has
 
 function nameAll(requests) {
@@ -29,7 +29,7 @@ function hatch(pen, x, y, w, h, pattern) {
     if (pattern === "level") pen.moveTo(x, y + d), pen.lineTo(x + w, y + d);
     if (pattern === "upright") pen.moveTo(x + d, y), pen.lineTo(x + d, y + h);
   }
-  pen.strokeStyle = "#00000038", pen.lineWidth = 1, pen.stroke();
+  pen.strokeStyle = "#00000050", pen.lineWidth = 1, pen.stroke();
   pen.restore();
 }
 
@@ -39,7 +39,7 @@ function box(pen, x, y, w, h, { fill, pattern = "plain", text = "", frame = "" }
   hatch(pen, x, y, w, h, pattern);
   if (frame) pen.strokeStyle = colour(frame), pen.lineWidth = 1.5, pen.strokeRect(x + 0.75, y + 0.75, w - 1.5, h - 1.5);
   if (!text || h < 9) return;
-  pen.fillStyle = colour("--on");
+  pen.fillStyle = colour(fill === "--card" ? "--ink" : "--on");
   pen.font = `700 ${Math.min(12, h - 2)}px ${LETTERS.slice(5)}`, pen.textAlign = "center", pen.textBaseline = "middle";
   pen.fillText(text, x + w / 2, y + h / 2 + 0.5);
 }
@@ -47,7 +47,7 @@ function box(pen, x, y, w, h, { fill, pattern = "plain", text = "", frame = "" }
 function ownerLook(owner, requests) {
   if (owner === FREE) return { fill: "--free" };
   if (owner === KEPT_PAGES) return { fill: "--kept", pattern: "slanted" };
-  if (owner === SHARED) return { fill: "--six", pattern: "level", text: "+", frame: "--ink" };
+  if (owner === SHARED) return { fill: "--card", pattern: "level", text: "+", frame: "--ink" };
   const { id, whose } = requests[owner], n = letters.get(id);
   return { fill: COLOURS[n % COLOURS.length], pattern: PATTERNS[n % PATTERNS.length], text: letterOf(id), frame: whose === "tab" ? "--ink" : "" };
 }
@@ -72,7 +72,7 @@ function swatch(look) {
 
 // --- one request ----------------------------------------------------------------------------------------------------
 
-const PARTS = { reused: { fill: "--two", pattern: "slanted" }, computed: { fill: "--new" }, answer: { fill: "--one" }, absent: { fill: "--free" } };
+const PARTS = { reused: { fill: "--reused", pattern: "slanted" }, computed: { fill: "--new" }, answer: { fill: "--answer" }, absent: { fill: "--free" } };
 const MOST_ROWS = 14;
 
 function tokensOf({ prompt, reused, generated, reason, held, kept }) { // the part that each token belongs to, in their order
