@@ -3,6 +3,7 @@
 The page in a real browser is in test_serve_browser.py.
 """
 
+import asyncio
 import base64
 import contextlib
 import hashlib
@@ -191,6 +192,18 @@ def test_a_watcher_sees_its_request_from_the_queue_to_what_it_leaves(loaded):
         assert watcher.wait(lambda now: now["ended"][0]["reason"] == "length")["ended"][0]["reused"] > 0
 
 
+def test_a_request_that_is_stopped_in_prefill_leaves_what_it_has_computed(loaded):
+    with slow(Serving(*loaded, step_tokens=8), 0.05) as server, Watcher(server, tab="here") as watcher:
+        with streaming(server, ask("My name is Zorbla. " * 40, **ENDLESS), **{"X-Nanokv-Tab": "here"}):
+            seen = watcher.wait(lambda now: now["requests"] and now["requests"][0]["prefilled"] > 20)["requests"][0]
+            assert seen["state"] == "prefill" and seen["held"] == seen["prefilled"] < seen["prompt"]
+        (left,) = watcher.wait(lambda now: now["ended"])["ended"]
+        assert seen["prefilled"] <= left["prefilled"] < left["prompt"] and left["generated"] == 0
+        assert left["kept"] == left["prefilled"] // 4 * 4
+        server.wait(lambda: server.free)
+        assert len(server.worker._left) == 1
+
+
 def test_another_client_and_another_tab_are_no_request_of_mine(loaded):
     with slow(Serving(*loaded, keys=["one", "two"])) as server, Watcher(server, key="one", tab="a") as watcher:
         with contextlib.ExitStack() as stack:
@@ -239,15 +252,33 @@ def test_watchers_are_bounded(loaded, monkeypatch):
     with Serving(*loaded) as server:
         with Watcher(server) as one, Watcher(server) as two:
             assert one.next() and two.next()
-            status, headers, data = server.raw("GET", "/live")
-            assert status == 429 and headers["retry-after"] and error(json.loads(data))["code"] == "too_many_watchers"
-            assert "2 pages watch" in error(json.loads(data))["message"]
+            with Watcher(server) as three:
+                assert three.response.status == 429 and three.response.headers["retry-after"]
+                found = error(json.loads(three.response.read()))
+                assert found["code"] == "too_many_watchers" and "2 pages watch" in found["message"]
         server.wait(lambda: not watched_by(server).watchers)
         with Watcher(server) as again:
             assert again.next()
 
 
-def test_a_reader_that_is_slow_skips_snapshots_and_one_that_reads_nothing_is_left(loaded, monkeypatch):
+def test_a_reader_that_is_slow_skips_snapshots(server):
+    """It gets the newest when it has taken the one before."""
+
+    async def read():
+        watched = live.Live(server.worker, server.served)
+        events = live.Watching(watched, "", "", Limits()).events()
+        seen = []
+        for steps in ((1,), (2, 3, 4), (5,)):
+            for step in steps:
+                watched.taken = snapshot(server.engine, {}) | {"engine": step}
+                watched.wake()
+            seen.append(json.loads((await anext(events)).removeprefix(b"data: "))["engine"])
+        return seen
+
+    assert asyncio.run(read()) == [1, 4, 5]
+
+
+def test_a_reader_that_reads_nothing_is_left(loaded, monkeypatch):
     monkeypatch.setattr(live, "data", lambda value: b": " + b"x" * 6_000_000 + b"\n\n")
     monkeypatch.setattr(live, "TICK_S", 0.01)
     with slow(Serving(*loaded, limits=Limits(reader_s=0.3))) as server, streaming(server, ask(**ENDLESS)):

@@ -72,10 +72,10 @@ class Worker:
 
     def check_open(self) -> None:
         """ApiError where nothing is answered any more."""
+        if self.closing:  # the engine's thread may have ended already
+            raise ApiError(503, "the server is shutting down", code="shutting_down")
         if not self.alive:
             raise ApiError(503, "the engine has failed, and the server must be started again", code="engine_failed")
-        if self.closing:
-            raise ApiError(503, "the server is shutting down", code="shutting_down")
 
     async def call(self, function: Callable[[Engine], Any]) -> Any:
         """function(engine), between two steps."""
