@@ -288,7 +288,8 @@ def test_a_reader_that_reads_nothing_is_left(loaded, monkeypatch):
         watcher.connection.close()
 
 
-def test_the_end_of_the_server_ends_the_stream(loaded):
+def test_the_end_of_the_server_ends_the_stream_at_once(loaded, monkeypatch):
+    monkeypatch.setattr(live, "CHECK_S", 60)
     with Serving(*loaded) as server, Watcher(server) as watcher:
         assert watcher.next()
         began = time.monotonic()
