@@ -306,6 +306,7 @@ def test_a_key_is_asked_for_and_another_keys_requests_are_lengths(browser, bundl
         browser.get(server.url)
         wait(browser, "return !document.getElementById('key-form').hidden")
         assert browser.switch_to.active_element == find(browser, "#key")
+        assert not find(browser, "#figures").is_displayed(), "there is nothing to draw yet"
         press(browser, "wrong", "ENTER")
         wait(browser, "return !document.getElementById('key-form').hidden && document.activeElement.id === 'key'")
         press(browser, "secret-1", "ENTER")

@@ -62,6 +62,7 @@ const cache = {
   show(taken) {
     const before = this.now;
     this.now = taken;
+    $("figures").hidden = false;
     nameAll(taken.requests);
     this.turn = taken.requests.findLast(({ whose }) => whose === "tab") ?? taken.ended[0] ?? null;
     this.note(before, taken);
