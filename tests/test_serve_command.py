@@ -24,7 +24,7 @@ def serving(folder, *flags):
     process = spawn_cli("serve", "-m", folder, "--port", "0", "--plain", *flags, text=True, bufsize=1)
     try:
         line = ""
-        while not (found := re.search(r"http://127\.0\.0\.1:(\d+)/v1", line)):
+        while not (found := re.search(r"http://127\.0\.0\.1:(\d+)/v1 · page http://127\.0\.0\.1:\1 ", line)):
             line = process.stderr.readline()
             assert line, process.wait()
         yield process, int(found[1])

@@ -512,8 +512,8 @@ def test_headers_that_do_not_arrive_or_are_too_long_close_the_connection(server,
 
 
 @pytest.mark.parametrize(("method", "path", "status"), [
-    ("GET", "/", 404), ("GET", "/v1/nothing", 404), ("GET", CHAT, 405), ("DELETE", "/v1/models/tiny", 405),
-    ("GET", "/v1/../health", 404), ("POST", "/health", 405),
+    ("POST", "/", 405), ("POST", "/live", 405), ("GET", "/v1/nothing", 404), ("GET", CHAT, 405),
+    ("DELETE", "/v1/models/tiny", 405), ("GET", "/v1/../health", 404), ("POST", "/health", 405),
 ])  # fmt: skip
 def test_unknown_addresses_have_the_form_of_an_error_too(server, method, path, status):
     got, _, data = server.raw(method, path)

@@ -28,7 +28,7 @@ from nanokv.cli.trace import SCENARIOS, choose_layers, find_fault, replace
 from nanokv.costs import kv_bytes
 from nanokv.errors import NanoKVError
 from nanokv.trace.difference import divergence, last_rows, places, top_logits, weight_gap
-from nanokv.trace.page import SCRIPTS, pack, spans, visible
+from nanokv.trace.page import SCRIPTS, STYLES, pack, spans, visible
 from nanokv.trace.recorder import CacheLog, angle_positions
 
 PROMPT = "My name is Zorbla. What is my name?"
@@ -513,4 +513,4 @@ def test_the_parts_of_the_page_are_package_data():
     declared = {path for pattern in project["tool"]["setuptools"]["package-data"]["nanokv.trace"]
                 for path in folder.glob(pattern)}  # fmt: skip
     parts = {path for path in folder.rglob("*") if path.suffix in (".html", ".css", ".js")}
-    assert parts == declared and {*SCRIPTS, "page.html", "page.css"} == {path.name for path in parts}
+    assert parts == declared and {*SCRIPTS, *STYLES, "page.html"} == {path.name for path in parts}

@@ -151,7 +151,7 @@ def announce(args, address: str) -> None:
     """The line that says that it is ready."""
     call = """-d '{"messages": [{"role": "user", "content": "Hi"}]}'"""
     secret = " -H 'Authorization: Bearer KEY'" if api_keys(args) else ""
-    terminal.notice(f"ready: {address}/v1 · curl {address}/v1/chat/completions{secret} {call}", args)
+    terminal.notice(f"ready: {address}/v1 · page {address} · curl {address}/v1/chat/completions{secret} {call}", args)
 
 
 class Stop(terminal.Interrupt):

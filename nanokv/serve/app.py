@@ -13,9 +13,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from nanokv.errors import NanoKVError
-from nanokv.serve import metrics, prompts, protocol
+from nanokv.serve import metrics, page, prompts, protocol
 from nanokv.serve.errors import ApiError, ClientGone, internal, refused
 from nanokv.serve.forms import ChatForm, TextForm
+from nanokv.serve.live import Live, Watching, tab_of
 from nanokv.serve.prompts import Prepared, Served
 from nanokv.serve.response import Answer, Limits
 from nanokv.serve.security import Guard, Hosts, Keys, respond
@@ -29,6 +30,7 @@ class Application:
 
     def __init__(self, served: Served, worker: Worker, limits: Limits):
         self.served, self.worker, self.limits = served, worker, limits
+        self.watched = Live(worker, served)
         self.threads = ThreadPoolExecutor(2, "nanokv-prompt")  # templates and tokenizers
         self.reading = 0  # bytes of bodies that arrive, or wait for a thread
         self.beside = 0  # requests that wait for a thread and have no place in the engine's queue
@@ -36,6 +38,7 @@ class Application:
     def routes(self) -> list[Route]:
         """Every address."""
         return [
+            Route("/", self.page), Route("/live", self.live),
             Route("/health", self.health), Route("/metrics", self.metrics),
             Route("/v1/models", self.models), Route("/v1/models/{name:path}", self.model),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
@@ -45,6 +48,14 @@ class Application:
         ]  # fmt: skip
 
     # --- what is here -----------------------------------------------------------------------------------------------
+
+    async def page(self, request: Request) -> Response:
+        """A chat beside the cache."""
+        return Response(page.html(), media_type="text/html", headers=page.headers())
+
+    async def live(self, request: Request) -> Response:
+        """What the page draws, as a stream of snapshots."""
+        return Watching(self.watched, request.scope["salt"], tab_of(request), self.limits)
 
     async def health(self, request: Request) -> Response:
         """Whether requests are answered."""
@@ -153,7 +164,7 @@ class Application:
 
     async def _answer(self, request: Request, check: Callable, form_type: type[ChatForm]) -> Response:
         async with self._body(request) as body:
-            ticket, prepared = await self._prepared(body, check, request.scope["salt"])
+            ticket, prepared = await self._prepared(body, check, request)
         asked = prepared.asked
         try:
             ticket.submit(prepared.ids, prepared.text, prepared.settings, asked.param)
@@ -168,10 +179,10 @@ class Application:
         ticket.close()
         return response
 
-    async def _prepared(self, body: bytes, check: Callable, salt: str) -> tuple[Ticket, Prepared]:
-        ticket = self.worker.open()
+    async def _prepared(self, body: bytes, check: Callable, request: Request) -> tuple[Ticket, Prepared]:
+        ticket = self.worker.open(tab_of(request))
         try:
-            return ticket, await self._in_thread(self._prepare, body, check, salt)
+            return ticket, await self._in_thread(self._prepare, body, check, request.scope["salt"])
         except BaseException:
             ticket.close()
             raise

@@ -25,7 +25,7 @@ from nanokv.serve.worker import where
 from weights_loader.strict import quote
 
 logger = logging.getLogger(__name__)
-OPEN = ("/health",)  # needs no key
+OPEN = ("/", "/health")  # need no key; the page asks for one
 HEADER_BYTES = 16_384
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 

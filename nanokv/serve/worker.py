@@ -1,6 +1,6 @@
 """The engine's own thread, and a request's place in its queue.
 
-    ticket = worker.open()                      429 where the queue is full
+    ticket = worker.open(tab)                   429 where the queue is full; `tab`: of the page that asks, or ""
     ticket.submit(ids, text, settings, param)   returns at once; a refusal of the engine comes out of pieces()
     async for pieces in ticket.pieces(): ...    text as it comes; raises ApiError, or ClientGone
     ticket.close()                              always: frees the place, and the engine's pages if it still runs
@@ -16,6 +16,7 @@ import logging
 import queue
 import threading
 import traceback
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from time import perf_counter
 from typing import Any
@@ -25,9 +26,11 @@ from nanokv.errors import NanoKVError
 from nanokv.serve.answer import AnswerText, Piece
 from nanokv.serve.errors import ApiError, ClientGone, internal, refused
 from nanokv.serve.metrics import Metrics
+from nanokv.serve.snapshot import Ended, ended, snapshot
 
 logger = logging.getLogger(__name__)
 LONGEST_STEP_S = 30.0
+REMEMBERED = 32  # requests of pages that have ended: a page shows what its last one has left
 ENDED = object()  # the last event of a ticket that nothing has gone wrong with
 
 
@@ -39,8 +42,10 @@ class Worker:
         self.metrics = Metrics()
         self.tickets: set[Ticket] = set()
         self.closing = False
+        self.at_end: list[Callable[[], None]] = []  # called when nothing more is taken
         self._waits: set[asyncio.Timeout] = set()
-        self._active: list[Ticket] = []  # the engine's thread only
+        self._active: list[Ticket] = []  # the engine's thread only, as is _left
+        self._left: deque[Ended] = deque(maxlen=REMEMBERED)
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="nanokv-engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -55,20 +60,21 @@ class Worker:
         """Whether requests are still answered."""
         return self._thread.is_alive()
 
-    def open(self) -> "Ticket":
+    def open(self, tab: str = "") -> "Ticket":
         """A place for one more request."""
-        self._check_open()
+        self.check_open()
         if len(self.tickets) >= self.places:
             self.metrics.count("rejected")
             seconds = self.metrics.retry_after()
             raise ApiError(429, f"{self.places:,} requests run or wait, which is the limit; try again in {seconds} s",
                            code="queue_full", headers={"retry-after": str(seconds)})  # fmt: skip
-        ticket = Ticket(self)
+        ticket = Ticket(self, tab)
         self.tickets.add(ticket)
         return ticket
 
-    def _check_open(self) -> None:
-        if self.closing:
+    def check_open(self) -> None:
+        """ApiError where nothing is answered any more."""
+        if self.closing:  # the engine's thread may have ended already
             raise ApiError(503, "the server is shutting down", code="shutting_down")
         if not self.alive:
             raise ApiError(503, "the engine has failed, and the server must be started again", code="engine_failed")
@@ -76,20 +82,20 @@ class Worker:
     @contextlib.asynccontextmanager
     async def wait(self, seconds: float) -> AsyncIterator[None]:
         """Around a wait for a client: TimeoutError after so many seconds, ApiError as soon as the server ends."""
-        self._check_open()
+        self.check_open()
         try:
             async with asyncio.timeout(seconds) as wait:
                 self._waits.add(wait)
                 yield
         except TimeoutError:
-            self._check_open()
+            self.check_open()
             raise
         finally:
             self._waits.discard(wait)
 
     async def call(self, function: Callable[[Engine], Any]) -> Any:
         """function(engine), between two steps."""
-        self._check_open()
+        self.check_open()
         future = asyncio.get_running_loop().create_future()
 
         def command():
@@ -102,12 +108,19 @@ class Worker:
         self._inbox.put(command)
         return await future
 
+    async def snapshot(self) -> dict:
+        """All requests and pages, between two steps (nanokv/serve/snapshot.py)."""
+        tabs = lambda: {ticket.request.number: ticket.tab for ticket in self._active}  # noqa: E731
+        return await self.call(lambda engine: snapshot(engine, tabs(), self._left))
+
     async def end(self, grace: float) -> None:
         """Take nothing more; what runs has `grace` seconds to finish, then it is told. Ends the thread."""
         self.closing = True
         for wait in self._waits:
             if not wait.expired():
                 wait.reschedule(0)
+        for tell in self.at_end:
+            tell()
         until = perf_counter() + grace
         while self.tickets and perf_counter() < until:
             await asyncio.sleep(0.02)
@@ -183,8 +196,8 @@ class Worker:
 class Ticket:
     """One request, from its arrival to its last token."""
 
-    def __init__(self, worker: Worker):
-        self.worker, self.opened = worker, perf_counter()
+    def __init__(self, worker: Worker, tab: str = ""):
+        self.worker, self.tab, self.opened = worker, tab, perf_counter()
         self.request: Any = None  # the engine's, once it has it
         self.text: Any = None  # AnswerText, once it has been submitted
         self._events: asyncio.Queue[Any] = asyncio.Queue()
@@ -249,8 +262,12 @@ class Ticket:
     def _cancel(self) -> None:
         def cancel():
             if self.request is not None:
+                held = self.request.fed
                 self.worker.engine.cancel(self.request)
                 self.worker._active = [ticket for ticket in self.worker._active if ticket is not self]
+                if self.tab:
+                    self.worker._left.append(ended(self.worker.engine, self.request, self.tab, held))
+                    self.tab = ""  # once
 
         self.worker._inbox.put(cancel)
 

@@ -11,6 +11,7 @@ import hashlib
 import html
 import json
 import platform
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.resources import files
 
@@ -25,7 +26,9 @@ from nanokv.trace.difference import TOLERANCE, divergence, places, top_logits
 from nanokv.trace.recorder import Costs, Run, angle_positions
 
 VIEWS = ("cache.js", "attention.js", "positions.js", "logits.js", "cost.js", "difference.js")  # a tab each
-SCRIPTS = ("data.js", "pictures.js", "view.js", *VIEWS, "tour.js", "page.js")
+SCRIPTS = ("text.js", "data.js", "figure.js", "pictures.js", "view.js", *VIEWS, "tour.js", "page.js")
+STYLES = ("base.css", "page.css")
+ASSETS = files("nanokv.trace") / "assets"
 TOP = 10
 
 
@@ -72,9 +75,7 @@ def build(model, tokenizer, run: Run, costs: Costs, *, name: str, prompt: str, r
 
 def fill(title: str, data: dict) -> str:
     """The template with style, script and data in it."""
-    folder = files("nanokv.trace") / "assets"
-    style = (folder / "page.css").read_text("utf-8")
-    script = "\n".join((folder / name).read_text("utf-8") for name in SCRIPTS)
+    style, script = joined(STYLES), joined(SCRIPTS)
     policy = (
         f"default-src 'none'; img-src data:; style-src 'sha256-{digest(style)}'; script-src 'sha256-{digest(script)}'; "
         "base-uri 'none'; form-action 'none'"
@@ -83,8 +84,17 @@ def fill(title: str, data: dict) -> str:
     for character in "<>&":  # neither a tag nor a comment can begin or end inside the block
         text = text.replace(character, f"\\u{ord(character):04x}")
     parts = {"title": html.escape(title), "policy": policy, "style": style, "script": script, "data": text}
-    page = (folder / "page.html").read_text("utf-8")
-    pieces = page.split("{{")  # one pass, so that nothing inside a part is taken for a place
+    return put_into((ASSETS / "page.html").read_text("utf-8"), parts)
+
+
+def joined(names: Iterable[str], folder=ASSETS) -> str:
+    """Styles or scripts, one after the other; nanokv.serve takes some of these for its own page."""
+    return "\n".join((folder / name).read_text("utf-8") for name in names)
+
+
+def put_into(template: str, parts: dict[str, str]) -> str:
+    """The template with parts["name"] for each {{name}}."""
+    pieces = template.split("{{")  # one pass, so that nothing inside a part is taken for a place
     return pieces[0] + "".join(parts[key] + rest for key, _, rest in (piece.partition("}}") for piece in pieces[1:]))
 
 

@@ -3,7 +3,6 @@
 const $ = (id) => document.getElementById(id);
 const slider = $("step");
 const SPEED = 450; // ms per step while playing
-const darkRule = [...document.styleSheets[0].cssRules].find((rule) => rule.media?.mediaText.includes("prefers-color-scheme"));
 let timer = null, tab = 0;
 
 // --- steps ----------------------------------------------------------------------------------------------------------
@@ -223,8 +222,7 @@ function signsUsed() { // what stands for characters that cannot be seen
 
 function dress({ source, data }) { // the page around this frame tells the theme that its reader has chosen
   if (source !== parent || !["dark", "light"].includes(data?.theme)) return;
-  darkRule.media.mediaText = data.theme === "dark" ? "screen" : "not all";
-  document.documentElement.style.colorScheme = data.theme;
+  wear(data.theme);
   refreshTab();
 }
 
