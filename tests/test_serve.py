@@ -143,7 +143,7 @@ def test_the_official_client_gets_an_answer_and_a_stream(server):
 
 @pytest.mark.parametrize("language", ["python", ""])
 def test_the_calls_of_the_docs_run_as_they_stand(server, capfd, language):
-    text = (ROOT / "docs" / "serve.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "serve.md").read_text(encoding="utf-8").partition("\n## Clients")[0]
     blocks = re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     (code,) = (block.replace("http://127.0.0.1:8000", server.url) for block in blocks if "http:" in block)
     said = server.post(CHAT, ask())[1]["choices"][0]["message"]
