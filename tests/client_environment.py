@@ -85,5 +85,5 @@ def run(command: list, script: str = "", cwd: Path | None = None, **variables: s
         except subprocess.TimeoutExpired:
             process.kill()
             raise AssertionError(f"{command[-1]} took more than {SECONDS} s") from None
-    assert process.returncode == 0, f"{command}: exit code {process.returncode}\n{said[-4_000:]}"
+    assert process.returncode == 0, f"{command}: exit code {process.returncode}\n{out[-8_000:]}{said[-4_000:]}"
     return out

@@ -96,7 +96,7 @@ def test_lm_eval_scores_the_model(server, loaded, tiny_folder, run, output_type,
     def score(context: str, answer: str) -> list:
         """[log-probability of the answer's tokens after the context, whether each is the most probable]"""
         ids, known = tokenizer.encode(context + answer), len(tokenizer.encode(context))
-        logprobs = nanokv.score(model, ids).log_softmax(-1)[0, known - 1 : -1]
+        logprobs = nanokv.score(model, [ids]).log_softmax(-1)[0, known - 1 : -1]
         taken = logprobs[range(len(ids) - known), ids[known:]]
         return [pytest.approx(taken.sum().item(), abs=1e-3), bool((taken == logprobs.amax(-1)).all())]
 

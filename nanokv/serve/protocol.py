@@ -89,6 +89,8 @@ def text(fields: dict) -> Asked:
         if len(prompt) > 1 or not isinstance(prompt[0], str | list):
             raise ApiError(400, f"{len(prompt):,} prompts in one request: only one is answered", "prompt")
         prompt = prompt[0]
+    if isinstance(prompt, list):
+        whole_numbers(prompt, "prompt")
     if prompt in ("", []):
         raise ApiError(400, "the prompt is empty: the model needs at least one token to continue", "prompt")
     special = kind(fields, "add_special_tokens", bool, True)
@@ -126,6 +128,13 @@ def needed(fields: dict, name: str, wanted: type | tuple) -> Any:
     return kind(fields, name, wanted, None)
 
 
+def whole_numbers(found: list, name: str) -> list[int]:
+    """A list of ids: no lists within it."""
+    if wrong := [one for one in found if type(one) is not int]:
+        raise ApiError(400, f"{name} holds {say(wrong[0])}: whole numbers were expected", name)
+    return found
+
+
 def say(value: Any) -> str:
     """A value in a message, short."""
     shown = repr(value)
@@ -161,15 +170,16 @@ def sampling(fields: dict) -> dict:
 
 
 def most_tokens(fields: dict) -> int | None:
-    """max_completion_tokens, or its older name."""
-    name = "max_completion_tokens" if fields.get("max_completion_tokens") is not None else "max_tokens"
-    value = fields.get(name)
-    if value is not None:
-        try:
-            check_sampling(max_new_tokens=value)
-        except GenerationError as error:
-            raise ApiError(400, str(error).replace("max_new_tokens", name), name) from None
-    return value
+    """max_completion_tokens, or its older name; both are checked."""
+    found = None
+    for name in ("max_tokens", "max_completion_tokens"):
+        if (value := fields.get(name)) is not None:
+            try:
+                check_sampling(max_new_tokens=value)
+            except GenerationError as error:
+                raise ApiError(400, str(error).replace("max_new_tokens", name), name) from None
+            found = value
+    return found
 
 
 def stops(fields: dict) -> list[str] | None:
