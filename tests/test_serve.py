@@ -117,6 +117,46 @@ def test_answers_among_64_concurrent_requests_are_those_of_each_alone(loaded, se
     assert asyncio.run(all_of_them()) == [alone(i) for i in range(64)]
 
 
+@pytest.mark.slow
+def test_in_bf16_an_answer_among_64_leaves_the_one_alone_only_at_a_tie(tiny_folder):
+    """Products of other sizes round otherwise, and a token can change where the best logits are closer than rounding.
+
+    Rounding is measured: the largest distance from the logits of the same weights in fp32. Each of two computations may
+    be off by that much. Seen: 5 to 7 of 64 answers leave, by at most 0.03 where 0.06 to 0.15 is allowed.
+    """
+    model, tokenizer = nanokv.load(tiny_folder, dtype=torch.bfloat16)
+    exact = nanokv.load(tiny_folder, dtype=torch.bfloat16)[0].float()
+    requests = asked_at_once(model, tokenizer)
+    left, decided = [], []
+    for request in requests:
+        alone, among = list(nanokv.generate(model, request.prompt, max_new_tokens=12)), list(request.tokens)
+        true = nanokv.score(exact, [request.prompt + alone])[0, len(request.prompt) - 1 :]
+        rounding = (nanokv.score(model, [request.prompt + alone])[0, len(request.prompt) - 1 :] - true).abs().amax(-1)
+        best = true.topk(2).values
+        decided += (best[:, 0] - best[:, 1] > 2 * rounding).tolist()
+        if alone != among:
+            at = next(i for i, (one, other) in enumerate(zip(alone, among, strict=False)) if one != other)
+            left.append(at)
+            assert best[at, 0] - true[at, [alone[at], among[at]]].min() <= 2 * rounding[at]
+    assert len(requests) == 64 and len(left) <= 16 and sum(decided) > len(decided) / 2, (left, sum(decided))
+
+
+def asked_at_once(model, tokenizer) -> list:
+    """The engine's requests of 64 answers of 12 tokens that came over HTTP together."""
+    with Serving(model, tokenizer, pages=400, running=16) as server:
+        requests, submit = [], server.engine.submit
+        server.engine.submit = lambda *args, **fields: requests.append(submit(*args, **fields)) or requests[-1]
+        client = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0)
+
+        async def all_of_them():
+            async with client:
+                asked = [ask(f"{i} {QUESTIONS[i % 5]}", model="tiny", max_tokens=12) for i in range(64)]
+                await asyncio.gather(*(client.chat.completions.create(**one) for one in asked))
+
+        asyncio.run(all_of_them())
+    return requests
+
+
 def test_the_seed_that_was_drawn_repeats_the_answer(server):
     _, first = server.post(CHAT, ask(max_tokens=8, temperature=1.5))
     _, again = server.post(CHAT, ask(max_tokens=8, temperature=1.5, seed=first["seed"]))
@@ -143,7 +183,7 @@ def test_the_official_client_gets_an_answer_and_a_stream(server):
 
 @pytest.mark.parametrize("language", ["python", ""])
 def test_the_calls_of_the_docs_run_as_they_stand(server, capfd, language):
-    text = (ROOT / "docs" / "serve.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "serve.md").read_text(encoding="utf-8").partition("\n## Clients")[0]
     blocks = re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     (code,) = (block.replace("http://127.0.0.1:8000", server.url) for block in blocks if "http:" in block)
     said = server.post(CHAT, ask())[1]["choices"][0]["message"]

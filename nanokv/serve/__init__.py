@@ -6,6 +6,7 @@ A request goes through these files, from the socket to the engine and back:
     security.py    who may ask: Host, Origin and API key, before anything of the body is read
     app.py         the addresses, and the way of a request to its place in the queue
     protocol.py    JSON to a checked request, with the field's name in every refusal
+    openapi.py     the description of all of that, at /openapi.json
     prompts.py     messages or text to token ids: the chat template and the tokenizer
     worker.py      the one thread that runs the engine; a request's place in its queue
     answer.py      token by token to text: whole characters, thoughts apart, stop strings

@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from nanokv.errors import NanoKVError
-from nanokv.serve import metrics, page, prompts, protocol
+from nanokv.serve import metrics, openapi, page, prompts, protocol
 from nanokv.serve.errors import ApiError, ClientGone, internal, refused
 from nanokv.serve.forms import ChatForm, TextForm
 from nanokv.serve.live import Live, Watching, tab_of
@@ -40,6 +40,7 @@ class Application:
         return [
             Route("/", self.page), Route("/live", self.live),
             Route("/health", self.health), Route("/metrics", self.metrics),
+            Route("/openapi.json", self.described),
             Route("/v1/models", self.models), Route("/v1/models/{name:path}", self.model),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/completions", self.text, methods=["POST"]),
@@ -66,6 +67,10 @@ class Application:
         """For Prometheus."""
         state = await self.worker.call(metrics.snapshot)
         return Response(self.worker.metrics.text(state), media_type="text/plain; version=0.0.4")
+
+    async def described(self, request: Request) -> Response:
+        """All of this, for tools."""
+        return JSONResponse(openapi.document())
 
     async def models(self, request: Request) -> Response:
         """One model, under each of its names."""
@@ -98,7 +103,7 @@ class Application:
         return named("prompt", prompts.text_ids, self.served, prompt, special)
 
     def _text(self, body: bytes) -> str:
-        tokens = protocol.needed(protocol.parse_object(body), "tokens", list)
+        tokens = protocol.whole_numbers(protocol.needed(protocol.parse_object(body), "tokens", list), "tokens")
         return named("tokens", self.served.tokenizer.decode, tokens)
 
     async def _beside(self, request: Request, function: Callable[[bytes], Any]) -> Any:

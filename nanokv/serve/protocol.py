@@ -90,9 +90,7 @@ def text(fields: dict) -> Asked:
             raise ApiError(400, f"{len(prompt):,} prompts in one request: only one is answered", "prompt")
         prompt = prompt[0]
     if isinstance(prompt, list):
-        for number, part in enumerate(prompt):
-            if type(part) is not int:
-                raise ApiError(400, f"prompt[{number}] is {say(part)}: a token id was expected", "prompt")
+        whole_numbers(prompt, "prompt")
     if prompt in ("", []):
         raise ApiError(400, "the prompt is empty: the model needs at least one token to continue", "prompt")
     special = kind(fields, "add_special_tokens", bool, True)
@@ -128,6 +126,13 @@ def needed(fields: dict, name: str, wanted: type | tuple) -> Any:
     if fields.get(name) is None:
         raise ApiError(400, f"{name} is missing", name)
     return kind(fields, name, wanted, None)
+
+
+def whole_numbers(found: list, name: str) -> list[int]:
+    """A list of ids: no lists within it."""
+    if wrong := [one for one in found if type(one) is not int]:
+        raise ApiError(400, f"{name} holds {say(wrong[0])}: whole numbers were expected", name)
+    return found
 
 
 def say(value: Any) -> str:
@@ -169,15 +174,16 @@ def unsigned(found: dict) -> dict:
 
 
 def most_tokens(fields: dict) -> int | None:
-    """max_completion_tokens, or its older name."""
-    name = "max_completion_tokens" if fields.get("max_completion_tokens") is not None else "max_tokens"
-    value = fields.get(name)
-    if value is not None:
-        try:
-            check_sampling(max_new_tokens=value)
-        except GenerationError as error:
-            raise ApiError(400, str(error).replace("max_new_tokens", name), name) from None
-    return value
+    """max_completion_tokens, or its older name; both are checked."""
+    found = None
+    for name in ("max_tokens", "max_completion_tokens"):
+        if (value := fields.get(name)) is not None:
+            try:
+                check_sampling(max_new_tokens=value)
+            except GenerationError as error:
+                raise ApiError(400, str(error).replace("max_new_tokens", name), name) from None
+            found = value
+    return found
 
 
 def stops(fields: dict) -> list[str] | None:
