@@ -50,6 +50,10 @@ fuzz: $(VENV)/.fuzz ## when you changed what reads files: hostile input, minutes
 mutants: $(VENV)/.dev ## to see what the tests miss: plants small faults in a copy, an hour; ARGS="--count 40" for minutes
 	@$(BIN)/python tests/mutants.py $(ARGS)
 
+.PHONY: load
+load: $(VENV)/.dev ## when you changed the server: many clients at once, minutes; ARGS="--servers nanokv,transformers"
+	@$(BIN)/python tests/load.py $(ARGS)
+
 .PHONY: lint
 lint: $(VENV)/.dev ## while you write: style, unused names, import order, types, seconds
 	@$(BIN)/ruff check $(ARGS)

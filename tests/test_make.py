@@ -18,8 +18,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGETS = [
-    "help", "chat", "test", "check", "fuzz", "mutants", "lint", "bench", "train", "notebooks", "book", "site", "setup",
-    "clean", "distclean",
+    "help", "chat", "test", "check", "fuzz", "mutants", "load", "lint", "bench", "train", "notebooks", "book", "site",
+    "setup", "clean", "distclean",
 ]  # fmt: skip
 FAKE = """#!/bin/sh
 # Plays python for the Makefile: writes down its arguments, makes a "venv", and installs nothing.
