@@ -534,6 +534,8 @@ def measure(options: argparse.Namespace, report=print) -> list[dict]:
         with tempfile.TemporaryDirectory() as work:
             log = Path(work) / "server.log"
             try:
+                if options.scenario == "clients":
+                    environment()
                 server = MAKERS[name](folder, source, options)
                 report(f"{name} {server.version}: {server.shown()}")
                 with running(server, log) as url:
