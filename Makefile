@@ -54,6 +54,10 @@ mutants: $(VENV)/.dev ## to see what the tests miss: plants small faults in a co
 soak: $(VENV)/.dev ## when you changed the server: strangers by the thousand, ten minutes; ARGS="--minutes 60"
 	@$(BIN)/python tests/soak.py $(ARGS)
 
+.PHONY: load
+load: $(VENV)/.dev ## when you changed the server: many clients at once, minutes; ARGS="--servers nanokv,transformers"
+	@$(BIN)/python tests/load.py $(ARGS)
+
 .PHONY: lint
 lint: $(VENV)/.dev ## while you write: style, unused names, import order, types, seconds
 	@$(BIN)/ruff check $(ARGS)

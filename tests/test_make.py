@@ -18,7 +18,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGETS = [
-    "help", "chat", "test", "check", "fuzz", "mutants", "soak", "lint", "bench", "train", "notebooks", "book", "site",
+    "help", "chat", "test", "check", "fuzz", "mutants", "soak", "load", "lint", "bench", "train", "notebooks", "book",
+    "site",
     "setup", "clean", "distclean",
 ]  # fmt: skip
 FAKE = """#!/bin/sh
