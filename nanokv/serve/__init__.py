@@ -9,6 +9,7 @@ A request goes through these files, from the socket to the engine and back:
     prompts.py     messages or text to token ids: the chat template and the tokenizer
     worker.py      the one thread that runs the engine; a request's place in its queue
     answer.py      token by token to text: whole characters, thoughts apart, stop strings
+    logprobs.py    what the model thinks of each token, of a repeated prompt's too
     forms.py       that text in OpenAI's objects and chunks
     response.py    an answer as a whole or as a stream, while the client is watched
     metrics.py     what Prometheus reads;  errors.py: OpenAI's error object

@@ -12,11 +12,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from nanokv.errors import NanoKVError
-from nanokv.serve import metrics, prompts, protocol
+from nanokv.serve import logprobs, metrics, prompts, protocol
 from nanokv.serve.errors import ApiError, ClientGone, internal, refused
 from nanokv.serve.forms import ChatForm, TextForm
 from nanokv.serve.prompts import Prepared, Served
-from nanokv.serve.response import Answer, Limits
+from nanokv.serve.response import Answer, Limits, close
 from nanokv.serve.security import Guard, Hosts, Keys, respond
 from nanokv.serve.worker import Worker
 
@@ -79,7 +79,7 @@ class Application:
         fields = protocol.parse_object(body)
         if "messages" in fields:
             asked = protocol.chat(fields)
-            return named(asked.param, prompts.chat_ids, self.served, asked.source, asked.template)
+            return named(asked.param, prompts.chat_ids, self.served, asked.sources[0], asked.template)
         prompt = protocol.needed(fields, "prompt", str)
         special = protocol.kind(fields, "add_special_tokens", bool, True)
         return named("prompt", prompts.text_ids, self.served, prompt, special)
@@ -123,28 +123,31 @@ class Application:
 
     async def chat(self, request: Request) -> Response:
         """An answer to messages."""
-        return await self._answer(request, protocol.chat, ChatForm)
+        return await self._answer(request, protocol.chat, ChatForm, logprobs.Content)
 
     async def text(self, request: Request) -> Response:
         """The continuation of a text."""
-        return await self._answer(request, protocol.text, TextForm)
+        return await self._answer(request, protocol.text, TextForm, logprobs.Legacy)
 
-    async def _answer(self, request: Request, check: Callable, form_type: type[ChatForm]) -> Response:
+    async def _answer(self, request: Request, check: Callable, form_type: type[ChatForm], shown: Callable) -> Response:
         body = await self._body(request)
-        ticket = self.worker.open()
+        tickets = self.worker.open()  # one place before anything else is done; then those of all answers
         try:
             prepared = await self._in_thread(self._prepare, body, check, request.scope["salt"])
+            tickets = self.worker.open(len(prepared.jobs), tickets)
             asked = prepared.asked
-            ticket.submit(prepared.ids, prepared.text, prepared.settings, asked.param)
-            answer = Answer(ticket, prepared, form_type(prepared.model, asked.include_usage), self.limits)
+            for ticket, job in zip(tickets, prepared.jobs, strict=True):
+                ticket.submit(job, asked.param)
+            likely = logprobs.none if asked.logprobs is None else shown(self.served.tokenizer, asked.logprobs)
+            answer = Answer(tickets, prepared, form_type(prepared.model, asked.include_usage, likely), self.limits)
             if asked.stream:
-                return answer  # closes the ticket
+                return answer  # closes the tickets
             with answer.watched(request.receive):
                 response = await answer.whole(request.scope["note"])
         except BaseException:
-            ticket.close()
+            close(tickets)
             raise
-        ticket.close()
+        close(tickets)
         return response
 
     def _prepare(self, body: bytes, check: Callable, salt: str) -> Prepared:

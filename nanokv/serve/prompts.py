@@ -4,6 +4,7 @@
 beside the event loop: a template and a long text can take a second.
 """
 
+import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,12 +16,14 @@ from nanokv.engine import Engine
 from nanokv.errors import NanoKVError
 from nanokv.serve.answer import AnswerText, NoThoughts
 from nanokv.serve.errors import ApiError, refused
+from nanokv.serve.logprobs import Echo
 from nanokv.serve.protocol import Asked
 from nanokv.text.thinking import ThinkSplitter, opens_thinking
 from nanokv.text.tokenizer import Tokenizer
 from weights_loader.strict import quote
 
 TEXT_TOKENS = 16  # of a completion whose request does not say how many: OpenAI's number
+ECHOED = 100_000  # prompt tokens of a request with log-probabilities of their own, up to 1 kB of memory each
 
 
 @dataclass(frozen=True)
@@ -55,34 +58,66 @@ class Served:
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """What the engine is asked: token ids, the text to come, and arguments of Engine.submit."""
+class Job:
+    """One answer, as the engine is asked for it: token ids, the text to come, and arguments of Engine.submit."""
 
-    asked: Asked
-    model: str
     ids: list[int]
     text: AnswerText
     settings: dict
     wanted: int | None  # tokens that were asked for; the context may leave fewer
+    echo: Echo | None = None
+    first: bool = True  # of the answers to its prompt
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A request, ready for the engine."""
+
+    asked: Asked
+    model: str
+    jobs: list[Job]  # `n` for each prompt, in this order
+    seed: int | None  # with which all of it can be repeated
 
 
 def prepare(served: Served, asked: Asked, salt: str) -> Prepared:
-    """Of either kind of request."""
+    """Of either kind of request. Answer i to a prompt has the seed + i, so that the first is the one of n = 1."""
     model = served.name(asked.model)
-    chat = asked.param == "messages"
+    settings = vars(served.sampling) | asked.sampling | {"salt": salt, "top_logprobs": asked.logprobs or 0}
+    seed = secrets.randbits(32) if settings["seed"] is None else settings["seed"]
+    prompts = [prompt(served, asked, number) for number in range(len(asked.sources))]
+    if asked.echo and asked.logprobs is not None and (total := sum(map(len, prompts))) > ECHOED:
+        raise ApiError(400, f"the prompts have {total:,} tokens, at most {ECHOED:,} get log-probabilities", "logprobs")
+    jobs = []
+    for ids in prompts:
+        echo = Echo(served.tokenizer, ids, asked.logprobs) if asked.echo else None
+        for i in range(asked.n):
+            jobs.append(job(served, asked, ids, settings | {"seed": (seed + i) % 2**64}, echo, i == 0))
+    return Prepared(asked, model, jobs, seed if settings["temperature"] else None)
+
+
+def prompt(served: Served, asked: Asked, number: int) -> list[int]:
+    """The ids of one prompt, which leave room for an answer."""
+    source, chat = asked.sources[number], asked.param == "messages"
     try:
-        ids = chat_ids(served, asked.source, asked.template) if chat else text_ids(served, asked.source, asked.special)
+        ids = chat_ids(served, source, asked.template) if chat else text_ids(served, source, asked.special)
         ids = prompt_ids(ids, served.engine.config.vocab_size)
     except NanoKVError as error:
         raise refused(error, asked.param) from error
-    room = served.room(len(ids), asked.param)
-    wanted = asked.max_new_tokens or served.max_new_tokens or (None if chat else TEXT_TOKENS)
+    served.room(len(ids), asked.param)
+    return ids
+
+
+def job(served: Served, asked: Asked, ids: list[int], settings: dict, echo: Echo | None, first: bool) -> Job:
+    """One answer to one prompt."""
+    chat, room = asked.param == "messages", served.room(len(ids), asked.param)
+    wanted = asked.max_new_tokens
+    if wanted is None:
+        wanted = served.max_new_tokens or (None if chat else TEXT_TOKENS)
     eos = () if asked.ignore_eos else tuple(served.engine.model.generation_config.eos_token_ids)
     splitter = ThinkSplitter(opens_thinking(served.tokenizer, ids)) if chat else NoThoughts()
-    stop = served.stop if asked.stop is None else asked.stop
-    settings = vars(served.sampling) | asked.sampling
-    settings |= {"max_new_tokens": min(wanted or room, room), "eos_token_ids": eos, "salt": salt}
-    return Prepared(asked, model, ids, AnswerText(served.tokenizer, stop, splitter, eos), settings, wanted)
+    text = AnswerText(served.tokenizer, served.stop if asked.stop is None else asked.stop, splitter, eos)
+    settings = settings | {"max_new_tokens": room if wanted is None else min(wanted, room), "eos_token_ids": eos}
+    return Job(ids, text, settings, wanted, echo, first)
 
 
 def chat_ids(served: Served, messages: list[dict], template: dict) -> list[int]:

@@ -18,20 +18,25 @@ logger = logging.getLogger(__name__)
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 MOST_BRACKETS = 200_000  # of lists and objects in one request, about 100 bytes of memory each
 MOST_STOPS, LONGEST_STOP = 16, 1_000  # each token is compared with all of them
+MOST_ANSWERS, MOST_PROMPTS = 16, 256  # `n`; and prompts of a request, all of which have a place in the queue
+MOST_LIKELY = {"messages": 20, "prompt": 5}  # OpenAI's limits of top_logprobs, and of a completion's logprobs
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")  # of the template's own variables
 KNOWN = {
     "model", "messages", "prompt", "stream", "stream_options", "stop", "max_tokens", "max_completion_tokens",
-    "ignore_eos", "chat_template_kwargs", "add_special_tokens", *SAMPLING,
+    "ignore_eos", "chat_template_kwargs", "add_special_tokens", "n", "logprobs", "top_logprobs", "echo", *SAMPLING,
 }  # fmt: skip
 NOT_DONE: dict[str, tuple] = {  # field → the values that ask for nothing
-    "n": (1,), "best_of": (1,), "logprobs": (False,), "top_logprobs": (0,), "prompt_logprobs": (0,), "echo": (False,),
-    "suffix": ("",), "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],),
-    "function_call": ("none", "auto"), "response_format": ({"type": "text"},), "logit_bias": ({},),
+    "best_of": (1,), "prompt_logprobs": (0,), "suffix": ("",), "tools": ([],), "tool_choice": ("none", "auto"),
+    "functions": ([],), "function_call": ("none", "auto"), "response_format": ({"type": "text"},), "logit_bias": ({},),
     "presence_penalty": (0,), "frequency_penalty": (0,), "modalities": (["text"],), "audio": (),
     "web_search_options": (), "structured_outputs": ({},), "guided_json": (), "guided_regex": (), "guided_choice": (),
     "guided_grammar": (), "grammar": ("",), "json_schema": ({},), "min_tokens": (0,), "stop_token_ids": ([],),
     "continue_final_message": (False,), "use_beam_search": (False,),
+}  # fmt: skip
+
+ELSEWHERE: dict[str, dict[str, tuple]] = {  # the same of what only the other address knows
+    "messages": {"echo": (False,)}, "prompt": {"top_logprobs": (0,)},
 }  # fmt: skip
 
 
@@ -39,8 +44,8 @@ NOT_DONE: dict[str, tuple] = {  # field → the values that ask for nothing
 class Asked:
     """A request whose fields are of the right kind and in their ranges."""
 
-    source: Any  # a list of messages; or a text or token ids to continue
-    param: str  # the field that it came from
+    sources: list  # of a chat its messages; or prompts, each a text or token ids to continue
+    param: str  # the field that they came from
     model: str | None = None
     sampling: dict = field(default_factory=dict)  # what the request says itself
     stop: list[str] | None = None
@@ -48,6 +53,9 @@ class Asked:
     ignore_eos: bool = False
     stream: bool = False
     include_usage: bool = False
+    n: int = 1  # answers to each
+    logprobs: int | None = None  # None: not asked for; else so many of the likeliest tokens at each place
+    echo: bool = False  # the prompt before its continuation
     special: bool = True  # what the checkpoint puts around a text, as in `encode`
     template: dict = field(default_factory=dict)
 
@@ -79,29 +87,46 @@ def chat(fields: dict) -> Asked:
     template = kind(fields, "chat_template_kwargs", dict, {})
     if wrong := [name for name in template if name in RESERVED or not name.isidentifier()]:
         raise ApiError(400, f"chat_template_kwargs cannot set {quote(wrong[0])}", "chat_template_kwargs")
-    return Asked(messages(fields), "messages", template=template, **common(fields))
+    found = common(fields, "messages")
+    likely, wanted = integer(fields, "top_logprobs", 0, MOST_LIKELY["messages"]), kind(fields, "logprobs", bool, False)
+    if likely and not wanted:
+        raise ApiError(400, f"top_logprobs is {likely}: it needs logprobs: true", "top_logprobs")
+    return Asked([messages(fields)], template=template, logprobs=(likely or 0) if wanted else None, **found)
 
 
 def text(fields: dict) -> Asked:
-    """Of /v1/completions: one prompt, as text or as token ids."""
-    prompt = needed(fields, "prompt", (str, list))
-    if isinstance(prompt, list) and prompt and not all(type(part) is int for part in prompt):
-        if len(prompt) > 1 or not isinstance(prompt[0], str | list):
-            raise ApiError(400, f"{len(prompt):,} prompts in one request: only one is answered", "prompt")
-        prompt = prompt[0]
-    if prompt in ("", []):
-        raise ApiError(400, "the prompt is empty: the model needs at least one token to continue", "prompt")
+    """Of /v1/completions."""
+    echo = kind(fields, "echo", bool, False)
+    found = common(fields, "prompt", least=0 if echo else 1)
+    if equal(fields.get("logprobs"), False):
+        del fields["logprobs"]
+    logprobs = integer(fields, "logprobs", 0, MOST_LIKELY["prompt"])
     special = kind(fields, "add_special_tokens", bool, True)
-    return Asked(prompt, "prompt", special=special, **common(fields))
+    return Asked(each_prompt(fields), logprobs=logprobs, echo=echo, special=special, **found)
 
 
-def common(fields: dict) -> dict:
+def each_prompt(fields: dict) -> list:
+    """`prompt` as a list of texts and lists of token ids."""
+    prompt = needed(fields, "prompt", (str, list))
+    is_one = isinstance(prompt, str) or not prompt or type(prompt[0]) is int
+    found = [prompt] if is_one else prompt
+    if not all(isinstance(one, str | list) for one in found):
+        raise ApiError(400, f"prompt is {say(prompt)}: texts or lists of token ids were expected", "prompt")
+    if len(found) > MOST_PROMPTS:
+        raise ApiError(400, f"{len(found):,} prompts in one request, at most {MOST_PROMPTS} are answered", "prompt")
+    if "" in found or [] in found:
+        raise ApiError(400, "the prompt is empty: the model needs at least one token to continue", "prompt")
+    return found
+
+
+def common(fields: dict, param: str, least: int = 1) -> dict:
     """What both have."""
-    refuse_not_done(fields)
+    refuse_not_done(fields, param)
     options = kind(fields, "stream_options", dict, {})
     return {
+        "param": param, "n": integer(fields, "n", 1, MOST_ANSWERS) or 1,
         "model": kind(fields, "model", str, None), "stop": stops(fields), "sampling": sampling(fields),
-        "max_new_tokens": most_tokens(fields), "ignore_eos": kind(fields, "ignore_eos", bool, False),
+        "max_new_tokens": most_tokens(fields, least), "ignore_eos": kind(fields, "ignore_eos", bool, False),
         "stream": kind(fields, "stream", bool, False),
         "include_usage": bool(kind(options, "include_usage", bool, False, "stream_options.include_usage")),
     }  # fmt: skip
@@ -132,9 +157,17 @@ def say(value: Any) -> str:
     return shown if len(shown) <= 60 else f"{shown[:57]}..."
 
 
-def refuse_not_done(fields: dict) -> None:
+def integer(fields: dict, name: str, low: int, high: int) -> int | None:
+    """A field from low to high, or None where it is absent."""
+    value = fields.get(name)
+    if value is not None and (type(value) is not int or not low <= value <= high):
+        raise ApiError(400, f"{name} is {say(value)}: an integer from {low} to {high} was expected", name)
+    return value
+
+
+def refuse_not_done(fields: dict, param: str) -> None:
     """What would change the answer and is not done; then the log names what nobody knows."""
-    for name, nothing in NOT_DONE.items():
+    for name, nothing in (NOT_DONE | ELSEWHERE[param]).items():
         if name in fields and not any(equal(fields[name], value) for value in nothing):
             raise ApiError(400, f"{name} is {say(fields[name])}: this server does not do that yet", name, "unsupported")
     if unknown := [name for name in fields if name not in KNOWN and name not in NOT_DONE]:
@@ -160,11 +193,11 @@ def sampling(fields: dict) -> dict:
     return found
 
 
-def most_tokens(fields: dict) -> int | None:
-    """max_completion_tokens, or its older name."""
+def most_tokens(fields: dict, least: int = 1) -> int | None:
+    """max_completion_tokens, or its older name. 0 where a prompt is repeated and nothing is to follow it."""
     name = "max_completion_tokens" if fields.get("max_completion_tokens") is not None else "max_tokens"
     value = fields.get(name)
-    if value is not None:
+    if value is not None and not (type(value) is int and value == least):
         try:
             check_sampling(max_new_tokens=value)
         except GenerationError as error:
