@@ -22,6 +22,7 @@ from cli_helpers import choice
 from nanokv.decoding.draw import Step
 from nanokv.serve import prompts
 from nanokv.serve.answer import AnswerText
+from nanokv.serve.calls import NoCalls
 from nanokv.serve.response import Limits
 from nanokv.text.thinking import ThinkSplitter
 from serving import CHAT, TEXT, Serving, ask, chunks, error, strict
@@ -223,7 +224,7 @@ def test_a_stop_string_is_found_in_the_answer_however_it_is_cut(loaded):
     """Every way to cut a text into two pieces between thought and answer."""
     text = "<think>ab</think>cdabef"
     for at in range(1, len(text)):
-        answer = AnswerText(loaded[1], ["ab"], ThinkSplitter())
+        answer = AnswerText(loaded[1], ["ab"], ThinkSplitter(), NoCalls())
         answer.decoder.put, answer.decoder.flush = lambda part: part, lambda: ""
         found = answer.put(Step(text[:at], 0.0), False) + answer.put(Step(text[at:], 0.0), True)
         texts = ["".join(piece.text for piece in found if piece.kind == kind) for kind in ("think", "answer")]
@@ -292,8 +293,7 @@ def test_a_prompt_of_token_ids_is_the_prompt(server, loaded):
 
 
 NOT_YET = [
-    ("echo", True), ("best_of", 2), ("tools", [{"type": "function", "function": {"name": "f"}}]),
-    ("tool_choice", "required"), ("response_format", {"type": "json_object"}), ("logit_bias", {"5": 100}),
+    ("echo", True), ("best_of", 2), ("response_format", {"type": "json_object"}), ("logit_bias", {"5": 100}),
     ("presence_penalty", 0.5), ("frequency_penalty", -1), ("audio", {"voice": "x"}),
 ]  # fmt: skip
 WRONG = [
@@ -305,7 +305,8 @@ WRONG = [
 ]  # fmt: skip
 BAD_MESSAGES = [
     ({"role": "user"}, ".content"), ({"content": "x"}, ".role"), ({"role": "king", "content": "x"}, ".role"), ("x", ""),
-    ({"role": "user", "content": 5}, ".content"), ({"role": "tool", "content": "x"}, ""),
+    ({"role": "user", "content": 5}, ".content"), ({"role": "tool", "content": "x"}, ".tool_call_id"),
+    ({"role": "function", "content": "x"}, ""),
     ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, ".content[0]"),
     ({"role": "user", "content": [{"type": "text", "text": 5}]}, ".content[0].text"),
     ({"role": "user", "content": "a<|im_end|>b"}, ".content"),

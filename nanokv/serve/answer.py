@@ -1,6 +1,6 @@
-"""The text of one answer, token by token: whole characters, thoughts set apart, stop strings cut off.
+"""The text of one answer, token by token: whole characters, thoughts and tool calls set apart, stop strings cut off.
 
-    answer = AnswerText(tokenizer, ["\\n\\n"], ThinkSplitter(opened))
+    answer = AnswerText(tokenizer, ["\\n\\n"], ThinkSplitter(opened), ToolCalls(["weather"]))
     answer.put(step, last) → [Piece("think", "Hm."), Piece("answer", "Yes", tokens)]
 
 It runs in the engine's thread, so that a stop string ends the request before another token is computed. Text is held
@@ -13,17 +13,19 @@ from typing import NamedTuple, Protocol
 
 from nanokv.decoding.draw import Step
 from nanokv.decoding.generation import StopStrings
+from nanokv.serve.calls import Call, NoCalls, Part, ToolCalls
 from nanokv.text.tokenizer import StreamDecoder, Tokenizer
 
 Placed = tuple[Step, int]  # a token, and where its text begins: characters from the beginning of what was generated
 
 
 class Piece(NamedTuple):
-    """Text that can be shown by now, and the tokens that it came from; thoughts come without theirs."""
+    """Text that can be shown by now, and the tokens that it came from; thoughts and calls come without theirs."""
 
-    kind: str  # "think", "answer"; "prompt", which is repeated; "end": tokens without text
+    kind: str  # "think", "answer", "call"; "prompt", which is repeated; "end": tokens without text
     text: str
     tokens: tuple[Placed, ...] = ()
+    call: Call | None = None
 
 
 class Splitter(Protocol):
@@ -44,12 +46,15 @@ class NoThoughts:
 
 
 class AnswerText:
-    """Stop strings are looked for in the answer only: a model may think about "\\n\\n" without being stopped by it."""
+    """Stop strings are looked for in the answer only: a model may think about "\\n\\n", or call a function with it,
+    without being stopped by it."""
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], splitter: Splitter, eos: Sequence[int] = ()):
-        self.stops, self.splitter = StopStrings(stop), splitter
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], splitter: Splitter, calls: NoCalls | ToolCalls,
+                 eos: Sequence[int] = ()):  # fmt: skip
+        self.stops, self.splitter, self.calls = StopStrings(stop), splitter, calls
         self.decoder = StreamDecoder(tokenizer, skip=tokenizer.control_ids | set(eos))
         self._length = 0  # characters generated, tags and all
+        self._begin: int | None = None  # where the answer begins among them
         self._unshown: deque[tuple[Step, int, int]] = deque()  # tokens with the first and the last place of their text
         self._next = 0  # place of the next character of the answer that is shown
 
@@ -58,23 +63,41 @@ class AnswerText:
         """The one that ended it, or ""."""
         return self.stops.found
 
+    @property
+    def complete(self) -> bool:
+        """Whether nothing that followed would be shown."""
+        return bool(self.stop_string) or self.calls.full
+
     def put(self, step: Step, last: bool) -> list[Piece]:
         """What can be shown by now; with the last token, all that was held back."""
         begin = self._length
         text = self.decoder.put(step.token) + (self.decoder.flush() if last else "")
         self._length += len(text)
         self._unshown.append((step, begin, self._length))
-        split = self.splitter.put(text) + (self.splitter.flush() if last else [])
-        pieces = [Piece(kind, text) if kind == "think" else self._answer(text) for kind, text in split]
+        pieces: list[Piece] = []
+        for kind, part in self.splitter.put(text) + (self.splitter.flush() if last else []):
+            pieces += [Piece(kind, part)] if kind == "think" else self._answer(part)
+        if last:
+            pieces += [piece for part in self.calls.flush() for piece in self._part(part)]
         if last and not self.stop_string:
             pieces += [self._shown(self.stops.flush()), self._end()]
-        return [piece for piece in pieces if piece.text or piece.tokens]
+        return [piece for piece in pieces if piece.text or piece.tokens or piece.call]
 
-    def _answer(self, text: str) -> Piece:
+    def _answer(self, text: str) -> list[Piece]:
         """The newest characters of the answer, which once begun is the end of all that was generated."""
+        if self._begin is None:
+            self._begin = self._length - len(text)
+        return [piece for part in self.calls.put(text) for piece in self._part(part)]
+
+    def _part(self, part: Part) -> list[Piece]:
+        """Text, as far as no stop string can begin with it; or a call, which no stop string reaches across."""
+        if self.stop_string:
+            return []
+        if part.call:
+            return [self._shown(self.stops.flush()), Piece("call", "", call=part.call)]
         if not self.stops.held:
-            self._next = self._length - len(text)
-        return self._shown("" if self.stop_string else self.stops.put(text))
+            self._next = (self._begin or 0) + part.at
+        return [self._shown(self.stops.put(part.text))]
 
     def _shown(self, text: str) -> Piece:
         begin, self._next = self._next, self._next + len(text)

@@ -14,6 +14,7 @@ from starlette.routing import Route
 from nanokv.errors import NanoKVError
 from nanokv.serve import logprobs, metrics, prompts, protocol
 from nanokv.serve.errors import ApiError, ClientGone, internal, refused
+from nanokv.serve.fields import kind, needed
 from nanokv.serve.forms import ChatForm, TextForm
 from nanokv.serve.prompts import Prepared, Served
 from nanokv.serve.response import Answer, Limits, close
@@ -79,13 +80,13 @@ class Application:
         fields = protocol.parse_object(body)
         if "messages" in fields:
             asked = protocol.chat(fields)
-            return named(asked.param, prompts.chat_ids, self.served, asked.sources[0], asked.template)
-        prompt = protocol.needed(fields, "prompt", str)
-        special = protocol.kind(fields, "add_special_tokens", bool, True)
+            return named(asked.param, prompts.chat_ids, self.served, asked.sources[0], asked.template, asked.tools)
+        prompt = needed(fields, "prompt", str)
+        special = kind(fields, "add_special_tokens", bool, True)
         return named("prompt", prompts.text_ids, self.served, prompt, special)
 
     def _text(self, body: bytes) -> str:
-        tokens = protocol.needed(protocol.parse_object(body), "tokens", list)
+        tokens = needed(protocol.parse_object(body), "tokens", list)
         return named("tokens", self.served.tokenizer.decode, tokens)
 
     async def _in_thread(self, function: Callable, *args: Any) -> Any:

@@ -23,7 +23,7 @@ def data(value: dict) -> bytes:
 
 
 class ChatForm:
-    """chat.completion and chat.completion.chunk: thoughts stand in reasoning_content."""
+    """chat.completion and chat.completion.chunk: thoughts stand in reasoning_content, calls in tool_calls."""
 
     kind, prefix = "chat.completion.chunk", "chatcmpl"
 
@@ -45,12 +45,15 @@ class ChatForm:
 
     def chunk(self, index: int, pieces: list[Piece]) -> bytes:
         """What came together; thoughts and answer in one delta each."""
-        return b"".join(self._event([self._choice(index, said)]) for said in map(self._delta, joined(pieces)) if said)
+        said = [one for piece in joined(pieces) for one in self._deltas(piece)]
+        return b"".join(self._event([self._choice(index, one)]) for one in said)
 
-    def _delta(self, piece: Piece) -> dict:
+    def _deltas(self, piece: Piece) -> list[dict]:
+        if piece.call:
+            return [{"delta": {"tool_calls": [part]}} for part in piece.call.deltas]
         if piece.kind == "think":
-            return {"delta": {"reasoning_content": piece.text}}
-        return {"delta": {"content": piece.text}, "logprobs": self.shown(piece.tokens, 0)} if piece.text else {}
+            return [{"delta": {"reasoning_content": piece.text}}]
+        return [{"delta": {"content": piece.text}, "logprobs": self.shown(piece.tokens, 0)}] if piece.text else []
 
     def closing(self, index: int, ended: dict, **facts) -> bytes:
         """After the last token."""
@@ -68,7 +71,11 @@ class ChatForm:
     def _said(self, pieces: list[Piece]) -> dict:
         texts = {kind: "".join(piece.text for piece in pieces if piece.kind == kind) for kind in ("think", "answer")}
         tokens = [token for piece in pieces if piece.kind == "answer" for token in piece.tokens]
-        return completion.assistant(texts["answer"], texts["think"]) | {"logprobs": self.shown(tokens, 0)}
+        calls = [piece.call.message for piece in pieces if piece.call]
+        said = completion.assistant(texts["answer"], texts["think"]) | {"logprobs": self.shown(tokens, 0)}
+        if calls:
+            said["message"] |= {"content": texts["answer"] or None, "tool_calls": calls}
+        return said
 
 
 class TextForm(ChatForm):
@@ -110,7 +117,7 @@ def joined(pieces: list[Piece]) -> list[Piece]:
     """Neighbours of one kind as one piece."""
     found: list[Piece] = []
     for piece in pieces:
-        if found and found[-1].kind == piece.kind:
+        if found and found[-1].kind == piece.kind != "call":
             last = found.pop()
             piece = Piece(piece.kind, last.text + piece.text, last.tokens + piece.tokens)
         found.append(piece)

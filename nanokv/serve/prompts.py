@@ -6,8 +6,9 @@ beside the event loop: a template and a long text can take a second.
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from nanokv.decoding.draw import SamplingParams
@@ -15,8 +16,10 @@ from nanokv.decoding.generation import prompt_ids
 from nanokv.engine import Engine
 from nanokv.errors import NanoKVError
 from nanokv.serve.answer import AnswerText, NoThoughts
+from nanokv.serve.calls import CLOSE, OPEN, NoCalls, ToolCalls
 from nanokv.serve.errors import ApiError, refused
 from nanokv.serve.logprobs import Echo
+from nanokv.serve.messages import Tools
 from nanokv.serve.protocol import Asked
 from nanokv.text.thinking import ThinkSplitter, opens_thinking
 from nanokv.text.tokenizer import Tokenizer
@@ -82,6 +85,9 @@ class Prepared:
 def prepare(served: Served, asked: Asked, salt: str) -> Prepared:
     """Of either kind of request. Answer i to a prompt has the seed + i, so that the first is the one of n = 1."""
     model = served.name(asked.model)
+    if asked.tools.forced:
+        raise ApiError(400, f"tool_choice is {asked.tools.choice}: this server does not do that yet", "tool_choice",
+                       "unsupported")  # fmt: skip
     settings = vars(served.sampling) | asked.sampling | {"salt": salt, "top_logprobs": asked.logprobs or 0}
     seed = secrets.randbits(32) if settings["seed"] is None else settings["seed"]
     prompts = [prompt(served, asked, number) for number in range(len(asked.sources))]
@@ -99,7 +105,7 @@ def prompt(served: Served, asked: Asked, number: int) -> list[int]:
     """The ids of one prompt, which leave room for an answer."""
     source, chat = asked.sources[number], asked.param == "messages"
     try:
-        ids = chat_ids(served, source, asked.template) if chat else text_ids(served, source, asked.special)
+        ids = chat_ids(served, source, asked.template, asked.tools) if chat else text_ids(served, source, asked.special)
         ids = prompt_ids(ids, served.engine.config.vocab_size)
     except NanoKVError as error:
         raise refused(error, asked.param) from error
@@ -115,19 +121,52 @@ def job(served: Served, asked: Asked, ids: list[int], settings: dict, echo: Echo
         wanted = served.max_new_tokens or (None if chat else TEXT_TOKENS)
     eos = () if asked.ignore_eos else tuple(served.engine.model.generation_config.eos_token_ids)
     splitter = ThinkSplitter(opens_thinking(served.tokenizer, ids)) if chat else NoThoughts()
-    text = AnswerText(served.tokenizer, served.stop if asked.stop is None else asked.stop, splitter, eos)
+    names = [one["name"] for one in asked.tools.callable]
+    calls = ToolCalls(names, asked.tools.parallel) if names else NoCalls()
+    text = AnswerText(served.tokenizer, served.stop if asked.stop is None else asked.stop, splitter, calls, eos)
     settings = settings | {"max_new_tokens": room if wanted is None else min(wanted, room), "eos_token_ids": eos}
     return Job(ids, text, settings, wanted, echo, first)
 
 
-def chat_ids(served: Served, messages: list[dict], template: dict) -> list[int]:
+def chat_ids(served: Served, messages: list[dict], template: dict, tools: Tools) -> list[int]:
     """Through the checkpoint's template. Control tokens in a message would end it and begin another's."""
     if not served.allow_special:
-        for number, message in enumerate(messages):
-            for name, text in message.items():
-                refuse_control(served.tokenizer, text, f"messages[{number}].{name}")
-    rendered = served.tokenizer.render(messages, add_generation_prompt=True, **served.template | template)
+        for text, place in texts(messages, "messages"):
+            refuse_control(served.tokenizer, text, place)
+        for text, place in texts(list(tools.functions), "tools"):
+            refuse_control(served.tokenizer, text, place)
+    render = partial(served.tokenizer.render, add_generation_prompt=True, **served.template | template)
+    rendered = render(messages, tools.offered)
+    if tools.offered:
+        check_template(served, rendered != render(messages))
+    if any("tool_calls" in message for message in messages):
+        bare = [{name: part for name, part in message.items() if name != "tool_calls"} for message in messages]
+        if rendered == render(bare, tools.offered):
+            raise ApiError(400, "the chat template of this model leaves tool_calls out", "messages", "unsupported")
     return served.tokenizer.encode(rendered)
+
+
+def check_template(served: Served, shows_tools: bool) -> None:
+    """Does the model learn about tools, and is a call written as calls.py reads it?"""
+    if not shows_tools:
+        raise ApiError(400, "the chat template of this model has no place for tools", "tools", "unsupported")
+    source = served.tokenizer.chat_template or ""
+    if OPEN not in source or "<function=" in source:
+        raise ApiError(400, f"this model does not write calls as JSON between {OPEN} and {CLOSE}, which is what this "
+                       "server reads", "tools", "unsupported")  # fmt: skip
+
+
+def texts(value: Any, place: str) -> Iterator[tuple[str, str]]:
+    """(text, place) of all texts in a JSON value, names too."""
+    if isinstance(value, str):
+        yield value, place
+    elif isinstance(value, dict):
+        for name, part in value.items():
+            yield name, place
+            yield from texts(part, f"{place}.{name}")
+    elif isinstance(value, list):
+        for number, part in enumerate(value):
+            yield from texts(part, f"{place}[{number}]")
 
 
 def refuse_control(tokenizer: Tokenizer, text: str, param: str) -> None:

@@ -7,11 +7,12 @@ not done yet is refused, unless its value asks for nothing. null is the same as 
 import json
 import logging
 from dataclasses import dataclass, field
-from typing import Any
 
 from nanokv.decoding.sample import check_sampling
 from nanokv.errors import GenerationError
 from nanokv.serve.errors import ApiError
+from nanokv.serve.fields import equal, integer, kind, needed, say
+from nanokv.serve.messages import Tools, messages, tools
 from weights_loader.strict import loads, quote
 
 logger = logging.getLogger(__name__)
@@ -20,14 +21,14 @@ MOST_BRACKETS = 200_000  # of lists and objects in one request, about 100 bytes 
 MOST_STOPS, LONGEST_STOP = 16, 1_000  # each token is compared with all of them
 MOST_ANSWERS, MOST_PROMPTS = 16, 256  # `n`; and prompts of a request, all of which have a place in the queue
 MOST_LIKELY = {"messages": 20, "prompt": 5}  # OpenAI's limits of top_logprobs, and of a completion's logprobs
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")  # of the template's own variables
 KNOWN = {
     "model", "messages", "prompt", "stream", "stream_options", "stop", "max_tokens", "max_completion_tokens",
-    "ignore_eos", "chat_template_kwargs", "add_special_tokens", "n", "logprobs", "top_logprobs", "echo", *SAMPLING,
+    "ignore_eos", "chat_template_kwargs", "add_special_tokens", "n", "logprobs", "top_logprobs", "echo", "tools",
+    "tool_choice", "parallel_tool_calls", *SAMPLING,
 }  # fmt: skip
 NOT_DONE: dict[str, tuple] = {  # field → the values that ask for nothing
-    "best_of": (1,), "prompt_logprobs": (0,), "suffix": ("",), "tools": ([],), "tool_choice": ("none", "auto"),
+    "best_of": (1,), "prompt_logprobs": (0,), "suffix": ("",),
     "functions": ([],), "function_call": ("none", "auto"), "response_format": ({"type": "text"},), "logit_bias": ({},),
     "presence_penalty": (0,), "frequency_penalty": (0,), "modalities": (["text"],), "audio": (),
     "web_search_options": (), "structured_outputs": ({},), "guided_json": (), "guided_regex": (), "guided_choice": (),
@@ -36,7 +37,8 @@ NOT_DONE: dict[str, tuple] = {  # field → the values that ask for nothing
 }  # fmt: skip
 
 ELSEWHERE: dict[str, dict[str, tuple]] = {  # the same of what only the other address knows
-    "messages": {"echo": (False,)}, "prompt": {"top_logprobs": (0,)},
+    "messages": {"echo": (False,)},
+    "prompt": {"top_logprobs": (0,), "tools": ([],), "tool_choice": ("none", "auto")},
 }  # fmt: skip
 
 
@@ -58,6 +60,7 @@ class Asked:
     echo: bool = False  # the prompt before its continuation
     special: bool = True  # what the checkpoint puts around a text, as in `encode`
     template: dict = field(default_factory=dict)
+    tools: Tools = field(default_factory=Tools)
 
 
 def parse_object(data: bytes) -> dict:
@@ -91,7 +94,8 @@ def chat(fields: dict) -> Asked:
     likely, wanted = integer(fields, "top_logprobs", 0, MOST_LIKELY["messages"]), kind(fields, "logprobs", bool, False)
     if likely and not wanted:
         raise ApiError(400, f"top_logprobs is {likely}: it needs logprobs: true", "top_logprobs")
-    return Asked([messages(fields)], template=template, logprobs=(likely or 0) if wanted else None, **found)
+    logprobs = (likely or 0) if wanted else None
+    return Asked([messages(fields)], template=template, logprobs=logprobs, tools=tools(fields), **found)
 
 
 def text(fields: dict) -> Asked:
@@ -132,39 +136,6 @@ def common(fields: dict, param: str, least: int = 1) -> dict:
     }  # fmt: skip
 
 
-def kind(fields: dict, name: str, wanted: type | tuple, default: Any, shown: str | None = None) -> Any:
-    """A field of the type wanted, or the default where it is absent."""
-    value = fields.get(name)
-    if value is None:
-        return default
-    if not isinstance(value, wanted):
-        names = {str: "a text", bool: "true or false", dict: "an object", list: "a list"}
-        words = " or ".join(names[one] for one in (wanted if isinstance(wanted, tuple) else (wanted,)))
-        raise ApiError(400, f"{shown or name} is {say(value)}: {words} was expected", shown or name)
-    return value
-
-
-def needed(fields: dict, name: str, wanted: type | tuple) -> Any:
-    """The same of a field that must be there."""
-    if fields.get(name) is None:
-        raise ApiError(400, f"{name} is missing", name)
-    return kind(fields, name, wanted, None)
-
-
-def say(value: Any) -> str:
-    """A value in a message, short."""
-    shown = repr(value)
-    return shown if len(shown) <= 60 else f"{shown[:57]}..."
-
-
-def integer(fields: dict, name: str, low: int, high: int) -> int | None:
-    """A field from low to high, or None where it is absent."""
-    value = fields.get(name)
-    if value is not None and (type(value) is not int or not low <= value <= high):
-        raise ApiError(400, f"{name} is {say(value)}: an integer from {low} to {high} was expected", name)
-    return value
-
-
 def refuse_not_done(fields: dict, param: str) -> None:
     """What would change the answer and is not done; then the log names what nobody knows."""
     for name, nothing in (NOT_DONE | ELSEWHERE[param]).items():
@@ -173,11 +144,6 @@ def refuse_not_done(fields: dict, param: str) -> None:
     if unknown := [name for name in fields if name not in KNOWN and name not in NOT_DONE]:
         more = f" and {len(unknown) - 5:,} more" if len(unknown) > 5 else ""
         logger.info("ignored: %s%s", ", ".join(map(quote, unknown[:5])), more)
-
-
-def equal(one: Any, other: Any) -> bool:
-    """To JSON, 0 is not false."""
-    return one == other and isinstance(one, bool) == isinstance(other, bool)
 
 
 def sampling(fields: dict) -> dict:
@@ -214,52 +180,4 @@ def stops(fields: dict) -> list[str] | None:
     if len(found) > MOST_STOPS or not all(isinstance(one, str) and 0 < len(one) <= LONGEST_STOP for one in found):
         words = f"at most {MOST_STOPS} texts of 1 to {LONGEST_STOP:,} characters were expected"
         raise ApiError(400, f"stop is {say(value)}: {words}", "stop")
-    return found
-
-
-# --- messages -------------------------------------------------------------------------------------------------------
-
-
-def messages(fields: dict) -> list[dict]:
-    """Roles and texts, as the chat template takes them."""
-    found = needed(fields, "messages", list)
-    if not found:
-        raise ApiError(400, "messages is empty: at least one is needed", "messages")
-    return [message(value, f"messages[{number}]") for number, value in enumerate(found)]
-
-
-def message(value: Any, place: str) -> dict:
-    """One of them, without what the template has no use for."""
-    if not isinstance(value, dict):
-        raise ApiError(400, f"{place} is {say(value)}: an object with role and content was expected", place)
-    role = value.get("role")
-    if role in ("tool", "function") or value.get("tool_calls") or value.get("function_call"):
-        raise ApiError(400, f"{place} belongs to a tool call: this server does not do that yet", place, "unsupported")
-    if not isinstance(role, str) or role not in ROLES:
-        raise ApiError(400, f"{place}.role is {say(role)}, not one of {', '.join(ROLES)}", f"{place}.role")
-    content = value.get("content")
-    if content is None and role != "assistant":
-        raise ApiError(400, f"{place}.content is missing", f"{place}.content")
-    said = {"role": ROLES[role], "content": content_text(content, f"{place}.content")}
-    thought = kind(value, "reasoning_content", str, None, f"{place}.reasoning_content")
-    return said if thought is None else said | {"reasoning_content": thought}
-
-
-def content_text(content: Any, place: str) -> str:
-    """A text, or text parts, with a line break between them as llama.cpp and vLLM have it."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    if not isinstance(content, list):
-        raise ApiError(400, f"{place} is {say(content)}: a text or a list of parts was expected", place)
-    return "\n".join(part_text(part, f"{place}[{number}]") for number, part in enumerate(content))
-
-
-def part_text(part: Any, place: str) -> str:
-    """The text of one part; pictures and sound are refused."""
-    name = part.get("type") if isinstance(part, dict) else None
-    if name not in ("text", "refusal"):
-        raise ApiError(400, f"{place} is {say(part)}: only parts of type text are read", place, "unsupported")
-    found = part.get(name)
-    if not isinstance(found, str):
-        raise ApiError(400, f"{place}.{name} is {say(found)}: a text was expected", f"{place}.{name}")
     return found

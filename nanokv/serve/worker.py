@@ -245,7 +245,7 @@ class Ticket:
         self.worker.metrics.token(now - (self._seen or self.opened), first=not self._seen)
         self._seen = now
         self._fresh += self.job.text.put(step, last=request.finish_reason is not None)
-        if self.job.text.stop_string:
+        if self.job.text.complete:
             self.worker.engine.cancel(request, "stop")
 
     def take_news(self) -> tuple[list[Piece], Any]:
