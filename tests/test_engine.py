@@ -200,7 +200,7 @@ def test_what_can_never_fit_is_refused_with_numbers(model):
 def test_who_says_nothing_gets_64_greedy_tokens_of_a_pool_of_256_pages():
     assert defaults(Engine) == {"pages": 256, "page_size": 16, "step_tokens": 256, "max_running": 32}
     assert defaults(Engine.submit) == ANSWER | SAMPLING | {
-        "seed": None, "salt": "", "top_logprobs": 0, "on_token": None,
+        "seed": None, "salt": "", "top_logprobs": 0, "constrain": None, "on_token": None,
     }  # fmt: skip
 
 

@@ -293,7 +293,7 @@ def test_a_prompt_of_token_ids_is_the_prompt(server, loaded):
 
 
 NOT_YET = [
-    ("echo", True), ("best_of", 2), ("response_format", {"type": "json_object"}), ("logit_bias", {"5": 100}),
+    ("echo", True), ("best_of", 2), ("logit_bias", {"5": 100}),
     ("presence_penalty", 0.5), ("frequency_penalty", -1), ("audio", {"voice": "x"}),
 ]  # fmt: skip
 WRONG = [

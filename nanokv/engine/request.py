@@ -33,6 +33,7 @@ class Request:
     on_token: Any = None  # on_token(request, step), for every token
     device: torch.device | str = "cpu"
     arrived: float = 0.0
+    constrain: Any = None  # constrain(logits, tokens) → logits, before each token is drawn
     top_logprobs: int = 0  # so many of the likeliest tokens are noted for each place
     state: str = WAITING
     cache: Any = None  # a PrefixCache while it runs
@@ -91,7 +92,8 @@ class Request:
         """
         if self.params.temperature:
             self._rewind()
-        token = draw(self.logits, self.params.values(), self.generator, self.prompt, self.tokens)  # (1,)
+        logits = self.logits if self.constrain is None else self.constrain(self.logits, self.tokens)
+        token = draw(logits, self.params.values(), self.generator, self.prompt, self.tokens)  # (1,)
         self.logprobs[len(self.tokens) :] = [float(logprob(self.logits, token))]
         self.tops[len(self.tokens) :] = likeliest(self.logits, self.top_logprobs) if self.top_logprobs else [()]
         self.tokens.append(int(token))  # commit

@@ -8,6 +8,7 @@ A request goes through these files, from the socket to the engine and back:
     protocol.py    JSON to a checked request, with the field's name in every refusal (fields.py)
     messages.py    the messages of a chat, and the tools that its model may call
     prompts.py     messages or text to token ids: the chat template and the tokenizer
+    grammar.py     which tokens may follow, where the answer must be JSON or a call
     worker.py      the one thread that runs the engine; a request's place in its queue
     answer.py      token by token to text: whole characters, thoughts apart, stop strings
     calls.py       tool calls in that text

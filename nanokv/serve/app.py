@@ -11,9 +11,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from nanokv.errors import NanoKVError
 from nanokv.serve import logprobs, metrics, prompts, protocol
-from nanokv.serve.errors import ApiError, ClientGone, internal, refused
+from nanokv.serve.errors import ApiError, ClientGone, internal, named
 from nanokv.serve.fields import kind, needed
 from nanokv.serve.forms import ChatForm, TextForm
 from nanokv.serve.prompts import Prepared, Served
@@ -153,14 +152,6 @@ class Application:
 
     def _prepare(self, body: bytes, check: Callable, salt: str) -> Prepared:
         return prompts.prepare(self.served, check(protocol.parse_object(body)), salt)
-
-
-def named(param: str, function: Callable, *args: Any) -> Any:
-    """function(*args); what it refuses is the fault of that field."""
-    try:
-        return function(*args)
-    except NanoKVError as error:
-        raise refused(error, param) from error
 
 
 def make_app(served: Served, worker: Worker, hosts: Hosts, keys: Keys, limits: Limits | None = None) -> Guard:

@@ -84,6 +84,11 @@ class Tools:
         return [{"type": "function", "function": one} for one in self.functions] if self.choice != "none" else None
 
     @property
+    def many(self) -> bool:
+        """Whether several calls may stand in one answer."""
+        return self.parallel and (not self.forced or self.choice == "required")
+
+    @property
     def callable(self) -> list[dict]:
         """The functions that may be called."""
         named = self.forced and self.choice != "required"

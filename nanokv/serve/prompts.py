@@ -8,22 +8,26 @@ import secrets
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
 
 from nanokv.decoding.draw import SamplingParams
 from nanokv.decoding.generation import prompt_ids
 from nanokv.engine import Engine
 from nanokv.errors import NanoKVError
+from nanokv.serve import grammar
 from nanokv.serve.answer import AnswerText, NoThoughts
 from nanokv.serve.calls import CLOSE, OPEN, NoCalls, ToolCalls
-from nanokv.serve.errors import ApiError, refused
+from nanokv.serve.errors import ApiError, named, refused
 from nanokv.serve.logprobs import Echo
 from nanokv.serve.messages import Tools
 from nanokv.serve.protocol import Asked
 from nanokv.text.thinking import ThinkSplitter, opens_thinking
 from nanokv.text.tokenizer import Tokenizer
 from weights_loader.strict import quote
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
 
 TEXT_TOKENS = 16  # of a completion whose request does not say how many: OpenAI's number
 ECHOED = 100_000  # prompt tokens of a request with log-probabilities of their own, up to 1 kB of memory each
@@ -43,6 +47,12 @@ class Served:
     template: dict = field(default_factory=dict)
     allow_special: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
+
+    @cached_property
+    def vocabulary(self) -> "LLTokenizer":
+        """For grammars."""
+        config = self.engine.model.generation_config
+        return grammar.vocabulary(self.tokenizer, self.engine.config.vocab_size, config.eos_token_ids)
 
     def name(self, asked: str | None) -> str:
         """The model of a request."""
@@ -85,9 +95,6 @@ class Prepared:
 def prepare(served: Served, asked: Asked, salt: str) -> Prepared:
     """Of either kind of request. Answer i to a prompt has the seed + i, so that the first is the one of n = 1."""
     model = served.name(asked.model)
-    if asked.tools.forced:
-        raise ApiError(400, f"tool_choice is {asked.tools.choice}: this server does not do that yet", "tool_choice",
-                       "unsupported")  # fmt: skip
     settings = vars(served.sampling) | asked.sampling | {"salt": salt, "top_logprobs": asked.logprobs or 0}
     seed = secrets.randbits(32) if settings["seed"] is None else settings["seed"]
     prompts = [prompt(served, asked, number) for number in range(len(asked.sources))]
@@ -96,8 +103,10 @@ def prepare(served: Served, asked: Asked, salt: str) -> Prepared:
     jobs = []
     for ids in prompts:
         echo = Echo(served.tokenizer, ids, asked.logprobs) if asked.echo else None
+        matcher = matcher_of(served, asked, ids) if asked.constrained else None
         for i in range(asked.n):
-            jobs.append(job(served, asked, ids, settings | {"seed": (seed + i) % 2**64}, echo, i == 0))
+            own = {"seed": (seed + i) % 2**64, "constrain": matcher and grammar.Constraint(matcher)}
+            jobs.append(job(served, asked, ids, settings | own, echo, i == 0))
     return Prepared(asked, model, jobs, seed if settings["temperature"] else None)
 
 
@@ -111,6 +120,15 @@ def prompt(served: Served, asked: Asked, number: int) -> list[int]:
         raise refused(error, asked.param) from error
     served.room(len(ids), asked.param)
     return ids
+
+
+def matcher_of(served: Served, asked: Asked, ids: list[int]) -> "LLMatcher":
+    """What the answers to this prompt must look like."""
+    param = "tools" if asked.schema is None else "response_format"
+    grammar.needs_package(param)
+    thought = grammar.thoughts(served.tokenizer, ids, opens_thinking(served.tokenizer, ids))
+    source = grammar.source(asked.schema, asked.tools.callable, asked.tools.many, asked.tools.forced, thought)
+    return grammar.compiled(source, named(param, lambda: served.vocabulary), param)
 
 
 def job(served: Served, asked: Asked, ids: list[int], settings: dict, echo: Echo | None, first: bool) -> Job:

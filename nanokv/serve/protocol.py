@@ -25,11 +25,11 @@ RESERVED = ("messages", "tools", "documents", "add_generation_prompt")  # of the
 KNOWN = {
     "model", "messages", "prompt", "stream", "stream_options", "stop", "max_tokens", "max_completion_tokens",
     "ignore_eos", "chat_template_kwargs", "add_special_tokens", "n", "logprobs", "top_logprobs", "echo", "tools",
-    "tool_choice", "parallel_tool_calls", *SAMPLING,
+    "tool_choice", "parallel_tool_calls", "response_format", *SAMPLING,
 }  # fmt: skip
 NOT_DONE: dict[str, tuple] = {  # field → the values that ask for nothing
     "best_of": (1,), "prompt_logprobs": (0,), "suffix": ("",),
-    "functions": ([],), "function_call": ("none", "auto"), "response_format": ({"type": "text"},), "logit_bias": ({},),
+    "functions": ([],), "function_call": ("none", "auto"), "logit_bias": ({},),
     "presence_penalty": (0,), "frequency_penalty": (0,), "modalities": (["text"],), "audio": (),
     "web_search_options": (), "structured_outputs": ({},), "guided_json": (), "guided_regex": (), "guided_choice": (),
     "guided_grammar": (), "grammar": ("",), "json_schema": ({},), "min_tokens": (0,), "stop_token_ids": ([],),
@@ -38,7 +38,8 @@ NOT_DONE: dict[str, tuple] = {  # field → the values that ask for nothing
 
 ELSEWHERE: dict[str, dict[str, tuple]] = {  # the same of what only the other address knows
     "messages": {"echo": (False,)},
-    "prompt": {"top_logprobs": (0,), "tools": ([],), "tool_choice": ("none", "auto")},
+    "prompt": {"top_logprobs": (0,), "tools": ([],), "tool_choice": ("none", "auto"),
+               "response_format": ({"type": "text"},)},
 }  # fmt: skip
 
 
@@ -61,6 +62,12 @@ class Asked:
     special: bool = True  # what the checkpoint puts around a text, as in `encode`
     template: dict = field(default_factory=dict)
     tools: Tools = field(default_factory=Tools)
+    schema: dict | None = None  # of the JSON that the answer must be
+
+    @property
+    def constrained(self) -> bool:
+        """Whether not every text may be the answer."""
+        return self.schema is not None or self.tools.forced
 
 
 def parse_object(data: bytes) -> dict:
@@ -95,7 +102,25 @@ def chat(fields: dict) -> Asked:
     if likely and not wanted:
         raise ApiError(400, f"top_logprobs is {likely}: it needs logprobs: true", "top_logprobs")
     logprobs = (likely or 0) if wanted else None
-    return Asked([messages(fields)], template=template, logprobs=logprobs, tools=tools(fields), **found)
+    asked = Asked([messages(fields)], template=template, logprobs=logprobs, tools=tools(fields),
+                  schema=schema(fields), **found)  # fmt: skip
+    if asked.constrained and asked.ignore_eos:
+        raise ApiError(400, "ignore_eos does not go together with an answer that has an end", "ignore_eos")
+    return asked
+
+
+def schema(fields: dict) -> dict | None:
+    """`response_format` as a JSON schema; None: any text."""
+    wanted = kind(fields, "response_format", dict, {"type": "text"})
+    if wanted.get("type") == "text":
+        return None
+    if wanted.get("type") == "json_object":
+        return {"type": "object"}
+    if wanted.get("type") != "json_schema":
+        words = "text, json_object or json_schema was expected"
+        raise ApiError(400, f"response_format.type is {say(wanted.get('type'))}: {words}", "response_format")
+    described = needed(wanted, "json_schema", dict, "response_format.json_schema")
+    return needed(described, "schema", dict, "response_format.json_schema.schema")
 
 
 def text(fields: dict) -> Asked:
