@@ -133,7 +133,15 @@ def test_a_call_or_the_schema_may_be_the_answer(server, scripted):
         expected = (None, [("light", {"on": True})], "tool_calls") if "call" in text else (text, [], "stop")
         assert (content, calls, reason) == expected
     scripted("Neither.")
-    assert server.post(CHAT, ask(tools=[LIGHT], **of(SCHEMA)))[0] == 500, "the script ignores the mask"
+    assert server.post(CHAT, ask(tools=[LIGHT], **of(SCHEMA)))[0] == 400, "the script ignores the mask"
+
+
+def test_a_schema_that_needs_too_much_while_it_is_used_is_told(server):
+    many = {"type": "object", "properties": {f"p{number}": {"type": "integer"} for number in range(3_000)}}
+    status, found = server.post(CHAT, ask(temperature=1, seed=1, max_tokens=20, **of(many)))
+    assert (status, error(found)["code"]) == (400, "unsupported") and "limits" in found["error"]["message"]
+    *_, last = server.stream(CHAT, ask(temperature=1, seed=1, max_tokens=20, **of(many)))
+    assert error(json.loads(last.removeprefix("data: ")))["code"] == "unsupported"
 
 
 @pytest.mark.parametrize(("text", "thought", "follows"), [

@@ -125,6 +125,7 @@ class Constraint:
             self.seen += 1
         bits = np.frombuffer(self.matcher.compute_bitmask(), dtype=np.uint8)
         if self.matcher.is_error():
-            raise GenerationError(f"the grammar cannot go on: {self.matcher.get_error()}")
+            reason = self.matcher.get_error().partition("\n")[0]
+            raise ApiError(400, f"the schema leads beyond the limits of llguidance: {reason}", code="unsupported")
         allowed = torch.from_numpy(np.unpackbits(bits, bitorder="little")[: logits.shape[-1]].astype(bool))  # (V,)
         return logits.masked_fill(~allowed.to(logits.device), -torch.inf)

@@ -164,7 +164,9 @@ class Worker:
 
     @staticmethod
     def fault(error: Exception) -> ApiError:
-        """Logged; what the client is told."""
+        """Logged; what the client is told, which is no more than that where it is our bug."""
+        if isinstance(error, ApiError):
+            return error
         logger.error("a request failed: %s", where(error))
         return internal()
 
