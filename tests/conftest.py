@@ -146,6 +146,20 @@ def server(loaded):
         yield server
 
 
+@pytest.fixture
+def scripted(monkeypatch, loaded):
+    """scripted(text): the model says this text, whatever its logits are."""
+
+    import torch
+
+    def script(text):
+        ids = [*loaded[1].encode(text), loaded[1].eos_token_id]
+        draw = lambda logits, values, generator, prompt, tokens: torch.tensor([ids[len(tokens)]])  # noqa: E731
+        monkeypatch.setattr("nanokv.engine.request.draw", draw)
+
+    return script
+
+
 @pytest.fixture(scope="session")
 def endless_folder(tiny_folder, tmp_path_factory) -> Path:
     """The same weights with no eos id and 100,000 positions: it never stops by itself, for tests that interrupt it."""

@@ -25,6 +25,9 @@ from nanokv.serve.worker import Worker
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 PATIENCE_S = 20
+FIELDS = {  # ours beside OpenAI's
+    "stop_reason", "timings", "seed", "reasoning_content", "max_model_len", "hint",
+}  # fmt: skip
 
 
 class Serving:
@@ -145,3 +148,20 @@ def error(found: dict) -> dict:
     assert isinstance(told["message"], str) and told["message"] and isinstance(told["type"], str)
     assert all(told[name] is None or isinstance(told[name], str) for name in ("param", "code"))
     return told
+
+
+def extras(value) -> set[str]:
+    """Fields that the openai package does not know, at any depth."""
+    found = set(value.model_extra or {})
+    for name in type(value).model_fields:
+        inner = getattr(value, name)
+        for part in inner if isinstance(inner, list) else [inner]:
+            found |= extras(part) if hasattr(part, "model_extra") else set()
+    return found
+
+
+def strict(kind, value: dict):
+    """Validated by the openai package's own types, which take a text for no number and miss no field."""
+    found = kind.model_validate_json(json.dumps(value), strict=True)
+    assert extras(found) <= FIELDS
+    return found

@@ -199,7 +199,9 @@ def test_what_can_never_fit_is_refused_with_numbers(model):
 
 def test_who_says_nothing_gets_64_greedy_tokens_of_a_pool_of_256_pages():
     assert defaults(Engine) == {"pages": 256, "page_size": 16, "step_tokens": 256, "max_running": 32}
-    assert defaults(Engine.submit) == ANSWER | SAMPLING | {"seed": None, "salt": "", "on_token": None}
+    assert defaults(Engine.submit) == ANSWER | SAMPLING | {
+        "seed": None, "salt": "", "top_logprobs": 0, "constrain": None, "on_token": None,
+    }  # fmt: skip
 
 
 def test_an_answer_that_the_context_ends_needs_no_pages_for_more(model):

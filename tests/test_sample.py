@@ -133,6 +133,7 @@ EDGES = {
     "temperature": (0.0, 1e6), "top_k": (0, 2**63 - 1), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0),
     "repetition_penalty": (1e-6, 1e6), "seed": (0, 2**64 - 1), "max_new_tokens": (1, 2**63 - 1),
     "max_ngram": (1, 2**63 - 1), "tokens": (1, 2**63 - 1), "layers": (1, 2**63 - 1),
+    "top_logprobs": (0, 2**63 - 1),
 }  # fmt: skip
 
 
@@ -160,6 +161,16 @@ def test_unusable_logits_are_an_error_and_not_token_zero(temperature, bad):
 def test_a_temperature_beyond_fp32_is_named():
     with pytest.raises(GenerationError, match="too small"):
         sample(logits_of("huge"), temperature=1e-38)
+
+
+def test_the_likeliest_tokens_have_exactly_the_log_probabilities_of_logprob():
+    x = logits_of("normal").bfloat16()
+    rows = module.likeliest(x, 3)
+    assert [[token for token, _ in row] for row in rows] == x.float().topk(3).indices.tolist()
+    for place in range(3):
+        tokens = torch.tensor([row[place][0] for row in rows])
+        assert [row[place][1] for row in rows] == module.logprob(x, tokens).tolist()
+    assert len(module.likeliest(x, 10_000)[0]) == x.shape[1]
 
 
 def test_logprob_is_that_of_the_raw_logits():

@@ -76,7 +76,7 @@ def test_a_client_that_leaves_in_decode_frees_its_place_and_its_pages(loaded, st
 
 def test_a_client_that_reads_nothing_does_not_stay(loaded, monkeypatch):
     monkeypatch.setattr("nanokv.serve.server.READER_S", 0.2)
-    monkeypatch.setattr(forms.ChatForm, "opening", lambda self: b":" + b"x" * 12_000_000 + b"\n\n")
+    monkeypatch.setattr(forms.ChatForm, "opening", lambda self, index: b":" + b"x" * 12_000_000 + b"\n\n")
     with Serving(*loaded) as server:
         step = server.engine.step
         server.engine.step = lambda: (time.sleep(0.003), step())[1]
@@ -158,7 +158,7 @@ def test_an_error_after_the_200_stands_in_the_stream(server, failing, caplog):
 
 def test_a_fault_in_the_stream_itself_is_told_in_the_stream(server, monkeypatch, caplog):
     caplog.set_level("INFO", "nanokv.serve")
-    monkeypatch.setattr(forms.ChatForm, "chunk", lambda self, pieces: {}[pieces[0][1]])
+    monkeypatch.setattr(forms.ChatForm, "chunk", lambda self, index, pieces: {}[index])
     *_, last = server.stream(CHAT, ask(max_tokens=3, ignore_eos=True))
     assert json.loads(last.removeprefix("data: "))["error"]["code"] == "internal_error"
     assert "a stream failed: KeyError at " in caplog.text

@@ -94,7 +94,7 @@ def engine_timings(metrics: dict) -> dict:
     queue, first, each = (metrics[name] for name in ("queue_s", "ttft_s", "token_s"))
     computed = metrics["prompt_tokens"] - metrics["reused_tokens"]
     own = {name: metrics[name] for name in ("queue_s", "total_s", "preemptions")}
-    return timings(first, rate(computed, first - queue), rate(1, each), **own)
+    return timings(first, rate(computed, None if first is None else first - queue), rate(1, each), **own)
 
 
 def rate(tokens: int, seconds: float | None) -> float | None:

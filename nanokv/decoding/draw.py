@@ -50,10 +50,11 @@ GREEDY = SamplingParams()
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One generated token and its log-probability under the raw logits."""
+    """One generated token and its log-probability under the raw logits; `top`: the likeliest ones, where asked for."""
 
     token: int
     logprob: float
+    top: tuple[tuple[int, float], ...] = ()  # (token, log-probability), the likeliest first
 
 
 def draw(logits: torch.Tensor, values: dict, generator: torch.Generator, *texts: list[int]) -> torch.Tensor:

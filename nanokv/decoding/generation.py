@@ -285,6 +285,11 @@ class StopStrings:
         self.stop, self.found = stop, ""
         self._held = ""  # may be the beginning of a stop string
 
+    @property
+    def held(self) -> str:
+        """What may be the beginning of a stop string."""
+        return self._held
+
     def put(self, text: str) -> str:
         """What can be shown by now; with the last of it, `found` is the stop string."""
         self._held += text

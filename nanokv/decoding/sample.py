@@ -21,6 +21,7 @@ RANGES = {  # name: (type, lowest allowed, highest allowed, in words)
     "repetition_penalty": (float, 1e-6, 1e6, "a number > 0 (1 = off)"),
     "seed": (int, 0, 2**64 - 1, "an integer from 0 to 2^64 - 1"),
     "max_new_tokens": (int, 1, 2**63 - 1, "an integer ≥ 1"),
+    "top_logprobs": (int, 0, 2**63 - 1, "an integer ≥ 0 (0 = off)"),
     "max_ngram": (int, 1, 2**63 - 1, "an integer ≥ 1"),  # these three: speculative.py
     "tokens": (int, 1, 2**63 - 1, "an integer ≥ 1"),
     "layers": (int, 1, 2**63 - 1, "an integer ≥ 1"),
@@ -184,6 +185,15 @@ def logprob(logits: Tensor, token: Tensor) -> Tensor:
     """Log-probability of token (B,) under the raw logits (B,V), fp32: before temperature and every filter. → (B,)"""
     logits = logits.float()
     return logits.gather(-1, token[:, None])[:, 0] - logits.logsumexp(-1)
+
+
+def likeliest(logits: Tensor, k: int) -> list[tuple[tuple[int, float], ...]]:
+    """For each row of the raw logits (B,V) the k likeliest tokens with what `logprob` gives for them, likeliest first.
+    """
+    logits = logits.float()
+    values, ids = logits.topk(min(k, logits.shape[-1]))  # (B,k)
+    values = values - logits.logsumexp(-1)[:, None]
+    return [tuple(zip(*row, strict=True)) for row in zip(ids.tolist(), values.tolist(), strict=True)]
 
 
 def _refuse_unusable(highest):

@@ -57,26 +57,32 @@ class Engine:
 
     def submit(self, ids: Ids, max_new_tokens: int = 64, temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0,
                min_p: float = 0.0, repetition_penalty: float = 1.0, seed: int | None = None,
-               eos_token_ids: EosIds = None, salt: str = "",
+               eos_token_ids: EosIds = None, salt: str = "", top_logprobs: int = 0,
+               constrain: Callable[[torch.Tensor, list[int]], torch.Tensor] | None = None,
                on_token: Callable[[Request, Step], object] | None = None) -> Request:  # fmt: skip
-        """Queue a request; the arguments mean what they mean in nanokv.generate.
+        """Queue a request; the arguments mean what they mean in nanokv.generate. `top_logprobs`: so many of the
+        likeliest tokens stand in each Step. `constrain(logits (1,V), tokens so far)` → logits that the next token is
+        drawn from, −∞ where it must not be; log-probabilities stay those of the raw logits.
 
         Refused at once: ContextError if the prompt is longer than the context, CapacityError if prompt and answer
         could not be held even by the whole pool, GenerationError for any other bad value. Requests share the pages of
         equal beginnings only under the same `salt`.
         """
-        check_sampling(max_new_tokens=max_new_tokens)
+        check_sampling(max_new_tokens=max_new_tokens, top_logprobs=top_logprobs)
         if not isinstance(salt, str) or salt.encode("utf-8", "ignore").decode() != salt:  # half a character
             raise GenerationError(f"salt is {salt!r}: a string was expected", 'salt="" shares with all that have none')
         if on_token is not None and not callable(on_token):
             raise GenerationError(f"on_token is {on_token!r}: a function of (request, step), or None, was expected")
+        if constrain is not None and not callable(constrain):
+            raise GenerationError(f"constrain is {constrain!r}: a function of (logits, tokens), or None, was expected")
         params = SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty, seed)
         prompt = prompt_ids(ids, self.config.vocab_size)
         eos = eos_ids(self.model.generation_config.eos_token_ids if eos_token_ids is None else eos_token_ids)
         room = self._room(len(prompt), max_new_tokens)
         request = Request(
-            self._submitted, prompt, params, max_new_tokens, room, eos, salt, on_token, self.device, self.clock()
-        )
+            self._submitted, prompt, params, max_new_tokens, room, eos, salt, on_token, self.device, self.clock(),
+            constrain, top_logprobs,
+        )  # fmt: skip
         self._submitted += 1
         self.scheduler.waiting.append(request)
         return request

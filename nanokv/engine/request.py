@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from nanokv.decoding.draw import SamplingParams, Step, draw, reason_to_end
-from nanokv.decoding.sample import logprob
+from nanokv.decoding.sample import likeliest, logprob
 
 WAITING, RUNNING, FINISHED = "waiting", "running", "finished"
 
@@ -33,12 +33,15 @@ class Request:
     on_token: Any = None  # on_token(request, step), for every token
     device: torch.device | str = "cpu"
     arrived: float = 0.0
+    constrain: Any = None  # constrain(logits, tokens) → logits, before each token is drawn
+    top_logprobs: int = 0  # so many of the likeliest tokens are noted for each place
     state: str = WAITING
     cache: Any = None  # a PrefixCache while it runs
     fed: int = 0  # known tokens that every layer of the cache holds for sure
     logits: Any = None  # (1,V) after all known tokens, once all are fed
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    tops: list[tuple] = field(default_factory=list)  # Step.top of each
     handed: int = 0  # tokens that were put down for the caller of Engine.step
     finish_reason: str | None = None
     error: Exception | None = None
@@ -82,15 +85,17 @@ class Request:
 
     def step_at(self, i: int) -> Step:
         """Token i of the answer."""
-        return Step(self.tokens[i], self.logprobs[i])
+        return Step(self.tokens[i], self.logprobs[i], self.tops[i])
 
     def draw(self) -> None:
         """A token from `logits`, with this request's own generator; the same one again if the first draw was cut short.
         """
         if self.params.temperature:
             self._rewind()
-        token = draw(self.logits, self.params.values(), self.generator, self.prompt, self.tokens)  # (1,)
+        logits = self.logits if self.constrain is None else self.constrain(self.logits, self.tokens)
+        token = draw(logits, self.params.values(), self.generator, self.prompt, self.tokens)  # (1,)
         self.logprobs[len(self.tokens) :] = [float(logprob(self.logits, token))]
+        self.tops[len(self.tokens) :] = likeliest(self.logits, self.top_logprobs) if self.top_logprobs else [()]
         self.tokens.append(int(token))  # commit
         self.logits = None
 

@@ -5,11 +5,15 @@ A request goes through these files, from the socket to the engine and back:
     server.py      uvicorn, with deadlines for clients and an end that running answers are told about
     security.py    who may ask: Host, Origin and API key, before anything of the body is read
     app.py         the addresses, and the way of a request to its place in the queue
-    protocol.py    JSON to a checked request, with the field's name in every refusal
+    protocol.py    JSON to a checked request, with the field's name in every refusal (fields.py)
+    messages.py    the messages of a chat, and the tools that its model may call
     openapi.py     the description of all of that, at /openapi.json
     prompts.py     messages or text to token ids: the chat template and the tokenizer
+    grammar.py     which tokens may follow, where the answer must be JSON or a call
     worker.py      the one thread that runs the engine; a request's place in its queue
     answer.py      token by token to text: whole characters, thoughts apart, stop strings
+    calls.py       tool calls in that text
+    logprobs.py    what the model thinks of each token, of a repeated prompt's too
     forms.py       that text in OpenAI's objects and chunks
     response.py    an answer as a whole or as a stream, while the client is watched
     metrics.py     what Prometheus reads;  errors.py: OpenAI's error object

@@ -12,13 +12,13 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from nanokv.errors import NanoKVError
-from nanokv.serve import metrics, openapi, page, prompts, protocol
-from nanokv.serve.errors import ApiError, ClientGone, internal, refused
+from nanokv.serve import logprobs, metrics, openapi, page, prompts, protocol
+from nanokv.serve.errors import ApiError, ClientGone, internal, named
+from nanokv.serve.fields import kind, needed, whole_numbers
 from nanokv.serve.forms import ChatForm, TextForm
 from nanokv.serve.live import Live, Watching, tab_of
 from nanokv.serve.prompts import Prepared, Served
-from nanokv.serve.response import Answer, Limits
+from nanokv.serve.response import Answer, Limits, close
 from nanokv.serve.security import Guard, Hosts, Keys, respond
 from nanokv.serve.worker import Ticket, Worker
 
@@ -97,13 +97,13 @@ class Application:
         fields = protocol.parse_object(body)
         if "messages" in fields:
             asked = protocol.chat(fields)
-            return named(asked.param, prompts.chat_ids, self.served, asked.source, asked.template)
-        prompt = protocol.needed(fields, "prompt", str)
-        special = protocol.kind(fields, "add_special_tokens", bool, True)
+            return named(asked.param, prompts.chat_ids, self.served, asked.sources[0], asked.template, asked.tools)
+        prompt = needed(fields, "prompt", str)
+        special = kind(fields, "add_special_tokens", bool, True)
         return named("prompt", prompts.text_ids, self.served, prompt, special)
 
     def _text(self, body: bytes) -> str:
-        tokens = protocol.whole_numbers(protocol.needed(protocol.parse_object(body), "tokens", list), "tokens")
+        tokens = whole_numbers(needed(protocol.parse_object(body), "tokens", list), "tokens")
         return named("tokens", self.served.tokenizer.decode, tokens)
 
     async def _beside(self, request: Request, function: Callable[[bytes], Any]) -> Any:
@@ -161,47 +161,43 @@ class Application:
 
     async def chat(self, request: Request) -> Response:
         """An answer to messages."""
-        return await self._answer(request, protocol.chat, ChatForm)
+        return await self._answer(request, protocol.chat, ChatForm, logprobs.Content)
 
     async def text(self, request: Request) -> Response:
         """The continuation of a text."""
-        return await self._answer(request, protocol.text, TextForm)
+        return await self._answer(request, protocol.text, TextForm, logprobs.Legacy)
 
-    async def _answer(self, request: Request, check: Callable, form_type: type[ChatForm]) -> Response:
+    async def _answer(self, request: Request, check: Callable, form_type: type[ChatForm], shown: Callable) -> Response:
         async with self._body(request) as body:
-            ticket, prepared = await self._prepared(body, check, request)
+            tickets, prepared = await self._prepared(body, check, request)
         asked = prepared.asked
         try:
-            ticket.submit(prepared.ids, prepared.text, prepared.settings, asked.param)
-            answer = Answer(ticket, prepared, form_type(prepared.model, asked.include_usage), self.limits)
+            for ticket, job in zip(tickets, prepared.jobs, strict=True):
+                ticket.submit(job, asked.param)
+            likely = logprobs.none if asked.logprobs is None else shown(self.served.tokenizer, asked.logprobs)
+            answer = Answer(tickets, prepared, form_type(prepared.model, asked.include_usage, likely), self.limits)
             if asked.stream:
-                return answer  # closes the ticket
+                return answer  # closes the tickets
             with answer.watched(request.receive):
                 response = await answer.whole(request.scope["note"])
         except BaseException:
-            ticket.close()
+            close(tickets)
             raise
-        ticket.close()
+        close(tickets)
         return response
 
-    async def _prepared(self, body: bytes, check: Callable, request: Request) -> tuple[Ticket, Prepared]:
-        ticket = self.worker.open(tab_of(request))
+    async def _prepared(self, body: bytes, check: Callable, request: Request) -> tuple[list[Ticket], Prepared]:
+        tab = tab_of(request)
+        tickets = self.worker.open(tab)  # one place before anything else is done; then those of all answers
         try:
-            return ticket, await self._in_thread(self._prepare, body, check, request.scope["salt"])
+            prepared = await self._in_thread(self._prepare, body, check, request.scope["salt"])
+            return self.worker.open(tab, len(prepared.jobs), tickets), prepared
         except BaseException:
-            ticket.close()
+            close(tickets)
             raise
 
     def _prepare(self, body: bytes, check: Callable, salt: str) -> Prepared:
         return prompts.prepare(self.served, check(protocol.parse_object(body)), salt)
-
-
-def named(param: str, function: Callable, *args: Any) -> Any:
-    """function(*args); what it refuses is the fault of that field."""
-    try:
-        return function(*args)
-    except NanoKVError as error:
-        raise refused(error, param) from error
 
 
 def make_app(served: Served, worker: Worker, hosts: Hosts, keys: Keys, limits: Limits | None = None) -> Guard:

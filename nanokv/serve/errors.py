@@ -3,6 +3,9 @@
 The same object stands in the body of a response and, once the status 200 has gone out, in the stream.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 from nanokv.decoding import completion
 from nanokv.errors import NanoKVError
 from weights_loader.strict import bounded
@@ -33,6 +36,14 @@ def refused(error: NanoKVError, param: str) -> ApiError:
     """What the tokenizer, the template or the engine says about a field of the request."""
     code = completion.error(error)["error"]["code"]
     return ApiError(400, str(error), param, code, error.hint)
+
+
+def named(param: str, function: Callable, *args: Any) -> Any:
+    """function(*args); what it refuses is the fault of that field."""
+    try:
+        return function(*args)
+    except NanoKVError as error:
+        raise refused(error, param) from error
 
 
 def internal() -> ApiError:

@@ -63,7 +63,7 @@ class Metrics:
     def finished(self, ticket: "Ticket") -> None:
         """A request has left its place."""
         request = ticket.request
-        self.count("refused" if ticket.text is None else (request and request.finish_reason) or "cancelled")
+        self.count("refused" if ticket.job is None else (request and request.finish_reason) or "cancelled")
         total = request.metrics()["total_s"] if request is not None else None
         self._mean += 0.1 * (total - self._mean) if total is not None else 0.0
 

@@ -4,8 +4,11 @@ Ranges and lists come from the code that checks them (sample.RANGES, protocol.py
 tests/test_serve_schema.py compares it with what is served: addresses, fields, answers, and generated requests.
 """
 
+from typing import Any
+
 from nanokv.decoding.sample import RANGES
-from nanokv.serve.protocol import LONGEST_STOP, MOST_STOPS, NOT_DONE, RESERVED, ROLES, SAMPLING
+from nanokv.serve.messages import ROLES
+from nanokv.serve.protocol import LONGEST_STOP, MOST_STOPS, NOT_DONE, RESERVED, SAMPLING
 
 TEXT, COUNT, YES_NO = {"type": "string"}, {"type": "integer", "minimum": 0}, {"type": "boolean"}
 NUMBER, OBJECT, NULL = {"type": "number"}, {"type": "object"}, {"type": "null"}
@@ -35,7 +38,7 @@ def operations() -> dict[str, tuple[str, dict, dict]]:
     models = closed({"object": {"const": "list"}, "data": {"type": "array", "items": ref("Model"), "minItems": 1}})
     status = closed({"status": {"enum": ["ok", "unavailable"]}})
     tokens = closed({"tokens": IDS, "count": COUNT, "max_model_len": COUNT})
-    stream = {"text/event-stream": {}}
+    stream: dict[str, Any] = {"text/event-stream": {}}
     return {
         "/v1/chat/completions": ("post", body(chat_request()), json_of(answer("chat.completion", said()), **stream)),
         "/v1/completions": (
@@ -178,6 +181,6 @@ def body(schema: dict) -> dict:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
-def json_of(schema: dict, text: str = "the answer", **others: dict) -> dict:
+def json_of(schema: dict, text: str = "the answer", **others: Any) -> dict:
     """A response."""
     return {"description": text, "content": {"application/json": {"schema": schema}} | others}

@@ -4,23 +4,33 @@
 beside the event loop: a template and a long text can take a second.
 """
 
+import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
 
 from nanokv.decoding.draw import SamplingParams
 from nanokv.decoding.generation import prompt_ids
 from nanokv.engine import Engine
 from nanokv.errors import NanoKVError
+from nanokv.serve import grammar
 from nanokv.serve.answer import AnswerText, NoThoughts
-from nanokv.serve.errors import ApiError, refused
+from nanokv.serve.calls import CLOSE, OPEN, NoCalls, ToolCalls
+from nanokv.serve.errors import ApiError, named, refused
+from nanokv.serve.logprobs import Echo
+from nanokv.serve.messages import Tools
 from nanokv.serve.protocol import Asked, unsigned
 from nanokv.text.thinking import ThinkSplitter, opens_thinking
 from nanokv.text.tokenizer import Tokenizer
 from weights_loader.strict import quote
 
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
 TEXT_TOKENS = 16  # of a completion whose request does not say how many: OpenAI's number
+ECHOED = 100_000  # prompt tokens of a request with log-probabilities of their own, up to 1 kB of memory each
 
 
 @dataclass(frozen=True)
@@ -37,6 +47,12 @@ class Served:
     template: dict = field(default_factory=dict)
     allow_special: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
+
+    @cached_property
+    def vocabulary(self) -> "LLTokenizer":
+        """For grammars."""
+        config = self.engine.model.generation_config
+        return grammar.vocabulary(self.tokenizer, self.engine.config.vocab_size, config.eos_token_ids)
 
     def name(self, asked: str | None) -> str:
         """The model of a request."""
@@ -55,44 +71,126 @@ class Served:
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """What the engine is asked: token ids, the text to come, and arguments of Engine.submit."""
+class Job:
+    """One answer, as the engine is asked for it: token ids, the text to come, and arguments of Engine.submit."""
 
-    asked: Asked
-    model: str
     ids: list[int]
     text: AnswerText
     settings: dict
     wanted: int | None  # tokens that were asked for; the context may leave fewer
+    echo: Echo | None = None
+    first: bool = True  # of the answers to its prompt
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A request, ready for the engine."""
+
+    asked: Asked
+    model: str
+    jobs: list[Job]  # `n` for each prompt, in this order
+    seed: int | None  # with which all of it can be repeated, as it was sent
 
 
 def prepare(served: Served, asked: Asked, salt: str) -> Prepared:
-    """Of either kind of request."""
+    """Of either kind of request. Answer i to a prompt has the seed + i, so that the first is the one of n = 1."""
     model = served.name(asked.model)
-    chat = asked.param == "messages"
+    sampling = vars(served.sampling) | asked.sampling
+    sampling["seed"] = secrets.randbits(32) if sampling["seed"] is None else sampling["seed"]
+    settings = unsigned(sampling) | {"salt": salt, "top_logprobs": asked.logprobs or 0}
+    prompts = [prompt(served, asked, number) for number in range(len(asked.sources))]
+    if asked.echo and asked.logprobs is not None and (total := sum(map(len, prompts))) > ECHOED:
+        raise ApiError(400, f"the prompts have {total:,} tokens, at most {ECHOED:,} get log-probabilities", "logprobs")
+    jobs = []
+    for ids in prompts:
+        echo = Echo(served.tokenizer, ids, asked.logprobs) if asked.echo else None
+        matcher = matcher_of(served, asked, ids) if asked.constrained else None
+        for i in range(asked.n):
+            own = {"seed": (settings["seed"] + i) % 2**64, "constrain": matcher and grammar.Constraint(matcher)}
+            jobs.append(job(served, asked, ids, settings | own, echo, i == 0))
+    return Prepared(asked, model, jobs, sampling["seed"] if sampling["temperature"] else None)
+
+
+def prompt(served: Served, asked: Asked, number: int) -> list[int]:
+    """The ids of one prompt, which leave room for an answer."""
+    source, chat = asked.sources[number], asked.param == "messages"
     try:
-        ids = chat_ids(served, asked.source, asked.template) if chat else text_ids(served, asked.source, asked.special)
+        ids = chat_ids(served, source, asked.template, asked.tools) if chat else text_ids(served, source, asked.special)
         ids = prompt_ids(ids, served.engine.config.vocab_size)
     except NanoKVError as error:
         raise refused(error, asked.param) from error
-    room = served.room(len(ids), asked.param)
-    wanted = asked.max_new_tokens or served.max_new_tokens or (None if chat else TEXT_TOKENS)
+    served.room(len(ids), asked.param)
+    return ids
+
+
+def matcher_of(served: Served, asked: Asked, ids: list[int]) -> "LLMatcher":
+    """What the answers to this prompt must look like."""
+    param = "tools" if asked.schema is None else "response_format"
+    grammar.needs_package(param)
+    thought = grammar.thoughts(served.tokenizer, ids, opens_thinking(served.tokenizer, ids))
+    source = grammar.source(asked.schema, asked.tools.callable, asked.tools.many, asked.tools.forced, thought)
+    return grammar.compiled(source, named(param, lambda: served.vocabulary), param)
+
+
+def job(served: Served, asked: Asked, ids: list[int], settings: dict, echo: Echo | None, first: bool) -> Job:
+    """One answer to one prompt."""
+    chat, room = asked.param == "messages", served.room(len(ids), asked.param)
+    wanted = asked.max_new_tokens
+    if wanted is None:
+        wanted = served.max_new_tokens or (None if chat else TEXT_TOKENS)
     eos = () if asked.ignore_eos else tuple(served.engine.model.generation_config.eos_token_ids)
     splitter = ThinkSplitter(opens_thinking(served.tokenizer, ids)) if chat else NoThoughts()
-    stop = served.stop if asked.stop is None else asked.stop
-    settings = vars(served.sampling) | unsigned(asked.sampling)
-    settings |= {"max_new_tokens": min(wanted or room, room), "eos_token_ids": eos, "salt": salt}
-    return Prepared(asked, model, ids, AnswerText(served.tokenizer, stop, splitter, eos), settings, wanted)
+    names = [one["name"] for one in asked.tools.callable]
+    calls = ToolCalls(names, asked.tools.parallel) if names else NoCalls()
+    text = AnswerText(served.tokenizer, served.stop if asked.stop is None else asked.stop, splitter, calls, eos)
+    settings = settings | {"max_new_tokens": room if wanted is None else min(wanted, room), "eos_token_ids": eos}
+    return Job(ids, text, settings, wanted, echo, first)
 
 
-def chat_ids(served: Served, messages: list[dict], template: dict) -> list[int]:
+def rendered_prompt(served: Served, template: dict, messages: list[dict], tools: list[dict] | None = None) -> str:
+    """The text that the model goes on from."""
+    return served.tokenizer.render(messages, tools, True, **served.template | template)
+
+
+def chat_ids(served: Served, messages: list[dict], template: dict, tools: Tools) -> list[int]:
     """Through the checkpoint's template. Control tokens in a message would end it and begin another's."""
     if not served.allow_special:
-        for number, message in enumerate(messages):
-            for name, text in message.items():
-                refuse_control(served.tokenizer, text, f"messages[{number}].{name}")
-    rendered = served.tokenizer.render(messages, add_generation_prompt=True, **served.template | template)
+        for text, place in texts(messages, "messages"):
+            refuse_control(served.tokenizer, text, place)
+        for text, place in texts(list(tools.functions), "tools"):
+            refuse_control(served.tokenizer, text, place)
+    render = partial(rendered_prompt, served, template)
+    rendered = render(messages, tools.offered)
+    if tools.offered:
+        check_template(served, rendered != render(messages))
+    if any("tool_calls" in message for message in messages):
+        bare = [{name: part for name, part in message.items() if name != "tool_calls"} for message in messages]
+        if rendered == render(bare, tools.offered):
+            raise ApiError(400, "the chat template of this model leaves tool_calls out", "messages", "unsupported")
     return served.tokenizer.encode(rendered)
+
+
+def check_template(served: Served, shows_tools: bool) -> None:
+    """Does the model learn about tools, and is a call written as calls.py reads it?"""
+    if not shows_tools:
+        raise ApiError(400, "the chat template of this model has no place for tools", "tools", "unsupported")
+    source = served.tokenizer.chat_template or ""
+    if OPEN not in source or "<function=" in source:
+        raise ApiError(400, f"this model does not write calls as JSON between {OPEN} and {CLOSE}, which is what this "
+                       "server reads", "tools", "unsupported")  # fmt: skip
+
+
+def texts(value: Any, place: str) -> Iterator[tuple[str, str]]:
+    """(text, place) of all texts in a JSON value, names too."""
+    if isinstance(value, str):
+        yield value, place
+    elif isinstance(value, dict):
+        for name, part in value.items():
+            yield name, place
+            yield from texts(part, f"{place}.{name}")
+    elif isinstance(value, list):
+        for number, part in enumerate(value):
+            yield from texts(part, f"{place}[{number}]")
 
 
 def refuse_control(tokenizer: Tokenizer, text: str, param: str) -> None:

@@ -6,7 +6,7 @@ error that comes after the status 200 is the last event of the stream.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 from starlette.responses import JSONResponse, Response
@@ -17,7 +17,7 @@ from nanokv.serve.answer import Piece
 from nanokv.serve.errors import ApiError, ClientGone, internal
 from nanokv.serve.forms import ChatForm, data
 from nanokv.serve.prompts import Prepared
-from nanokv.serve.worker import Ticket, where
+from nanokv.serve.worker import Ticket, news, where
 
 logger = logging.getLogger(__name__)
 EVENT_STREAM = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store"),
@@ -39,16 +39,20 @@ class Limits:
 class Watch:
     """While an answer comes: has the client gone, is the time over?"""
 
-    def __init__(self, ticket: Ticket, receive: Receive, seconds: float):
+    def __init__(self, tickets: Sequence[Ticket], receive: Receive, seconds: float):
         late = ApiError(504, f"the answer took more than {seconds:g} seconds", code="timeout")
-        self.timer = asyncio.get_running_loop().call_later(seconds, ticket.fail, late)
-        self.task = asyncio.create_task(self._gone(ticket, receive))
+        self.timer = asyncio.get_running_loop().call_later(seconds, self._end, tickets, late)
+        self.task = asyncio.create_task(self._gone(tickets, receive))
 
     @staticmethod
-    async def _gone(ticket: Ticket, receive: Receive) -> None:
+    def _end(tickets: Sequence[Ticket], reason: Exception) -> None:
+        for ticket in tickets:
+            ticket.fail(reason)
+
+    async def _gone(self, tickets: Sequence[Ticket], receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        ticket.leave()
+        self._end(tickets, ClientGone())
 
     def __enter__(self) -> "Watch":
         return self
@@ -59,26 +63,28 @@ class Watch:
 
 
 class Answer(Response):
-    """One answer: `whole` gives it as a response; as a response itself it is a stream."""
+    """The answers of a request: `whole` gives them as a response; as a response itself it is a stream."""
 
-    def __init__(self, ticket: Ticket, prepared: Prepared, form: ChatForm, limits: Limits):
-        self.ticket, self.prepared, self.form, self.limits = ticket, prepared, form, limits
+    def __init__(self, tickets: Sequence[Ticket], prepared: Prepared, form: ChatForm, limits: Limits):
+        self.tickets, self.prepared, self.form, self.limits = tickets, prepared, form, limits
         self.failure = ""  # what the stream ended with, for the log
 
     def watched(self, receive: Receive) -> Watch:
         """Around the wait for it."""
-        return Watch(self.ticket, receive, self.limits.answer_s)
+        return Watch(self.tickets, receive, self.limits.answer_s)
 
     async def whole(self, note: list[str]) -> Response:
         """When all of it is there."""
-        pieces: list[Piece] = []
-        async for more in self.ticket.pieces():
-            pieces += more
+        pieces: list[list[Piece]] = [[] for _ in self.tickets]
+        async for index, more in news(self.tickets):
+            pieces[index] += more
         note.append(self.note())
-        return JSONResponse(self.form.whole(pieces, self.ended(), self.usage(), **self.facts()))
+        answers = zip(pieces, map(ended, self.tickets), strict=True)
+        facts = self.facts(self.tickets[0]) if len(self.tickets) == 1 else {"seed": self.prepared.seed}
+        return JSONResponse(self.form.whole(answers, self.usage(), **facts))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As it comes. Whatever happens, the place is free afterwards."""
+        """As it comes. Whatever happens, the places are free afterwards."""
         try:
             with self.watched(receive):
                 await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM})
@@ -89,16 +95,16 @@ class Answer(Response):
         except ClientGone:
             scope["note"].append("client gone")
         finally:
-            self.ticket.close()
+            close(self.tickets)
 
     async def events(self) -> AsyncIterator[bytes]:
         """The parts of the stream; an error that comes now is the last of them."""
         try:
-            if opening := self.form.opening():
-                yield opening
-            async for pieces in self.ticket.pieces(self.limits.keepalive_s):
-                yield self.form.chunk(pieces) if pieces else b": keepalive\n\n"
-            yield self.form.closing(self.ended(), **self.facts())
+            for ticket in self.tickets:
+                if opening := self.form.opening(ticket.index):
+                    yield opening
+            async for index, pieces in news(self.tickets, self.limits.keepalive_s):
+                yield self.part(index, pieces)
             if self.prepared.asked.include_usage:
                 yield self.form.usage(self.usage())
             yield b"data: [DONE]\n\n"
@@ -112,28 +118,46 @@ class Answer(Response):
             self.failure = " · failed"
             yield data(internal().body)
 
+    def part(self, index: int, pieces: list[Piece]) -> bytes:
+        """News of one answer: text, or its end; or there is none of any."""
+        if index < 0:
+            return b": keepalive\n\n"
+        ticket = self.tickets[index]
+        return self.form.chunk(index, pieces) if pieces else \
+            self.form.closing(index, ended(ticket), **self.facts(ticket))
+
     # --- when it is complete ----------------------------------------------------------------------------------------
 
-    def ended(self) -> dict:
-        """finish_reason, and what ended it."""
-        request, wanted = self.ticket.request, self.prepared.wanted
-        cut = request.finish_reason == "length" and (wanted is None or len(request.tokens) < wanted)
-        return completion.end("context" if cut else request.finish_reason, self.prepared.text.stop_string)
-
     def usage(self) -> dict:
-        """Tokens."""
-        request = self.ticket.request
-        return completion.usage(len(request.prompt), len(request.tokens), request.reused_tokens)
+        """Tokens; a prompt with several answers counts once. Of a stream that failed some may not have begun."""
+        begun = [ticket for ticket in self.tickets if ticket.request is not None]
+        firsts = [ticket.request for ticket in begun if ticket.job.first]
+        new = sum(len(ticket.request.tokens) for ticket in begun)
+        prompt, reused = sum(len(one.prompt) for one in firsts), sum(one.reused_tokens for one in firsts)
+        return completion.usage(prompt, new, reused)
 
-    def facts(self) -> dict:
-        """What OpenAI has no name for: timings, and the seed that repeats the answer."""
-        request, own = self.ticket.request, self.prepared.asked.sampling.get("seed")
-        drawn = completion.seed(request)
-        seed = drawn if drawn is None or own is None else own  # as it was sent: negative, perhaps
-        return {"timings": completion.engine_timings(request.metrics()), "seed": seed}
+    def facts(self, ticket: Ticket) -> dict:
+        """What OpenAI has no name for: timings of an answer, and the seed that repeats all of them."""
+        return {"timings": completion.engine_timings(ticket.request.metrics()), "seed": self.prepared.seed}
 
     def note(self) -> str:
         """For the log."""
-        request = self.ticket.request
-        reused = request.reused_tokens
-        return f"{len(request.prompt) - reused:,} new + {reused:,} reused → {len(request.tokens):,} out{self.failure}"
+        usage = self.usage()
+        reused = usage["prompt_tokens_details"]["cached_tokens"]
+        new = usage["prompt_tokens"] - reused
+        return f"{new:,} new + {reused:,} reused → {usage['completion_tokens']:,} out{self.failure}"
+
+
+def ended(ticket: Ticket) -> dict:
+    """finish_reason, and what ended it."""
+    request, wanted = ticket.request, ticket.job.wanted
+    cut = request.finish_reason == "length" and (wanted is None or len(request.tokens) < wanted)
+    found = completion.end("context" if cut else request.finish_reason, ticket.job.text.stop_string)
+    called = ticket.job.text.calls.count and found["finish_reason"] == "stop"
+    return found | ({"finish_reason": "tool_calls"} if called else {})
+
+
+def close(tickets: Sequence[Ticket]) -> None:
+    """All of them."""
+    for ticket in tickets:
+        ticket.close()

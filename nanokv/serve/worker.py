@@ -1,8 +1,8 @@
 """The engine's own thread, and a request's place in its queue.
 
-    ticket = worker.open(tab)                   429 where the queue is full; `tab`: of the page that asks, or ""
-    ticket.submit(ids, text, settings, param)   returns at once; a refusal of the engine comes out of pieces()
-    async for pieces in ticket.pieces(): ...    text as it comes; raises ApiError, or ClientGone
+    tickets = worker.open(tab, count)           one per answer; 429 where the queue is full; `tab`: of the page, or ""
+    ticket.submit(job, param)                   returns at once; a refusal of the engine comes out of news()
+    async for i, pieces in news(tickets): ...   text as it comes; raises ApiError, or ClientGone
     ticket.close()                              always: frees the place, and the engine's pages if it still runs
 
 Only this thread touches the engine. Commands go in through a queue and are carried out between two steps; what the
@@ -17,15 +17,18 @@ import queue
 import threading
 import traceback
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from time import perf_counter
 from typing import Any
 
+from nanokv.decoding.draw import SamplingParams, Step
 from nanokv.engine import Engine, Request
+from nanokv.engine.request import FINISHED
 from nanokv.errors import NanoKVError
-from nanokv.serve.answer import AnswerText, Piece
-from nanokv.serve.errors import ApiError, ClientGone, internal, refused
+from nanokv.serve.answer import Piece
+from nanokv.serve.errors import ApiError, internal, refused
 from nanokv.serve.metrics import Metrics
+from nanokv.serve.prompts import Job
 from nanokv.serve.snapshot import Ended, ended, snapshot
 
 logger = logging.getLogger(__name__)
@@ -44,7 +47,8 @@ class Worker:
         self.closing = False
         self.at_end: list[Callable[[], None]] = []  # called when nothing more is taken
         self._waits: set[asyncio.Timeout] = set()
-        self._active: list[Ticket] = []  # the engine's thread only, as is _left
+        self._active: list[Ticket] = []  # the engine's thread only, as are the next two
+        self._echoing: list[Ticket] = []  # their prompts' log-probabilities come first
         self._left: deque[Ended] = deque(maxlen=REMEMBERED)
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="nanokv-engine", daemon=True)
@@ -60,17 +64,21 @@ class Worker:
         """Whether requests are still answered."""
         return self._thread.is_alive()
 
-    def open(self, tab: str = "") -> "Ticket":
-        """A place for one more request."""
+    def open(self, tab: str = "", count: int = 1, held: "Sequence[Ticket]" = ()) -> "list[Ticket]":
+        """Places for all answers of a request, or for none. `held`: those that it has already."""
         self.check_open()
-        if len(self.tickets) >= self.places:
+        if count > self.places:
+            raise ApiError(400, f"{count:,} answers in one request, this server has {self.places:,} places",
+                           "n", hint="nanokv serve --queue N makes more")  # fmt: skip
+        if len(self.tickets) - len(held) + count > self.places:
             self.metrics.count("rejected")
             seconds = self.metrics.retry_after()
             raise ApiError(429, f"{self.places:,} requests run or wait, which is the limit; try again in {seconds} s",
                            code="queue_full", headers={"retry-after": str(seconds)})  # fmt: skip
-        ticket = Ticket(self, tab)
-        self.tickets.add(ticket)
-        return ticket
+        events = held[0].events if held else asyncio.Queue()
+        more = [Ticket(self, tab, events, index) for index in range(len(held), count)]
+        self.tickets.update(more)
+        return [*held, *more]
 
     def check_open(self) -> None:
         """ApiError where nothing is answered any more."""
@@ -138,6 +146,7 @@ class Worker:
         try:
             while self._take():
                 self._step()
+                self._score()
                 self._deliver()
         except BaseException as error:
             logger.error("the engine's thread has ended: %s", where(error))
@@ -150,6 +159,8 @@ class Worker:
             ticket.fail(internal())
 
     def _step(self) -> None:
+        if self.engine.idle:
+            return
         try:
             self.engine.step()
         except Exception as error:  # out of memory, or our bug: the same step would fail again
@@ -158,9 +169,22 @@ class Worker:
                     ticket.request.error = error
                     self.engine.cancel(ticket.request, "error")
 
+    def _score(self) -> None:
+        """One chunk of the oldest prompt whose log-probabilities were asked for, so that the others go on."""
+        if self._echoing:
+            ticket = self._echoing[0]
+            try:
+                if ticket.job.echo.advance(self.engine.model):
+                    self._echoing.remove(ticket)
+                    ticket.begin()
+            except Exception as error:
+                self._echoing.remove(ticket)
+                reason = self.fault(error)
+                self._tell(lambda: ticket.fail(reason))
+
     def _take(self) -> bool:
-        """Carry out what came in; wait for something where there is nothing to compute. False: the end."""
-        while self.engine.idle or not self._inbox.empty():
+        """Carry out what came in; wait for something where there is nothing to do. False: the end."""
+        while not (self._active or self._echoing) or not self._inbox.empty():
             command = self._inbox.get()
             if command is None:
                 return False
@@ -181,7 +205,9 @@ class Worker:
 
     @staticmethod
     def fault(error: Exception) -> ApiError:
-        """Logged; what the client is told."""
+        """Logged; what the client is told, which is no more than that where it is our bug."""
+        if isinstance(error, ApiError):
+            return error
         logger.error("a request failed: %s", where(error))
         return internal()
 
@@ -194,63 +220,37 @@ class Worker:
 
 
 class Ticket:
-    """One request, from its arrival to its last token."""
+    """One answer, from the arrival of its request to its last token."""
 
-    def __init__(self, worker: Worker, tab: str = ""):
-        self.worker, self.tab, self.opened = worker, tab, perf_counter()
+    def __init__(self, worker: Worker, tab: str, events: asyncio.Queue, index: int):
+        self.worker, self.tab, self.events, self.index = worker, tab, events, index
+        self.opened = perf_counter()
         self.request: Any = None  # the engine's, once it has it
-        self.text: Any = None  # AnswerText, once it has been submitted
-        self._events: asyncio.Queue[Any] = asyncio.Queue()
+        self.job: Any = None
+        self.param = ""
         self._fresh: list[Piece] = []  # the engine's thread only, as is _seen
         self._seen = 0.0
         self._told = False  # the reader has been, or will be, told how it ended
 
-    def submit(self, ids: list[int], text: AnswerText, settings: dict, param: str) -> None:
-        """Into the engine, which may be in the middle of a step. `settings` are arguments of Engine.submit; should it
-        refuse them, although prompts.py has checked them, the field `param` is named."""
-        self.text = text
-
-        def command():
-            try:
-                self.request = self.worker.engine.submit(ids, on_token=self._put, **settings)
-                self.worker._active.append(self)
-            except Exception as error:
-                reason = refused(error, param) if isinstance(error, NanoKVError) else self.worker.fault(error)
-                self.worker._tell(lambda: self.fail(reason))
-
-        self.worker._inbox.put(command)
-
-    async def pieces(self, patience: float | None = None) -> AsyncIterator[list[Piece]]:
-        """Text as it comes, what there is at a time; [] after `patience` seconds without any."""
-        while True:
-            try:
-                event = await asyncio.wait_for(self._events.get(), patience)
-            except TimeoutError:
-                yield []
-                continue
-            if event is ENDED:
-                return
-            if isinstance(event, Exception):
-                raise event
-            yield event
+    def submit(self, job: Job, param: str) -> None:
+        """Into the engine, which may be in the middle of a step. Should it refuse the job, although prompts.py has
+        checked it, the field `param` is named."""
+        self.job, self.param = job, param
+        self.worker._inbox.put(self.begin if job.echo is None else lambda: self.worker._echoing.append(self))
 
     def hear(self, pieces: list[Piece], event: Any) -> None:
         """From the engine's thread, through the loop."""
         for part in (pieces, event):
             if part:
-                self._events.put_nowait(part)
+                self.events.put_nowait((self, part))
         self._told = self._told or event is not None
 
     def fail(self, error: Exception) -> None:
         """End it here, for a reason that the engine does not know."""
         if not self._told:
             self._told = True
-            self._events.put_nowait(error)
+            self.events.put_nowait((self, error))
             self._cancel()
-
-    def leave(self) -> None:
-        """The client has gone."""
-        self.fail(ClientGone())
 
     def close(self) -> None:
         """Free the place; what still runs is cancelled, in prefill too."""
@@ -264,22 +264,35 @@ class Ticket:
             if self.request is not None:
                 held = self.request.fed
                 self.worker.engine.cancel(self.request)
-                self.worker._active = [ticket for ticket in self.worker._active if ticket is not self]
                 if self.tab:
                     self.worker._left.append(ended(self.worker.engine, self.request, self.tab, held))
                     self.tab = ""  # once
+            self.worker._active = [ticket for ticket in self.worker._active if ticket is not self]
+            self.worker._echoing = [ticket for ticket in self.worker._echoing if ticket is not self]
 
         self.worker._inbox.put(cancel)
 
     # --- in the engine's thread -------------------------------------------------------------------------------------
 
-    def _put(self, request: Request, step) -> None:
+    def begin(self) -> None:
+        """What is to be generated, after the prompt where that is repeated."""
+        echo, submit = self.job.echo, self.worker.engine.submit
+        try:
+            request = submit(self.job.ids, on_token=self._put, **self.job.settings) if self.job.wanted != 0 else None
+            self.request = request or nothing(self.job)
+            self._fresh += [] if echo is None else [echo.piece()]
+            self.worker._active.append(self)
+        except Exception as error:
+            reason = refused(error, self.param) if isinstance(error, NanoKVError) else self.worker.fault(error)
+            self.worker._tell(lambda: self.fail(reason))
+
+    def _put(self, request: Request, step: Step) -> None:
         """The engine's callback for each token."""
         now = perf_counter()
         self.worker.metrics.token(now - (self._seen or self.opened), first=not self._seen)
         self._seen = now
-        self._fresh += self.text.put(step.token, last=request.finish_reason is not None)
-        if self.text.stop_string:
+        self._fresh += self.job.text.put(step, last=request.finish_reason is not None)
+        if self.job.text.complete:
             self.worker.engine.cancel(request, "stop")
 
     def take_news(self) -> tuple[list[Piece], Any]:
@@ -290,6 +303,29 @@ class Ticket:
         if self.request.error is None:
             return fresh, ENDED
         return fresh, self.worker.fault(self.request.error)
+
+
+async def news(tickets: Sequence[Ticket], patience: float | None = None) -> AsyncIterator[tuple[int, list[Piece]]]:
+    """(index, text) as it comes, until all have ended: then an answer's pieces are []. (-1, []) after `patience`
+    seconds without any."""
+    running = len(tickets)
+    while running:
+        try:
+            ticket, event = await asyncio.wait_for(tickets[0].events.get(), patience)
+        except TimeoutError:
+            yield -1, []
+            continue
+        if isinstance(event, Exception):
+            raise event
+        running -= event is ENDED
+        yield ticket.index, [] if event is ENDED else event
+
+
+def nothing(job: Job) -> Request:
+    """A request of no tokens, which is complete: the prompt is only repeated."""
+    now = perf_counter()
+    return Request(-1, job.ids, SamplingParams(), 0, 0, (), arrived=now, state=FINISHED, finish_reason="length",
+                   admitted=now, finished=now)  # fmt: skip
 
 
 def where(error: BaseException) -> str:

@@ -1,0 +1,146 @@
+"""Tool calls in the text of an answer, as Qwen3 and the models of the Hermes kind write them.
+
+    <tool_call>
+    {"name": "weather", "arguments": {"city": "Oslo"}}
+    </tool_call>
+
+A call is held back until all of it is there, because only then it is known to be one: what is no JSON, names a function
+that was not offered, or is cut off by the end stays text. Blanks around a call are layout.
+"""
+
+import json
+import uuid
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from nanokv.text.thinking import overlap
+from weights_loader.strict import loads
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+
+
+class Call(NamedTuple):
+    """One call of an answer; `arguments` are the JSON of an object."""
+
+    place: int  # among the calls of the answer
+    id: str
+    name: str
+    arguments: str
+
+    @property
+    def message(self) -> dict:
+        """As a message has it."""
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
+    @property
+    def deltas(self) -> list[dict]:
+        """As a stream has it: who is called, then with what."""
+        head = self.message | {"index": self.place, "function": {"name": self.name, "arguments": ""}}
+        return [head, {"index": self.place, "function": {"arguments": self.arguments}}]
+
+
+class Part(NamedTuple):
+    """Text of an answer, or a call (then without text), and where it begins in the answer."""
+
+    text: str
+    at: int
+    call: Call | None = None
+
+
+class NoCalls:
+    """Where no tool was offered all is text."""
+
+    count, full = 0, False
+
+    def __init__(self) -> None:
+        self._at = 0
+
+    def put(self, text: str) -> list[Part]:
+        self._at += len(text)
+        return [Part(text, self._at - len(text))] if text else []
+
+    def flush(self) -> list[Part]:
+        return []
+
+
+class ToolCalls:
+    """Splits the text of an answer, as it comes in pieces, into text and calls of the functions in `names`."""
+
+    def __init__(self, names: Iterable[str], parallel: bool = True):
+        self.names, self.parallel = frozenset(names), parallel
+        self.count = 0
+        self._held, self._at = "", 0  # what may become a call, with the blanks before it, and where it begins
+        self._body = 0  # where the body of a call begins in what is held; 0: there is none
+        self._search = 0  # and where its end is looked for
+        self._blank = False  # a call was the last thing
+
+    @property
+    def full(self) -> bool:
+        """Whether no other call may follow."""
+        return self.count > 0 and not self.parallel
+
+    def put(self, text: str) -> list[Part]:
+        """What can be shown by now."""
+        self._held += text
+        found: list[Part] = []
+        while not self.full and (self._close(found) if self._body else self._open(found)):
+            pass
+        return [part for part in found if part.text or part.call]
+
+    def flush(self) -> list[Part]:
+        """What was held back at the end. A call may lack its last tag."""
+        call = self._call(self._held[self._body :]) if self._body else None
+        shown = not self.full and (self._held.strip() or not self._blank)
+        part = self._take(len(self._held), call)
+        return [part] if (part.text and shown) or call else []
+
+    def _open(self, found: list[Part]) -> bool:
+        """Text, up to the next call; whether there is one."""
+        if self._blank:
+            self._take(len(self._held) - len(self._held.lstrip()))
+        at = self._held.find(OPEN)
+        end = at if at >= 0 else len(self._held) - overlap(self._held, OPEN)
+        found.append(self._take(len(self._held[:end].rstrip())))
+        self._blank = self._blank and not found[-1].text
+        self._search = self._body = self._held.find(OPEN) + len(OPEN) if at >= 0 else 0
+        return at >= 0
+
+    def _close(self, found: list[Part]) -> bool:
+        """A call, or what is none after all; whether its end is there."""
+        end = self._held.find(CLOSE, self._search)
+        while end >= 0 and in_string(self._held[self._body : end]):  # an argument talks about the tag
+            self._search = end + 1
+            end = self._held.find(CLOSE, self._search)
+        if end < 0:
+            return False
+        call = self._call(self._held[self._body : end])
+        found.append(self._take(end + len(CLOSE), call))
+        self._body, self._blank = 0, call is not None
+        return True
+
+    def _take(self, length: int, call: Call | None = None) -> Part:
+        """So many characters out of what is held."""
+        part = Part("" if call else self._held[:length], self._at, call)
+        self._held, self._at = self._held[length:], self._at + length
+        self.count += call is not None
+        return part
+
+    def _call(self, body: str) -> Call | None:
+        try:
+            said = loads(body)
+            name, arguments = said["name"], said.get("arguments", {})
+            if name not in self.names or not isinstance(arguments, dict):
+                return None
+        except (ValueError, TypeError, KeyError, AttributeError):  # no JSON, no object, no name
+            return None
+        text = json.dumps(arguments, ensure_ascii=False)
+        return Call(self.count, f"call_{uuid.uuid4().hex[:24]}", name, text)
+
+
+def in_string(text: str) -> bool:
+    """Whether a JSON string has begun in the text and not ended."""
+    inside = escaped = False
+    for character in text:
+        escaped, quoted = character == "\\" and not escaped and inside, character == '"' and not escaped
+        inside ^= quoted
+    return inside

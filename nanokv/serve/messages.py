@@ -1,0 +1,164 @@
+"""The messages of a chat, and the tools that its model may call, as chat templates take them.
+
+Roles and texts are checked here; a refusal names the message, `messages[2].content`. Pictures and sound are refused.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from nanokv.serve.errors import ApiError
+from nanokv.serve.fields import kind, needed, say
+from weights_loader.strict import loads
+
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+NAME = re.compile("[A-Za-z0-9_-]{1,64}")  # of a function
+MOST_TOOLS = 128
+
+
+def messages(fields: dict) -> list[dict]:
+    """Roles and texts, as the chat template takes them."""
+    found = needed(fields, "messages", list)
+    if not found:
+        raise ApiError(400, "messages is empty: at least one is needed", "messages")
+    return [message(value, f"messages[{number}]") for number, value in enumerate(found)]
+
+
+def message(value: Any, place: str) -> dict:
+    """One of them, without what the template has no use for."""
+    if not isinstance(value, dict):
+        raise ApiError(400, f"{place} is {say(value)}: an object with role and content was expected", place)
+    role = value.get("role")
+    if role == "function" or value.get("function_call"):
+        raise ApiError(400, f"{place} has the form of functions before there were tools: this server does not do that",
+                       place, "unsupported")  # fmt: skip
+    if not isinstance(role, str) or role not in ROLES:
+        raise ApiError(400, f"{place}.role is {say(role)}, not one of {', '.join(ROLES)}", f"{place}.role")
+    content = value.get("content")
+    if content is None and role != "assistant":
+        raise ApiError(400, f"{place}.content is missing", f"{place}.content")
+    said: dict = {"role": ROLES[role], "content": content_text(content, f"{place}.content")}
+    if role == "tool":
+        return said | {"tool_call_id": text_of(value, "tool_call_id", place)}
+    if role == "assistant" and (calls := kind(value, "tool_calls", list, [], f"{place}.tool_calls")):
+        said["tool_calls"] = [call(one, f"{place}.tool_calls[{number}]") for number, one in enumerate(calls)]
+    thought = kind(value, "reasoning_content", str, None, f"{place}.reasoning_content")
+    return said if thought is None else said | {"reasoning_content": thought}
+
+
+def content_text(content: Any, place: str) -> str:
+    """A text, or text parts, with a line break between them as llama.cpp and vLLM have it."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise ApiError(400, f"{place} is {say(content)}: a text or a list of parts was expected", place)
+    return "\n".join(part_text(part, f"{place}[{number}]") for number, part in enumerate(content))
+
+
+def part_text(part: Any, place: str) -> str:
+    """The text of one part; pictures and sound are refused."""
+    name = part.get("type") if isinstance(part, dict) else None
+    if name not in ("text", "refusal"):
+        raise ApiError(400, f"{place} is {say(part)}: only parts of type text are read", place, "unsupported")
+    found = part.get(name)
+    if not isinstance(found, str):
+        raise ApiError(400, f"{place}.{name} is {say(found)}: a text was expected", f"{place}.{name}")
+    return found
+
+
+# --- tools ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Tools:
+    """What the model may call. `choice`: none, auto, required, or the name of the one that it must call."""
+
+    functions: tuple[dict, ...] = ()
+    choice: str = "none"
+    forced: bool = False  # required, or a name
+    parallel: bool = True  # several calls in one answer
+
+    @property
+    def offered(self) -> list[dict] | None:
+        """As templates take them; None where nothing may be called."""
+        return [{"type": "function", "function": one} for one in self.functions] if self.choice != "none" else None
+
+    @property
+    def many(self) -> bool:
+        """Whether several calls may stand in one answer."""
+        return self.parallel and (not self.forced or self.choice == "required")
+
+    @property
+    def callable(self) -> list[dict]:
+        """The functions that may be called."""
+        named = self.forced and self.choice != "required"
+        return [one for one in self.functions if self.choice == one["name"] or not named] if self.offered else []
+
+
+def tools(fields: dict) -> Tools:
+    """`tools`, `tool_choice` and `parallel_tool_calls`."""
+    given = kind(fields, "tools", list, [])
+    if len(given) > MOST_TOOLS:
+        raise ApiError(400, f"{len(given):,} tools, at most {MOST_TOOLS} are taken", "tools")
+    functions = tuple(function(one, f"tools[{number}]") for number, one in enumerate(given))
+    names = [one["name"] for one in functions]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ApiError(400, f"tools has {min(twice)} twice", "tools")
+    choice, forced = chosen(fields.get("tool_choice"), names)
+    parallel = kind(fields, "parallel_tool_calls", bool, True)
+    return Tools(functions, choice, forced, parallel)
+
+
+def chosen(choice: Any, names: list[str]) -> tuple[str, bool]:
+    """(`tool_choice` as a word, whether something must be called)."""
+    if choice is None or choice in ("none", "auto"):
+        return choice or ("auto" if names else "none"), False
+    if choice == "required" and names:
+        return choice, True
+    if choice == "required":
+        raise ApiError(400, "tool_choice is required, and there are no tools", "tool_choice")
+    if not isinstance(choice, dict) or choice.get("type") != "function":
+        words = 'none, auto, required or {"type": "function", "function": {"name": …}} was expected'
+        raise ApiError(400, f"tool_choice is {say(choice)}: {words}", "tool_choice")
+    name = text_of(kind(choice, "function", dict, {}, "tool_choice"), "name", "tool_choice.function")
+    if name not in names:
+        raise ApiError(400, f"tool_choice names {say(name)}, which is not one of the tools", "tool_choice")
+    return name, True
+
+
+def function(tool: Any, place: str) -> dict:
+    """One function that the model may call: name, description, parameters."""
+    if not isinstance(tool, dict) or tool.get("type") != "function":
+        raise ApiError(400, f"{place} is {say(tool)}: a tool of type function was expected", place, "unsupported")
+    found = needed(tool, "function", dict, f"{place}.function")
+    name = text_of(found, "name", f"{place}.function")
+    if not NAME.fullmatch(name):
+        words = "1 to 64 letters, digits, _ and - were expected"
+        raise ApiError(400, f"{place}.function.name is {say(name)}: {words}", f"{place}.function.name")
+    kind(found, "description", str, "", f"{place}.function.description")
+    kind(found, "parameters", dict, {}, f"{place}.function.parameters")
+    kind(found, "strict", bool, False, f"{place}.function.strict")
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def call(value: Any, place: str) -> dict:
+    """A call that the assistant has made. Templates take its arguments as an object, OpenAI has them as JSON text."""
+    if not isinstance(value, dict) or value.get("type", "function") != "function":
+        raise ApiError(400, f"{place} is {say(value)}: a call of type function was expected", place, "unsupported")
+    found = needed(value, "function", dict, f"{place}.function")
+    name, text = text_of(found, "name", f"{place}.function"), text_of(found, "arguments", f"{place}.function")
+    try:
+        arguments = loads(text or "{}")
+    except ValueError as error:
+        where = f"{place}.function.arguments"
+        raise ApiError(400, f"{where} is not JSON: {error}", where) from None
+    if not isinstance(arguments, dict):
+        where = f"{place}.function.arguments"
+        raise ApiError(400, f"{where} is {say(arguments)}: the JSON of an object was expected", where)
+    made = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    return made | {"id": text_of(value, "id", place)}
+
+
+def text_of(fields: dict, name: str, place: str) -> str:
+    """A text that must be there."""
+    return needed(fields, name, str, f"{place}.{name}")

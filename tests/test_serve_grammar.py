@@ -1,0 +1,238 @@
+"""`nanokv serve`: answers that must be JSON of a schema, or a tool call. The model has random weights: whatever it says
+that has the right form was forced to have it.
+"""
+
+import contextlib
+import json
+import sys
+from typing import Literal
+
+import jsonschema
+import pytest
+import torch
+from openai.types.chat import ChatCompletion
+from pydantic import BaseModel
+
+import nanokv
+from nanokv.errors import GenerationError
+from nanokv.serve import grammar
+from nanokv.text.tokenizer import Tokenizer
+from serving import CHAT, TEXT, Serving, ask, chunks, error, strict
+from test_serve_guard import asked
+from test_serve_tools import HERMES, WEATHER, said, tool, with_template
+
+SCHEMA = {
+    "type": "object", "properties": {
+        "colour": {"enum": ["red", "green"]}, "n": {"type": "integer", "minimum": 0, "maximum": 99},
+        "ok": {"type": "boolean"}, "tags": {"type": "array", "items": {"$ref": "#/$defs/tag"}, "maxItems": 2},
+    },
+    "required": ["colour", "n", "ok", "tags"], "additionalProperties": False,
+    "$defs": {"tag": {"type": "string", "maxLength": 3}},
+}  # fmt: skip
+LIGHT = tool("light", parameters={"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"],
+                                  "additionalProperties": False})  # fmt: skip
+TIME = tool("time", parameters={"type": "object", "properties": {}, "additionalProperties": False})
+
+
+def of(schema, **more) -> dict:
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema} | more}}
+
+
+@pytest.fixture(scope="module")
+def server(loaded):
+    with Serving(loaded[0], with_template(loaded[1], HERMES)) as server:
+        yield server
+        server.wait(lambda: server.free)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_schema_is_kept(server, seed):
+    """At a high temperature, in a stream and as a whole, several answers at once."""
+    request = ask(temperature=3.0, seed=seed, n=2, max_tokens=80, **of(SCHEMA, strict=True))
+    _, whole = server.post(CHAT, request)
+    assert strict(ChatCompletion, whole)
+    texts = [choice["message"]["content"] for choice in whole["choices"]]
+    for choice, text in zip(whole["choices"], texts, strict=True):
+        assert choice["finish_reason"] == "stop"
+        jsonschema.validate(json.loads(text), SCHEMA)
+    streamed = ["", ""]
+    for one in chunks(server.stream(CHAT, request)):
+        streamed[one["choices"][0]["index"]] += one["choices"][0]["delta"].get("content", "")
+    assert streamed == texts
+
+
+def test_json_object_is_an_object(server):
+    for seed in range(3):
+        _, found = server.post(CHAT, ask(temperature=2.0, seed=seed, max_tokens=60,
+                                         response_format={"type": "json_object"}))  # fmt: skip
+        (choice,) = found["choices"]
+        assert choice["message"]["content"].startswith("{")
+        if choice["finish_reason"] == "stop":
+            assert isinstance(json.loads(choice["message"]["content"]), dict)
+
+
+def test_others_are_not_constrained_and_log_probabilities_are_the_raw_ones(server):
+    """In one batch with one that is."""
+    plain = ask(max_tokens=8, logprobs=True)
+    _, alone = server.post(CHAT, plain)
+    with asked(server, ask(n=2, max_tokens=40, temperature=2.0, **of(SCHEMA))) as found:
+        beside = server.post(CHAT, plain)[1]["choices"][0]
+        assert beside["message"] == alone["choices"][0]["message"]
+    assert found[0][0] == 200
+    _, forced = server.post(CHAT, ask(max_tokens=5, logprobs=True, top_logprobs=1, **of(SCHEMA)))
+    first = forced["choices"][0]["logprobs"]["content"][0]
+    assert first["top_logprobs"][0] == {k: alone["choices"][0]["logprobs"]["content"][0][k]
+                                        for k in ("token", "logprob", "bytes")}  # fmt: skip
+    assert first["logprob"] < first["top_logprobs"][0]["logprob"]
+
+
+def test_the_official_client_parses_into_its_own_types(server):
+    class Light(BaseModel):
+        colour: Literal["red", "green"]
+        on: bool
+
+    with server.client() as client:
+        found = client.chat.completions.parse(model="tiny", response_format=Light, **ask(temperature=2, seed=1))
+        assert isinstance(found.choices[0].message.parsed, Light)
+        request = ask(model="tiny", response_format=Light, temperature=2, seed=1)
+        with client.chat.completions.stream(**request) as stream:
+            final = stream.get_final_completion()
+        assert final.choices[0].message.parsed == found.choices[0].message.parsed
+
+
+def test_an_answer_that_has_no_room_ends_by_length(server):
+    _, found = server.post(CHAT, ask(max_tokens=6, **of(SCHEMA)))
+    assert found["choices"][0]["finish_reason"] == "length" and found["usage"]["completion_tokens"] == 6
+    assert found["choices"][0]["message"]["content"].startswith('{"c')
+
+
+@pytest.mark.parametrize(("choice", "names"), [
+    ("required", {"light", "time"}), ({"type": "function", "function": {"name": "light"}}, {"light"}),
+])  # fmt: skip
+@pytest.mark.parametrize("parallel", [True, False])
+def test_a_call_is_forced(server, choice, names, parallel):
+    seen = set()
+    for seed in (0, 6, 8):  # which draw different names
+        request = ask(tools=[LIGHT, TIME], tool_choice=choice, temperature=100.0, seed=seed, max_tokens=80)
+        _, found = server.post(CHAT, request | {"parallel_tool_calls": parallel})
+        content, calls, reason = said(found["choices"][0])
+        assert calls and (reason == "tool_calls" or parallel) and (content is None or reason == "length")
+        assert len(calls) == 1 or (parallel and len(names) == 2)
+        for name, arguments in calls:
+            jsonschema.validate(arguments, {"light": LIGHT, "time": TIME}[name]["function"]["parameters"])
+        seen |= {name for name, _ in calls}
+    assert seen == names
+
+
+def test_a_call_or_the_schema_may_be_the_answer(server, scripted):
+    """A tool that may be called stands beside a response_format: the mask allows either."""
+    for text in ('<tool_call>\n{"name": "light", "arguments": {"on": true}}\n</tool_call>', '{"on": false}'):
+        scripted(text)
+        _, found = server.post(CHAT, ask(tools=[LIGHT], **of(LIGHT["function"]["parameters"])))
+        content, calls, reason = said(found["choices"][0])
+        expected = (None, [("light", {"on": True})], "tool_calls") if "call" in text else (text, [], "stop")
+        assert (content, calls, reason) == expected
+    scripted("Neither.")
+    assert server.post(CHAT, ask(tools=[LIGHT], **of(SCHEMA)))[0] == 400, "the script ignores the mask"
+
+
+def test_a_schema_that_needs_too_much_while_it_is_used_is_told(server):
+    many = {"type": "object", "properties": {f"p{number}": {"type": "integer"} for number in range(3_000)}}
+    status, found = server.post(CHAT, ask(temperature=1, seed=1, max_tokens=20, **of(many)))
+    assert (status, error(found)["code"]) == (400, "unsupported") and "limits" in found["error"]["message"]
+    *_, last = server.stream(CHAT, ask(temperature=1, seed=1, max_tokens=20, **of(many)))
+    assert error(json.loads(last.removeprefix("data: ")))["code"] == "unsupported"
+
+
+@pytest.mark.parametrize(("text", "thought", "follows"), [
+    ("", "none", "{"), ("", "optional", "{<"), ("<think>\nHm {", "optional", None), ("Hm", "open", None),
+    ("<think>x</think>\n\n", "optional", "{"), ("x</think>", "open", "\n{"), ('{"on": true}', "none", ""),
+    ('{"on": ', "none", "tf"),
+])  # fmt: skip
+def test_thoughts_come_first_and_are_free(loaded, text, thought, follows):
+    """`follows`: the characters with which a token may begin now; None: any text, but not the end."""
+    _, tokenizer = loaded
+    words = grammar.vocabulary(tokenizer, tokenizer.rows, [2, 0])
+    schema = {"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"],
+              "additionalProperties": False}  # fmt: skip
+    matcher = grammar.compiled(grammar.source(schema, [], True, False, thought), words, "response_format")
+    constraint, logits = grammar.Constraint(matcher), torch.zeros(1, tokenizer.rows)
+    for _ in range(2):  # a draw that was cut short is repeated
+        allowed = (constraint(logits, tokenizer.encode(text))[0] > -torch.inf).nonzero()[:, 0].tolist()
+    begins = {tokenizer.token_bytes(id)[:1].decode("latin-1") for id in allowed if id not in (0, 1, 2)}
+    if follows is None:
+        assert len(begins) > 150 and not {0, 1, 2} & set(allowed)
+    else:
+        assert begins - {"\n"} == set(follows) - {"\n"} and ({0, 2} <= set(allowed)) == (follows == "")
+
+
+def test_whether_thoughts_are_expected(loaded, qwen3_files):
+    qwen = Tokenizer.from_folder(qwen3_files / "tokenizer")
+    assert grammar.thoughts(qwen, qwen.encode("assistant\n"), False) == "optional"
+    assert grammar.thoughts(qwen, qwen.encode("<think>\n\n</think>\n\n"), False) == "none"
+    assert grammar.thoughts(qwen, qwen.encode("<think>\n"), True) == "open"
+    assert grammar.thoughts(loaded[1], loaded[1].encode("assistant\n"), False) == "none"
+
+
+@pytest.mark.parametrize(("format", "param"), [
+    ("json", "response_format"), ({"type": "xml"}, "response_format"), ({"type": "json_schema"}, "json_schema"),
+    ({"type": "json_schema", "json_schema": {"name": "x"}}, "schema"),
+    (of([])["response_format"], "schema"), (of({"type": "sock"})["response_format"], "response_format"),
+    (of({"$ref": "https://example.com/x.json"})["response_format"], "response_format"),
+    (of({"type": "string", "pattern": "("})["response_format"], "response_format"),
+    (of({"not": {"type": "string"}})["response_format"], "response_format"),
+    (of({"enum": ["x" * 99] * 1100})["response_format"], "response_format"),
+    (of({"type": "array", "minItems": 3, "maxItems": 2})["response_format"], "response_format"),
+])  # fmt: skip
+def test_a_format_that_cannot_be_kept_is_400(server, format, param):
+    status, found = server.post(CHAT, ask(response_format=format))
+    assert status == 400 and error(found)["param"].endswith(param) and len(found["error"]["message"]) < 2_100
+    assert error(found)["param"].startswith("response_format")
+
+
+def test_what_does_not_go_together_is_400(server):
+    assert error(server.post(CHAT, ask(ignore_eos=True, **of(SCHEMA)))[1])["param"] == "ignore_eos"
+    assert error(server.post(TEXT, {"prompt": "Once"} | of(SCHEMA))[1])["param"] == "response_format"
+    bad = tool("bad", parameters={"type": "object", "properties": {"x": {"type": "sock"}}})
+    assert error(server.post(CHAT, ask(tools=[bad], tool_choice="required"))[1])["param"] == "tools"
+    assert server.post(CHAT, ask(tools=[bad], max_tokens=1))[0] == 200, "what is only offered is not compiled"
+
+
+def test_without_llguidance_the_install_line_is_told(server, monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    for fields, param in ((of(SCHEMA), "response_format"), ({"tools": [WEATHER], "tool_choice": "required"}, "tools")):
+        status, found = server.post(CHAT, ask(**fields))
+        assert (status, error(found)["param"], found["error"]["code"]) == (400, param, "unsupported")
+        assert 'pip install "nanokv[serve]"' in found["hint"]
+    assert server.post(CHAT, ask(max_tokens=1, response_format={"type": "text"}))[0] == 200
+
+
+def test_a_model_without_an_end_is_told(endless_folder):
+    with Serving(*nanokv.load(endless_folder)) as server:
+        status, found = server.post(CHAT, ask(**of(SCHEMA)))
+        assert status == 400 and "no token that ends" in error(found)["message"]
+
+
+def test_a_client_that_leaves_a_constrained_answer_frees_it(server):
+    request = ask(stream=True, temperature=2.0, **of({"type": "array", "items": {"type": "integer"}, "minItems": 300}))
+    with contextlib.closing(server.send("POST", CHAT, request)):
+        server.wait(lambda: server.worker.tickets)
+    server.wait(lambda: server.free)
+
+
+def test_the_engine_asks_before_each_token(loaded):
+    """Engine.submit(constrain=…): with the tokens so far; the others of the batch are left alone."""
+    model, _ = loaded
+    engine, seen = nanokv.Engine(model, pages=64), []
+
+    def only(logits, tokens):
+        seen.append(list(tokens))
+        return torch.full_like(logits, -torch.inf).index_fill(1, torch.tensor([7 + len(tokens)]), 0.0)
+
+    plain = engine.submit([5, 6], max_new_tokens=3, eos_token_ids=[])
+    forced = engine.submit([5, 6], max_new_tokens=3, eos_token_ids=[], constrain=only)
+    engine.run()
+    assert forced.tokens == [7, 8, 9] and seen == [[], [7], [7, 8]]
+    assert plain.tokens == list(nanokv.generate(model, [5, 6], max_new_tokens=3, eos_token_ids=[]))
+    with pytest.raises(GenerationError, match="constrain is 5"):
+        engine.submit([5], constrain=5)
