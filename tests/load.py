@@ -337,8 +337,7 @@ def figures(found: dict, tokens: int) -> dict:
     counts = {"ok": len(whole), "failed": len(answers) - len(whole) + len(found["requests"]["errored"]),
               "unfinished": len(found["requests"]["incomplete"])}  # fmt: skip
     if not whole:
-        wrong = [one["info"].get("error") for one in found["requests"]["errored"]]
-        return counts | {"error": f"no complete answer: {wrong[0] if wrong else 'too slow, or too short'}"}
+        return counts | {"error": f"no complete answer: {reason(found['requests'], tokens)}"}
     seconds = max(one["request_end_time"] for one in whole) - min(one["request_start_time"] for one in whole)
     first = [one["time_to_first_token_ms"] for one in whole]
     between = [one["inter_token_latency_ms"] for one in whole]
@@ -348,6 +347,13 @@ def figures(found: dict, tokens: int) -> dict:
         "ttft_p99_ms": quantile(first, 0.99), "itl_p50_ms": quantile(between, 0.5),
         "itl_p99_ms": quantile(between, 0.99),
     }  # fmt: skip
+
+
+def reason(requests: dict, tokens: int) -> str:
+    """Why no answer is complete."""
+    if requests["successful"]:
+        return f"one has {requests['successful'][0]['output_tokens']} tokens, and {tokens} were asked for"
+    return str(requests["errored"][0]["info"].get("error")) if requests["errored"] else "the time was over"
 
 
 def quantile(values: list[float], part: float) -> float:

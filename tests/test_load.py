@@ -31,7 +31,8 @@ def test_an_answer_that_is_too_short_counts_as_failed():
 
 def test_without_an_answer_the_row_says_why():
     assert "queue full" in load.figures(report(errored=[{"info": {"error": "queue full"}}]), 32)["error"]
-    assert "too slow" in load.figures(report(incomplete=[{}]), 32)["error"]
+    assert "time was over" in load.figures(report(incomplete=[{}]), 32)["error"]
+    assert "31 tokens, and 32" in load.figures(report({"output_tokens": 31}), 32)["error"]
 
 
 @pytest.mark.parametrize("part, value", [(0.5, 50), (0.99, 99), (0.01, 1), (1.0, 100)])
