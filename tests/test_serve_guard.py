@@ -242,7 +242,7 @@ def test_an_end_in_the_middle_of_a_body_is_told_at_once(loaded, caplog):
 
 def test_a_client_that_reads_nothing_does_not_keep_a_server_that_ends(loaded, monkeypatch, caplog):
     monkeypatch.setattr("nanokv.serve.server.FAREWELL_S", 0.2)
-    monkeypatch.setattr(forms.ChatForm, "opening", lambda self: b":" + b"x" * 12_000_000 + b"\n\n")
+    monkeypatch.setattr(forms.ChatForm, "opening", lambda self, index: b":" + b"x" * 12_000_000 + b"\n\n")
     with Serving(*loaded, grace=0.1) as server:
         connection = server.send("POST", CHAT, ask(stream=True, **ENDLESS))
         only_ticket(server)

@@ -115,7 +115,7 @@ def test_a_call_is_found_however_it_is_cut(text):
         parts = [part for piece in pieces for part in calls.put(piece)] + calls.flush()
         at = [part.at for part in parts]
         assert at == sorted(at) and all(text[p.at : p.at + len(p.text)] == p.text for p in parts if not p.call)
-        return "".join(p.text for p in parts), [(p.call.index, p.call.name, p.call.arguments) for p in parts if p.call]
+        return "".join(p.text for p in parts), [(p.call.place, p.call.name, p.call.arguments) for p in parts if p.call]
 
     whole = split(text)
     assert all(split(text[:at], text[at:]) == whole for at in range(len(text))) and split(*text) == whole
