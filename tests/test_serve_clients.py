@@ -87,8 +87,7 @@ def test_a_client_is_told_what_the_server_says(locked, run, client):
 
 @pytest.mark.parametrize(("output_type", "documents"), [
     ("generate_until", [("Who are you?", ""), ("Once upon", "")]),
-    pytest.param("loglikelihood", [("Who are you?", " I am"), ("Once upon", " a time")], marks=pytest.mark.xfail(
-        strict=True, reason="echo and logprobs are not done yet")),
+    ("loglikelihood", [("Who are you?", " I am"), ("Once upon", " a time")]),
 ])  # fmt: skip
 def test_lm_eval_scores_the_model(server, loaded, tiny_folder, run, output_type, documents):
     model, tokenizer = loaded

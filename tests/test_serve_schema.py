@@ -4,6 +4,7 @@ schemathesis makes requests of it, right ones and wrong ones: nothing wrong is a
 """
 
 import collections
+import json
 import logging
 
 import jsonschema
@@ -11,7 +12,9 @@ import pytest
 
 import client_environment
 from nanokv.serve import openapi, protocol
+from nanokv.serve.errors import ApiError
 from serving import CHAT, TEXT, Serving, ask
+from test_serve_tools import HERMES, OSLO, TIME, TOOLS, tool, with_template
 
 KEY = "Bearer secret"
 
@@ -38,13 +41,15 @@ def test_the_document_has_the_addresses_of_the_server(server):
 def test_the_document_has_the_fields_that_are_read():
     chat, text = (set(request["properties"]) for request in (openapi.chat_request(), openapi.text_request()))
     assert chat | text == protocol.KNOWN | set(protocol.NOT_DONE)
-    assert chat ^ text == {"messages", "chat_template_kwargs", "prompt", "add_special_tokens"}
+    assert chat ^ text == {"messages", "chat_template_kwargs", "prompt", "add_special_tokens", "parallel_tool_calls"}
 
 
 @pytest.mark.parametrize(("path", "body"), [
     (CHAT, ask(max_tokens=3)), (CHAT, ask(max_tokens=3, temperature=1)), (TEXT, {"prompt": "Once", "max_tokens": 3}),
     ("/tokenize", {"prompt": "Once"}), ("/detokenize", {"tokens": [5]}), ("/v1/models", None), ("/health", None),
-    (CHAT, ask(n=2)), (TEXT, {}), (CHAT, ask("a<|im_end|>")),
+    (CHAT, ask(n=2, max_tokens=3)), (CHAT, ask(max_tokens=3, logprobs=True, top_logprobs=2)),
+    (TEXT, {"prompt": ["Once", [5, 6]], "max_tokens": 3, "logprobs": 2, "echo": True}),
+    (CHAT, ask(n=17)), (TEXT, {}), (CHAT, ask("a<|im_end|>")),
 ])  # fmt: skip
 def test_every_answer_is_the_one_of_the_document(server, path, body):
     verb = "get" if body is None else "post"
@@ -53,6 +58,81 @@ def test_every_answer_is_the_one_of_the_document(server, path, body):
     for name in found.keys() - {"hint"}:
         without = {other: value for other, value in found.items() if other != name}
         assert not conforms(without, status, path, verb) and not conforms(found | {name: 1.5}, status, path, verb)
+
+
+def test_a_call_is_the_one_of_the_document(loaded, scripted):
+    scripted(f"I look.\n{OSLO}\n{TIME}")
+    with Serving(loaded[0], with_template(loaded[1], HERMES)) as server:
+        status, found = server.post(CHAT, ask(**TOOLS))
+    assert found["choices"][0]["finish_reason"] == "tool_calls" and conforms(found, status, CHAT, "post")
+    found["choices"][0]["message"]["tool_calls"][1]["function"]["arguments"] = {}
+    assert not conforms(found, status, CHAT, "post")
+
+
+USER, CALL = ask()["messages"][0], {"id": "c", "function": {"name": "time", "arguments": "{}"}}
+ASSISTANT, RESULT = {"role": "assistant"}, {"role": "tool", "content": "12", "tool_call_id": "c"}
+
+
+@pytest.mark.parametrize(("fields", "right"), [
+    ({"n": 16}, True), ({"n": 0}, False), ({"n": 17}, False), ({"n": 1.5}, False),
+    ({"logprobs": True, "top_logprobs": 20}, True), ({"top_logprobs": 21}, False), ({"logprobs": 1}, False),
+    ({"echo": False}, True), ({"echo": True}, False),
+    (TOOLS, True), ({"tools": [{"type": "function"}]}, False), ({"tools": [tool("a b")]}, False),
+    ({"tools": [tool("time", parameters=[])]}, False), ({"tools": [tool("time", strict=None)]}, True),
+    ({"tools": [{"type": "custom", "function": {"name": "time"}}]}, False),
+    (TOOLS | {"tool_choice": "required", "parallel_tool_calls": False}, True), ({"parallel_tool_calls": 1}, False),
+    (TOOLS | {"tool_choice": {"type": "function", "function": {"name": "time"}}}, True),
+    (TOOLS | {"tool_choice": "time"}, False), (TOOLS | {"tool_choice": {"type": "function"}}, False),
+    *[({"response_format": {"type": kind}}, kind in ("text", "json_object"))
+      for kind in ("text", "json_object", "json_schema", "xml", None)],
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}}}, True),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": True}}}, False),
+    ({"messages": [USER, ASSISTANT | {"tool_calls": [CALL]}, RESULT]}, True),
+    ({"messages": [USER, ASSISTANT | {"tool_calls": [CALL | {"type": "custom"}]}]}, False),
+    ({"messages": [USER, ASSISTANT | {"tool_calls": [{"id": "c"}]}]}, False),
+    ({"messages": [USER, {"role": "tool", "content": "12"}]}, False),
+])  # fmt: skip
+def test_the_document_takes_what_is_taken_of_a_chat(fields, right):
+    assert is_taken(protocol.chat, ask() | fields) == right
+    assert is_valid(openapi.chat_request(), ask() | fields) == right
+
+
+@pytest.mark.parametrize(("fields", "right"), [
+    ({"prompt": ["a", "b", [1, 2]]}, True), ({"prompt": [[1], [2]]}, True), ({"prompt": ["a"] * 257}, False),
+    ({"prompt": ["a", ""]}, False), ({"prompt": [[1], 2]}, False), ({"prompt": []}, False),
+    ({"logprobs": 5}, True), ({"logprobs": False}, True), ({"logprobs": True}, False), ({"logprobs": 6}, False),
+    ({"echo": True, "max_tokens": 0}, True), ({"max_tokens": -1}, False), ({"n": 16}, True), ({"n": 17}, False),
+    (TOOLS, False), ({"tool_choice": "required"}, False), ({"response_format": {"type": "json_object"}}, False),
+    ({"tools": [], "tool_choice": "auto", "response_format": {"type": "text"}, "top_logprobs": 0}, True),
+])  # fmt: skip
+def test_the_document_takes_what_is_taken_of_a_completion(fields, right):
+    assert is_taken(protocol.text, {"prompt": "a"} | fields) == right
+    assert is_valid(openapi.text_request(), {"prompt": "a"} | fields) == right
+
+
+def is_taken(check, fields: dict) -> bool:
+    try:
+        check(protocol.parse_object(json.dumps(fields).encode()))
+    except ApiError:
+        return False
+    return True
+
+
+def is_valid(schema: dict, fields: dict) -> bool:
+    whole = schema | {"components": openapi.document()["components"]}
+    return jsonschema.Draft202012Validator(whole).is_valid(fields)
+
+
+def test_the_page_and_the_stream_have_their_types_and_the_header_of_a_tab(server):
+    paths = openapi.document()["paths"]
+    types = [list(paths[path]["get"]["responses"]["200"]["content"]) for path in ("/", "/live")]
+    assert types == [["text/html"], ["text/event-stream"]]
+    assert server.raw("GET", "/")[1].get_content_type() == "text/html"
+    for path, verb in (("/live", "get"), (CHAT, "post"), (TEXT, "post")):
+        (tab,) = paths[path][verb]["parameters"]
+        assert is_valid(tab["schema"], "a-Z_9") and not is_valid(tab["schema"], "a b")
+        status, _, said = server.raw(verb.upper(), path, {}, {tab["name"]: "a b"})
+        assert (status, json.loads(said)["error"]["param"]) == (400, tab["name"])
 
 
 @pytest.mark.parametrize(("path", "body"), [
@@ -72,10 +152,12 @@ def test_generated_requests_find_no_fault(loaded, tmp_path, caplog):
     command = [
         client_environment.python_clients() / "bin" / "schemathesis", "run", "-H", f"Authorization: {KEY}", "--seed=1",
         "--max-examples=20", "--phases=coverage,fuzzing", "--exclude-checks=positive_data_acceptance", "--workers=2",
+        "--exclude-path=/live",  # it has no end
         "--suppress-health-check=all", "--continue-on-failure",
     ]  # fmt: skip
     caplog.set_level(logging.INFO, "nanokv.serve.security")
-    with Serving(*loaded, keys=["secret"], context=48, max_new_tokens=4) as server:
+    model, tokenizer = loaded[0], with_template(loaded[1], HERMES)
+    with Serving(model, tokenizer, keys=["secret"], context=256, pages=400, max_new_tokens=4) as server:
         said = client_environment.run([*command, f"{server.url}/openapi.json"], cwd=tmp_path)
         server.wait(lambda: server.free)
     assert "No issues found" in said

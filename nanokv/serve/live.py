@@ -28,14 +28,14 @@ WATCHERS = 32
 TICK_S = 0.2  # between two snapshots
 CHECK_S = 0.5  # after so long without news: does the engine still live?
 HEADERS = [*EVENT_STREAM, (b"x-content-type-options", b"nosniff")]
-TAB = "x-nanokv-tab"
+TAB, TABS = "X-Nanokv-Tab", "[A-Za-z0-9_-]{0,64}"
 
 
 def tab_of(request: Request) -> str:
     """The tab of the page that asks, as it names itself; "" for every other client."""
     tab = request.headers.get(TAB, "")
-    if not re.fullmatch("[A-Za-z0-9_-]{0,64}", tab):
-        raise ApiError(400, "X-Nanokv-Tab is made of at most 64 ASCII letters, digits, - and _", "X-Nanokv-Tab")
+    if not re.fullmatch(TABS, tab):
+        raise ApiError(400, "X-Nanokv-Tab is made of at most 64 ASCII letters, digits, - and _", TAB)
     return tab
 
 
