@@ -20,6 +20,7 @@ import torch
 import nanokv
 
 FOLDER = str(Path(nanokv.__file__).parent)
+OUTSIDE: list = []  # modes that are never left: to free one would bring the mode before it back
 
 
 @contextmanager
@@ -42,6 +43,16 @@ def tracing(on_line, folder=FOLDER):
         sys.settrace(before)
         sys.unraisablehook = hook
         gc.enable()
+
+
+def leave_inference_mode():
+    """Python takes a signal at the beginning of a function too, so at that of `torch.inference_mode.__exit__`: then the
+    thread stays in it, and weights that a later test loads cannot be trained or viewed."""
+    gc.collect()  # what is left of a mode that was not ended changes the mode when it is freed
+    if torch.is_inference_mode_enabled():
+        mode = torch.inference_mode(False)
+        mode.__enter__()
+        OUTSIDE.append(mode)
 
 
 def lines(scenario) -> tuple[dict, object]:

@@ -10,9 +10,10 @@ import signal
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import nanokv
-from interrupts import last, some, survives
+from interrupts import last, leave_inference_mode, some, survives
 from nanokv.decoding.speculative import EarlyExit, PromptLookup
 from nanokv.engine import Engine
 from oracle import pair, random_ids
@@ -361,3 +362,5 @@ def test_real_signals_at_any_moment(model):
             assert steps.go_on(state) == undisturbed, f"run {runs}, after {presses} presses"
     finally:
         signal.signal(signal.SIGALRM, before)
+        leave_inference_mode()
+    assert not torch.is_inference_mode_enabled()
