@@ -114,6 +114,7 @@ def survives(scenario, choose=first_and_last, error=KeyboardInterrupt):
         strike_all(scenario, choose, error)
     finally:
         torch.set_num_threads(threads)
+        leave_inference_mode()
 
 
 def strike_all(scenario, choose, error):
