@@ -36,6 +36,10 @@ class UnsupportedError(CacheError):
     """This kind of cache cannot do what was asked of it."""
 
 
+class HandoverError(CacheError):
+    """Keys and values of another process did not arrive, or are not what was sent."""
+
+
 class ContextError(NanoKVError):
     """Prompt and answer do not fit into the context window."""
 
@@ -58,6 +62,10 @@ class TemplateError(NanoKVError):
 
 class SessionError(NanoKVError):
     """A saved conversation cannot be read, written or continued."""
+
+
+class ParallelError(NanoKVError):
+    """The ranks cannot work together: sizes that do not divide, other files, or one that is gone."""
 
 
 class CourseError(NanoKVError):
