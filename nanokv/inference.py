@@ -14,7 +14,7 @@ import warnings
 import torch
 from torch import Tensor
 
-from nanokv.attention import Causal, Decode, Masked, is_causal
+from nanokv.attention import Attend, Causal, Decode, Masked, is_causal
 from nanokv.cache.base import KVCache, NoCache
 from nanokv.checkpoint import Model
 from nanokv.errors import CacheError
@@ -77,8 +77,7 @@ def decode(model: Model, token: Rows, cache: KVCache, start_pos: Position) -> Te
     check_cache(cache)
     if token.shape[1] != 1:
         raise ValueError(f"decode takes one token per row, got {token.shape[1]}: prefill takes any number")
-    mask = cache.mask(1)  # None, unless rows differ in length
-    hidden = model(token, cache, start_pos, Decode(mask if mask is None else mask.to(token.device)))  # (B,1,C)
+    hidden = model(token, cache, start_pos, attention_of_one(cache, token.device))  # (B,1,C)
     return model.lm_head(hidden[:, -1])  # (B,V)
 
 
@@ -99,12 +98,27 @@ def _append(model, tokens, cache, start_pos):
     return model(tokens, cache, start_pos, attention_over(cache, tokens.shape[1], tokens.device))
 
 
-def attention_over(cache: KVCache, T: int, device: torch.device) -> Causal | Masked:
+def attention_of_one(cache: KVCache, device: torch.device) -> Attend:
+    """`attention_over` of a decode step."""
+    if own := own_attention(cache, 1):
+        return own
+    mask = cache.mask(1)  # None, unless rows differ in length
+    return Decode(mask if mask is None else mask.to(device))
+
+
+def attention_over(cache: KVCache, T: int, device: torch.device) -> Attend:
     """How the next T queries see what is cached; asked once, before the first append."""
+    if own := own_attention(cache, T):
+        return own
     mask = cache.mask(T)
     if mask is None:
         return Causal() if T == 1 else Masked(None)  # a cache that answers None lets its queries see everything
     return Causal(keys=mask.shape[1]) if is_causal(mask) else Masked(mask.to(device))
+
+
+def own_attention(cache: KVCache, T: int) -> Attend | None:
+    """What the cache says itself; a class of the caller's need not know of it."""
+    return cache.attention(T) if hasattr(cache, "attention") else None
 
 
 def check_cache(cache: object) -> None:

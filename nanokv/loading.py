@@ -1,6 +1,7 @@
 """From a name, a folder or a hub id to a model and its tokenizer: where weights_loader's tensors become a model."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -15,6 +16,8 @@ from nanokv.text.tokenizer import Tokenizer
 from weights_loader import CheckpointError, names
 from weights_loader.prefetch import Prefetch
 from weights_loader.strict import read_object
+
+Read = Callable[[Path, dict, torch.dtype | None, torch.device, Prefetch | None], Transformer]
 
 
 def load(source: str | os.PathLike = "tiny", dtype: torch.dtype | None = torch.float32,
@@ -33,9 +36,12 @@ def load(source: str | os.PathLike = "tiny", dtype: torch.dtype | None = torch.f
 
 
 def load_folder(folder: Path, fields: dict, dtype: torch.dtype | None, device: str | torch.device,
-                check_finite: bool = False,
-                prefetched: Prefetch | None = None) -> tuple[Transformer, Tokenizer]:  # fmt: skip
-    """`load` of a folder on this disk; `fields` is what its config.json says. Each of its files is read once."""
+                check_finite: bool = False, prefetched: Prefetch | None = None,
+                read: Read | None = None) -> tuple[Transformer, Tokenizer]:  # fmt: skip
+    """`load` of a folder on this disk; `fields` is what its config.json says. Each of its files is read once.
+
+    `read` makes the model from the weights: all of it here, a rank's part in nanokv/parallel.
+    """
     device = weights_loader.check_target(dtype, device)
     config = Config.from_dict(fields)  # refuse what is not implemented before a byte of weights is read
     generation_config = GenerationConfig.from_folder(folder, fields)
@@ -44,14 +50,20 @@ def load_folder(folder: Path, fields: dict, dtype: torch.dtype | None, device: s
     last = tokenizer.vocab_size - 1
     name = (tokenizer.backend.id_to_token(last) or "") if last >= 0 else ""
     weights_loader.check_last_id(folder / "tokenizer.json", name, last, config.vocab_size)
-    fields, state_dict = weights_loader.read(folder, dict(fields), dtype, device, prefetched)
-    model = build(Config.from_dict(fields), state_dict)
+    model = (read or read_model)(folder, fields, dtype, device, prefetched)
     model.generation_config = generation_config
     if check_finite and (bad := unfinite(model)):
         more = f", and {len(bad) - 3} more tensors" if len(bad) > 3 else ""
         raise CheckpointError(f"{folder}: {'; '.join(bad[:3])}{more}",
                               hint="the file is damaged, or the training went wrong: fetch it again")  # fmt: skip
     return model, tokenizer
+
+
+def read_model(folder: Path, fields: dict, dtype: torch.dtype | None, device: torch.device,
+               prefetched: Prefetch | None = None) -> Transformer:  # fmt: skip
+    """All weights of a folder as a model."""
+    fields, state_dict = weights_loader.read(folder, dict(fields), dtype, device, prefetched)
+    return build(Config.from_dict(fields), state_dict)
 
 
 def unfinite(model: Transformer) -> list[str]:
@@ -71,11 +83,16 @@ def unfinite(model: Transformer) -> list[str]:
 
 def build(config: Config, state_dict: dict[str, torch.Tensor]) -> Transformer:
     """A model in eval mode that owns exactly these tensors; a missing, left-over or misshapen one raises."""
-    model = skeleton(config)
-    if config.tie_word_embeddings:
+    return fill(skeleton(config), state_dict)
+
+
+def fill(model: Transformer, state_dict: dict[str, torch.Tensor]) -> Transformer:
+    """`build` with a skeleton of the caller's own."""
+    tied = model.config.tie_word_embeddings
+    if tied:
         state_dict = {**state_dict, "lm_head.weight": state_dict["embed_tokens.weight"]}
     model.load_state_dict(state_dict, strict=True, assign=True)
-    if config.tie_word_embeddings:
+    if tied:
         model.lm_head.weight = model.embed_tokens.weight  # one parameter, V·C values stored once
     return model.requires_grad_(False).eval()
 

@@ -27,7 +27,7 @@ LAYERS = [
     {"nanokv.faults"},
     {"nanokv.engine", "nanokv.chat", "nanokv.study"},
     {"nanokv.decoding"},
-    {"nanokv.fast"},
+    {"nanokv.fast", "nanokv.parallel"},
     {"nanokv.inference", "nanokv.loading"},
     {"nanokv.cache"},
     {"nanokv.model", "nanokv.costs"},

@@ -131,22 +131,22 @@ def test_a_cache_file_with_a_right_checksum_and_wrong_facts(tmp_path):
              ("config", "[1]"), ("length", "1" * 5000)]  # fmt: skip
     for field, value in wrong:
         changed = meta | {field: value}
-        save_file(tensors, tmp_path / "d", metadata=changed | {"sha256": saving._digest(changed, tensors)})
+        save_file(tensors, tmp_path / "d", metadata=changed | {"sha256": saving.digest(changed, tensors)})
         with pytest.raises(NanoKVError):
             KVCache.load(tmp_path / "d", model.config)
     for rows in ("0", "65537"):
         changed = meta | {"rows": rows}
-        save_file(tensors, tmp_path / "d", metadata=changed | {"sha256": saving._digest(changed, tensors)})
+        save_file(tensors, tmp_path / "d", metadata=changed | {"sha256": saving.digest(changed, tensors)})
         with pytest.raises(CacheError, match=f"says {rows} rows; 1 to 65,536 are read"):
             KVCache.load(tmp_path / "d", model.config)
     for less in ("rows", "tokens", "cache"):
         changed = {key: text for key, text in meta.items() if key != less}
-        save_file(tensors, tmp_path / "d", metadata=changed | {"sha256": saving._digest(changed, tensors)})
+        save_file(tensors, tmp_path / "d", metadata=changed | {"sha256": saving.digest(changed, tensors)})
         with pytest.raises(NanoKVError):
             KVCache.load(tmp_path / "d", model.config)
     for key in ("layers.0.key", "layers.1.value"):
         other = {k: torch.zeros(1, 1, 2) if k == key else t for k, t in tensors.items()}
-        save_file(other, tmp_path / "d", metadata=meta | {"sha256": saving._digest(meta, other)})
+        save_file(other, tmp_path / "d", metadata=meta | {"sha256": saving.digest(meta, other)})
         with pytest.raises(NanoKVError):
             KVCache.load(tmp_path / "d", model.config)
 

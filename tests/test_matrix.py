@@ -7,7 +7,10 @@ tolerance is shown to be tight: with the oldest visible key of every query hidde
 `make test` tries every situation over every cache, on a model drawn by a fixed seed; `make check` on all models.
 """
 
+import contextlib
 import functools
+import socket
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
@@ -15,10 +18,12 @@ import torch
 
 import nanokv
 import nanokv.attention
-from nanokv.attention import causal_attention, decode_attention
+from nanokv.attention import Split, causal_attention, decode_attention
 from nanokv.cache import CACHES, BatchCache, make_cache
 from nanokv.cache.padded import PaddedCache
 from nanokv.cache.paged_batch import PagedBatch
+from nanokv.engine.handover import receive, send
+from nanokv.engine.link import SocketLink
 from nanokv.engine.packed import prefill_packed
 from nanokv.errors import CacheError, UnsupportedError
 from nanokv.fast import native, optimize
@@ -26,7 +31,11 @@ from nanokv.fast.compiled import Compiled
 from nanokv.inference import decode, prefill, prefill_chunks, verify_draft
 from nanokv.loading import build
 from nanokv.model import Qwen3
+from nanokv.parallel import context
+from nanokv.parallel.context import ContextCache
 from oracle import SHAPES, pair, random_ids
+from ranks import Ranks
+from thread_ranks import on_ranks
 
 pytestmark = pytest.mark.sampled
 
@@ -217,6 +226,34 @@ def packed(model, new):
     return torch.cat([*out, decode(model, newest, batch, batch.length)])
 
 
+def handed_over(model, new):
+    """Prefilled, sent over a connection, and continued in the cache that arrives."""
+    return continued(model, new, across)
+
+
+def continued(model, new, way=lambda cache: cache):
+    """A prompt in chunks, then steps and a draft in the cache that `way(cache)` gives."""
+    ids, cache = ids_of(3), new(3)
+    out = [prefill_chunks(model, ids[:, :PROMPT], cache, chunk=4)]
+    cache = way(cache)
+    for t in range(PROMPT, PROMPT + 2):
+        out.append(decode(model, ids[:, t : t + 1], cache, cache.length))
+    out.append(verify_draft(model, ids[:, PROMPT + 2 : PROMPT + 4], cache, cache.length).flatten(0, 1))
+    return torch.cat(out)
+
+
+def across(cache):
+    """The cache at the other end of a connection."""
+    salt = {"salt": cache.options["salt"]} if "salt" in cache.options else {}  # a secret, which is not sent
+    with contextlib.ExitStack() as stack:
+        sender, receiver = (SocketLink(end, 5.0) for end in map(stack.enter_context, socket.socketpair()))
+        sending = stack.enter_context(ThreadPoolExecutor(1)).submit(send, sender, cache)
+        arrived, _ = receive(receiver, cache.config, **salt)
+        sending.result()
+    cache.truncate(0)  # what was sent must not be what is read
+    return arrived
+
+
 def own_mask(model, new):
     """A cache whose mask hides the third newest key from the newest query; 36 tokens at first."""
     ids, cache = random_ids(5, 1, 42), new(1)
@@ -267,6 +304,29 @@ def own_cache(model, new):
     return torch.cat(out)
 
 
+class SplitKeys:
+    """A model whose attention takes the keys in three parts, whatever the caller passes."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def __getattr__(self, name):
+        return getattr(self.model, name)
+
+    def __call__(self, tokens, cache, start_pos, attend):
+        return self.model(tokens, cache, start_pos, Split(cache.mask(tokens.shape[1]), 3))
+
+
+def split(model, new):
+    """`padded`, whose masks differ by row, with split keys."""
+    return padded(SplitKeys(model), new)
+
+
+def two_ranks(model, new):
+    """`chunks` over two ranks, in pages of 3 positions; the share of each is a cache of this kind."""
+    return on_ranks(2, lambda group: chunks(model, lambda rows: ContextCache(new(rows), group, page=3)))[1]
+
+
 def caches_of_rows(new):
     """Three caches of one row; paged ones share a pool, as in the engine."""
     first = new(1)
@@ -283,20 +343,26 @@ def together(rows, config):
 SITUATIONS = {  # name → (run, rows)
     "one row": (one_row, 1), "several rows": (rows_together, 3), "chunks": (chunks, 1), "long prompt": (long_prompt, 2),
     "padded": (padded, 3), "ragged": (ragged, 3), "packed": (packed, 3),
-    "own mask": (own_mask, 1), "own attend": (own_attend, 1), "own cache": (own_cache, 1),
+    "handed over": (handed_over, 3), "own mask": (own_mask, 1), "own attend": (own_attend, 1),
+    "own cache": (own_cache, 1), "split": (split, 3), "two ranks": (two_ranks, 1),
 }  # fmt: skip
+UNSPLIT = {"split": "padded", "two ranks": "chunks"}  # their truth is torch's attention over all keys at once
+
+IN_ONE_PROCESS = SITUATIONS | {"handed over": (continued, 3)}
 
 
 def refused(situation: str, spec: str) -> bool:
-    """What a combination cannot do, by a typed error: sinks would be padding."""
-    return situation == "padded" and "sinks" in spec
+    """What a combination cannot do, by a typed error: sinks would be padding, a rank's share would not be exact."""
+    if situation == "two ranks":
+        return spec.partition(":")[0] not in context.KINDS
+    return situation in ("padded", "split") and "sinks" in spec
 
 
 # --- the truth ------------------------------------------------------------------------------------------------------
 
 
-def run(model, situation: str, spec: str):
-    work, _ = SITUATIONS[situation]
+def run(model, situation: str, spec: str, works=SITUATIONS):
+    work, _ = works[situation]
     return work(model, lambda rows: new(model.config, spec, rows)).float()
 
 
@@ -325,9 +391,10 @@ def oldest_key_hidden():
 def truth(numbers: str, situation: str, spec: str):
     """(logits, logits with a mask bug of one position) of the plain model with these numbers."""
     model, spec = same_numbers(numbers), spec if lossy(spec) else "dict"
-    right = run(model, situation, spec)
+    situation = UNSPLIT.get(situation, situation)
+    right = run(model, situation, spec, IN_ONE_PROCESS)
     with oldest_key_hidden():
-        return right, run(model, situation, spec)
+        return right, run(model, situation, spec, IN_ONE_PROCESS)
 
 
 def distance(a, b) -> float:
@@ -381,6 +448,26 @@ def test_all_caches(model, situation):
 @pytest.mark.parametrize("model", [name for name in MODELS if name.split()[0] not in NO_KERNELS])
 def test_all_caches_on_fused_weights(model, situation, code):
     check(model, situation)
+
+
+@pytest.fixture(scope="module")
+def processes():
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("situation", [name for name in SITUATIONS if name != "two ranks"])
+def test_all_caches_on_two_ranks(situation, processes):
+    """Each layer split over two processes; dense layers and experts, biases, a head of its own. Positions that are
+    split over ranks that are threads would mix the sums of both threads."""
+    name, wrong = "plain moe", []
+    for spec in (spec for spec in CACHES_TRIED if not refused(situation, spec)):
+        first, second = map(torch.tensor, processes.call("matrix", model=name, situation=situation, spec=spec))
+        (right, planted), allowed = truth(name, situation, spec), tolerance(name, spec)
+        if not torch.equal(first, second) or not distance(first, right) <= allowed < distance(first, planted):
+            wrong.append(f"{spec}: {distance(first, right):.1e} from the truth, {allowed} is allowed")
+    assert wrong == []
 
 
 def test_every_cache_and_every_model_is_in_the_matrix():

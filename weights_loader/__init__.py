@@ -6,8 +6,10 @@ Everything is checked before memory is taken: config, file headers, names, shape
 of the families in families.py and nothing of nanokv; it does not build a model. torch is imported by `load` only.
 """
 
+import contextlib
 import os
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from .prefetch import Prefetch
+    from .shards import Part
 
 __all__ = [
     "BUNDLED", "CheckpointError", "CheckpointWarning", "check_hashes", "check_target", "config_file", "load", "resolve",
@@ -52,17 +55,41 @@ def read(folder: Path, config: dict, dtype: "torch.dtype | None", device: "torch
     """`load` of a folder whose config.json is read and whose tokenizer is checked (check_last_id)."""
     from . import shards
 
-    try:
+    with readable(folder):
         entries = check(folder, config, shards.read_entries(folder))
         config["tie_word_embeddings"] = names.HEAD not in entries
         where = dtype, device, prefetched
         state = {names.to_nanokv(name): shards.materialize(entry, *where) for name, entry in entries.items()}
+    return config, state
+
+
+def read_part(folder: Path, config: dict, dtype: "torch.dtype | None", device: "torch.device",
+              part: "Part") -> "tuple[dict, dict[str, torch.Tensor]]":  # fmt: skip
+    """`read` of what one of several processes needs: part(our name, shape) → the Slice of each tensor. Everything is
+    checked as for all of it; tensors of which nothing is wanted are left out."""
+    from . import shards
+
+    with readable(folder):
+        entries = check(folder, config, shards.read_entries(folder))
+        config["tie_word_embeddings"] = names.HEAD not in entries
+        wanted = {name: part(names.to_nanokv(name), entry.shape) for name, entry in entries.items()}
+        state = {
+            names.to_nanokv(name): shards.materialize_slice(entries[name], found, dtype, device)
+            for name, found in wanted.items() if found.size
+        }  # fmt: skip
+    return config, state
+
+
+@contextlib.contextmanager
+def readable(folder: Path) -> Iterator[None]:
+    """Around the reading of weights: what the system says becomes a CheckpointError."""
+    try:
+        yield
     except CheckpointError:
         raise
     except (OSError, ValueError) as error:  # ValueError: a file that became shorter since its header was read
         place, reason = getattr(error, "filename", None) or folder, getattr(error, "strerror", None) or error
         raise CheckpointError(f"{place} cannot be read: {reason}") from error
-    return config, state
 
 
 def check_target(dtype: "torch.dtype | None" = None, device: "str | torch.device" = "cpu") -> "torch.device":

@@ -10,7 +10,8 @@ import functools
 import math
 import mmap
 import os
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,22 @@ DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 CHUNK = 1 << 24  # bytes of the file that a conversion maps at once: all it costs beyond the result
 MOST_TENSORS = 50_000  # of one file; a shard of a large mixture of experts has some hundreds
 FORMAT_HINT = "the file is incomplete or damaged: fetch it again"
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Indices first … end−1 of one dimension of a tensor; an empty one stands for a tensor that is not wanted."""
+
+    dim: int
+    first: int
+    end: int
+
+    @property
+    def size(self) -> int:
+        return self.end - self.first
+
+
+Part = Callable[[str, tuple[int, ...]], Slice]  # our name and shape of a tensor → what is wanted of it
 
 
 @dataclass(frozen=True)
@@ -53,6 +70,12 @@ class Entry:
         if start % self.dtype.itemsize:  # legal, but no view may start there
             raw = raw.clone()
         return raw.view(self.dtype)
+
+    def rows(self, first: int, end: int) -> "Entry":
+        """Rows first … end−1 of dimension 0, which lie side by side in the file: nothing else of it is read."""
+        each = self.nbytes // self.shape[0]
+        shape, start = (end - first, *self.shape[1:]), self.start + first * each
+        return replace(self, shape=shape, start=start, nbytes=(end - first) * each)
 
     def chunks(self):
         """(first element, (n,) values) over the whole tensor; each mapping is gone when the next one is made."""
@@ -85,6 +108,11 @@ class GgufEntry(Entry):
         return cls(*place, info.type, heads)
 
     as_stored = False
+
+    def rows(self, first: int, end: int) -> Entry:
+        """As above; of permuted rows whole heads."""
+        part = super().rows(first, end)
+        return replace(part, heads=self.heads * (end - first) // self.shape[0])  # type: ignore[call-arg]
 
     def chunks(self):
         """(first element, (n,) fp32 values), whole heads or rows at a time."""
@@ -237,6 +265,21 @@ def materialize(entry: Entry, dtype: torch.dtype | None, device: torch.device,
                 f"(largest stored {values.float().abs().max().item():.6g}, limit 65,504)",
                 hint="load it as bfloat16 or float32",
             )
+    return result
+
+
+def materialize_slice(entry: Entry, part: Slice, dtype: torch.dtype | None, device: torch.device) -> torch.Tensor:
+    """Part of a tensor, all else as `materialize`: rows stay a view of the file, columns are copied, CHUNK bytes of
+    the file at a time: no page of it stays mapped for the sake of half of its bytes."""
+    if part.dim == 0:
+        return materialize(entry.rows(part.first, part.end), dtype, device)
+    rows = entry.shape[0]
+    result = torch.empty((rows, part.size), dtype=dtype or entry.dtype, device=device)
+    step = max(1, CHUNK * rows // entry.nbytes)
+    for first in range(0, rows, step):
+        end = min(rows, first + step)
+        block = materialize(entry.rows(first, end), dtype, device)  # (≤ step,width)
+        result[first:end] = block[:, part.first : part.end]
     return result
 
 

@@ -6,6 +6,7 @@
     beams     reorder, reordered
     files     state, restore; save, load
     prefixes  reuse, remember
+    ranks     attention: for keys that a mask cannot speak of, because other processes hold them
 
 Each default is either right for every cache or raises UnsupportedError.
 """
@@ -185,6 +186,10 @@ class CacheCapabilities(FirstNames, list):
 
     def remember(self, tokens: Sequence[int]) -> None:
         """These tokens are in the cache now; a cache that shares prefixes takes note."""
+
+    def attention(self, T: int) -> Callable | None:
+        """attend(q, k, v) for the next T queries, asked in the place of `mask`; None: ask `mask`."""
+        return None
 
     def copy(self) -> Any:
         return self.fork()

@@ -11,7 +11,7 @@ import sys
 import warnings
 from itertools import pairwise
 
-from nanokv.cli import layout, terminal
+from nanokv.cli import layout, ranks, terminal
 from nanokv.cli.arguments import (
     Parser,
     add_common_arguments,
@@ -54,6 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command and return the exit code. Without argv it is the program: it owns streams and signals too."""
     words = sys.argv[1:] if argv is None else list(argv)
     if argv is None:
+        ranks.hide_followers(words)
         terminal.prepare_streams()
         terminal.install_signals()
         warnings.showwarning = lambda message, *where, **more: terminal.warning(message)
@@ -84,7 +85,7 @@ def dispatch(words: list[str]) -> int:
         raise unknown_command(name)
     with terminal.loading():
         module = importlib.import_module(COMMANDS[name][0])
-    return module.run(make_parser(name, module).parse(rest)) or 0
+    return ranks.run(module, make_parser(name, module).parse(rest), words) or 0
 
 
 def make_parser(name: str, module) -> Parser:

@@ -13,6 +13,7 @@ from dataclasses import fields
 from nanokv.cli import layout
 from nanokv.cli.terminal import write_out
 from nanokv.errors import NanoKVError
+from nanokv.parallel.group import Alone
 
 EXIT_CODES = (
     "0 done", "1 our bug", "2 flag, model, file, network, memory", "130 Ctrl-C", "141 reader closed the pipe",
@@ -261,6 +262,10 @@ def add_model_arguments(parser, cache: str = "dict") -> None:
         type=integer(2, 100_000_000),
         help="at most N tokens in the cache (default: the model's limit)",
     )
+    group.add_argument(
+        "--tensor-parallel", metavar="N", type=integer(1, 1024),
+        help="split each layer over N processes of this machine (torchrun starts them on several; docs/parallel.md)",
+    )  # fmt: skip
     group.add_argument("--offline", action="store_true", help="never ask the network")
     group.add_argument(
         "--check-finite", action="store_true",
@@ -303,6 +308,7 @@ def add_system_argument(parser) -> None:
 
 def add_common_arguments(parser):
     """What main adds to every command; returns the group."""
+    parser.set_defaults(ranks=Alone())  # cli/ranks.py puts the group in its place
     group = parser.add_argument_group("general")
     group.add_argument("-q", "--quiet", action="store_true", help="no banner and no status on stderr")
     group.add_argument(

@@ -36,6 +36,7 @@ DESCRIPTION = (
     'Answer every line of a JSONL file: {"prompt": …} or {"messages": […]}, each with settings of its own. '
     "An answer is an OpenAI text_completion or chat.completion on one line."
 )
+RANKS = "led"  # the others do what rank 0 tells them
 
 
 def add_arguments(parser) -> None:
@@ -143,11 +144,9 @@ def fail(args, output, job: Job, error: Exception) -> None:
 
 def answer_all(args, loaded, jobs, output, stop) -> None:
     """Feed the engine a few requests ahead, so that a long file costs no memory; write each answer when it is done."""
-    from nanokv.engine import Engine
-
     page = args.cache[1]["page"]
     pages = args.cache[1].get("pages") or pool_pages(args, loaded, jobs, page)
-    engine = Engine(loaded.model, pages, page, args.step_tokens, args.running)
+    engine = loaded.make_engine(pages, page, args.step_tokens, args.running)
     progress, waiting, active = Progress(args, len(jobs)), list(reversed(jobs)), []
     while (waiting or active) and not stop.requested:
         while waiting and len(active) < 2 * args.running:

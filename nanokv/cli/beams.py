@@ -6,6 +6,7 @@ answer is the best beam, which appears at once.
 """
 
 import time
+from functools import partial
 from typing import NamedTuple
 
 from nanokv.cli import arguments, loading, terminal
@@ -69,10 +70,9 @@ def search(args, loaded, ids: list[int], room: int, should_stop) -> Found:
 
     penalty = arguments.resolve_sampling(args, loaded.model.generation_config).repetition_penalty
     start = time.perf_counter()
-    generation = BeamGeneration(
-        loaded.model, ids, loaded.make_cache(), SamplingParams(repetition_penalty=penalty), room,
-        should_stop=should_stop, **options(args),
-    )  # fmt: skip
+    make = loaded.leading(partial(BeamGeneration, **options(args)), "find")
+    params = SamplingParams(repetition_penalty=penalty)
+    generation = make(loaded.model, ids, loaded.make_cache(), params, room, should_stop=should_stop)
     beams = generation.find() or [Beam([], float("nan"))]  # null in JSON
     seconds = time.perf_counter() - start
     ends = [text_and_reason(args, loaded, generation, beam) for beam in beams]
@@ -118,7 +118,7 @@ def generation_type(args, loaded):
         check_memory(args, loaded, cache.length + ids.numel() + max_new_tokens)
         return BeamGeneration(model, ids, cache, params, max_new_tokens, **options(args), **more)
 
-    return make
+    return loaded.leading(make)
 
 
 def options(args) -> dict:
@@ -132,6 +132,7 @@ def check_memory(args, loaded, tokens: int) -> None:
         return
     each = loading.cache_memory(loaded, tokens)
     available = loading.available_memory(loaded.device)
+    available = None if available is None else available // loaded.ranks.local
     if available is not None and each * (args.beams + 1) > available:
         fit = available // each - 1
         wanted, free = terminal.bytes_text(each * (args.beams + 1)), terminal.bytes_text(available)

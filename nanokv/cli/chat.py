@@ -28,6 +28,7 @@ DESCRIPTION = (
     "What is typed while an answer comes is kept and carried out line by line after it; Ctrl-C stops the answer and "
     "leaves what was typed in the input line, unsent."
 )
+RANKS = "led"  # the others do what rank 0 tells them
 
 
 def add_arguments(parser):

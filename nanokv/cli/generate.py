@@ -25,6 +25,7 @@ DESCRIPTION = (
     "message in it; --raw, or a model without a template, continues the text as it is. The status line says which.\n"
     "stdout carries the answer (or one JSON object) only; status goes to stderr."
 )
+RANKS = "led"  # the others do what rank 0 tells them
 
 
 def add_arguments(parser) -> None:

@@ -24,6 +24,7 @@ from nanokv.costs import ITEMSIZE, cache_bytes, kv_bytes_per_token, parameters, 
 from nanokv.costs.free_memory import available_memory, free_address_space
 from nanokv.costs.memory import SHORT, most_tokens
 from nanokv.errors import ConfigError, ContextError, NanoKVError
+from nanokv.parallel.group import Alone
 from weights_loader.strict import read_object
 
 PAGE = 16  # tokens per page where --cache does not say
@@ -46,6 +47,7 @@ class Plan:
     cache_options: dict
     fields: dict = field(default_factory=dict, kw_only=True)  # what config.json says
     code: speed.Choice = field(default=speed.Choice(False), kw_only=True)
+    ranks: Any = field(default=Alone(), kw_only=True)  # or a Group: then the config is that of a rank once it is loaded
 
     def banner(self) -> list[str]:
         """The parts of: nanokv 0.1.0 · tiny 3.1 M fp32 · 2 threads · cache dict · context 2,048 · fast kernels"""
@@ -69,6 +71,25 @@ class Loaded(Plan):
         """An empty cache of the kind that --cache asked for, with room for the whole context."""
         return _make_cache(self, self.dtype)
 
+    def make_engine(self, pages: int, page: int, step_tokens: int, running: int):
+        """An Engine for this model."""
+        if self.ranks.size > 1:
+            from nanokv.engine.leading import LeadingEngine
+
+            return LeadingEngine(self.ranks, self.model, pages, page, step_tokens, running)
+        from nanokv.engine import Engine
+
+        return Engine(self.model, pages, page, step_tokens, running)
+
+    def leading(self, make, how: str = "iterate"):
+        """`make`, a maker of Generations; on rank 0 of several one that tells the others. `how` they are used: see
+        Leading."""
+        if self.ranks.size == 1 or self.ranks.rank:
+            return make
+        from nanokv.decoding.leading import Leading
+
+        return Leading(self.ranks, make, how)
+
     def fingerprints(self) -> list[str]:
         """Names of these weights; the first is written, all are recognized.
 
@@ -89,6 +110,7 @@ def load_model(args, announce=None) -> Loaded:
 def _load_model(args, announce) -> Loaded:
     start = time.perf_counter()
     speed.check(args)
+    args.ranks.hear()  # the other ranks come here at once, rank 0 when it has a prompt
     plan = plan_model(args)
     early = args.device == "cpu" or (args.device == "auto" and not _gpu_possible())
     if early:
@@ -112,7 +134,9 @@ def _load_model(args, announce) -> Loaded:
 
     stamp("code")
     check = getattr(args, "check_finite", False)
-    read, tokenizer = load_folder(plan.folder, plan.fields, dtype, plan.device, check, prefetched)
+    how = read_of(args.ranks)
+    read, tokenizer = load_folder(plan.folder, plan.fields, dtype, plan.device, check, prefetched, how)
+    args.ranks.meet()
     stamp("weights")
     model = speed.optimized(read, args, plan.code)
     if model is read and plan.code.fast:  # then a draft model is plain as well
@@ -122,6 +146,15 @@ def _load_model(args, announce) -> Loaded:
     plan.config = model.config  # the tensors decide whether the head is tied, whatever config.json says
     seconds = time.perf_counter() - start
     return Loaded(**vars(plan), model=model, tokenizer=tokenizer, dtype=dtype, load_s=seconds, plain=plain)
+
+
+def read_of(ranks):
+    """What makes the model from the weights: None for all of it."""
+    if ranks.size == 1:
+        return None
+    from nanokv.parallel.reading import reader
+
+    return reader(ranks)
 
 
 def decide(args, plan: Plan, announce) -> None:
@@ -143,7 +176,7 @@ def plan_model(args) -> Plan:
     check_device(args.device)
     name, options = args.cache
     check_options(name, options)
-    threads = args.threads or thread_count()
+    threads = args.threads or thread_count(args.ranks.size)
     import weights_loader
 
     with said(args):
@@ -152,7 +185,7 @@ def plan_model(args) -> Plan:
     config = Config.from_dict(fields)
     return Plan(
         display_name(args.model), folder, config, choose_dtype(args, config, "cpu"), threads, "cpu",
-        choose_context(args.context, config), name, options, fields=fields,
+        choose_context(args.context, config), name, options, fields=fields, ranks=args.ranks,
     )  # fmt: skip
 
 
@@ -201,8 +234,9 @@ def choose_dtype(args, config: Config, device: str) -> str:
     return config.torch_dtype
 
 
-def thread_count() -> int:
-    """NANOKV_THREADS, else OMP_NUM_THREADS, else the cores that this process may use."""
+def thread_count(ranks: int = 1) -> int:
+    """NANOKV_THREADS, else OMP_NUM_THREADS, else the cores that this process may use; of several ranks each uses one.
+    """
     text = environment("NANOKV_THREADS")
     if text is not None:
         try:
@@ -215,6 +249,8 @@ def thread_count() -> int:
         if not re.fullmatch("0*[1-9][0-9]{0,5}", first):
             raise NanoKVError(f"OMP_NUM_THREADS: {text[:40]!r} is not a number of threads", "unset OMP_NUM_THREADS")
         return int(first)
+    if ranks > 1:
+        return 1
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

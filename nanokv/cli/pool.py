@@ -39,4 +39,4 @@ def affordable(loaded: Loaded, page: int) -> int | None:
     """Pages that half of the free memory holds, at least one; None = unknown."""
     free = available_memory(loaded.device)
     page_bytes = page * kv_bytes_per_token(loaded.config, loaded.dtype.itemsize)
-    return None if free is None else max(1, free // 2 // page_bytes)
+    return None if free is None else max(1, free // 2 // loaded.ranks.local // page_bytes)

@@ -44,14 +44,14 @@ def generation_type(how, loaded):
     from nanokv.decoding.generation import Generation
 
     if how is None:
-        return Generation
+        return loaded.leading(Generation)
     kind, value = how
     make = {
         "ngram": lambda: speculative.PromptLookup(value),
         "early-exit": lambda: speculative.EarlyExit(loaded.model, value),
         "draft": lambda: speculative.DraftModel(load_draft(value, loaded)),
     }[kind]
-    return partial(speculative.Speculation, draft=make())
+    return loaded.leading(partial(speculative.Speculation, draft=make()))
 
 
 def memory(how, plan) -> int:

@@ -32,6 +32,9 @@ def check(args) -> None:
     wanted = "--fast" if getattr(args, "fast", False) else "--quantize" if getattr(args, "quantize", None) else None
     if wanted and args.plain:
         raise NanoKVError(f"--plain and {wanted} contradict each other", f"leave out --plain, or {wanted}")
+    if wanted and max(args.tensor_parallel or 1, args.ranks.size) > 1:
+        raise NanoKVError(f"{wanted} with --tensor-parallel: the kernels compute with whole weights, a rank has parts",
+                          f"leave out {wanted}")  # fmt: skip
 
 
 def choose(args, plan, fits) -> Choice:
@@ -40,6 +43,8 @@ def choose(args, plan, fits) -> Choice:
         return Choice(False)
     if args.plain:
         return Choice(False, "plain (--plain)")
+    if args.ranks.size > 1:
+        return Choice(False, f"plain, {args.ranks.size} ranks")
     if args.fast or args.quantize:
         return Choice(True, " ".join(filter(None, ("fast", args.quantize))), requested=True)
     why = unusable(plan) or ("" if fits(fusing_bytes(plan)) else "no memory to fuse weights")

@@ -1,0 +1,167 @@
+"""`--tensor-parallel N`: the command on N ranks, started here or by torchrun.
+
+Rank 0 runs the command and alone reads and prints. The others load their part of the model and do what rank 0 tells
+them: answers (nanokv/decoding/leading.py) and steps of the engine (nanokv/engine/leading.py). No torch before it is
+needed: sizes that do not divide, and flags that do not go together, are told by the one process that a user started.
+"""
+
+import os
+import signal
+from contextlib import contextmanager
+
+from nanokv.cli import beams, loading, speculation, speed, terminal
+from nanokv.cli.arguments import environment, real
+from nanokv.errors import NanoKVError, ParallelError
+from weights_loader import CheckpointError
+
+TIMEOUT = "NANOKV_RANK_TIMEOUT"
+
+
+def run(module, args, words) -> int:
+    """The command's exit code, whoever runs it."""
+    wanted, size = getattr(args, "tensor_parallel", None), rank_count()
+    if not hasattr(args, "tensor_parallel"):
+        return 0 if rank() else module.run(args)  # not of several ranks
+    if size == 1:
+        return module.run(args) if (wanted or 1) == 1 else start(module, args, words)
+    if wanted not in (None, size):
+        raise NanoKVError(f"--tensor-parallel {wanted}, but {size} ranks were started", "leave out --tensor-parallel")
+    check_command(module, args)
+    return follow(module, args) if rank() else lead(module, args)
+
+
+def rank_count() -> int:
+    """As torchrun, or launch.py, says; 1 where neither has started this process."""
+    there = all(environment(name) for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"))
+    text = environment("WORLD_SIZE") or "1"
+    return int(text) if there and text.isdecimal() else 1
+
+
+def rank() -> int:
+    """Of this process."""
+    return int(environment("RANK") or 0) if rank_count() > 1 else 0
+
+
+def hide_followers(words) -> None:
+    """Rank 0 alone prints; --debug shows what the others have to say."""
+    if rank() and "--debug" not in words:
+        null = os.open(os.devnull, os.O_RDWR)
+        for descriptor in (0, 1, 2):
+            os.dup2(null, descriptor)
+
+
+def check_command(module, args) -> None:
+    """Commands and flags whose forwards only one process knows of."""
+    if not hasattr(module, "RANKS"):
+        name = module.__name__.rpartition(".")[2]
+        raise NanoKVError(f"nanokv {name} runs in one process",
+                          "leave out --tensor-parallel; generate, chat, batch and serve take it")  # fmt: skip
+    if getattr(args, "prefill_worker", False):
+        raise NanoKVError("--prefill-worker sends the pages of a whole model, and with --tensor-parallel each rank has "
+                          "pages for its own heads", "leave one of them out")  # fmt: skip
+
+
+def start(module, args, words) -> int:
+    """Look at the model first, then start the ranks and wait for them."""
+    from nanokv.parallel.launch import launch, this_program
+    from nanokv.parallel.sizes import check_sizes
+
+    check_command(module, args)
+    speed.check(args)
+    timeout()
+    check_sizes(loading.plan_model(args).config, args.tensor_parallel)
+    return launch(this_program(words), args.tensor_parallel, args.debug)
+
+
+# --- in a rank --------------------------------------------------------------------------------------------------------
+
+
+def lead(module, args) -> int:
+    """Rank 0: the command itself. When it is done the others are told; should it fail, they find it gone."""
+    with joined(args):
+        code = module.run(args) or 0
+        args.ranks.hear(["end", code])
+        return code
+
+
+def follow(module, args) -> int:
+    """Another rank: until rank 0 says that it is over."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 decides what Ctrl-C means
+    with joined(args):
+        try:
+            return module.run(args) if module.RANKS == "alike" else Follower(args).run()
+        except ParallelError:
+            raise
+        except Exception as error:
+            known = isinstance(error, NanoKVError | CheckpointError)
+            args.ranks.last_words(str(error) if known else f"{type(error).__name__}: {error}")
+            raise
+
+
+@contextmanager
+def joined(args):
+    """Around the work of a rank: `args.ranks` is its group."""
+    with terminal.loading():
+        loading.check_address_space()
+        from nanokv.parallel import group
+
+        if environment(group.LAUNCHED) or environment("TORCHELASTIC_RUN_ID"):
+            group.end_with_parent()
+        args.ranks = group.start(timeout())
+    try:
+        yield
+    finally:
+        args.ranks.close()
+
+
+def timeout() -> float:
+    """Seconds that a rank may keep the others waiting in the middle of a forward."""
+    from nanokv.parallel.group import TIMEOUT_S
+
+    text = environment(TIMEOUT)
+    try:
+        return TIMEOUT_S if text is None else real(0, 86_400, above=True)(text)
+    except Exception as error:
+        raise NanoKVError(f"{TIMEOUT}: {error}", f"unset {TIMEOUT}") from None
+
+
+class Follower:
+    """A rank that is told what to do."""
+
+    def __init__(self, args):
+        self.args, self.ranks, self.engine, self.answers = args, args.ranks, None, None
+        self.loaded = loading.load_model(args)
+
+    def run(self) -> int:
+        """What rank 0 says, one thing after the other → the exit code that it had."""
+        while True:
+            kind, *values = self.heard()
+            if kind == "end":
+                return values[0]
+            if kind == "answer":
+                self.answers = self.answers or self.following()
+                self.answers.answer(values[0])
+            elif kind == "engine":
+                from nanokv.engine.leading import FollowingEngine
+
+                self.engine = FollowingEngine(self.loaded.model, *values[0])
+            elif kind == "step":
+                self.engine.follow(values[0])
+
+    def heard(self) -> list:
+        """The next word of rank 0, which may have ended an answer."""
+        if self.answers is not None and self.answers.unheard:
+            word, self.answers.unheard = self.answers.unheard, None
+            return word
+        return self.ranks.hear()
+
+    def following(self):
+        """Who makes the same Generations as rank 0."""
+        from nanokv.decoding.leading import Following
+
+        args, loaded = self.args, self.loaded
+        if getattr(args, "beams", None):
+            make = beams.generation_type(args, loaded)
+        else:
+            make = speculation.generation_type(getattr(args, "speculate", None), loaded)
+        return Following(self.ranks, loaded.model, loaded.make_cache(), make)

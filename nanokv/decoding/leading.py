@@ -1,0 +1,111 @@
+"""Answers of several ranks: rank 0 decides, for itself and for the others, when an answer begins and when it is over.
+
+    rank 0      make = Leading(ranks, Generation); make(model, ids, cache, params, …)    a Generation like any other
+    the others  Following(ranks, model, cache, Generation).answer(job)                   the same one, which nobody sees
+
+Both draw the same tokens from the same logits with the same seed. Only rank 0 knows of stop strings, of a person who
+presses Ctrl-C, of a reader that is slow or gone: before every forward it says "go" or "stop", and the others wait for
+that word as long as it takes.
+"""
+
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from nanokv.cache import KVCache
+from nanokv.checkpoint import Model
+from nanokv.decoding.draw import SamplingParams
+from nanokv.decoding.generation import Generation, never
+from nanokv.errors import CacheError, NanoKVError, ParallelError, UnsupportedError
+from nanokv.parallel.group import Alone, Group
+
+Ranks = Group | Alone
+GO, STOP = ["go"], ["stop"]
+
+
+USES: dict[str, Callable[[Any], object]] = {"iterate": list, "find": lambda search: search.find()}
+
+
+class Leading:
+    """What makes the Generations of rank 0: `make` makes each, and the others are told when it begins.
+
+    `how` the caller uses them: "iterate", or, of a BeamGeneration, "find".
+    """
+
+    def __init__(self, ranks: Ranks, make: Callable[..., Generation], how: str = "iterate"):
+        self.ranks, self.make, self.how = ranks, make, how
+        self.cache: KVCache | None = None
+
+    def __call__(self, model: Model, ids: Any, cache: KVCache, params: SamplingParams, max_new_tokens: int, *,
+                 should_stop: Callable[[], bool] = never, history: list[int] | None = None) -> Generation:  # fmt: skip
+        if cache is not self.cache and cache.length:
+            raise CacheError(f"this cache of {cache.length:,} tokens is on rank 0 only, no other rank has its part",
+                             "start with an empty cache: the prompt is prefilled again")  # fmt: skip
+        word = Word(self.ranks, should_stop)
+        generation = self.make(model, ids, cache, params, max_new_tokens, should_stop=word, history=history)
+        self.cache = cache
+        word.job = {
+            "ids": generation.ids, "keep": cache.length, "params": asdict(params) | {"seed": generation.seed},
+            "max_new_tokens": max_new_tokens, "history": history, "how": self.how,
+        }  # fmt: skip
+        return generation
+
+
+class Word:
+    """should_stop of a Generation of rank 0: asks the caller's, and tells the others. It has no `raising`: a forward
+    that was left between two operators would leave the other ranks in it."""
+
+    def __init__(self, ranks: Ranks, should_stop: Callable[[], bool]):
+        self.ranks, self.should_stop = ranks, should_stop
+        self.job: dict | None = None
+
+    def __call__(self) -> bool:
+        if self.job is not None:
+            job, self.job = self.job, None
+            self.ranks.hear(["answer", job])
+        stop = bool(self.should_stop())
+        self.ranks.hear(STOP if stop else GO)
+        return stop
+
+
+class Following:
+    """The Generations of another rank, over one cache. `unheard`: what rank 0 said next, when it ended an answer by
+    going on to something else."""
+
+    def __init__(self, ranks: Ranks, model: Model, cache: KVCache, make: Callable[..., Generation]):
+        self.ranks, self.model, self.cache, self.make = ranks, model, cache, make
+        self.unheard: list | None = None
+
+    def answer(self, job: dict) -> None:
+        """One answer, as `job` says. What stops rank 0 (a full cache) stops this rank at the same place."""
+        self.go_back(job["keep"])
+        try:
+            generation = self.make(
+                self.model, torch.tensor([job["ids"]]), self.cache, SamplingParams(**job["params"]),
+                job["max_new_tokens"], should_stop=self.should_stop, history=job["history"],
+            )  # fmt: skip
+            USES[job["how"]](generation)
+        except ParallelError:
+            raise
+        except NanoKVError:
+            pass
+
+    def go_back(self, keep: int) -> None:
+        """The cache as it is on rank 0."""
+        try:
+            self.cache.truncate(keep)
+        except UnsupportedError:  # a window that has moved on: rank 0 has emptied its own
+            self.cache.truncate(0)
+        if self.cache.length != keep:
+            own = self.cache.length
+            raise ParallelError(f"the cache of rank {self.ranks.rank} holds {own:,} tokens, that of rank 0 {keep:,}",
+                                "start all ranks again")  # fmt: skip
+
+    def should_stop(self) -> bool:
+        """Rank 0's word for this forward."""
+        word = self.ranks.hear()
+        if word not in (GO, STOP):
+            self.unheard = word
+        return word != GO

@@ -1,0 +1,85 @@
+"""The engine of several ranks: rank 0 has the requests and draws, the others compute the same steps.
+
+A step of rank 0 begins by telling the others what has happened since the last one: requests that came, tokens that were
+drawn, requests that ended. They carry that out in the same order, so they hold the same pages for the same tokens, plan
+the same forwards, and draw nothing: sampling, grammars, stop strings, clients and clocks are rank 0's alone.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from nanokv.checkpoint import Model
+from nanokv.engine.engine import Engine
+from nanokv.engine.request import Request
+from nanokv.errors import GenerationError
+from nanokv.parallel.group import Alone, Group
+
+Ranks = Group | Alone
+
+
+class LeadingEngine(Engine):
+    """Rank 0's. Used as any other engine; a step is a message and the work."""
+
+    def __init__(self, ranks: Ranks, model: Model, pages: int = 256, page_size: int = 16, step_tokens: int = 256,
+                 max_running: int = 32):  # fmt: skip
+        super().__init__(model, pages, page_size, step_tokens, max_running)
+        self.ranks, self.events = ranks, []  # type: ignore[var-annotated]
+        ranks.hear(["engine", [pages, page_size, step_tokens, max_running]])
+
+    def submit(self, ids: Any, *args: Any, **options: Any) -> Request:
+        """As Engine.submit."""
+        request = super().submit(ids, *args, **options)
+        self.events.append(["submit", request.prompt, request.max_new_tokens, request.salt])
+        return request
+
+    def _step(self) -> None:
+        self._settle()  # what it draws belongs to the last step
+        events, self.events = self.events, []
+        self.ranks.hear(["step", events])
+        super()._step()
+
+    def aside(self, function: Callable[[Model], Any]) -> Any:
+        """The others take part in requests only."""
+        n = self.ranks.size
+        raise GenerationError(f"log-probabilities of a prompt need one process, this model is on {n} ranks",
+                              "leave out echo, or start without --tensor-parallel")  # fmt: skip
+
+    def _hand_out(self, request: Request) -> None:
+        self.events += [["token", request.number, token] for token in request.tokens[request.handed :]]
+        super()._hand_out(request)
+
+    def _finish(self, request: Request) -> None:
+        self.events.append(["finish", request.number, request.finish_reason])
+        super()._finish(request)
+
+
+class FollowingEngine(Engine):
+    """Another rank's: does what it is told."""
+
+    def __init__(self, model: Model, *sizes: int):
+        super().__init__(model, *sizes)
+        self.requests: dict[int, Request] = {}
+
+    def follow(self, events: list) -> None:
+        """Carry out what happened on rank 0 since the last step, then the next one."""
+        told = {"submit": self._told_submit, "token": self._told_token, "finish": self._told_finish}
+        for kind, *values in events:
+            told[kind](*values)
+        self._step()
+
+    def _told_submit(self, prompt: list[int], max_new_tokens: int, salt: str) -> None:
+        request = self.submit(prompt, max_new_tokens, eos_token_ids=[], salt=salt)
+        self.requests[request.number] = request
+
+    def _told_token(self, number: int, token: int) -> None:
+        request = self.requests[number]
+        request.tokens.append(token)
+        request.logits = None
+
+    def _told_finish(self, number: int, reason: str | None) -> None:
+        request = self.requests.pop(number, None)  # it may be told twice
+        if request is not None:
+            self.cancel(request, reason or "cancelled")
+
+    def _draw(self) -> None:
+        """Rank 0 draws."""

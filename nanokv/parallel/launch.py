@@ -1,0 +1,131 @@
+"""Start the ranks of one machine: the same command once for each, rank 0 at the terminal, the others out of sight.
+
+torchrun does this too, for several machines as well, and its ranks run the same code. But its agent starts every rank
+in a session of its own: the terminal's Ctrl-C and its size would not reach the rank that a person talks to. Here rank 0
+has the terminal, and its exit code is that of the command. No torch in this file: it costs a process, not its memory.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+from nanokv.errors import ParallelError
+from nanokv.parallel.group import LAUNCHED, STORE_FD, environment
+
+POLL_S = 0.05
+GRACE_S = 3.0  # for a rank to end by itself, and to say why, once another has ended
+AGAIN = "start it again"
+
+
+def launch(command: Sequence[str], size: int, keep_errors: bool = False) -> int:
+    """Run `command` on `size` ranks → the exit code of rank 0; ParallelError if a signal ended it.
+
+    stdin, stdout and stderr are those of rank 0; with `keep_errors` the others write to stderr too. Whatever happens,
+    no rank is left behind.
+    """
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(128)
+        ranks = Processes()
+        try:
+            with ranks.signals():
+                ranks.start(command, size, listener, keep_errors)
+                return ranks.wait()
+        finally:
+            ranks.end()
+
+
+class Processes:
+    """The ranks, and what is done with signals meanwhile."""
+
+    def __init__(self) -> None:
+        self.ranks: list[subprocess.Popen] = []
+
+    def start(self, command: Sequence[str], size: int, listener: socket.socket, keep_errors: bool) -> None:
+        """Rank 0 inherits the terminal, and the socket on which it will wait for the others."""
+        port, fd = listener.getsockname()[1], listener.fileno()
+        for rank in range(size):
+            own = os.environ | environment(rank, size, port) | {LAUNCHED: "1"}
+            if rank == 0:
+                self.ranks.append(subprocess.Popen(command, env=own | {STORE_FD: str(fd)}, pass_fds=[fd]))
+                continue
+            errors = None if keep_errors else subprocess.DEVNULL
+            hidden = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": errors}
+            self.ranks.append(subprocess.Popen(command, env=own, start_new_session=True, **hidden))  # type: ignore
+
+    def wait(self) -> int:
+        """Until rank 0 has ended → its exit code; ParallelError if a signal ended it, or if another rank was gone and
+        rank 0, which may sit at a prompt, did not notice."""
+        first, gone = self.ranks[0], None
+        while first.poll() is None and gone is None:
+            gone = next((rank for rank, process in enumerate(self.ranks) if process.poll() is not None), None)
+            time.sleep(POLL_S)
+        if gone and not self.ended(first):
+            first.terminate()
+            self.ended(first)
+            raise ParallelError(f"rank {gone} {how(self.ranks[gone].returncode)}, and the command with it", AGAIN)
+        code = first.returncode
+        if code < 0:  # it had no time to tell the others
+            for rank in self.ranks:
+                rank.kill()
+        if code in (-signal.SIGINT, -signal.SIGTERM, -signal.SIGPIPE):
+            return 128 - code  # what a shell calls it
+        if code < 0:
+            raise ParallelError(f"rank 0 {how(code)}, and the other ranks with it", AGAIN)
+        return code
+
+    def end(self) -> None:
+        """Whoever still runs is given time to end by itself, then killed."""
+        self.ended(*self.ranks)
+        for rank in self.ranks:
+            if rank.poll() is None:
+                rank.kill()
+            rank.wait()
+
+    def ended(self, *ranks: subprocess.Popen) -> bool:
+        """Have all these ended, within the time that a rank is given?"""
+        until = time.monotonic() + GRACE_S
+        while time.monotonic() < until and any(rank.poll() is None for rank in ranks):
+            time.sleep(POLL_S)
+        return all(rank.poll() is not None for rank in ranks)
+
+    def signals(self) -> "Passing":
+        return Passing(self)
+
+
+class Passing:
+    """Signals to this process go on to rank 0. A terminal sends Ctrl-C to both: rank 0 takes two within half a second
+    for one."""
+
+    def __init__(self, processes: Processes):
+        self.processes = processes
+        self.before: dict[int, object] = {}
+
+    def __enter__(self) -> None:
+        for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+            number = getattr(signal, name, None)
+            if number is not None and signal.getsignal(number) != signal.SIG_IGN:
+                self.before[number] = signal.signal(number, self.pass_on)
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def pass_on(self, number: int, frame: object) -> None:
+        for first in self.processes.ranks[:1]:
+            if first.poll() is None:
+                first.send_signal(number)
+
+
+def how(code: int) -> str:
+    """How a process ended."""
+    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
+def this_program(words: Sequence[str]) -> list[str]:
+    """The command that runs `nanokv WORDS…` once more."""
+    return [sys.executable, "-m", "nanokv", *words]

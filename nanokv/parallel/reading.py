@@ -1,0 +1,72 @@
+"""A rank's model from a checkpoint: of each file it reads what its part needs, and no rank goes on with another file.
+
+    group = parallel.start()
+    model, tokenizer = parallel.load("Qwen/Qwen3-0.6B", group)      # on every rank; then as with nanokv.load
+"""
+
+import hashlib
+import os
+from functools import partial
+from pathlib import Path
+
+import torch
+
+import weights_loader
+from nanokv.config import Config
+from nanokv.errors import ConfigError
+from nanokv.loading import Read, load_folder
+from nanokv.model import Transformer
+from nanokv.parallel.shards import Ranks, Shard, build_shard
+from nanokv.parallel.watch import Watch
+from nanokv.text.tokenizer import Tokenizer
+from weights_loader import shards
+from weights_loader.prefetch import Prefetch
+from weights_loader.strict import read_object
+
+SMALL = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+PROBE = 64  # bytes at both ends of each tensor: a fine-tuned checkpoint has the headers of its base
+
+
+def load(source: str | os.PathLike, ranks: Ranks, dtype: torch.dtype | None = torch.float32,
+         device: str | torch.device = "cpu", revision: str | None = None) -> tuple[Transformer, Tokenizer]:  # fmt: skip
+    """`nanokv.load` of this rank's part. Every rank of the group calls it, with the same source.
+
+    ParallelError if sizes do not divide, or if the ranks see different files; else the errors of nanokv.load.
+    """
+    weights_loader.check_target(dtype, device)
+    folder = weights_loader.resolve(source, revision=revision)
+    fields = read_object(folder / "config.json", ConfigError)
+    return load_folder(folder, fields, dtype, device, read=reader(ranks))
+
+
+def reader(ranks: Ranks) -> Read:
+    """What load_folder makes the model with."""
+    return partial(read_shard, ranks)
+
+
+def read_shard(ranks: Ranks, folder: Path, fields: dict, dtype: torch.dtype | None, device: torch.device,
+               prefetched: Prefetch | None = None) -> Transformer:  # fmt: skip
+    """This rank's part of the weights as a model, its decisions compared with those of the other ranks."""
+    shard = Shard(Config.from_dict(fields), ranks.rank, ranks.size)  # before a byte of weights is read
+    hint = "every rank needs the same checkpoint: compare the folders"
+    ranks.check_alike(f"the checkpoint in {folder}", fingerprint(folder), hint)
+    fields, state = weights_loader.read_part(folder, dict(fields), dtype, device, shard.part)
+    model = build_shard(Shard(Config.from_dict(fields), ranks.rank, ranks.size), state, ranks)
+    model.register_forward_pre_hook(Watch(ranks))
+    return model
+
+
+def fingerprint(folder: Path) -> str:
+    """sha256 over the small files, and of every tensor its name, dtype, shape and both ends. Some milliseconds: of
+    the weights two pages per tensor are read."""
+    digest = hashlib.sha256()
+    for name in SMALL:
+        path = folder / name
+        digest.update(hashlib.sha256(path.read_bytes() if path.is_file() else b"").digest())
+    for name, entry in sorted(shards.read_entries(folder).items()):
+        digest.update(f"{name} {entry.dtype} {entry.shape}".encode())
+        with open(entry.path, "rb") as file:
+            for place in (0, max(0, entry.nbytes - PROBE)):
+                file.seek(entry.start + place)
+                digest.update(file.read(min(PROBE, entry.nbytes)))
+    return digest.hexdigest()

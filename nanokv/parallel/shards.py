@@ -1,0 +1,166 @@
+"""What of each weight a rank holds, and the model that computes with it: model.py itself, with fewer heads.
+
+    q, k, v, gate, up      rows: a rank has whole heads, and whole columns of the MLP        nothing is sent
+    o, down                columns: what a rank computes is a summand                        all_reduce behind each
+    embedding              rows: a rank knows some of the words, the others are zeros to it  all_reduce
+    head                   rows: a rank has some of the logits                               all_gather
+    experts                whole ones: a rank's tokens to others' experts add zeros          the all_reduce of the block
+    norms, router          whole, on every rank
+
+A rank's Config has its own H, Hk and intermediate_size, and everything that is made from a config, caches above all, is
+a rank's share without knowing it. Where there are more ranks than KV heads, a KV head lies on several ranks (as in
+vLLM): its cache is stored as often. After Shoeybi et al. 2019 (Megatron-LM, arXiv 1909.08053).
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nanokv.config import Config
+from nanokv.loading import fill, skeleton
+from nanokv.model import Transformer
+from nanokv.parallel.group import Alone, Group
+from nanokv.parallel.sizes import check_sizes, has_mlp
+from weights_loader.shards import Slice
+
+Ranks = Group | Alone
+ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+COLUMNS = ("o_proj", "down_proj")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The part of rank `rank` of `size`; ParallelError, naming the sizes, if the model cannot be cut so."""
+
+    config: Config  # of the whole model
+    rank: int
+    size: int
+
+    def __post_init__(self):
+        check_sizes(self.config, self.size)
+
+    @property
+    def kv_heads(self) -> int:
+        """On this rank: Hk/n, or one that other ranks have too."""
+        return max(1, self.config.num_key_value_heads // self.size)
+
+    @property
+    def local(self) -> Config:
+        """The config of this rank's model. head_dim is a field of its own, so nothing else changes."""
+        c, n = self.config, self.size
+        width = c.intermediate_size // n if has_mlp(c) else c.intermediate_size
+        return replace(c, num_attention_heads=c.num_attention_heads // n, num_key_value_heads=self.kv_heads,
+                       intermediate_size=width)  # fmt: skip
+
+    def words(self) -> Slice:
+        """Rows of embedding and head: V/n, rounded up; the last ranks may have fewer."""
+        each = -(-self.config.vocab_size // self.size)
+        first = min(self.rank * each, self.config.vocab_size)
+        return Slice(0, first, min(first + each, self.config.vocab_size))
+
+    def experts(self) -> range:
+        """Numbers of the experts that this rank has: E/n, or one more."""
+        count = self.config.experts.num_experts if self.config.experts else 0
+        return range(self.rank * count // self.size, (self.rank + 1) * count // self.size)
+
+    def part(self, name: str, shape: tuple[int, ...]) -> Slice:
+        """What of the tensor "layers.0.self_attn.q_proj.weight", whole (4096,1024), lies here; size 0: nothing."""
+        path = name.split(".")
+        leaf = path[-2]
+        if leaf in ("embed_tokens", "lm_head"):
+            return self.words()
+        if "experts" in path:
+            return Slice(0, 0, shape[0] if int(path[path.index("experts") + 1]) in self.experts() else 0)
+        if leaf in ("k_proj", "v_proj"):
+            rows = self.kv_heads * self.config.head_dim
+            head = self.rank * self.config.num_key_value_heads // self.size
+            return Slice(0, head * self.config.head_dim, head * self.config.head_dim + rows)
+        if leaf in ROWS:
+            return self._share(0, shape)
+        return self._share(1, shape) if leaf in COLUMNS and path[-1] == "weight" else Slice(0, 0, shape[0])
+
+    def _share(self, dim: int, shape: tuple[int, ...]) -> Slice:
+        each = shape[dim] // self.size
+        return Slice(dim, self.rank * each, (self.rank + 1) * each)
+
+
+# --- the modules of a rank --------------------------------------------------------------------------------------------
+
+
+class VocabularyEmbedding(nn.Embedding):
+    """Some rows of the embedding. A token of another rank's rows gives zeros here, and the sum over the ranks its row:
+    B·T·C values in one all_reduce, exact in every dtype."""
+
+    def __init__(self, words: Slice, width: int, ranks: Ranks):
+        super().__init__(words.size, width)
+        self.words, self.ranks = words, ranks
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        row = tokens - self.words.first  # (B,T)
+        mine = (row >= 0) & (row < self.words.size)
+        x = F.embedding(row.where(mine, 0), self.weight) * mine[..., None]  # (B,T,C)
+        return self.ranks.sum(x)
+
+
+class VocabularyHead(nn.Linear):
+    """Some rows of the head: V/n logits here, and those of the others by one all_gather of as many values."""
+
+    def __init__(self, words: Slice, width: int, vocabulary: int, ranks: Ranks):
+        super().__init__(width, words.size, bias=False)
+        self.vocabulary, self.ranks = vocabulary, ranks
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        each = -(-self.vocabulary // self.ranks.size)
+        logits = F.linear(hidden, self.weight)  # (…,V/n)
+        logits = F.pad(logits, (0, each - logits.shape[-1]))  # the last ranks may have fewer
+        parts = self.ranks.gather(logits)  # (n,…,V/n)
+        return torch.cat(parts.unbind(0), -1)[..., : self.vocabulary]  # (…,V)
+
+
+class Elsewhere(nn.Module):
+    """An expert of another rank: here its output is zero, and costs nothing but the zeros."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return torch.zeros_like(rows)  # (n,C)
+
+
+def build_shard(shard: Shard, state: dict[str, Tensor], ranks: Ranks) -> Transformer:
+    """The model of one rank from its parts of the weights, in eval mode."""
+    config, C, words = shard.local, shard.config.hidden_size, shard.words()
+    model = skeleton(config)
+    with torch.device("meta"):
+        model.embed_tokens = VocabularyEmbedding(words, C, ranks)
+        model.lm_head = VocabularyHead(words, C, config.vocab_size, ranks)
+    for layer in model.layers:
+        experts = getattr(layer.mlp, "experts", [])
+        for number in range(len(experts)):
+            if number not in shard.experts():
+                experts[number] = Elsewhere()
+    for name, tensor in state.items():
+        if name.endswith("o_proj.bias") and shard.rank:  # added once, not by every rank
+            state[name] = torch.zeros_like(tensor)
+    fill(model, state)
+
+    def sum_over_ranks(module: nn.Module, inputs: Any, y: Tensor) -> Tensor:
+        return ranks.sum(y)  # (B,T,C)
+
+    for layer in model.layers:
+        layer.self_attn.register_forward_hook(sum_over_ranks)
+        layer.mlp.register_forward_hook(sum_over_ranks)
+    return model
+
+
+def split(model: Transformer, ranks: Ranks) -> Transformer:
+    """This rank's part of a model that every rank has whole: views of it where rows are cut, copies of columns."""
+    shard = Shard(model.config, ranks.rank, ranks.size)
+    state = {}
+    for name, tensor in model.state_dict().items():
+        part = shard.part(name, tuple(tensor.shape))
+        if part.size:
+            state[name] = tensor.narrow(part.dim, part.first, part.size).contiguous()
+    found = build_shard(shard, state, ranks)
+    found.generation_config = model.generation_config
+    return found

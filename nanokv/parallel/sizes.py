@@ -1,0 +1,32 @@
+"""Over how many ranks a model can be split: arithmetic, no torch, so a flag is refused before anything is started.
+
+A rank has whole query heads and a whole share of the MLP. A KV head lies on one rank, or, where there are more ranks
+than KV heads, on several, which each store its cache. The vocabulary and the experts need not divide.
+"""
+
+from nanokv.config import Config
+from nanokv.errors import ParallelError
+
+
+def check_sizes(config: Config, ranks: int) -> None:
+    """ParallelError naming the sizes that `ranks` does not divide, and how many ranks would do."""
+    if bad := misfits(config, ranks):
+        possible = [n for n in range(1, config.num_attention_heads + 1) if not misfits(config, n)]
+        raise ParallelError(f"{config.family.title} cannot be split over {ranks} ranks: {'; '.join(bad)}",
+                            f"--tensor-parallel {' or '.join(map(str, possible))}")  # fmt: skip
+
+
+def misfits(config: Config, ranks: int) -> list[str]:
+    """["num_attention_heads 6 is no multiple of 4", …]; [] if so many ranks can share the model."""
+    heads, n = config.num_key_value_heads, ranks
+    whole = {"num_attention_heads": config.num_attention_heads}
+    whole |= {"intermediate_size": config.intermediate_size} if has_mlp(config) else {}
+    bad = [f"{name} {value} is no multiple of {n}" for name, value in whole.items() if value % n]
+    if heads % n and n % heads:
+        bad.append(f"num_key_value_heads {heads} neither divides {n} nor is divided by it")
+    return bad
+
+
+def has_mlp(config: Config) -> bool:
+    """Is there a layer without experts?"""
+    return any(config.experts_of(layer) is None for layer in range(config.num_hidden_layers))

@@ -1,0 +1,51 @@
+"""Do all ranks compute the same? What every forward was asked for is compared, 64 forwards at a time.
+
+Ranks decide alike because they see the same logits to the last bit: an all_reduce gives every rank the same sums. Where
+that does not hold (another library on one machine, a clock, a random number) they would go on with different tokens,
+and the sums would be of different texts: fluent, and wrong.
+"""
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nanokv.errors import ParallelError
+from nanokv.parallel.group import Alone, Group
+
+EVERY = 64  # forwards between two comparisons, of 8·64 bytes
+
+
+class Watch:
+    """A forward pre-hook of the model: keeps what each forward gets, and compares it with the other ranks."""
+
+    def __init__(self, ranks: Group | Alone, every: int = EVERY):
+        self.ranks, self.every, self.step = ranks, every, 0
+        self.recent: list[tuple[Tensor, Any]] = []  # (tokens, start_pos); read when they are compared, not before
+
+    def __call__(self, model: nn.Module, inputs: tuple) -> None:
+        """inputs: tokens (B,T), cache, start_pos, attend."""
+        self.step += 1
+        self.recent.append((inputs[0], inputs[2]))
+        if len(self.recent) == self.every:
+            self.compare()
+
+    def compare(self) -> None:
+        """ParallelError, on every rank, that names the first forward in which one differs from rank 0."""
+        marks = torch.stack([mark(tokens, start) for tokens, start in self.recent])  # (N,8)
+        first = self.step - len(self.recent) + 1
+        self.recent.clear()
+        everyone = self.ranks.gather(marks)  # (n,N,8)
+        differs = (everyone != everyone[:1]).any(-1)  # (n,N)
+        if differs.any():
+            at = int(differs.any(0).nonzero()[0])
+            ranks = ", ".join(str(rank) for rank in differs[:, at].nonzero().flatten().tolist())
+            raise ParallelError(f"the ranks have drifted apart: in step {first + at} rank {ranks} has other tokens or "
+                                "lengths than rank 0", "the same versions, files and flags on every rank")  # fmt: skip
+
+
+def mark(tokens: Tensor, start_pos: Any) -> Tensor:
+    """8 bytes that stand for these tokens at these positions, (8,) uint8."""
+    said = f"{tuple(tokens.shape)} {tokens.tolist()} {torch.as_tensor(start_pos).tolist()}"
+    return torch.frombuffer(bytearray(hashlib.sha256(said.encode()).digest()[:8]), dtype=torch.uint8)

@@ -1,0 +1,101 @@
+"""`--tensor-parallel N` and torchrun as a user types them: the same words, one line for an error, no process left.
+
+Each command starts ranks of its own, which import torch: seconds each.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import httpx2
+import psutil
+import pytest
+
+from cli_helpers import environment, run_cli, spawn_cli
+
+QUESTION = "My name is Ada. What is my name?"
+GREEDY = ("generate", QUESTION, "-q", "-t", "0", "--plain")
+
+
+def ranks_of(process) -> list[psutil.Process]:
+    """The two that the command starts, once they are there."""
+    until = time.monotonic() + 30
+    while len(found := psutil.Process(process.pid).children()) < 2:
+        assert time.monotonic() < until and process.poll() is None
+        time.sleep(0.02)
+    return found
+
+
+def ended(processes) -> bool:
+    return not psutil.wait_procs(processes, timeout=10)[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [(), ("-t", "1", "--seed", "7")], ids=["greedy", "sampled"])
+def test_two_ranks_say_what_one_process_says(flags):
+    one, two = (run_cli(*GREEDY, *flags, *more) for more in ((), ("--tensor-parallel", "2")))
+    assert (two.returncode, two.stdout, two.stderr) == (0, one.stdout, one.stderr) and one.stdout.strip()
+
+
+@pytest.mark.slow
+def test_torchrun_says_it_too():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port),
+               "-m", "nanokv", *GREEDY]  # fmt: skip
+    done = subprocess.run(command, env=environment(), capture_output=True, timeout=120)
+    assert done.returncode == 0 and done.stdout == run_cli(*GREEDY).stdout
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (("generate", "Hi", "--tensor-parallel", "4"), b"4"),
+    (("generate", "Hi", "--tensor-parallel", "2", "--fast"), b"--fast with --tensor-parallel"),
+    (("bench", "--tensor-parallel", "2"), b"runs in one process"),
+    (("serve", "--tensor-parallel", "2", "--prefill-worker"), b"leave one of them out"),
+    (("generate", "Hi", "--tensor-parallel", "0"), b"--tensor-parallel"),
+])  # fmt: skip
+def test_what_does_not_go_is_refused_before_anything_starts(words, said):
+    began = time.monotonic()
+    done = run_cli(*words)
+    assert done.returncode == 2 and said in done.stderr and b"Traceback" not in done.stderr and not done.stdout
+    assert time.monotonic() - began < 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("after", [0.2, 1.5, 4.0])
+def test_a_rank_that_is_killed_ends_the_command(after):
+    process = spawn_cli("chat", "-q", "--tensor-parallel", "2", stdin=subprocess.PIPE)  # waits for its user
+    ranks = ranks_of(process)
+    time.sleep(after)
+    ranks[-1].send_signal(signal.SIGKILL)
+    assert process.wait(45) == 2
+    stderr = process.stderr.read()
+    assert b"rank" in stderr and b"Traceback" not in stderr and ended(ranks)
+
+
+@pytest.mark.slow
+def test_a_server_of_two_ranks_answers_and_ends_when_one_is_lost():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    process = spawn_cli("serve", "--tensor-parallel", "2", "--port", port, "-q")
+    address, body = f"http://127.0.0.1:{port}", {"messages": [{"role": "user", "content": QUESTION}], "temperature": 0}
+    until = time.monotonic() + 60
+    while True:
+        try:
+            assert httpx2.get(f"{address}/health").status_code == 200
+            break
+        except httpx2.TransportError:
+            assert time.monotonic() < until and process.poll() is None
+            time.sleep(0.2)
+    ranks = ranks_of(process)
+    answer = httpx2.post(f"{address}/v1/chat/completions", json=body, timeout=60).json()
+    text = answer["choices"][0]["message"]["content"]
+    assert text.strip() and text == run_cli(*GREEDY).stdout.decode().strip("\n")
+    os.kill(ranks[-1].pid, signal.SIGKILL)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 2 and b"rank" in stderr and b"Traceback" not in stderr and ended(ranks)
