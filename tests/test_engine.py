@@ -201,6 +201,7 @@ def test_who_says_nothing_gets_64_greedy_tokens_of_a_pool_of_256_pages():
     assert defaults(Engine) == {"pages": 256, "page_size": 16, "step_tokens": 256, "max_running": 32}
     assert defaults(Engine.submit) == ANSWER | SAMPLING | {
         "seed": None, "salt": "", "top_logprobs": 0, "constrain": None, "on_token": None,
+        "prefilled": None,
     }  # fmt: skip
 
 

@@ -16,6 +16,7 @@ import nanokv
 from interrupts import last, leave_inference_mode, some, survives
 from nanokv.decoding.speculative import EarlyExit, PromptLookup
 from nanokv.engine import Engine
+from nanokv.engine.prefilled import taken
 from oracle import pair, random_ids
 
 SAMPLE = 12  # points of each scenario in `make test`
@@ -56,8 +57,12 @@ class EngineSteps:
         values = [{}, drawn, {}, {"temperature": 1.2, "seed": 1}, {}]
         for i, (ids, how) in enumerate(zip(prompts, values, strict=True)):
             stop = {"eos_token_ids": list(range(31))} if i == 4 else {"eos_token_ids": []}
-            engine.submit(ids, max_new_tokens=5, on_token=None if i == 1 else on_token, **how, **stop)
+            engine.submit(ids, max_new_tokens=5, on_token=None if i == 1 else on_token, **how, **stop, **self.more(ids))
         return engine, list(engine.scheduler.waiting), told, handed
+
+    def more(self, ids):
+        """What else is submitted."""
+        return {}
 
     def call(self, state):
         engine, requests, _, handed = state
@@ -86,6 +91,21 @@ class EngineSteps:
     def check_news(self, seen, tokens):
         """Every token was handed out, once."""
         assert seen == tokens
+
+
+class EnginePrefilled(EngineSteps):
+    """The same, and another process has prefilled the prompts."""
+
+    def __init__(self, model):
+        super().__init__(model)
+        self.done = {}
+
+    def more(self, ids):
+        if tuple(ids) not in self.done:
+            cache = nanokv.make_cache("dict", self.model.config)
+            logits = nanokv.prefill(self.model, [ids], cache)
+            self.done[tuple(ids)] = taken(cache, ids, logits=logits)
+        return {"prefilled": self.done[tuple(ids)]}
 
 
 class EngineStepsBetweenBytecodes(EngineSteps):
@@ -299,7 +319,7 @@ class GuessedConversation(Conversation):
 
 
 SCENARIOS = {
-    "engine": EngineSteps, "stream": EngineStream, "cancel": EngineCancel,
+    "engine": EngineSteps, "prefilled": EnginePrefilled, "stream": EngineStream, "cancel": EngineCancel,
     "generate": Answer, "generate on pages": AnswerOnPages, "prompt lookup": Lookup,
     "draft model": Drafted, "beams": Beams, "session": Conversation, "session with guesses": GuessedConversation,
 }  # fmt: skip

@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import assume, given, settings
@@ -14,7 +15,7 @@ from cli_helpers import environment, run_cli
 from nanokv import costs
 from nanokv.cache.options import KINDS
 from nanokv.config import Config
-from nanokv.costs.memory import FAMILY, Estimate, binary, decimal, most_tokens, parse_size
+from nanokv.costs.memory import FAMILY, MIXTURES, Estimate, binary, decimal, most_tokens, parse_rate, parse_size
 from nanokv.errors import CacheError, NanoKVError
 
 pytestmark = pytest.mark.sampled
@@ -43,9 +44,9 @@ def test_the_published_rows(cli):
     assert " ".join(rows[3]) == "equals the weights at 10,394 tokens"
 
 
-@pytest.mark.parametrize("name", FAMILY)
+@pytest.mark.parametrize("name", FAMILY | MIXTURES)
 def test_the_built_in_table_equals_the_published_configs(qwen3_files, name):
-    assert FAMILY[name] == Config.from_folder(qwen3_files / name.removeprefix("Qwen/Qwen3-"))
+    assert (FAMILY | MIXTURES)[name] == Config.from_folder(qwen3_files / name.removeprefix("Qwen/Qwen3-"))
 
 
 def test_the_family_needs_neither_torch_nor_network():
@@ -153,6 +154,77 @@ def test_crossover():
     assert window.crossover is None
 
 
+def test_a_link_by_hand(cli):
+    """Qwen3-0.6B, 8,192 tokens: 2 FLOPs per weight of the layers, 4·H·D·L for each visible key, one row of the head."""
+    code, out, err = cli("memory", "Qwen/Qwen3-0.6B", "--context", 8192, "--link", "10Gb/s", "--json")
+    found = json.loads(out)["link"]
+    weights = 28 * (1024 * 2048 * 2 + 1024 * 1024 * 2 + 3 * 1024 * 3072)
+    flops = 2 * weights * 8192 + 4 * 28 * 2048 * (8192 * 8193 // 2) + 2 * 151_936 * 1024
+    assert (code, err) == (0, "") and found["bytes_per_second"] == 1.25e9
+    assert found["bytes"] == 114_688 * 8192 and found["seconds"] == pytest.approx(0.751619, rel=1e-5)
+    assert found["prefill_flops"] == flops == 14_913_377_140_736
+    assert found["break_even_flops_per_second"] == pytest.approx(flops / found["seconds"])
+    assert [row["model"] for row in found["family"]] == list(FAMILY | MIXTURES)
+    mixture = found["family"][-1]
+    experts = 48 * (2048 * 128 * (32 + 4) * 2 + 8 * 3 * 2048 * 768 + 2048 * 128)  # 8 of 128, and the router
+    assert mixture["prefill_flops"] == (
+        2 * experts * 8192 + 4 * 48 * 32 * 128 * (8192 * 8193 // 2) + 2 * 151_936 * 2048
+    )
+    assert mixture["bytes"] == 2 * 48 * 4 * 128 * 2 * 8192
+
+
+def test_the_link_text(cli):
+    code, out, _ = cli("memory", "Qwen/Qwen3-8B", "--context", 8192, "--link", "10 Gbit/s")
+    told = " ".join(out.split())
+    assert code == 0 and "8,192 tokens prefilled elsewhere are 1.208 GB, 966 ms at 1.250 GB/s" in told
+    assert "to prefill them here takes 133.6 TFLOP. A machine of 138.2 TFLOP/s takes as long for both" in told
+    assert "▸ Qwen3-8B 1.208 GB 966 ms 133.6 TFLOP 138.2 TFLOP/s" in told
+    assert "Qwen3-30B-A3B 805.3 MB 644 ms 71.13 TFLOP 110.4 TFLOP/s" in told
+    code, out, _ = cli("memory", "Qwen/Qwen3-30B-A3B", "--link", "1GB/s")
+    assert code == 0 and "▸ Qwen3-30B-A3B" in out
+
+
+def test_the_figures_of_the_docs_are_those_of_the_command(cli):
+    text = (Path(__file__).parents[1] / "docs/handover.md").read_text(encoding="utf-8")
+    quoted = re.findall(r"^\| (Qwen3-.*) \|$", text, re.MULTILINE)
+    out = cli("memory", "Qwen/Qwen3-8B", "--context", 8192, "--link", "10Gb/s")[1]
+    assert len(quoted) == 7
+    for row in quoted:
+        assert " ".join(row.replace("|", "").split()) in " ".join(out.split())
+    for flags, figures in ((["--cache", "quantized:bits=4"], ("355.9 MB", "469.2 TFLOP/s")),
+                           (["--link", "400Gb/s"], ("1.208 GB", "5.530 PFLOP/s"))):  # fmt: skip
+        out = cli("memory", "Qwen/Qwen3-8B", "--context", 8192, "--link", "10Gb/s", *flags)[1]
+        assert all(figure in out and figure in text for figure in figures)
+
+
+@pytest.mark.parametrize("cache", ["quantized:bits=4", "sliding:window=100", "paged:page=7", "static",
+                                   "sliding:window=1"])  # fmt: skip
+def test_what_is_sent_is_what_the_cache_holds(cli, cache):
+    """Codes as codes, a window as a window; no empty slot, and no division by nothing."""
+    _, out, _ = cli("memory", "Qwen/Qwen3-0.6B", "--context", 1000, "--cache", cache, "--link", "1GB/s", "--json")
+    report = json.loads(out)
+    sent, exact = report["link"]["bytes"], 114_688 * 1000
+    held = report["cache"]["bytes_per_sequence"]
+    assert sent == (exact if cache in ("paged:page=7", "static") else held) and report["link"]["prefill_flops"] > 0
+    assert sent < exact or cache in ("paged:page=7", "static")
+
+
+@pytest.mark.parametrize(("text", "rate"), [
+    ("10Gb/s", 1.25e9), ("10 Gbit/s", 1.25e9), ("100Gbps", 1.25e10), ("1.25GB/s", 1.25e9), ("900MB/s", 9e8),
+    ("64b/s", 8.0),
+])  # fmt: skip
+def test_rates(text, rate):
+    assert parse_rate(text) == pytest.approx(rate)
+
+
+@pytest.mark.parametrize("text", ["10", "10G", "10GB", "Gb/s", "-1Gb/s", "0Gb/s", "1e9b/s", "10gb/s",
+                                  "9" * 400 + "Gb/s"])  # fmt: skip
+def test_speeds_that_are_none_are_refused(text):
+    with pytest.raises(NanoKVError, match="is not the speed of a link") as raised:
+        parse_rate(text)
+    assert "10Gb/s" in raised.value.hint
+
+
 def test_fits_text(cli):
     code, out, _ = cli("memory", "Qwen/Qwen3-8B", "--fits", "24GiB", "--context", 4096)
     room = 24 * 2**30 - 2 * 8_190_735_360
@@ -180,6 +252,7 @@ def test_ambiguous_sizes_are_refused(text):
     (["Qwen/Qwen3-0.6B", "--cache", "dict:page=4"], "no option page"),
     (["Qwen/Qwen3-0.6B", "--cache", "quantized:bits=3"], "bits is 3"),
     (["Qwen/Qwen3-0.6B", "--fits", "lots"], "'lots' is not an amount"),
+    (["Qwen/Qwen3-0.6B", "--link", "10G"], "'10G' is not the speed of a link"),
 ])  # fmt: skip
 def test_refusals(cli, argv, message):
     code, out, err = cli("memory", *argv, "--offline")

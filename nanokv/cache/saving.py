@@ -2,6 +2,7 @@
 
 What is in it: the kind of cache with its options, the config and the fingerprint of the model, the ids, and what
 `state` of every layer gave. A salt is not: it is a secret between tenants, and the file is readable by anyone.
+`contents` and `rebuild` are the two halves without the file: engine/handover.py sends the same from process to process.
 """
 
 import hashlib
@@ -27,28 +28,11 @@ MAY_CHANGE = {  # options that say where the bytes go, and nothing about what th
 
 def save(cache, path, tokens=(), model_fingerprint: str = ""):
     """See KVCache.save."""
-    states, path = [layer.state() for layer in cache], Path(path)
-    if cache.config is None:
-        raise CacheError("a cache without a config cannot be saved: nobody could tell whose keys it holds",
-                         hint="make it with make_cache(name, config)")  # fmt: skip
+    path = Path(path)
+    meta, tensors = contents(cache, tokens, model_fingerprint)
     if not path.parent.is_dir():
         raise CacheError(f"{path} cannot be written: there is no folder {path.parent}", hint="create the folder first")
-    tensors = {f"layers.{i}.{key}": t.contiguous() for i, state in enumerate(states) for key, t in state.items()}
-    tensors, length = _unshared(tensors), torch.as_tensor(cache.length).tolist()
-    options = {k: v for k, v in cache.options.items() if isinstance(v, str | int) and k != "salt"}
-    meta = {
-        "format": FORMAT,
-        "cache": cache.name,
-        "options": json.dumps(options, sort_keys=True),
-        "salted": json.dumps(bool(cache.options.get("salt"))),
-        "rows": str(cache.batch_size),
-        "capacity": json.dumps(cache.requested_capacity),
-        "length": json.dumps(length),
-        "config": json.dumps(cache.config.to_dict(), sort_keys=True),
-        "tokens": json.dumps(_ids(tokens, length, cache.batch_size)),
-        "model": model_fingerprint,
-    }
-    meta["sha256"] = _digest(meta, tensors)
+    meta["sha256"] = digest(meta, tensors)
     temporary = path.with_name(path.name + ".tmp")
     try:
         save_file(tensors, temporary, metadata=meta)
@@ -64,9 +48,39 @@ def save(cache, path, tokens=(), model_fingerprint: str = ""):
         temporary.unlink(missing_ok=True)
 
 
+def contents(cache, tokens=(), model_fingerprint: str = "") -> tuple[dict, dict]:
+    """(metadata, tensors) of a cache: all that `rebuild` asks for. Tensors may still be those of the cache."""
+    states = [layer.state() for layer in cache]
+    if cache.config is None:
+        raise CacheError("a cache without a config cannot be saved: nobody could tell whose keys it holds",
+                         hint="make it with make_cache(name, config)")  # fmt: skip
+    tensors = {f"layers.{i}.{key}": t.contiguous() for i, state in enumerate(states) for key, t in state.items()}
+    tensors, length = _unshared(tensors), torch.as_tensor(cache.length).tolist()
+    options = {k: v for k, v in cache.options.items() if isinstance(v, str | int) and k != "salt"}
+    meta = {
+        "format": FORMAT,
+        "cache": cache.name,
+        "options": json.dumps(options, sort_keys=True),
+        "salted": json.dumps(bool(cache.options.get("salt"))),
+        "rows": str(cache.batch_size),
+        "capacity": json.dumps(cache.requested_capacity),
+        "length": json.dumps(length),
+        "config": json.dumps(cache.config.to_dict(), sort_keys=True),
+        "tokens": json.dumps(_ids(tokens, length, cache.batch_size)),
+        "model": model_fingerprint,
+    }
+    return meta, tensors
+
+
 def load(path, config, make_cache, model_fingerprint: str, device, options: dict):
     """See KVCache.load."""
     meta, tensors = _read(path, device)
+    return rebuild(path, meta, tensors, config, make_cache, model_fingerprint, options)
+
+
+def rebuild(path, meta: dict, tensors: dict, config, make_cache, model_fingerprint: str, options: dict):
+    """The cache that `contents` was asked for; CacheError says what does not fit. `path`: what errors call the source.
+    """
     try:
         return _rebuild(path, meta, tensors, config, make_cache, model_fingerprint, options)
     except CacheError:
@@ -78,7 +92,7 @@ def load(path, config, make_cache, model_fingerprint: str, device, options: dict
 
 def _rebuild(path, meta: dict, tensors: dict, config, make_cache, model_fingerprint: str, options: dict):
     facts = {key: loads(meta[key]) for key in ("options", "salted", "rows", "capacity", "length", "config", "tokens")}
-    _check_model(path, meta, facts["config"], config, model_fingerprint)
+    check_model(path, meta, facts["config"], config, model_fingerprint)
     name, saved, rows = meta["cache"], facts["options"], facts["rows"]
     if not 1 <= rows <= MOST_ROWS:
         raise CacheError(f"{path} says {rows} rows; 1 to {MOST_ROWS:,} are read")
@@ -110,7 +124,7 @@ def _read(path, device):
             tensors = {key: file.get_tensor(key) for key in file.keys()}
     if meta.get("format") != FORMAT:
         raise CacheError(f"{path} is not a saved KV cache (format {meta.get('format')!r})")
-    if meta.pop("sha256", None) != _digest(meta, tensors):
+    if meta.pop("sha256", None) != digest(meta, tensors):
         raise CacheError(f"{path} was changed after it was saved: its checksum does not match")
     return meta, tensors
 
@@ -131,7 +145,7 @@ def _states(path, tensors: dict, config) -> list[dict]:
     return states
 
 
-def _check_model(path, meta: dict, saved: dict, config, model_fingerprint: str):
+def check_model(path, meta: dict, saved: dict, config, model_fingerprint: str):
     """The same config, and the same weights if the caller says which."""
     mine = json.loads(json.dumps(config.to_dict()))
     if saved != mine:
@@ -180,14 +194,14 @@ def _unshared(tensors: dict) -> dict:
     return tensors
 
 
-def _digest(meta: dict, tensors: dict) -> str:
+def digest(meta: dict, tensors: dict) -> str:
     """sha256 over the metadata and every tensor's name, dtype, shape and bytes."""
-    digest = hashlib.sha256(json.dumps({k: v for k, v in meta.items() if k != "sha256"}, sort_keys=True).encode())
+    found = hashlib.sha256(json.dumps({k: v for k, v in meta.items() if k != "sha256"}, sort_keys=True).encode())
     for key in sorted(tensors):
         tensor = tensors[key].detach().cpu().contiguous()
-        digest.update(f"{key} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.flatten().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+        found.update(f"{key} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        found.update(tensor.flatten().view(torch.uint8).numpy())
+    return found.hexdigest()
 
 
 def fingerprint(model) -> str:

@@ -16,7 +16,7 @@ from nanokv.cli.files import add_force, ask_to_replace
 from nanokv.cli.loading import choose_dtype, count_text, display_name
 from nanokv.cli.text import to_json
 from nanokv.config import Config
-from nanokv.costs.memory import FAMILY, SHORT, Estimate, binary, decimal, parse_size
+from nanokv.costs.memory import FAMILY, MIXTURES, SHORT, Estimate, binary, decimal, flop_text, parse_rate, parse_size
 from nanokv.errors import NanoKVError
 
 EXAMPLES = (
@@ -32,6 +32,7 @@ def add_arguments(parser) -> None:
     parser.add_argument("source", nargs="?", metavar="MODEL", help="as -m; also the path of a config.json")
     parser.add_argument("--batch", metavar="N", type=integer(1, 10**9), default=1, help="sequences (default: 1)")
     parser.add_argument("--fits", metavar="SIZE", help="what fits into SIZE: 24GiB, 80GB")
+    parser.add_argument("--link", metavar="SPEED", help="send a cache, or prefill again? over 10Gb/s, 1.25GB/s")
     parser.add_argument("--check", action="store_true", help="allocate every cache and compare with the formula")
     parser.add_argument("--plot", metavar="FILE", type=Path, help="draw cache against context: .png, .svg or .pdf")
     add_force(parser)
@@ -43,6 +44,7 @@ def run(args) -> int:
     """Print, then check, then draw."""
     ask_to_replace(args.force, *filter(None, [args.plot]))
     memory = parse_size(args.fits) if args.fits else None
+    link = parse_rate(args.link) if args.link else None
     estimate = plan(args)
     limit = estimate.config.max_position_embeddings
     if estimate.context > limit:
@@ -53,9 +55,11 @@ def run(args) -> int:
 
         checked = check(estimate)
     if args.json:
-        terminal.write_out(to_json(report(estimate, memory, checked)) + "\n")
+        terminal.write_out(to_json(report(estimate, memory, checked, link)) + "\n")
     else:
-        terminal.write_out(text(estimate, memory, checked, terminal.Style(sys.stdout, args.color)))
+        style = terminal.Style(sys.stdout, args.color)
+        terminal.write_out(text(estimate, memory, checked, style))
+        terminal.write_out(link_text(estimate, link, style) if link else "")
     if args.plot:
         plot(estimate, args.plot)
         terminal.notice(f"plot: {args.plot}", args)
@@ -87,8 +91,8 @@ def check_pool(options: dict, context: int, batch: int) -> None:
 
 def find_config(args) -> Config:
     """The built-in table, a file, a folder, or the hub."""
-    if args.revision is None and args.model in FAMILY:
-        return FAMILY[args.model]
+    if args.revision is None and args.model in FAMILY | MIXTURES:
+        return (FAMILY | MIXTURES)[args.model]
     if args.offline:
         os.environ["HF_HUB_OFFLINE"] = "1"
     import weights_loader
@@ -148,11 +152,31 @@ def check_text(checked: dict) -> str:
     return f"checked with {checked['tokens']:,} tokens × {checked['batch']:,}: nbytes = formula for {names}"
 
 
-def family(estimate: Estimate) -> list[Estimate]:
+def family(estimate: Estimate, models: dict[str, Config] = FAMILY) -> list[Estimate]:
     """The Qwen3 models in the same dtype, cache and sizes, and this one, if it is none of them."""
     same = (estimate.dtype, estimate.context, estimate.batch, estimate.cache, estimate.options)
-    rows = [Estimate(name, config, *same) for name, config in FAMILY.items()]
-    return rows if estimate.config in FAMILY.values() else [estimate, *rows]
+    rows = [Estimate(name, config, *same) for name, config in models.items()]
+    return rows if estimate.config in models.values() else [estimate, *rows]
+
+
+def link_text(estimate: Estimate, link: float, style) -> str:
+    """What the transfer of one sequence takes, beside another prefill: a sentence and the table of the family."""
+    width, speed = layout.columns(sys.stdout), f"{decimal(int(link))}/s"
+    about = (
+        f"{estimate.context:,} tokens prefilled elsewhere are {decimal(estimate.sent)}, "
+        f"{terminal.seconds_text(estimate.sent / link)} at {speed}; to prefill them here takes "
+        f"{flop_text(estimate.prefill)}. A machine of {flop_text(estimate.break_even(link))}/s takes as long for both: "
+        "a slower one gains by receiving the cache, a faster one by prefilling again"
+    )
+    head = ("", "KV sent", "in", "prefill", "equal at")
+    rows = [
+        (("▸ " if row.config == estimate.config else "  ") + row.name.removeprefix("Qwen/")[:14], decimal(row.sent),
+         terminal.seconds_text(row.sent / link), flop_text(row.prefill), f"{flop_text(row.break_even(link))}/s")
+        for row in family(estimate, FAMILY | MIXTURES)
+    ]  # fmt: skip
+    note = f"one sequence of {estimate.context:,} tokens, {SHORT[estimate.dtype]}, {estimate.cache} cache, {speed}"
+    lines = [layout.paragraph(about, width), "", style.dim(layout.paragraph(note, width))]
+    return "\n".join(["", *lines, *layout.table(head, rows, width)]) + "\n"
 
 
 def table(estimate: Estimate, memory, style, width: int) -> list[str]:
@@ -177,13 +201,22 @@ def table(estimate: Estimate, memory, style, width: int) -> list[str]:
 # --- JSON ---------------------------------------------------------------------------------------------------------
 
 
-def report(estimate: Estimate, memory, checked) -> dict:
+def report(estimate: Estimate, memory, checked, link) -> dict:
     """The same numbers, in bytes and tokens."""
     fits = {} if memory is None else {
         "fits": {"bytes": memory, "max_batch": estimate.max_batch(memory), "max_context": estimate.max_context(memory)}
     }  # fmt: skip
     rows = [numbers(row) for row in family(estimate)]
-    return numbers(estimate) | fits | {"family": rows} | ({} if checked is None else {"check": checked})
+    sent = {} if link is None else {"link": {"bytes_per_second": link} | transfer(estimate, link) | {
+        "family": [{"model": row.name} | transfer(row, link) for row in family(estimate, FAMILY | MIXTURES)]
+    }}  # fmt: skip
+    return numbers(estimate) | fits | {"family": rows} | sent | ({} if checked is None else {"check": checked})
+
+
+def transfer(row: Estimate, link: float) -> dict:
+    """One sequence over a link."""
+    return {"bytes": row.sent, "seconds": row.sent / link, "prefill_flops": row.prefill,
+            "break_even_flops_per_second": row.break_even(link)}  # fmt: skip
 
 
 def numbers(row: Estimate) -> dict:

@@ -8,6 +8,7 @@ no torch, no starlette.
 import argparse
 import logging
 import time
+from functools import partial
 
 from nanokv.cli import arguments, pool, terminal
 from nanokv.cli.answer import template_options
@@ -25,6 +26,7 @@ DESCRIPTION = (
     "Settings given here apply where a request says nothing."
 )
 NEEDED = ("starlette", "uvicorn", "prometheus_client")  # the extra `serve`
+RANKS = "led"  # the others do what rank 0 tells them
 
 
 def add_arguments(parser) -> None:
@@ -54,6 +56,10 @@ def add_arguments(parser) -> None:
         help="seconds for one answer, its wait in the queue included (default: 600)",
     )  # fmt: skip
     parser.add_argument(
+        "--prefill-worker", action="store_true",
+        help="prefill in a process of its own, which takes the weights a second time; this one only decodes",
+    )  # fmt: skip
+    parser.add_argument(
         "--grace", metavar="S", type=arguments.real(0), default=10.0,
         help="seconds for running answers when the server is ended (default: 10)",
     )  # fmt: skip
@@ -79,8 +85,13 @@ def run(args) -> int:
     with bound, Stop() as stop:
         logs = Log(args)
         server = make_server(args, loaded, stop, lambda: announce(args, url(bound)))
-        server.run(sockets=[bound])
+        try:
+            server.run(sockets=[bound])
+        finally:
+            server.worker.prefills.close()
         logs.close()
+        if server.worker.lost is not None:
+            raise server.worker.lost
         stop.finish()
     return 130
 
@@ -107,7 +118,6 @@ def pool_flags(args) -> None:
 
 def make_server(args, loaded: Loaded, stop: "Stop", ready):
     """The engine, and everything around it."""
-    from nanokv.engine import Engine
     from nanokv.serve.app import make_app
     from nanokv.serve.prompts import Served
     from nanokv.serve.response import Limits
@@ -117,18 +127,41 @@ def make_server(args, loaded: Loaded, stop: "Stop", ready):
 
     page = args.cache[1]["page"]
     pages = args.cache[1].get("pages") or pool_pages(args, loaded, page)
-    engine = Engine(loaded.model, pages, page, args.step_tokens, args.running)
+    engine = loaded.make_engine(pages, page, args.step_tokens, args.running)
+    context = min(loaded.context, pages * page)
+    if context < loaded.context:
+        terminal.warning(f"{pages:,} pages hold {pages * page:,} tokens: that is the context, not {loaded.context:,}")
     served = Served(
-        engine, loaded.tokenizer, tuple(dict.fromkeys([loaded.name, *args.alias])), min(loaded.context, pages * page),
+        engine, loaded.tokenizer, tuple(dict.fromkeys([loaded.name, *args.alias])), context,
         arguments.resolve_sampling(args, loaded.model.generation_config), args.max_new_tokens, tuple(args.stop),
         template_options(args), args.allow_special,
     )  # fmt: skip
     keys = api_keys(args)
     if not keys and not is_loopback(args.host):
         terminal.warning(f"--host {args.host} without --api-key: whoever reaches this machine can use the model")
-    worker = Worker(engine, args.queue)
+    worker = Worker(engine, args.queue, prefills(args, loaded, engine, served.context))
     app = make_app(served, worker, Hosts(args.host, args.allow_host), Keys(keys), Limits(answer_s=args.timeout))
     return Server(app, worker, stop, stop.twice, args.grace, ready)
+
+
+def prefills(args, loaded: Loaded, engine, context: int):
+    """Where prompts are computed. The other process has pages for as many prompts as are under way at a time."""
+    from nanokv.serve.prefill import AHEAD, HERE, Elsewhere
+
+    if not args.prefill_worker:
+        return HERE
+    size, pages = engine.pool.page_size, len(engine.pool.references)
+    sizes = {"pages": min(pages, AHEAD * (-(-context // size) + 1)), "page_size": size,
+             "step_tokens": args.step_tokens, "max_running": args.running}  # fmt: skip
+    elsewhere = Elsewhere(engine, partial(load_again, args), sizes, loaded.fingerprints()[0])
+    elsewhere.load()
+    return elsewhere
+
+
+def load_again(args):
+    """(model, fingerprint), in the process that prefills."""
+    loaded = load_model(args, lambda plan: None)
+    return loaded.model, loaded.fingerprints()[0]
 
 
 def api_keys(args) -> list[str]:

@@ -10,7 +10,8 @@ from nanokv.config import Config
 from nanokv.errors import CacheError, CapacityError
 
 __all__ = [
-    "ITEMSIZE", "active_weights", "attention_parameters", "cache_bytes", "cache_slots", "decode_flops", "kv_bytes",
+    "ITEMSIZE", "active_weights", "attention_parameters", "break_even_flops", "cache_bytes", "cache_slots",
+    "decode_flops", "kv_bytes",
     "kv_bytes_per_token", "layer_parameters", "parameters", "prefill_flops", "quantized_bytes", "quantized_parts",
     "weight_bytes",
 ]  # fmt: skip
@@ -85,6 +86,16 @@ def prefill_flops(config: Config, tokens: int, start_pos: int = 0) -> int:
     seen = tokens * start_pos + tokens * (tokens + 1) // 2
     head = 2 * config.vocab_size * config.hidden_size
     return 2 * active_weights(config) * tokens + 4 * L * H * D * seen + head
+
+
+def break_even_flops(config: Config, tokens: int, sent: int, link: float) -> float:
+    """FLOP/s at which a prefill of so many tokens takes as long as a link of `link` bytes per second takes for the
+    `sent` bytes of their KV: a slower machine gains by receiving it, a faster one by prefilling again.
+
+    Both sides grow with the tokens, but for attention's quadratic part: per token it is the ratio of 2 FLOPs per active
+    weight to 2·L·Hk·D values. So many weights share few KV heads in a large model that sending pays there first.
+    """
+    return prefill_flops(config, tokens) * link / max(1, sent)
 
 
 def cache_bytes(name: str, config: Config, tokens: int, batch_size: int = 1, itemsize: int = 2,

@@ -6,9 +6,9 @@ its --check allocates every cache and compares. Not here: activations (a chunk o
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from nanokv.config import Config
+from nanokv.config import Config, Experts
 from nanokv.costs import formulas as costs
 from nanokv.errors import NanoKVError
 
@@ -37,6 +37,12 @@ FAMILY = {  # from the published config.json files
     "Qwen/Qwen3-14B": _qwen3(5120, 17_408, 40, 40, False),
     "Qwen/Qwen3-32B": _qwen3(5120, 25_600, 64, 64, False),
 }
+MIXTURES = {  # its weights are 30 B, of which a token is multiplied with 3 B
+    "Qwen/Qwen3-30B-A3B": replace(
+        _qwen3(2048, 6144, 48, 32, False), num_key_value_heads=4, model_type="qwen3_moe",
+        experts=Experts(128, 8, 768, norm_topk_prob=True),
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -82,6 +88,20 @@ class Estimate:
     def crossover(self) -> int | None:
         """The most tokens, over all sequences, whose cache is no larger than the weights; None: any number."""
         return most_tokens(lambda tokens: self.cached(tokens, 1) <= self.weights)
+
+    @property
+    def sent(self) -> int:
+        """Bytes of one full sequence on its way to another process: no empty slot is sent, and codes as codes."""
+        return min(self.cached(self.context, 1), self.per_token * self.context)
+
+    @property
+    def prefill(self) -> int:
+        """FLOPs of one full sequence."""
+        return costs.prefill_flops(self.config, self.context)
+
+    def break_even(self, link: float) -> float:
+        """FLOP/s at which another prefill takes as long as the transfer over so many bytes per second."""
+        return costs.break_even_flops(self.config, self.context, self.sent, link)
 
     def max_batch(self, memory: int) -> int:
         """Full sequences of this context beside the weights."""
@@ -138,6 +158,21 @@ def parse_size(text: str) -> int:
     if not 1 <= size < LARGEST:
         raise NanoKVError(f"{text!r} is not an amount of memory", "24GiB (1024³) or 24GB (1000³)")
     return int(size)
+
+
+def parse_rate(text: str) -> float:
+    """10Gb/s, 10Gbit/s, 1.25 GB/s → bytes per second. b is a bit and B a byte, so a bare G is refused."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kMGT]?)(b|bit|B)(?:/s|ps)\s*", text)
+    prefix = {"": 0, "k": 1, "M": 2, "G": 3, "T": 4}
+    rate = float(found[1]) * 1000.0 ** prefix[found[2]] / (1 if found[3] == "B" else 8) if found else 0
+    if not 1 <= rate < LARGEST:
+        raise NanoKVError(f"{text!r} is not the speed of a link", "10Gb/s (bits) or 1.25GB/s (bytes)")
+    return rate
+
+
+def flop_text(count: float) -> str:
+    """880.8 MFLOP, 28.86 TFLOP; with "/s" behind it a speed."""
+    return _scaled(int(count), 1000, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP"), "")
 
 
 def decimal(count: int) -> str:

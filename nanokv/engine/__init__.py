@@ -5,6 +5,7 @@
     for request, step in engine: ...        until all are finished; or `for step in engine.stream(one)`
 
 request.py holds what one request is, scheduler.py decides who computes what in a step, engine.py computes it.
+handover.py sends a cache to another process; prefill_process.py is one that prefills for an engine that only decodes.
 """
 
 from nanokv.engine.engine import Engine

@@ -10,10 +10,11 @@ Ctrl-C can come at any line. Nothing is undone then: the next step begins by set
 import gc
 from collections.abc import Callable, Iterator
 from time import perf_counter
+from typing import Any
 
 import torch
 
-from nanokv.cache import PrefixPool
+from nanokv.cache import KVCache, PrefixPool, make_cache
 from nanokv.cache.paged_batch import PagedBatch
 from nanokv.checkpoint import Model
 from nanokv.decoding.draw import SamplingParams, Step
@@ -21,9 +22,10 @@ from nanokv.decoding.generation import EosIds, eos_ids, prompt_ids
 from nanokv.decoding.sample import check_sampling
 from nanokv.engine.metrics import Metrics
 from nanokv.engine.packed import prefill_packed
+from nanokv.engine.prefilled import Prefilled, taken
 from nanokv.engine.request import FINISHED, RUNNING, Request
 from nanokv.engine.scheduler import Scheduler
-from nanokv.errors import CapacityError, ContextError, GenerationError
+from nanokv.errors import CapacityError, ContextError, GenerationError, HandoverError
 from nanokv.inference import decode
 from nanokv.text.ids import Ids
 
@@ -59,18 +61,19 @@ class Engine:
                min_p: float = 0.0, repetition_penalty: float = 1.0, seed: int | None = None,
                eos_token_ids: EosIds = None, salt: str = "", top_logprobs: int = 0,
                constrain: Callable[[torch.Tensor, list[int]], torch.Tensor] | None = None,
-               on_token: Callable[[Request, Step], object] | None = None) -> Request:  # fmt: skip
+               on_token: Callable[[Request, Step], object] | None = None,
+               prefilled: Prefilled | None = None) -> Request:  # fmt: skip
         """Queue a request; the arguments mean what they mean in nanokv.generate. `top_logprobs`: so many of the
         likeliest tokens stand in each Step. `constrain(logits (1,V), tokens so far)` → logits that the next token is
-        drawn from, −∞ where it must not be; log-probabilities stay those of the raw logits.
+        drawn from, −∞ where it must not be; log-probabilities stay those of the raw logits. `prefilled`: another
+        process has prefilled the prompt, and this engine only decodes.
 
         Refused at once: ContextError if the prompt is longer than the context, CapacityError if prompt and answer
         could not be held even by the whole pool, GenerationError for any other bad value. Requests share the pages of
         equal beginnings only under the same `salt`.
         """
         check_sampling(max_new_tokens=max_new_tokens, top_logprobs=top_logprobs)
-        if not isinstance(salt, str) or salt.encode("utf-8", "ignore").decode() != salt:  # half a character
-            raise GenerationError(f"salt is {salt!r}: a string was expected", 'salt="" shares with all that have none')
+        check_salt(salt)
         if on_token is not None and not callable(on_token):
             raise GenerationError(f"on_token is {on_token!r}: a function of (request, step), or None, was expected")
         if constrain is not None and not callable(constrain):
@@ -79,13 +82,47 @@ class Engine:
         prompt = prompt_ids(ids, self.config.vocab_size)
         eos = eos_ids(self.model.generation_config.eos_token_ids if eos_token_ids is None else eos_token_ids)
         room = self._room(len(prompt), max_new_tokens)
+        if prefilled is not None:
+            self._check(prefilled, prompt)
+            if prefilled.logits is None:
+                raise HandoverError(f"no logits follow the {len(prompt):,} tokens that were prefilled",
+                                    "Engine.add_prefix takes what has none")  # fmt: skip
         request = Request(
-            self._submitted, prompt, params, max_new_tokens, room, eos, salt, on_token, self.device, self.clock(),
-            constrain, top_logprobs,
+            self._submitted, prompt, params, max_new_tokens, room, eos, salt, on_token, self.device,
+            self.clock() if prefilled is None else prefilled.asked, constrain, top_logprobs, prefilled,
         )  # fmt: skip
         self._submitted += 1
         self.scheduler.waiting.append(request)
         return request
+
+    def add_prefix(self, cache: KVCache, salt: str = "") -> int:
+        """The full pages of a cache that another process, or a file, has brought become pages of the pool: a request
+        that begins with `cache.tokens` computes only the rest. → tokens of them, a multiple of the page size.
+
+        Refused, with nothing changed: HandoverError for a cache without its ids, of several rows or of inexact values,
+        CapacityError where too few pages are free or idle. They are evicted as all that nobody uses: least recently
+        used first.
+        """
+        check_salt(salt)
+        prefix = taken(cache, prompt_ids(list(cache.tokens), self.config.vocab_size))
+        self._check(prefix, list(prefix.tokens))
+        tokens = prefix.tokens[: len(prefix.tokens) // self.pool.page_size * self.pool.page_size]
+        if tokens:
+            mine = make_cache("prefix", self.config, pool=self.pool, salt=salt)
+            mine.reuse(tokens)
+            prefix.extend(mine, self.device)
+            mine.remember(prefix.tokens)
+            mine.free()
+        return len(tokens)
+
+    def _check(self, prefilled: Prefilled, prompt: list[int]) -> None:
+        """HandoverError for what is not this prompt's, or not this model's."""
+        if list(prefilled.tokens) != prompt:
+            raise HandoverError(f"{len(prefilled.tokens):,} tokens were prefilled, which are not the {len(prompt):,} "
+                                "of the prompt", "prefill the very ids that are submitted")  # fmt: skip
+        weight = self.model.embed_tokens.weight.dtype  # of int8 weights it says nothing
+        known = self.pool.keys.dtype if self.pool.keys is not None else weight if weight.is_floating_point else None
+        prefilled.check(self.config, known)
 
     def _room(self, prompt: int, new: int) -> int:
         """Tokens that the context leaves for the answer (the last one is never fed); refuses what can never fit."""
@@ -110,6 +147,10 @@ class Engine:
         if request.state != FINISHED:
             request.finish_reason = reason  # commit
         self._finish(request)  # of one that is finished: what Ctrl-C has left of it in the engine
+
+    def aside(self, function: Callable[[Model], Any]) -> Any:
+        """function(model), between two steps: forwards that belong to no request, over a cache of their own."""
+        return function(self.model)
 
     @property
     def idle(self) -> bool:
@@ -153,7 +194,8 @@ class Engine:
         self._settle()
         work = self.scheduler.plan() or self._plan_again()
         now = self.clock()
-        for request, _ in work:
+        complete = [request for request in self.scheduler.running if request.pending == 0]  # it came prefilled
+        for request in (*(request for request, _ in work), *complete):
             request.admitted = now if request.admitted is None else request.admitted
         decodes = [request for request, _ in work if request.pending == 1]
         chunks = [(request, tokens) for request, tokens in work if request.pending > 1]
@@ -168,7 +210,7 @@ class Engine:
         if self.scheduler.waiting:
             gc.collect()
         work = self.scheduler.plan()
-        if not work and self.scheduler.waiting:
+        if not work and self.scheduler.waiting and not self.scheduler.running:  # one that came prefilled feeds nothing
             raise self._stuck()
         return work
 
@@ -256,3 +298,9 @@ class Engine:
             f"{pool.available():,} of {len(pool.references):,} can be had and no request of the engine runs",
             "something else holds pages of its pool",
         )
+
+
+def check_salt(salt: object) -> None:
+    """GenerationError for what is no text."""
+    if not isinstance(salt, str) or salt.encode("utf-8", "ignore").decode() != salt:  # half a character
+        raise GenerationError(f"salt is {salt!r}: a string was expected", 'salt="" shares with all that have none')

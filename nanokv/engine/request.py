@@ -35,6 +35,7 @@ class Request:
     arrived: float = 0.0
     constrain: Any = None  # constrain(logits, tokens) → logits, before each token is drawn
     top_logprobs: int = 0  # so many of the likeliest tokens are noted for each place
+    prefilled: Any = None  # a Prefilled, until its rows are in the pages
     state: str = WAITING
     cache: Any = None  # a PrefixCache while it runs
     fed: int = 0  # known tokens that every layer of the cache holds for sure
@@ -71,6 +72,16 @@ class Request:
         """Pages still missing to hold all known tokens."""
         held = len(self.cache.tables[0]) if self.cache is not None else 0
         return max(0, -(-(len(self.prompt) + len(self.tokens)) // page_size) - held)
+
+    def take(self, cache: Any) -> None:
+        """Become the owner of a cache that holds a beginning. What another process has prefilled goes into it, unless
+        pages have been evicted that it was to follow: then the prompt is prefilled here."""
+        given, logits = self.prefilled, None
+        if given is not None and given.start <= cache.length:
+            given.extend(cache, self.device)
+            cache.remember(self.prompt)
+            logits = given.logits.to(self.device)  # (1,V)
+        self.cache, self.fed, self.logits, self.prefilled = cache, cache.length, logits, None
 
     def settle(self) -> None:
         """Forget what a forward that was cut short left in some of the layers."""

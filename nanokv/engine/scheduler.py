@@ -62,11 +62,12 @@ class Scheduler:
             if request.pages_needed(size) - len(cache.tables[0]) + promised > self.pool.available():
                 cache.free()
                 return
-            request.cache, request.fed = cache, cache.length
+            reused = max(cache.hits, request.prefilled.reused if request.prefilled is not None else 0)
+            request.take(cache)
             insort(self.running, request, key=lambda other: other.number)
             request.state = RUNNING  # commit
             self.waiting.pop(0)
-            self.count_reused(request, cache.hits)
+            self.count_reused(request, reused)
 
     def reuse(self, request: Request):
         """Look once more for its beginning, as long as it has computed none of it: nothing that it holds gets lost."""

@@ -46,7 +46,7 @@ def signed(data: bytes) -> bytes:
         length = int.from_bytes(data[:8], "little")
         header = json.loads(data[8 : 8 + length])
         meta = {k: v for k, v in header["__metadata__"].items() if k != "sha256"}
-        header["__metadata__"] = meta | {"sha256": saving._digest(meta, load(data))}
+        header["__metadata__"] = meta | {"sha256": saving.digest(meta, load(data))}
         return target_safetensors.file(header, data[8 + length :])
     except Exception:  # no such file: it goes in as it is
         return data

@@ -1,0 +1,103 @@
+"""Bytes from one process to another, in order: over torch.distributed, or over a TCP connection.
+
+A link has two methods, `write` and `read`, both of whole tensors of bytes. Whoever waits for a process that has ended
+is told at once, and for one that is silent after seconds, by HandoverError: gloo's own timeout is 30 minutes, a
+socket has none.
+"""
+
+import select
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nanokv.errors import HandoverError
+
+SILENCE_S = 30.0
+
+
+class Link(Protocol):
+    """To one other process."""
+
+    def write(self, data: Tensor) -> None:
+        """All of data (N,) uint8."""
+
+    def read(self, data: Tensor) -> None:
+        """Fill data (N,) uint8."""
+
+
+class GroupLink:
+    """To rank `peer` of a torch.distributed group on gloo; the timeout is the one that the group was made with."""
+
+    def __init__(self, peer: int, group: dist.ProcessGroup | None = None):
+        self.peer, self.group = peer, group
+
+    def write(self, data: Tensor) -> None:
+        with self._lost("takes", data):
+            dist.send(data, self.peer, self.group)
+
+    def read(self, data: Tensor) -> None:
+        with self._lost("sends", data):
+            dist.recv(data, self.peer, self.group)
+
+    @contextmanager
+    def _lost(self, verb: str, data: Tensor) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:  # gloo raises no other: the peer is gone, or late
+            reason = str(error).splitlines()[0].split("] ")[-1]
+            raise HandoverError(f"rank {self.peer} no longer {verb}, {len(data):,} bytes were to come: {reason}",
+                                "its own error says why it ended; one that is slow needs a longer timeout",
+                                ) from error  # fmt: skip
+
+
+class SocketLink:
+    """Over a connected socket. The two directions may be used by two threads at a time."""
+
+    def __init__(self, connection: socket.socket, silence_s: float = SILENCE_S):
+        self.socket, self.silence_s = connection, silence_s
+        connection.settimeout(silence_s)  # for each call: a slow transfer is none that is silent
+        if connection.family in (socket.AF_INET, socket.AF_INET6):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # small messages do not wait for more
+
+    def write(self, data: Tensor) -> None:
+        self._each(self.socket.send, "take", data)
+
+    def read(self, data: Tensor) -> None:
+        self._each(self.socket.recv_into, "send", data)
+
+    def _each(self, call, verb: str, data: Tensor) -> None:
+        left, size = data.numpy().data, len(data)
+        while left:
+            try:
+                count = call(left)
+            except TimeoutError:
+                raise HandoverError(f"the other process did not {verb} anything for {self.silence_s:g} seconds, "
+                                    f"after {size - len(left):,} of {size:,} bytes") from None  # fmt: skip
+            except OSError:
+                count = 0
+            if not count:
+                raise HandoverError(f"the other process has gone after {size - len(left):,} of {size:,} bytes",
+                                    "its own error says why it ended")  # fmt: skip
+            left = left[count:]
+
+    def wait(self) -> None:
+        """Until something comes, or the other process ends; for any time."""
+        select.select([self.socket], [], [])
+
+    def close(self) -> None:
+        """The other process finds out at once; whoever waits in this one, too."""
+        try:
+            self.socket.shutdown(socket.SHUT_RDWR)
+        except OSError:  # it was not connected any more
+            pass
+        self.socket.close()
+
+
+def as_bytes(data: bytes) -> Tensor:
+    """For `write`: (N,) uint8."""
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
