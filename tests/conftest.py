@@ -137,6 +137,15 @@ def loaded(tiny_folder):
     return nanokv.load(tiny_folder)
 
 
+@pytest.fixture
+def nothing_is_left(request):
+    """After each test: no request, no place and no page of a shared server is taken."""
+    yield
+    if "server" in request.fixturenames:
+        server = request.getfixturevalue("server")
+        server.wait(lambda: server.free)
+
+
 @pytest.fixture(scope="module")
 def server(loaded):
     """A server of it that answers over HTTP, in this process."""

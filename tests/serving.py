@@ -18,6 +18,7 @@ import openai
 from nanokv.decoding.draw import SamplingParams
 from nanokv.engine import Engine
 from nanokv.serve.app import make_app
+from nanokv.serve.prefill import HERE
 from nanokv.serve.prompts import Served
 from nanokv.serve.security import Hosts, Keys
 from nanokv.serve.server import Server, listen, url
@@ -34,12 +35,13 @@ class Serving:
     """`with Serving(model, tokenizer, …) as server`; `options` are those of Served and of the engine."""
 
     def __init__(self, model, tokenizer, keys=(), queue=64, limits=None, grace=5.0, pages=200, page_size=4, running=8,
-                 context=512, sampling=None, names=("tiny", "alias"), hosts=(), step_tokens=256, **served):
+                 context=512, sampling=None, names=("tiny", "alias"), hosts=(), step_tokens=256,
+                 prefills=lambda engine: HERE, **served):
         self.engine = Engine(model, pages, page_size, step_tokens, running)
         self.bound = listen("127.0.0.1", 0)
         self.url, self.port = url(self.bound), self.bound.getsockname()[1]
         self.served = Served(self.engine, tokenizer, names, context, sampling or SamplingParams(), **served)
-        self.worker = Worker(self.engine, queue)
+        self.worker = Worker(self.engine, queue, prefills(self.engine))
         self.app = make_app(self.served, self.worker, Hosts("127.0.0.1", hosts), Keys(keys), limits)
         self.application = self.app.app.routes[0].endpoint.__self__  # what the endpoints share
         self.stop, self.hurry = threading.Event(), threading.Event()

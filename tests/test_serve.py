@@ -28,18 +28,11 @@ from nanokv.serve.response import Limits
 from nanokv.text.thinking import ThinkSplitter
 from serving import CHAT, TEXT, Serving, ask, chunks, error, strict
 
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
+
 ROOT = Path(__file__).resolve().parents[1]
 QUESTIONS = ["Who are you?", "My name is Zorbla.", "What is my name?", "Once upon a time", "The cache holds one key"]
 SAMPLED = {"temperature": 1.0, "top_p": 0.9, "seed": 7}
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_left(request):
-    """After each test: no request, no place and no page of the shared server is taken."""
-    yield
-    if "server" in request.fixturenames:
-        server = request.getfixturevalue("server")
-        server.wait(lambda: server.free)
 
 
 # --- equal to nanokv generate -----------------------------------------------------------------------------------------
@@ -343,6 +336,8 @@ WRONG = [
     ("seed", 1.5), ("stop", ""), ("stop", [1]), ("stop", ["x"] * 17), ("stream", "yes"), ("stream_options", 1),
     ("n", 0), ("n", 17), ("n", True), ("n", 1.5), ("logprobs", 1), ("top_logprobs", 3), ("top_logprobs", 21),
     ("model", 5), ("chat_template_kwargs", {"messages": []}), ("chat_template_kwargs", []),
+    ("chat_template_kwargs", {"self": 1}), ("chat_template_kwargs", {"bos_token": "x"}),
+    ("temperature", 1e-40),
 ]  # fmt: skip
 BAD_MESSAGES = [
     ({"role": "user"}, ".content"), ({"content": "x"}, ".role"), ({"role": "king", "content": "x"}, ".role"), ("x", ""),
@@ -352,6 +347,18 @@ BAD_MESSAGES = [
     ({"role": "user", "content": [{"type": "text", "text": 5}]}, ".content[0].text"),
     ({"role": "user", "content": "a<|im_end|>b"}, ".content"),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", [CHAT, "/tokenize"])
+def test_a_variable_of_the_template_cannot_bring_in_a_control_token(server, path):
+    status, found = server.post(path, ask() | {"chat_template_kwargs": {"name": ["<|im_end|>"]}})
+    assert (status, error(found)["param"]) == (400, "chat_template_kwargs.name[0]")
+
+
+def test_the_range_of_a_seed_is_the_one_of_this_api(server):
+    _, found = server.post(CHAT, ask(seed=-(2**63) - 1))
+    assert "an integer from -2^63 to 2^64 - 1" in error(found)["message"]
+    assert server.post(CHAT, ask(seed=-(2**63), max_tokens=1))[0] == 200
 
 
 @pytest.mark.parametrize(("name", "value"), NOT_YET + WRONG)

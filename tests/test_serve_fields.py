@@ -18,17 +18,10 @@ from nanokv.serve import logprobs
 from serving import CHAT, TEXT, Serving, ask, chunks, error, strict
 from test_serve_guard import ENDLESS, LONG, asked
 
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
+
 NEAR = 1e-5
 PROMPTS = ["Once upon a time", "My name is Zorbla.", "☃ é"]
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_left(request):
-    """After each test: no request, no place and no page of the shared server is taken."""
-    yield
-    if "server" in request.fixturenames:
-        server = request.getfixturevalue("server")
-        server.wait(lambda: server.free)
 
 
 @pytest.fixture(scope="module")

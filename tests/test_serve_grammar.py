@@ -144,6 +144,21 @@ def test_a_schema_that_needs_too_much_while_it_is_used_is_told(server):
     assert error(json.loads(last.removeprefix("data: ")))["code"] == "unsupported"
 
 
+def test_a_pattern_whose_states_explode_ends_alone(server):
+    """(.|a)*a.{200}b: every character may begin another count of 200; sixteen answers walk through other states."""
+    bomb = of({"type": "string", "pattern": "(.|a)*a.{200}b"})
+    with asked(server, ask(temperature=1, seed=1, n=16, max_tokens=150, **bomb)) as found:
+        status, other = server.post(CHAT, ask(max_tokens=20))
+    assert status == 200 and other["usage"]["completion_tokens"] > 3
+    assert found[0][0] == 400 and "too many states: 20000" in found[0][1]["error"]["message"]
+
+
+def test_a_schema_that_takes_too_long_is_told(server, monkeypatch):
+    monkeypatch.setattr(grammar, "MASKS_S", 0.0)
+    status, found = server.post(CHAT, ask(max_tokens=20, **of(SCHEMA)))
+    assert (status, error(found)["code"]) == (400, "unsupported") and "too slow: 0 tokens" in found["error"]["message"]
+
+
 @pytest.mark.parametrize(("text", "thought", "follows"), [
     ("", "none", "{"), ("", "optional", "{<"), ("<think>\nHm {", "optional", None), ("Hm", "open", None),
     ("<think>x</think>\n\n", "optional", "{"), ("x</think>", "open", "\n{"), ('{"on": true}', "none", ""),

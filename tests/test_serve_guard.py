@@ -471,6 +471,42 @@ def test_a_body_that_turns_out_to_be_none_after_the_answer_ends_the_connection(s
     assert "Exception" not in caplog.text and "Fatal" not in caplog.text
 
 
+@pytest.mark.parametrize(("head", "status"), [
+    (b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n", b" 200 "),
+    (b"POST /x HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n", b" 404 "),
+    (b"POST /tokenize HTTP/1.1\r\nHost: evil\r\nContent-Length: 1000000\r\n\r\n", b" 403 "),
+])  # fmt: skip
+def test_a_body_that_goes_on_after_the_answer_does_not_hold_the_connection(server, monkeypatch, head, status):
+    monkeypatch.setattr("nanokv.serve.server.UNREAD_S", 0.3)
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as raw:
+        raw.sendall(head)
+        assert status in raw.recv(4096)
+        raw.sendall(b"1")  # ends uvicorn's own timer
+        with contextlib.suppress(ConnectionResetError):
+            while raw.recv(4096):
+                pass
+    server.wait(lambda: not server.server.server_state.connections)
+
+
+def test_a_body_that_arrives_after_the_answer_keeps_the_connection(server, monkeypatch):
+    monkeypatch.setattr("nanokv.serve.server.UNREAD_S", 0.3)
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as raw:
+        raw.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 4\r\n\r\n")
+        found = raw.recv(4096)  # the answer may come in several parts, its first line is in the first
+        assert b" 200 " in found
+        raw.sendall(b"late")
+        time.sleep(0.5)
+        raw.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        found += raw.makefile("rb").read()
+        assert found.count(b" 200 ") == found.count(b'{"status":"ok"}') == 2
+
+
+def test_a_body_with_two_lengths_is_refused_and_nothing_after_it_is_read(server):
+    heads = b"Host: localhost\r\nContent-Length: 6\r\nTransfer-Encoding: chunked\r\n\r\n"
+    found = said(server, b"POST /tokenize HTTP/1.1\r\n" + heads + b"0\r\n\r\nGET /health HTTP/1.1\r\n\r\n")
+    assert found.count(b"HTTP/1.1 ") == 1 and b"HTTP/1.1 400" in found and b"one of them says" in found
+
+
 def test_a_connection_too_many_is_told_so(loaded, monkeypatch):
     monkeypatch.setattr("nanokv.serve.server.CONNECTIONS", 2)
     with Serving(*loaded) as server, contextlib.ExitStack() as stack:

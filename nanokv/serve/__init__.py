@@ -11,6 +11,7 @@ A request goes through these files, from the socket to the engine and back:
     prompts.py     messages or text to token ids: the chat template and the tokenizer
     grammar.py     which tokens may follow, where the answer must be JSON or a call
     worker.py      the one thread that runs the engine; a request's place in its queue
+    prefill.py     where prompts are computed: in that thread, or by a process of its own
     answer.py      token by token to text: whole characters, thoughts apart, stop strings
     calls.py       tool calls in that text
     logprobs.py    what the model thinks of each token, of a repeated prompt's too

@@ -32,6 +32,7 @@ class Application:
         self.served, self.worker, self.limits = served, worker, limits
         self.watched = Live(worker, served)
         self.threads = ThreadPoolExecutor(2, "nanokv-prompt")  # templates and tokenizers
+        self.side_thread = ThreadPoolExecutor(1, "nanokv-tokenize")  # no chat waits for /tokenize
         self.reading = 0  # bytes of bodies that arrive, or wait for a thread
         self.beside = 0  # requests that wait for a thread and have no place in the engine's queue
 
@@ -65,7 +66,7 @@ class Application:
 
     async def metrics(self, request: Request) -> Response:
         """For Prometheus."""
-        state = await self.worker.call(metrics.snapshot)
+        state = await self.worker.call(lambda engine: metrics.snapshot(engine) | self.worker.prefills.counts())
         return Response(self.worker.metrics.text(state), media_type="text/plain; version=0.0.4")
 
     async def described(self, request: Request) -> Response:
@@ -86,14 +87,17 @@ class Application:
 
     async def tokenize(self, request: Request) -> Response:
         """{"prompt": text} or {"messages": […]} → {"tokens": […], "count": N}."""
-        ids = await self._beside(request, self._tokens)
-        return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": self.served.context})
+        return await self._beside(request, self._tokens)
 
     async def detokenize(self, request: Request) -> Response:
         """{"tokens": […]} → {"prompt": text}."""
-        return JSONResponse({"prompt": await self._beside(request, self._text)})
+        return await self._beside(request, self._text)
 
-    def _tokens(self, body: bytes) -> list[int]:
+    def _tokens(self, body: bytes) -> Response:
+        ids = self._ids(body)
+        return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": self.served.context})
+
+    def _ids(self, body: bytes) -> list[int]:
         fields = protocol.parse_object(body)
         if "messages" in fields:
             asked = protocol.chat(fields)
@@ -102,12 +106,12 @@ class Application:
         special = kind(fields, "add_special_tokens", bool, True)
         return named("prompt", prompts.text_ids, self.served, prompt, special)
 
-    def _text(self, body: bytes) -> str:
+    def _text(self, body: bytes) -> Response:
         tokens = whole_numbers(needed(protocol.parse_object(body), "tokens", list), "tokens")
-        return named("tokens", self.served.tokenizer.decode, tokens)
+        return JSONResponse({"prompt": named("tokens", self.served.tokenizer.decode, tokens)})
 
-    async def _beside(self, request: Request, function: Callable[[bytes], Any]) -> Any:
-        """function(body), for an address that needs no engine."""
+    async def _beside(self, request: Request, function: Callable[[bytes], Response]) -> Response:
+        """function(body), for an address that needs no engine; 4 MB of text make 15 MB of JSON, also in the thread."""
         async with self._body(request) as body:
             if self.beside >= self.limits.beside:
                 self.worker.metrics.count("rejected")
@@ -115,7 +119,7 @@ class Application:
                                code="queue_full", headers={"retry-after": "1"})  # fmt: skip
             self.beside += 1
             try:
-                return await self._in_thread(function, body)
+                return await asyncio.get_running_loop().run_in_executor(self.side_thread, function, body)
             finally:
                 self.beside -= 1
 

@@ -10,6 +10,7 @@ come first and are free. The vocabulary is read at the first such request, 2 s f
 
 import json
 from collections.abc import Sequence
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,6 +25,11 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 LONGEST = 100_000  # characters of a grammar
+# Of one answer. llguidance's own limits are ten times as high: 14 ms of fuel for a token, 250,000 states of 1 to 2 kB.
+LIMITS: dict[str, Any] = {
+    "step_lexer_fuel": 20_000, "step_max_items": 10_000, "max_lexer_states": 20_000, "verbose_errors": False,
+}  # fmt: skip
+MASKS_S = 2.0  # seconds of masks that an answer may take: they are computed between two steps of everybody's answers
 LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 THOUGHTS = {  # how an answer may begin
     "none": "start: body\n",
@@ -97,12 +103,13 @@ def needs_package(param: str) -> None:
 
 def compiled(grammar: str, words: "LLTokenizer", param: str) -> "LLMatcher":
     """ApiError that names the field where the grammar is too large, or says what llguidance does not do."""
-    from llguidance import LLMatcher
+    from llguidance import LLMatcher, LLParserLimits
 
     if len(grammar) > LONGEST:
         raise ApiError(400, f"{param} makes a grammar of {len(grammar):,} characters, at most {LONGEST:,} are taken",
                        param)  # fmt: skip
-    matcher = LLMatcher(words, LLMatcher.grammar_from_lark(grammar), log_level=0)
+    matcher = LLMatcher(words, LLMatcher.grammar_from_lark(grammar), log_level=0,
+                        limits=LLParserLimits(**LIMITS))  # fmt: skip
     if not matcher.is_error():
         matcher.compute_bitmask()  # what is too large for its limits shows here
     if matcher.is_error():
@@ -116,16 +123,21 @@ class Constraint:
 
     def __init__(self, matcher: "LLMatcher"):
         self.matcher: Any = matcher.deep_copy()
-        self.seen = 0
+        self.seen, self.seconds = 0, 0.0
 
     def __call__(self, logits: torch.Tensor, tokens: list[int]) -> torch.Tensor:
         """(1,V) → (1,V): −∞ for tokens that cannot follow `tokens`."""
         for token in tokens[self.seen :]:
             self.matcher.consume_token(token)
             self.seen += 1
+        began = perf_counter()
         bits = np.frombuffer(self.matcher.compute_bitmask(), dtype=np.uint8)
+        self.seconds += perf_counter() - began
         if self.matcher.is_error():
             reason = self.matcher.get_error().partition("\n")[0]
             raise ApiError(400, f"the schema leads beyond the limits of llguidance: {reason}", code="unsupported")
+        if self.seconds > MASKS_S:
+            raise ApiError(400, f"the schema is too slow: {len(tokens):,} tokens took {self.seconds:.1f} s of masks, "
+                           f"{MASKS_S:g} are allowed", code="unsupported")  # fmt: skip
         allowed = torch.from_numpy(np.unpackbits(bits, bitorder="little")[: logits.shape[-1]].astype(bool))  # (V,)
         return logits.masked_fill(~allowed.to(logits.device), -torch.inf)

@@ -19,7 +19,7 @@ from nanokv import __version__
 from nanokv.serve.errors import ApiError, internal
 from nanokv.serve.forms import data
 from nanokv.serve.prompts import Served
-from nanokv.serve.response import EVENT_STREAM, Limits
+from nanokv.serve.response import EVENT_STREAM, Limits, gone
 from nanokv.serve.snapshot import view
 from nanokv.serve.worker import Worker, where
 
@@ -138,9 +138,3 @@ class Watching(Response):
                     await asyncio.wait_for(news.wait(), CHECK_S)
         except ApiError as error:
             yield data(error.body)
-
-
-async def gone(receive: Receive) -> None:
-    """Returns when the client has left."""
-    while (await receive())["type"] != "http.disconnect":
-        pass

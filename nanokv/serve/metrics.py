@@ -18,10 +18,16 @@ LONGEST_RETRY = 60  # seconds
 GAUGES = {
     "requests_running": "Requests that hold pages", "requests_waiting": "Requests that wait for pages",
     "pages": "Pages of the pool", "pages_free": "Pages that hold nothing, or a prefix that nobody uses now",
+    "prefill_worker_up": "1 while a process of its own prefills",
+    "prefills_waiting": "Requests whose prompts wait for it, or are computed there",
+    "prefill_worker_pages": "Pages of its pool", "prefill_worker_pages_free": "Those free when it was last idle",
 }  # fmt: skip
 COUNTERS = {
     "prefill_tokens": "Prompt tokens computed", "prefix_hit_tokens": "Prompt tokens found in the prefix cache",
     "generated_tokens": "Tokens generated", "preemptions": "Requests that gave their pages back and waited again",
+    "handover_prompts": "Prompts that the prefill process has handed over",
+    "handover_bytes": "Bytes of their keys, values and logits", "handover_seconds": "Seconds that they took to arrive",
+    "handover_lost": "Prompts that were prefilled here because that process had ended",
 }  # fmt: skip
 
 
@@ -44,7 +50,7 @@ class Metrics:
         self._requests = Counter("nanokv_requests", "Requests by how they ended", ["reason"], registry=self.registry)
         self._first = self._histogram("time_to_first_token", "Seconds from arrival to the first token", FIRST)
         self._between = self._histogram("inter_token", "Seconds between two tokens of a request", BETWEEN)
-        self._state: dict[str, int] = {}
+        self._state: dict[str, float] = {}
         self._generated, self._mean = 0, 1.0
         self.registry.register(self)  # type: ignore[arg-type]  # it has `collect`, which is all that is asked
 
@@ -73,12 +79,12 @@ class Metrics:
 
     def collect(self) -> Iterator[Metric]:
         """What the engine knows."""
-        for name, text in GAUGES.items():
-            yield GaugeMetricFamily(f"nanokv_{name}", text, value=self._state.get(name, 0))
-        for name, text in COUNTERS.items():
-            yield CounterMetricFamily(f"nanokv_{name}", text, value=self._state.get(name, 0))
+        families = [(GAUGES, GaugeMetricFamily), (COUNTERS, CounterMetricFamily)]
+        for name, text, family in ((*item, family) for table, family in families for item in table.items()):
+            if name in self._state:
+                yield family(f"nanokv_{name}", text, value=self._state[name])
 
-    def text(self, state: dict[str, int]) -> bytes:
-        """In Prometheus' format. `state`: a snapshot."""
+    def text(self, state: dict[str, float]) -> bytes:
+        """In Prometheus' format. `state`: a snapshot, and what else is known by these names."""
         self._state = state | {"generated_tokens": self._generated}
         return generate_latest(self.registry)

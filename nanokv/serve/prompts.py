@@ -159,6 +159,8 @@ def chat_ids(served: Served, messages: list[dict], template: dict, tools: Tools)
             refuse_control(served.tokenizer, text, place)
         for text, place in texts(list(tools.functions), "tools"):
             refuse_control(served.tokenizer, text, place)
+        for text, place in texts(template, "chat_template_kwargs"):
+            refuse_control(served.tokenizer, text, place)
     render = partial(rendered_prompt, served, template)
     rendered = render(messages, tools.offered)
     if tools.offered:

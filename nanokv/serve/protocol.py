@@ -21,7 +21,11 @@ MOST_BRACKETS = 200_000  # of lists and objects in one request, about 100 bytes 
 MOST_STOPS, LONGEST_STOP = 16, 1_000  # each token is compared with all of them
 MOST_ANSWERS, MOST_PROMPTS = 16, 256  # `n`; and prompts of a request, all of which have a place in the queue
 MOST_LIKELY = {"messages": 20, "prompt": 5}  # OpenAI's limits of top_logprobs, and of a completion's logprobs
-RESERVED = ("messages", "tools", "documents", "add_generation_prompt")  # of the template's own variables
+RESERVED = (  # of the template's own variables, and what the checkpoint sets
+    "self", "messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token", "pad_token",
+    "unk_token",
+)
+COLDEST = 1e-30  # logits divided by less leave fp32's range
 KNOWN = {
     "model", "messages", "prompt", "stream", "stream_options", "stop", "max_tokens", "max_completion_tokens",
     "ignore_eos", "chat_template_kwargs", "add_special_tokens", "n", "logprobs", "top_logprobs", "echo", "tools",
@@ -180,7 +184,11 @@ def sampling(fields: dict) -> dict:
         try:
             check_sampling(**{name: value})
         except GenerationError as error:
-            raise ApiError(400, str(error), name) from None
+            message = str(error).replace("from 0 to 2^64 - 1", "from -2^63 to 2^64 - 1")
+            raise ApiError(400, message, name) from None
+    if 0 < found.get("temperature", 0) < COLDEST:
+        message = f"temperature is {found['temperature']:g}: it must be 0 or at least {COLDEST:g}"
+        raise ApiError(400, message, "temperature", hint="0 is greedy")
     return found
 
 

@@ -50,8 +50,7 @@ class Watch:
             ticket.fail(reason)
 
     async def _gone(self, tickets: Sequence[Ticket], receive: Receive) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
+        await gone(receive)
         self._end(tickets, ClientGone())
 
     def __enter__(self) -> "Watch":
@@ -155,6 +154,12 @@ def ended(ticket: Ticket) -> dict:
     found = completion.end("context" if cut else request.finish_reason, ticket.job.text.stop_string)
     called = ticket.job.text.calls.count and found["finish_reason"] == "stop"
     return found | ({"finish_reason": "tool_calls"} if called else {})
+
+
+async def gone(receive: Receive) -> None:
+    """Returns when the client has left."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 def close(tickets: Sequence[Ticket]) -> None:

@@ -115,6 +115,7 @@ class Guard:
         try:
             check_length(scope)
             headers = Headers(scope=scope)
+            check_framing(headers)
             self.hosts.check(headers)
             if scope["path"] not in OPEN:
                 scope["salt"] = self.keys.salt(headers.get("authorization", ""))
@@ -136,6 +137,13 @@ def check_length(scope: Scope) -> None:
     size += len(scope["raw_path"]) + len(scope["query_string"])
     if size > HEADER_BYTES:
         raise ApiError(431, f"address and headers have {size:,} bytes, at most {HEADER_BYTES:,} are read")
+
+
+def check_framing(headers: Headers) -> None:
+    """One length of the body: where two are given, a proxy may believe the other one (RFC 9112, 6.3)."""
+    if "content-length" in headers and "transfer-encoding" in headers:
+        raise ApiError(400, "Content-Length and Transfer-Encoding were both given: one of them says where a body ends",
+                       code="invalid_http", headers={"connection": "close"})  # fmt: skip
 
 
 def respond(error: ApiError) -> JSONResponse:

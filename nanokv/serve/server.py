@@ -18,6 +18,7 @@ from nanokv.serve.security import HEADER_BYTES, Guard, respond
 from nanokv.serve.worker import Worker
 
 HEADER_S = 15.0  # for all headers of a request to arrive
+UNREAD_S = 5.0  # for the rest of a body whose request is answered already
 READER_S = 60.0  # for a client to take what was written
 CONNECTIONS = 1_000
 CLOSE = (b"connection", b"close")
@@ -32,6 +33,7 @@ class Protocol(H11Protocol):
 
     _deadline: asyncio.TimerHandle | None = None
     _reader: asyncio.TimerHandle | None = None
+    _unread: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -44,9 +46,15 @@ class Protocol(H11Protocol):
         super().data_received(data)
         self._wait_for_headers()
 
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.conn.their_state is h11.SEND_BODY:  # what arrives of it ends uvicorn's own timer, but not this one
+            self._unread = self.loop.call_later(UNREAD_S, self.transport.abort)
+
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._stop_waiting()
+        self._stop_unread()
         self.resume_writing()
 
     def pause_writing(self) -> None:
@@ -70,10 +78,17 @@ class Protocol(H11Protocol):
         self.transport.close()
 
     def _wait_for_headers(self) -> None:
+        if self.conn.their_state is not h11.SEND_BODY:
+            self._stop_unread()
         if self.conn.their_state is not h11.IDLE or self.transport.is_closing():
             self._stop_waiting()
         elif self._deadline is None:
             self._deadline = self.loop.call_later(HEADER_S, self.transport.close)
+
+    def _stop_unread(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
 
     def _stop_waiting(self) -> None:
         if self._deadline is not None:
@@ -90,6 +105,7 @@ async def crowded(scope: Scope, receive: Receive, send: Send) -> None:
 
 class Server(uvicorn.Server):
     """Ends when `stop()` is true: nothing new is taken, answers have `grace` seconds, and none when `hurry()` is true.
+    It ends, too, when the engine has lost a rank.
     """
 
     def __init__(self, app: Guard, worker: Worker, stop: Callable[[], bool], hurry: Callable[[], bool],
@@ -107,7 +123,7 @@ class Server(uvicorn.Server):
         self.ready()
 
     async def on_tick(self, counter: int) -> bool:
-        return await super().on_tick(counter) or self.stop()
+        return await super().on_tick(counter) or self.stop() or self.worker.lost is not None
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         ending = asyncio.create_task(self.worker.end(self.grace))

@@ -18,16 +18,19 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from time import perf_counter
 from typing import Any
 
 from nanokv.decoding.draw import SamplingParams, Step
 from nanokv.engine import Engine, Request
+from nanokv.engine.prefilled import Prefilled
 from nanokv.engine.request import FINISHED
-from nanokv.errors import NanoKVError
+from nanokv.errors import NanoKVError, ParallelError
 from nanokv.serve.answer import Piece
 from nanokv.serve.errors import ApiError, internal, refused
 from nanokv.serve.metrics import Metrics
+from nanokv.serve.prefill import HERE, Here
 from nanokv.serve.prompts import Job
 from nanokv.serve.snapshot import Ended, ended, snapshot
 
@@ -38,13 +41,16 @@ ENDED = object()  # the last event of a ticket that nothing has gone wrong with
 
 
 class Worker:
-    """`queue_size` requests may wait besides those that run. Made and used in the event loop's thread."""
+    """`queue_size` requests may wait besides those that run; `prefills`: where prompts are computed (prefill.py). Made
+    and used in the event loop's thread."""
 
-    def __init__(self, engine: Engine, queue_size: int):
+    def __init__(self, engine: Engine, queue_size: int, prefills: Here = HERE):
+        self.prefills = prefills
         self.engine, self.places = engine, engine.scheduler.max_running + queue_size
         self.metrics = Metrics()
         self.tickets: set[Ticket] = set()
         self.closing = False
+        self.lost: ParallelError | None = None  # why the engine's ranks no longer answer
         self.at_end: list[Callable[[], None]] = []  # called when nothing more is taken
         self._waits: set[asyncio.Timeout] = set()
         self._active: list[Ticket] = []  # the engine's thread only, as are the next two
@@ -57,6 +63,7 @@ class Worker:
     def start(self) -> None:
         """In a running event loop, once."""
         self._loop = asyncio.get_running_loop()
+        self.prefills.start(self._inbox.put)
         self._thread.start()
 
     @property
@@ -139,6 +146,7 @@ class Worker:
     def join(self) -> None:
         """Wait for the thread, which ends after its step: Python cannot end while it is inside of torch."""
         self._thread.join(LONGEST_STEP_S)
+        self.prefills.close()
 
     # --- the engine's thread ----------------------------------------------------------------------------------------
 
@@ -146,8 +154,11 @@ class Worker:
         try:
             while self._take():
                 self._step()
+                self.prefills.pump()
                 self._score()
                 self._deliver()
+        except ParallelError as error:
+            self.lost = error
         except BaseException as error:
             logger.error("the engine's thread has ended: %s", where(error))
             raise
@@ -163,6 +174,8 @@ class Worker:
             return
         try:
             self.engine.step()
+        except ParallelError:  # a rank is gone: no step can follow
+            raise
         except Exception as error:  # out of memory, or our bug: the same step would fail again
             for ticket in self._active:
                 if ticket.request.finish_reason is None:
@@ -174,12 +187,12 @@ class Worker:
         if self._echoing:
             ticket = self._echoing[0]
             try:
-                if ticket.job.echo.advance(self.engine.model):
+                if self.engine.aside(ticket.job.echo.advance):
                     self._echoing.remove(ticket)
                     ticket.begin()
             except Exception as error:
                 self._echoing.remove(ticket)
-                reason = self.fault(error)
+                reason = refused(error, "echo") if isinstance(error, NanoKVError) else self.fault(error)
                 self._tell(lambda: ticket.fail(reason))
 
     def _take(self) -> bool:
@@ -261,6 +274,7 @@ class Ticket:
 
     def _cancel(self) -> None:
         def cancel():
+            self.worker.prefills.forget(self)
             if self.request is not None:
                 held = self.request.fed
                 self.worker.engine.cancel(self.request)
@@ -276,10 +290,16 @@ class Ticket:
 
     def begin(self) -> None:
         """What is to be generated, after the prompt where that is repeated."""
-        echo, submit = self.job.echo, self.worker.engine.submit
+        if self.job.wanted == 0:
+            self.enter(None)
+        else:
+            self.worker.prefills.begin(self)
+
+    def enter(self, prefilled: Prefilled | None) -> None:
+        """Into the engine, with what another process has prefilled."""
+        echo, submit = self.job.echo, partial(self.worker.engine.submit, on_token=self._put, prefilled=prefilled)
         try:
-            request = submit(self.job.ids, on_token=self._put, **self.job.settings) if self.job.wanted != 0 else None
-            self.request = request or nothing(self.job)
+            self.request = submit(self.job.ids, **self.job.settings) if self.job.wanted != 0 else nothing(self.job)
             self._fresh += [] if echo is None else [echo.piece()]
             self.worker._active.append(self)
         except Exception as error:

@@ -94,7 +94,7 @@ const cache = {
 
   turnText() {
     const { turn, now: { pool } } = this;
-    if (!turn) return "Nothing was asked from this tab yet.";
+    if (!turn) return "Nothing was asked since this page was loaded.";
     const words = `${count(turn.reused)} of ${plural(turn.prompt, "prompt token")} reused, ${count(turn.prefilled)} computed, ${count(turn.generated)} answered.`;
     if (turn.reason) return `${words} ${this.leftText(turn)}`;
     if (turn.state === "queued") return `${words} ${turn.preemptions ? "Preempted: its pages are given back, and it waits in the queue." : "It waits in the queue."}`;
