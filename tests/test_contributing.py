@@ -80,7 +80,7 @@ def test_the_notebook_is_accepted(tmp_path):
     from nanokv.course import twins
     from nanokv.errors import CourseError
 
-    path = tmp_path / "13_one_token.py"
+    path = tmp_path / "14_one_token.py"
     path.write_text(NOTEBOOK)
     source = twins.read(path)
     assert [cell.role for cell in source.cells if cell.role != "both"] == ["exercise", "solution"]

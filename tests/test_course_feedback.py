@@ -404,8 +404,8 @@ def test_a_learners_own_notebook_keeps_its_answers_and_the_command_shows_them(tm
     log.note("figure", id="05.a", value=1)
     assert main(["course", "progress", "--folder", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[5] == scores.line("05", EVENTS) and lines[4] == "04: 0 of 8 right. Not begun." and len(lines) == 14
-    assert lines[-1] == f"all: 3 of {sum(len(scores.results(f'{n:02}', [], None)) for n in range(13))} right."
+    assert lines[5] == scores.line("05", EVENTS) and lines[4] == "04: 0 of 8 right. Not begun." and len(lines) == 15
+    assert lines[-1] == f"all: 3 of {sum(len(scores.results(f'{n:02}', [], None)) for n in range(14))} right."
     assert "figure" not in (tmp_path / "progress.jsonl").read_text()
     assert main(["course", "progress", "05", "--folder", str(tmp_path)]) == 0
     assert capsys.readouterr().out.splitlines() == [scores.line("05", EVENTS), "all: 2 of 8 right."]

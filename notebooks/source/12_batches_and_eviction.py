@@ -9,7 +9,7 @@
 # %% [markdown]
 # # 12 · Batches, eviction, fewer bits
 #
-# The last notebook is about three ways to serve more from the same memory: answer several people at once, drop old
+# This notebook is about three ways to serve more from the same memory: answer several people at once, drop old
 # tokens, and store numbers with fewer bits. Batching leaves the answers unchanged, if it is done right. The other two
 # always change the numbers, and the question is how you would notice. At the end you build something of your own. The
 # suite that tested every cache of this course then tests yours. And the parts that you wrote since notebook 01 become an
@@ -746,9 +746,8 @@ course.answer("12.q3", q3)
 #
 # ## Next
 #
-# This was the last notebook. You have seen what a cache may keep and why. You built one, switched on every bug of
-# notebook 07, counted the bytes of a cache, timed it, divided it into pages, and shared it. Go on with `nanokv chat`,
-# `nanokv bench` and the source code. Or go back to [07](07_bug_hunt.ipynb) and see whether you now find its bugs.
+# Now you have an engine on one machine. In notebook [13](13_more_than_one_machine.ipynb) a model, its cache and a prompt are
+# divided among several.
 
 # %% tags=["skip"]
 course.progress()

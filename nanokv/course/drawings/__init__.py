@@ -5,11 +5,14 @@ Each function takes the alt text as an argument and returns a Drawing; `.still` 
 
 from nanokv.course.drawings.arriving_token import token_arrives
 from nanokv.course.drawings.canvas import Drawing, address
+from nanokv.course.drawings.cut_weights import cuts
 from nanokv.course.drawings.guesses import speculation
 from nanokv.course.drawings.page_tables import pages
 from nanokv.course.drawings.position_ruler import ruler
 from nanokv.course.drawings.shared_prefixes import prefix_tree
 from nanokv.course.drawings.transformer_block import block
 
-ALL = (block, token_arrives, ruler, pages, prefix_tree, speculation)
-__all__ = ["ALL", "Drawing", "address", "block", "pages", "prefix_tree", "ruler", "speculation", "token_arrives"]
+ALL = (block, token_arrives, ruler, pages, prefix_tree, speculation, cuts)
+__all__ = [
+    "ALL", "Drawing", "address", "block", "cuts", "pages", "prefix_tree", "ruler", "speculation", "token_arrives",
+]  # fmt: skip

@@ -1,0 +1,77 @@
+"""A function of a notebook on several processes of this machine: one rank each, joined by torch.distributed.
+
+A notebook's function cannot be imported by another process, so its source is written into a program, which every rank
+runs. It imports what it needs itself; torch and nanokv are there. A rank takes seconds to import torch.
+"""
+
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from nanokv.errors import CourseError
+from nanokv.parallel.group import environment, free_port
+
+LIMIT_S = 120.0  # for all ranks together
+PROGRAM = """\
+import json
+import sys
+
+import torch
+
+import nanokv
+from nanokv.parallel.group import start
+
+{source}
+
+group = start(timeout={timeout})
+with torch.inference_mode():
+    result = {name}(group, **json.loads(sys.argv[1]))
+print(json.dumps(result))
+group.close()
+"""
+
+
+def on_ranks(work: Callable, size: int = 2, timeout: float = 30.0, **arguments: Any) -> list:
+    """work(group, **arguments) on `size` processes → what each returned, by rank.
+
+    Arguments and results travel as JSON. `group` is a nanokv.parallel.group.Group; a rank that keeps the others waiting
+    for more than `timeout` seconds ends all. CourseError with the reason of the rank that failed first.
+    """
+    source = textwrap.dedent(inspect.getsource(work))
+    with tempfile.TemporaryDirectory(prefix="nanokv-ranks-") as folder:
+        path = Path(folder) / "rank.py"
+        path.write_text(PROGRAM.format(source=source, name=work.__name__, timeout=timeout), encoding="utf-8")
+        command = [sys.executable, str(path), json.dumps(arguments)]
+        port, common = free_port(), os.environ | {"OMP_NUM_THREADS": "1"}
+        ranks = [subprocess.Popen(command, env=common | environment(rank, size, port), text=True, encoding="utf-8",
+                                  stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+                 for rank in range(size)]  # fmt: skip
+        try:
+            said = [rank.communicate(timeout=LIMIT_S) for rank in ranks]
+        except subprocess.TimeoutExpired as error:
+            raise CourseError(f"{work.__name__} did not end within {LIMIT_S:g} s on {size} ranks") from error
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+    codes = [rank.returncode for rank in ranks]
+    reasons = {number: _reason(errors, codes[number]) for number, (_, errors) in enumerate(said) if codes[number]}
+    if reasons:  # who was waiting for another one fails too: its own reason comes first
+        number = min(reasons, key=lambda number: "ParallelError" in reasons[number])
+        raise CourseError(f"{work.__name__} failed on rank {number}: {reasons[number]}")
+    return [json.loads(out.splitlines()[-1]) for out, _ in said]
+
+
+def _reason(errors: str, code: int) -> str:
+    """The last line of a traceback, without the hint below it, and without the rank that torch puts before it."""
+    lines = [re.sub(r"^\[rank\d+\]: ?", "", line) for line in errors.splitlines()]
+    lines = [line for line in lines if line.strip() and not line.startswith("hint: ")]
+    return lines[-1] if lines else f"exit code {code}"

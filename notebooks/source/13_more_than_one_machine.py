@@ -1,0 +1,538 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 13 · One machine is not enough
+#
+# A model or its cache can be too large for one machine. Then both are cut into parts, and each part lies on a machine
+# of its own. The machines must exchange results before the next token is known. In this notebook two processes stand
+# for two machines. You cut a model in three ways, count the bytes that are sent, and check that the logits stay the
+# same. At the end a prompt is computed by one process and continued by the other.
+#
+# ## What you will be able to do
+#
+# - say what of a model is cut where, by columns, rows, heads, words and positions, and why;
+# - predict the bytes that a [rank](glossary.md#rank) sends per token, and measure them;
+# - say why grouped heads limit the number of ranks;
+# - merge attention over two parts of the keys by hand, with their [log-sum-exp](glossary.md#log-sum-exp);
+# - compute when it is faster to send a [KV cache](glossary.md#kv-cache) than to compute it again.
+#
+# Letters: `B` rows of the batch, `T` tokens that are fed at once, `S` keys that a query may see, `C` numbers of a
+# hidden state, `H` query heads, `Hk` KV heads, `D` numbers of a head, `L` layers, `V` entries of the vocabulary, and
+# new: `n` ranks ([all of them](glossary.md#letters)).
+
+# %%
+import torch
+import torch.nn.functional as F
+
+import nanokv
+from nanokv import costs, course
+from nanokv.attention import merge, partial_attention
+from nanokv.costs.memory import FAMILY
+from nanokv.course.ranks import on_ranks
+from nanokv.parallel.shards import Shard
+
+model, tokenizer = course.start("13", model="tiny")  # each process loads it once more
+c = model.config
+ids = torch.randint(c.vocab_size, (1, 1200), generator=torch.Generator().manual_seed(13))
+qwen = FAMILY["Qwen/Qwen3-0.6B"]  # its published shape
+
+# %% [markdown]
+# ## Predict
+#
+# The bundled model is cut over two ranks: each has half of the heads, half of the width of every MLP, and half of the
+# words. How often must they exchange something to compute *one* token?
+
+# %% tags=["exercise"]
+messages = ...
+
+# %% tags=["solution"]
+messages = 6  # a common first guess: once per layer
+
+# %%
+course.predict("13.a", messages, unit="messages")
+
+# %% [markdown]
+# Second: now the weights are whole on both ranks, and the *positions* of one long sequence are divided between them.
+# Each holds the keys and values of its own positions. When the sequence is ten times as long, how many times as many
+# bytes does a rank receive per new token?
+
+# %% tags=["exercise"]
+growth = ...
+
+# %% tags=["solution"]
+growth = 10  # a common first guess: there are ten times as many keys
+
+# %%
+course.predict("13.b", growth, unit="times")
+
+# %% [markdown]
+# ## Experiment 1: cut a matrix
+#
+# An MLP multiplies a token with `gate` and `up`, `(width,C)` each, and the result with `down`, `(C,width)`. A weight
+# matrix can be cut by rows, so that each rank computes some of the *outputs*. Or it can be cut by columns, so that each
+# rank reads some of the *inputs*. Then the outputs of the ranks are summands, and have to be added up.
+
+# %%
+mlp = model.layers[0].mlp
+x = torch.randn(1, 4, c.hidden_size, generator=torch.Generator().manual_seed(0))  # (B,T,C)
+whole = mlp(x)  # (B,T,C)
+
+gates, ups = mlp.gate_proj.weight.chunk(2, 0), mlp.up_proj.weight.chunk(2, 0)  # (width/2,C) ×2: outputs
+downs = mlp.down_proj.weight.chunk(2, 1)  # (C,width/2) ×2: inputs
+
+
+def half(rank):
+    """What one rank computes, alone from the first line to the last. (B,T,C) → (B,T,C)"""
+    hidden = F.silu(x @ gates[rank].T) * (x @ ups[rank].T)  # (B,T,width/2)
+    return hidden @ downs[rank].T  # (B,T,C), a summand
+
+
+added = half(0) + half(1)  # the only exchange
+print(f"largest number {float(whole.abs().max()):.2f}")
+print(f"after cut and sum off by {float((added - whole).abs().max()):.0e}")
+print(f"one half alone is off by {float((half(0) - whole).abs().max()):.2f}")
+
+# %% [markdown]
+# The order of the cuts matters. `gate` and `up` are cut by outputs, `down` by inputs. Then each rank goes through the
+# whole block alone, and one sum ends it. If `down` were cut by outputs too, each rank would need the other half of the
+# hidden width first: two messages in the place of one. Attention is cut in the same way: `q`, `k`, `v` by heads, that
+# is by outputs, and `o` by inputs. This is [tensor parallelism](glossary.md#tensor-parallelism), and these are all its
+# cuts:
+
+# %% tags=["hide-input"]
+course.show(course.drawings.cuts())
+
+# %% [markdown]
+# Experts of a mixture are not cut: each rank has some of them whole. A token whose expert lies elsewhere gets zeros
+# here, and the sum at the end of the block adds what the other rank has computed.
+#
+# ## Experiment 2: two processes
+#
+# Now for real. `on_ranks` starts two processes and runs a function in each. They are joined by `torch.distributed`.
+# `group.sum` adds a tensor over all ranks, `group.gather` collects one tensor of each. Each process cuts the model that
+# it has loaded (`nanokv.parallel.shards.split`): the result is the same `nanokv/model.py`, with a config that has half
+# of the heads. So the cache, which is made from that config, is half a cache, and does not know it.
+
+
+# %%
+def tensor_parallel(group, ids):
+    """Logits of a prefill and a decode; per message of the decode its kind and bytes; bytes of cache and weights."""
+    from nanokv.parallel.shards import split
+
+    sent = []
+    for kind in ("sum", "gather"):
+        send = getattr(group, kind)
+        setattr(group, kind, lambda x, kind=kind, send=send: (sent.append((kind, x.nbytes)), send(x))[1])
+    part = split(nanokv.load("tiny")[0], group)
+    cache = nanokv.make_cache("dict", part.config)
+    nanokv.prefill(part, torch.tensor(ids)[:, :-1], cache)
+    sent.clear()
+    logits = nanokv.decode(part, torch.tensor(ids)[:, -1:], cache, cache.length)  # (B,V)
+    weights = sum(weight.nbytes for weight in part.parameters())
+    return {"logits": logits.tolist(), "sent": sent, "cache": cache.nbytes, "weights": weights}
+
+
+few = ids[:, :60]
+two = on_ranks(tensor_parallel, 2, ids=few.tolist())
+right = nanokv.score(model, few)[:, -1]  # one process, no cache
+cache = nanokv.make_cache("dict", c)
+nanokv.prefill(model, few, cache)
+off = max(float((torch.tensor(rank["logits"]) - right).abs().max()) for rank in two)
+sums = [size for kind, size in two[0]["sent"] if kind == "sum"]
+gathers = [size for kind, size in two[0]["sent"] if kind == "gather"]
+print(f"logits off by {off:.0e}; the ranks agree to the bit: {two[0]['logits'] == two[1]['logits']}")
+print(f"weights of a rank {two[0]['weights']:,} of {model.nbytes:,} bytes")
+print(f"cache of a rank {two[0]['cache']:,} of {cache.nbytes:,} bytes")
+print(f"for one token: {len(sums)} sums of {set(sums)} bytes, {len(gathers)} gather of {set(gathers)} bytes")
+course.reveal("13.a", len(two[0]["sent"]))
+
+# %% tags=["hide-input"]
+course.figure("13.messages", len(two[0]["sent"]))
+course.figure("13.off", off)
+course.figure("13.cache", two[0]["cache"] / cache.nbytes)
+course.figure("13.sum", sums[0])
+
+# %% [markdown]
+# Two sums per layer, one for the embedding, and one gather for the logits: <!--fig 13.messages-->14<!--/fig--> messages
+# for one token. The cache of a rank is <!--fig 13.cache-->0.5<!--/fig--> of the whole, and the logits differ by
+# rounding, about <!--fig 13.off x10-->1e-5<!--/fig-->: a sum of two halves rounds otherwise than one long sum.
+#
+# Each sum has only `C` numbers per token, here <!--fig 13.sum-->768<!--/fig--> bytes, however large the model's
+# matrices are. So it is not the bytes that make a decode slow on two machines. It is the waiting: the messages come one
+# after another, and none can be sent before the work in front of it is done. In a prefill of a thousand tokens each
+# message is a thousand times as large, and then the bytes count. In a ring of `n` ranks each rank sends `2·(n−1)/n` of
+# the bytes that are summed, twice round in parts.
+
+# %%
+per_token = 2 * qwen.num_hidden_layers * qwen.hidden_size * 2  # two sums per layer, in bf16
+waiting = 2 * qwen.num_hidden_layers * 20e-6  # if a message takes 20 µs from machine to machine
+sending = per_token * 8 / 10e9  # over a link of 10 Gbit/s
+print(f"Qwen3-0.6B, a decode step on two machines: {per_token:,} bytes, {1e6 * sending:.0f} µs to send them,")
+print(f"{1e6 * waiting:.0f} µs of waiting for {2 * qwen.num_hidden_layers} messages of 20 µs each")
+
+# %% tags=["hide-input"]
+course.figure("13.bytes", per_token)
+course.figure("13.waiting", waiting / sending)
+
+# %% [markdown]
+# For Qwen3-0.6B a decode step sends <!--fig 13.bytes-->114,688<!--/fig--> bytes, and waits
+# about <!--fig 13.waiting-->12<!--/fig--> times as long as the sending itself takes, if a message needs `20 µs` and the
+# link has `10 Gbit/s`. So tensor parallelism is used inside one machine, where a message takes less.
+
+# %% [markdown]
+# ## Experiment 3: why grouped heads limit the ranks
+#
+# A rank needs at least one whole KV head, because attention of one head cannot be cut by heads any further. Qwen3-0.6B
+# has `Hk = 8` of them and `H = 16` query heads. With more than eight ranks, each KV head lies on several ranks. They
+# store the same keys. Cut by positions instead, the cache of a rank shrinks with every further rank.
+
+# %%
+tokens = qwen.max_position_embeddings
+n_ranks = [1, 2, 4, 8, 16]
+by_heads = [costs.kv_bytes(Shard(qwen, 0, n).local, tokens, 1, 2) / 2**20 for n in n_ranks]
+by_positions = [costs.kv_bytes(qwen, tokens, 1, 2) / n / 2**20 for n in n_ranks]
+for n, heads, positions in zip(n_ranks, by_heads, by_positions):
+    print(f"{n:>2} ranks: {heads:6.0f} MiB per rank by heads, {positions:6.0f} MiB by positions")
+
+# %% tags=["hide-input"]
+course.figure("13.heads16", by_heads[0] / by_heads[-1])
+course.figure("13.positions16", by_positions[0] / by_positions[-1])
+fig, axis = course.subplots(width=6, height=2.8)
+axis.plot(n_ranks, by_heads, "o-", label="cut by heads", color=course.COLORS[1])
+axis.plot(n_ranks, by_positions, "s--", label="cut by positions", color=course.COLORS[0])
+axis.set(xscale="log", yscale="log", xlabel="ranks", ylabel="MiB per rank",
+         title=f"cache of {tokens:,} tokens, Qwen3-0.6B")
+axis.set_xticks(n_ranks, n_ranks)
+axis.set_yticks(by_positions, [f"{size:,.0f}" for size in by_positions])
+axis.minorticks_off()
+axis.legend()
+course.show(fig, alt=f"Cache per rank: cut by heads it falls from {by_heads[0]:.0f} MiB on one rank to {by_heads[3]:.0f} "
+            "on eight, and stays there on sixteen. Cut by positions it falls on, to "
+            f"{by_positions[-1]:.0f} MiB on sixteen.")
+
+# %% [markdown]
+# On sixteen ranks the cache of a rank is <!--fig 13.heads16-->8<!--/fig--> times smaller by heads,
+# and <!--fig 13.positions16-->16<!--/fig--> times by positions. Grouped queries make the cache smaller for everybody,
+# and leave fewer pieces to cut it into. With latent attention there is one piece only.
+
+# %% [markdown]
+# ## Experiment 4: merge two parts by hand
+#
+# When the positions are cut, each rank attends to its own keys. Its softmax divides by the sum over these keys alone.
+# So the outputs cannot simply be added. But each rank can also say what it divided by: the sum of `exp(score)`, or
+# better its logarithm, the log-sum-exp. (The sum itself may be too large for a float.) Two keys, one on each rank, with
+# scores `ln 1` and `ln 3` and values `10` and `2`:
+
+# %%
+from math import exp, log
+
+score_a, value_a = log(1), 10.0  # rank 0: one key, so its output is the value, and its log-sum-exp the score
+score_b, value_b = log(3), 2.0  # rank 1
+share_a = exp(score_a) / (exp(score_a) + exp(score_b))  # what a softmax over both keys gives the first
+by_hand = share_a * value_a + (1 - share_a) * value_b
+print(f"the first key weighs {share_a}, the second {1 - share_a}: {by_hand}")
+print(f"the mean of the two outputs would be {(value_a + value_b) / 2}")
+
+# %% tags=["hide-input"]
+course.figure("13.hand", by_hand)
+course.figure("13.mean", (value_a + value_b) / 2)
+
+# %% [markdown]
+# The answer is <!--fig 13.hand-->4<!--/fig-->, and not the mean, which is <!--fig 13.mean-->6<!--/fig-->. The same with
+# all heads and many keys: `partial_attention` gives outputs and log-sum-exps of a part, `merge` joins any number of
+# parts. A part may be empty, or hidden by the mask. Its log-sum-exp is then `−∞`, and its share 0.
+
+# %%
+generator = torch.Generator().manual_seed(4)
+H, Hk, D, S = c.num_attention_heads, c.num_key_value_heads, c.head_dim, 200
+q = torch.randn(1, H, 1, D, generator=generator)  # one new token
+k, v = torch.randn(2, 1, Hk, S, D, generator=generator)
+together = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)  # (B,H,1,D), torch's own
+cut_at = 150
+parts = [partial_attention(q, k[:, :, some], v[:, :, some]) for some in (slice(cut_at), slice(cut_at, S))]
+outputs, lse = (torch.stack(each) for each in zip(*parts))  # (2,B,H,1,D), (2,B,H,1)
+mean = outputs.mean(0)
+by_count = (cut_at * outputs[0] + (S - cut_at) * outputs[1]) / S
+errors = {}
+for name, answer in (("merged", merge(outputs, lse)), ("mean", mean), ("weighted by the number of keys", by_count)):
+    errors[name] = float((answer - together).abs().max())
+    print(f"{name:<31} off by {errors[name]:.0e}")
+
+# %% tags=["hide-input"]
+course.figure("13.merged", errors["merged"])
+course.figure("13.count", errors["weighted by the number of keys"])
+
+# %% [markdown]
+# Merged, the result is torch's, to <!--fig 13.merged x10-->1e-7<!--/fig-->. Weighted by the number of keys it is off
+# by <!--fig 13.count x2-->0.04<!--/fig-->: what counts is how large the scores are, not how many there are.
+
+# %% [markdown]
+# ## Experiment 5: positions on two ranks
+#
+# [Context parallelism](glossary.md#context-parallelism) does this for a whole model. Pages of 16 positions are dealt
+# out to the ranks in turn. Every rank computes each token, keeps the keys of its own positions, and attends to them.
+# Outputs and log-sum-exps are gathered and merged in every layer. The model is whole and unchanged: a cache and an
+# attention object do it (`nanokv/parallel/context.py`). We measure what a rank receives for a token behind 100 others,
+# and behind 1,000.
+
+
+# %%
+def context_parallel(group, ids):
+    """Logits of the last step; bytes received per decode step behind 100 and 1,000 tokens; bytes of the cache."""
+    from nanokv.parallel.context import ContextCache
+
+    received, gather = [], group.gather
+
+    def counted(x):
+        received.append((group.size - 1) * x.nbytes)
+        return gather(x)
+
+    group.gather = counted
+    model = nanokv.load("tiny")[0]
+    cache = ContextCache(nanokv.make_cache("dict", model.config), group, page=16)
+    bytes_of = {}
+    for length in (100, 1000):
+        nanokv.prefill_chunks(model, torch.tensor(ids)[:, cache.length : length], cache, cache.length, chunk=300)
+        received.clear()
+        logits = nanokv.decode(model, torch.tensor(ids)[:, length : length + 1], cache, length)
+        bytes_of[length] = sum(received)
+    found = {"logits": logits.tolist(), "received": list(bytes_of.values())}
+    return found | {"cache": cache.nbytes, "length": cache.length}
+
+
+ranks = on_ranks(context_parallel, 2, ids=ids.tolist())
+length = ranks[0]["length"]
+right = nanokv.score(model, ids[:, :length])[:, -1]
+off = max(float((torch.tensor(rank["logits"]) - right).abs().max()) for rank in ranks)
+short, long = ranks[0]["received"]
+whole = costs.kv_bytes(c, length, 1, 4)
+print(f"logits off by {off:.0e}")
+print(f"received per token: {short:,} bytes behind 100 tokens, {long:,} bytes behind 1,000")
+print(f"cache: {[rank['cache'] for rank in ranks]} bytes, of {whole:,} in one process")
+course.reveal("13.b", long / short)
+
+# %% tags=["hide-input"]
+course.figure("13.cpoff", off)
+course.figure("13.received", long)
+course.figure("13.growth", long / short)
+course.figure("13.unequal", max(rank["cache"] for rank in ranks) / (whole / 2))
+course.figure("13.keys", whole / 2 / long)
+
+# %% [markdown]
+# A rank receives <!--fig 13.received-->7,104<!--/fig--> bytes per token, and as many behind a thousand tokens as behind
+# a hundred: the factor is <!--fig 13.growth-->1<!--/fig-->. It receives results, `H·(D+1)` numbers per layer, and those
+# do not grow with the sequence. Sending the keys and values of the other rank instead would
+# be <!--fig 13.keys-->325<!--/fig--> times as many bytes at this length. The larger share of the cache
+# is <!--fig 13.unequal-->1.01<!--/fig--> of a half, because a rank may be a page ahead.
+
+# %% [markdown]
+# ## Experiment 6: hand over what was computed
+#
+# A prefill is bound by arithmetic, and a decode by memory bandwidth. So some servers prefill on one machine and decode
+# on another, and send the cache in between. Keys that were sent are the same bits as keys that were computed there.
+# Rank 0 prefills and never decodes. Rank 1 decodes and has never seen the prompt.
+
+
+# %%
+def hand_over(group, ids):
+    """Rank 0: bytes that were sent. Rank 1: the tokens that it generated from the keys it was given."""
+    from torch import distributed
+
+    model = nanokv.load("tiny")[0]
+    cache, c = nanokv.make_cache("dict", model.config), model.config
+    prompt, sent = torch.tensor(ids), 0
+    if group.rank == 0:
+        nanokv.prefill(model, prompt[:, :-1], cache)
+        for layer in cache:
+            for tensor in layer.state().values():  # key and value, (B,Hk,S,D)
+                distributed.send(tensor.contiguous(), 1)
+                sent += tensor.nbytes
+        return sent
+    for layer in cache:
+        key, value = (torch.empty(1, c.num_key_value_heads, prompt.shape[1] - 1, c.head_dim) for _ in "kv")
+        distributed.recv(key, 0)
+        distributed.recv(value, 0)
+        layer.restore({"key": key, "value": value})
+    return list(nanokv.generate(model, prompt[:, -1], cache, max_new_tokens=12, eos_token_ids=[]))
+
+
+prompt = tokenizer.encode(tokenizer.render([{"role": "user", "content": "What is a KV cache?"}]))
+sent, answer = on_ranks(hand_over, 2, ids=[prompt])
+alone = list(nanokv.generate(model, prompt, max_new_tokens=12, eos_token_ids=[]))
+print(f"{sent:,} bytes were sent for {len(prompt) - 1} tokens; the same answer: {answer == alone}")
+print(tokenizer.text_of(answer))
+
+# %% tags=["hide-input"]
+course.figure("13.sent", sent / (len(prompt) - 1))
+course.figure("13.same", int(answer == alone))
+
+# %% [markdown]
+# That was <!--fig 13.sent-->4,608<!--/fig--> bytes per token, as the formula of notebook 08 says. Is it worth it? The
+# other machine could also compute the prompt once more. Sending takes `T · bytes per token / link`, computing `2 ·
+# weights · T / speed`, and a little more for attention. Both grow with `T`, so for short prompts `T` cancels out. What
+# decides is the link and the speed of the arithmetic.
+
+# %%
+links = [0.1, 1, 10, 100, 400]  # Gbit/s: a slow line, a network cable, and what data centers have
+T = 4000
+speeds = {"2 cores": 0.1e12, "a desktop GPU": 40e12, "a GPU of a data center": 400e12}  # FLOPs per second, rounded
+compute = {name: costs.prefill_flops(qwen, T) / speed for name, speed in speeds.items()}
+send = [costs.kv_bytes(qwen, T, 1, 2) * 8 / (link * 1e9) for link in links]
+for link, seconds in zip(links, send):
+    faster = [name for name, again in compute.items() if seconds < again]
+    print(f"{link:>5} Gbit/s: {seconds:7.3f} s; faster than a second prefill on: {', '.join(faster) or 'none of them'}")
+for name, seconds in compute.items():
+    print(f"a prefill of {T:,} tokens on {name}: {seconds:.3f} s")
+
+# %% tags=["hide-input"]
+course.figure("13.cores", compute["2 cores"] / send[1])
+course.figure("13.datacenter", send[2] / compute["a GPU of a data center"])
+fig, axis = course.subplots(width=7, height=3)
+axis.plot(links, send, "o-", label="send the cache", color=course.COLORS[0])
+for (name, seconds), color in zip(compute.items(), course.COLORS[1:]):
+    axis.axhline(seconds, linestyle="--", color=color, label=f"prefill on {name}")
+axis.set(xscale="log", yscale="log", xlabel="link, Gbit/s", ylabel="seconds", title=f"{T:,} tokens of Qwen3-0.6B")
+axis.set_xticks(links, links)
+axis.minorticks_off()
+axis.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+course.show(fig, alt=f"Seconds to send the cache fall from {send[0]:.0f} at {links[0]} Gbit/s to {send[-1]:.3f} at "
+            f"{links[-1]}. Horizontal lines: a prefill takes " + ", ".join(f"{s:.2g} s on {n}" for n, s in compute.items()) + ".")
+
+# %% [markdown]
+# On two cores the prefill takes <!--fig 13.cores-->15<!--/fig--> times as long as sending the cache over `1 Gbit/s`. On
+# a GPU of a data center it is the other way round: over `10 Gbit/s`, sending
+# takes <!--fig 13.datacenter-->27<!--/fig--> times as long as computing. A larger model has more weights for each byte
+# of its cache, so for it handing over pays at a lower speed of the link. (The speeds are rounded, and no machine
+# reaches its own.)
+
+# %% [markdown]
+# ## What the articles say
+#
+# The five articles stay on one machine, so none of their [claims](claims.md) is executed here. One of them is worth
+# reading once more: that grouped queries divide the cache. That is right, and Experiment 3 shows its price.
+
+# %% [markdown]
+# ## Exercises
+#
+# **13.1** A model has `case.L` layers and `C = case.C`. It is cut over `case.n` ranks by heads, and its sums are of
+# numbers of `case.itemsize` bytes. How many bytes does each rank send per token for the sums behind attention and MLP
+# of all layers? A ring sends `2·(n−1)/n` of the bytes that are summed from each rank. Leave out embedding and logits.
+
+# %%
+case = course.case("13.1")
+print(case)
+
+# %% tags=["exercise"]
+bytes_sent = ...
+
+# %% tags=["solution"]
+bytes_sent = 2 * case.L * case.C * case.itemsize * 2 * (case.n - 1) / case.n
+
+# %%
+course.check("13.1", bytes_sent)
+
+# %% [markdown]
+# **13.2** Which KV heads does a rank need? Rank `r` of `n` has query heads side by side, from `r·H/n` on, and query
+# head `h` reads KV head `h·Hk // H`. Write a function that gets `Hk`, `n` and the rank, and returns the list of numbers
+# of its KV heads. Either `n` divides `Hk`, or `Hk` divides `n`.
+
+
+# %% tags=["exercise"]
+def kv_heads_of(Hk, n, rank):
+    return ...
+
+
+# %% tags=["solution"]
+def kv_heads_of(Hk, n, rank):
+    first = rank * Hk // n
+    return list(range(first, first + max(1, Hk // n)))
+
+
+# %%
+course.check("13.2", kv_heads_of)
+
+# %% [markdown]
+# **13.3** Merge two parts. `a` and `b` are outputs, numbers here, and `la` and `lb` their log-sum-exps. Some are as
+# large as `1000`, where `exp` overflows: subtract the larger one from both first. One of them may be `−∞`
+# (`float("-inf")`), if its part sees nothing.
+
+
+# %% tags=["exercise"]
+def merge_two(a, la, b, lb):
+    return ...
+
+
+# %% tags=["solution"]
+def merge_two(a, la, b, lb):
+    from math import exp
+
+    top = max(la, lb)
+    weight_a, weight_b = exp(la - top), exp(lb - top)
+    return (weight_a * a + weight_b * b) / (weight_a + weight_b)
+
+
+# %%
+course.check("13.3", merge_two)
+
+# %% [markdown]
+# **13.4** A prompt of `case.T` tokens was computed on another machine. Its cache takes `case.kv` bytes per token, the
+# link has `case.link` Gbit/s (`10⁹` bits). The model has `case.P` weights, and this machine computes `case.F` TFLOPs
+# (`10¹²`) per second. Answer with a pair: the seconds to send the cache, and the seconds to compute it here, with two
+# FLOPs per weight and token. Three digits are enough.
+
+# %%
+case = course.case("13.4")
+print(case)
+
+# %% tags=["exercise"]
+to_send, to_compute = ..., ...
+
+# %% tags=["solution"]
+to_send = case.T * case.kv * 8 / (case.link * 1e9)
+to_compute = 2 * case.P * case.T / (case.F * 1e12)
+
+# %%
+course.check("13.4", (to_send, to_compute))
+
+# %% [markdown]
+# ## Quiz
+
+# %%
+course.quiz("13")
+
+# %% tags=["exercise"]
+q1, q2, q3 = ..., ..., ...  # letters
+
+# %% tags=["solution"]
+q1, q2, q3 = "b", "b", "c"
+
+# %%
+course.answer("13.q1", q1)
+course.answer("13.q2", q2)
+course.answer("13.q3", q3)
+
+# %% [markdown]
+# ## Further reading
+#
+# - Shoeybi and others, [Megatron-LM](https://arxiv.org/abs/1909.08053): the cuts of Experiment 1.
+# - Milakov and Gimelshein, [Online normalizer calculation for softmax](https://arxiv.org/abs/1805.02867): the sum that
+#   can be mended.
+# - Yang and others, [Context Parallelism for Scalable Million-Token Inference](https://arxiv.org/abs/2411.01783).
+# - Zhong and others, [DistServe](https://arxiv.org/abs/2401.09670): prefill and decode on machines of their own.
+# - `nanokv/parallel/`, and `merge` in `nanokv/attention.py`.
+#
+# ## Next
+#
+# This was the last notebook. You have seen what a cache may keep and why. You built one, switched on every bug of
+# notebook 07, counted the bytes of a cache, timed it, divided it into pages, shared it, and cut it over two processes.
+# Go on with `nanokv chat`, `nanokv bench` and the source code. Or go back to [07](07_bug_hunt.ipynb) and see whether
+# you now find its bugs.
+
+# %% tags=["skip"]
+course.progress()
