@@ -445,6 +445,7 @@ def test_attention_over_tiles_is_measured_once(monkeypatch, kernel, other, chose
     monkeypatch.setattr(fast_model, "flash", lambda kernels, *qkv: (used.append("kernel"), Causal()(*qkv))[1])
     block = optimize(small(torch.bfloat16)[0]).layers[0]
     long, short = ([torch.randn(1, heads, T, 32).bfloat16() for heads in (4, 2, 2)] for T in (300, 40))
+    monkeypatch.setattr(native, "has_tiles", lambda kernels: False)
     block.attended(KERNELS, Causal(), *long)
     assert used == ["kernel"] and len(ticks) == 12  # no tiles: nothing is measured
     monkeypatch.setattr(native, "has_tiles", lambda kernels: True)

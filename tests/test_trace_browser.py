@@ -87,6 +87,17 @@ def press(driver, *keys):
         driver.switch_to.active_element.send_keys(getattr(Keys, key, key))
 
 
+def tab_through(driver, times):
+    """Each element that gets the focus by so many Tabs; that it has it must be seen."""
+    for _ in range(times):
+        press(driver, "TAB")
+        element = driver.switch_to.active_element
+        outline = [element.value_of_css_property(f"outline-{part}") for part in ("style", "width")]
+        if element.tag_name != "body":
+            assert outline[0] != "none" and outline[1] != "0px", element.get_attribute("outerHTML")[:80]
+            yield element
+
+
 def tab_to(driver, selector, most=40):
     """Press Tab until the element has the focus: it can be reached with the keyboard alone."""
     wanted = find(driver, selector)
@@ -216,14 +227,7 @@ def test_tabs_by_keyboard(page):
 
 
 def test_the_focus_can_be_seen_everywhere(page):
-    seen = set()
-    for _ in range(30):
-        press(page, "TAB")
-        element = page.switch_to.active_element
-        outline = [element.value_of_css_property(f"outline-{part}") for part in ("style", "width")]
-        if element.tag_name != "body":
-            assert outline[0] != "none" and outline[1] != "0px", element.get_attribute("outerHTML")[:80]
-            seen.add(element.get_attribute("id") or element.tag_name)
+    seen = {element.get_attribute("id") or element.tag_name for element in tab_through(page, 30)}
     assert {"play", "step", "show-ids", "tab-0", "canvas"} <= seen
 
 
