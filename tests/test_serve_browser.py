@@ -265,6 +265,7 @@ def test_a_reload_keeps_the_conversation_and_frees_the_place(page, server):
     shown = words(page)
     assert shown[:3] == ["My name is Zorbla.", first, "Go on."] and shown[3]
     assert "cut off" in page.find_elements("css selector", ".turn .end")[3].text
+    assert find(page, "#figures canvas").size["height"] == 0  # no turn of this page yet: nothing is drawn, no gap
     send(page, "What is my name?")
     assert answered(page) and page.execute_script("return cache.turn.reused") > 0
     find(page, "#new").click()

@@ -38,7 +38,8 @@ const cache = {
   build() {
     const host = $("figures");
     this.turnFigure = new Drawing(host, "Your newest turn, token by token", {
-      table: () => this.turnTable(), draw: (canvas, room) => this.turn && drawTokens(canvas, this.turn, this.now.pool.page_size, room),
+      table: () => this.turnTable(),
+      draw: (canvas, room) => this.turn ? drawTokens(canvas, this.turn, this.now.pool.page_size, room) : sized(canvas, 0, 0),
       keys: [["reused", PARTS.reused], ["computed", PARTS.computed], ["answer, one per step", PARTS.answer], ["not in the cache", PARTS.absent]],
     });
     this.poolFigure = new Drawing(host, "Pages of the pool", {
