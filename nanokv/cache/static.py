@@ -20,7 +20,7 @@ class StaticCache(LayerCache):
 
     def __init__(self, capacity: int | None):
         self.capacity, self.length, self.keys, self.values = capacity, 0, None, None
-        self.pages = None  # for `reserve`
+        self.pages, self.made_for, self.slots = None, None, 0  # for `reserve`: what it gave, to whom, and how many fit
         self.blank = None  # the keys whose unused slots `slab` has cleared
 
     @property
@@ -36,15 +36,16 @@ class StaticCache(LayerCache):
         return self.keys[:, :, :end], self.values[:, :, :end]  # (B,Hk,S,D) ×2: views, nothing is copied
 
     def reserve(self, like) -> Pages:
-        held, new = self.pages and self.pages.keys, (len(like), like.dtype)
-        same = held is not None and held is self.keys and (len(held), held.dtype) == new  # as in the step before
-        if not same or self.length == held.shape[2]:
+        pages, made_for = self.pages, (like.shape[0], like.dtype)
+        same = pages is not None and pages.keys is self.keys and self.made_for == made_for  # as in the step before
+        if not same or self.length == self.slots:
             check_append(like, like, self.keys, self.expected)
             self.make_room(self.length + 1, like)
-            self.pages = Pages(self.keys, self.values, [0] * like.shape[0])
+            self.pages = pages = Pages(self.keys, self.values, [0] * like.shape[0])
+            self.made_for, self.slots = made_for, self.keys.shape[2]
         self.length += 1
-        self.pages.lengths.fill_(self.length)
-        return self.pages
+        pages.lengths.fill_(self.length)
+        return pages
 
     def slab(self, like):
         """All N slots, (B,Hk,N,D) ×2, for a caller who writes some of them, masks those not in use, and sets `length`.
