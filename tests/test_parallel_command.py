@@ -15,6 +15,8 @@ import psutil
 import pytest
 
 from cli_helpers import environment, run_cli, spawn_cli
+from nanokv.cli import generate, loading, make_parser
+from nanokv.parallel.group import Alone
 
 QUESTION = "My name is Ada. What is my name?"
 GREEDY = ("generate", QUESTION, "-q", "-t", "0", "--plain")
@@ -63,6 +65,34 @@ def test_what_does_not_go_is_refused_before_anything_starts(words, said):
     done = run_cli(*words)
     assert done.returncode == 2 and said in done.stderr and b"Traceback" not in done.stderr and not done.stdout
     assert time.monotonic() - began < 20
+
+
+class Said(Alone):
+    """Keeps what a rank would compare with the others."""
+
+    def __init__(self):
+        self.found = {}
+
+    def check_alike(self, what, value, hint=""):
+        self.found[what] = value
+
+
+def said_with(*flags) -> dict:
+    args = make_parser("generate", generate).parse(["Hi", *flags])
+    args.ranks = Said()
+    loading.load_model(args)
+    return args.ranks.found
+
+
+@pytest.mark.parametrize("flags", [
+    ("--cache", "sliding:window=8"), ("--dtype", "bfloat16"), ("--context", "64"), ("--speculate", "ngram"),
+    ("--beams", "2"),
+], ids=lambda flags: flags[0])  # fmt: skip
+def test_flags_that_change_what_a_rank_computes_are_compared(flags):
+    """A rank with another cache gave fluent answers that were wrong."""
+    one, two = said_with(), said_with(*flags)
+    assert [what for what in one if one[what] != two[what]] == [flags[0]]
+    assert said_with("--beams", "2")["--beams"] != said_with("--beams", "2", "--length-penalty", "0")["--beams"]
 
 
 @pytest.mark.slow
