@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from cli_helpers import environment, run_cli, spawn_cli
-from nanokv.cli import generate, loading, make_parser
+from nanokv.cli import generate, loading, make_parser, ranks
 from nanokv.parallel.group import Alone
 
 QUESTION = "My name is Ada. What is my name?"
@@ -80,19 +80,20 @@ class Said(Alone):
 def said_with(*flags) -> dict:
     args = make_parser("generate", generate).parse(["Hi", *flags])
     args.ranks = Said()
+    ranks.compare_flags(args)
     loading.load_model(args)
     return args.ranks.found
 
 
-@pytest.mark.parametrize("flags", [
-    ("--cache", "sliding:window=8"), ("--dtype", "bfloat16"), ("--context", "64"), ("--speculate", "ngram"),
-    ("--beams", "2"),
-], ids=lambda flags: flags[0])  # fmt: skip
-def test_flags_that_change_what_a_rank_computes_are_compared(flags):
+@pytest.mark.parametrize(("flags", "differ"), [
+    (("--cache", "sliding:window=8"), ["--cache"]), (("--dtype", "bfloat16"), ["--dtype", "the dtype"]),
+    (("--context", "64"), ["--context"]), (("--speculate", "ngram"), ["--speculate"]), (("--beams", "2"), ["--beams"]),
+    (("--length-penalty", "0"), ["--length-penalty"]), (("--temperature", "1"), []), (("--threads", "2"), []),
+], ids=lambda flags: flags[0] if flags else "")  # fmt: skip
+def test_flags_that_change_what_a_rank_computes_are_compared(flags, differ):
     """A rank with another cache gave fluent answers that were wrong."""
     one, two = said_with(), said_with(*flags)
-    assert [what for what in one if one[what] != two[what]] == [flags[0]]
-    assert said_with("--beams", "2")["--beams"] != said_with("--beams", "2", "--length-penalty", "0")["--beams"]
+    assert [what for what in one if one[what] != two[what]] == differ and "config.json" in one
 
 
 @pytest.mark.slow

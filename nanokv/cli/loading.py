@@ -151,16 +151,10 @@ def _load_model(args, announce) -> Loaded:
 
 
 def compare(args, plan: Plan) -> None:
-    """ParallelError where the ranks were told different things. Each would compute a part of another answer, and their
-    sums would be fluent and wrong."""
-    told = {
-        "config.json": plan.fields, "--dtype": plan.dtype_name, "--cache": [plan.cache_name, plan.cache_options],
-        "--context": plan.context, "--speculate": getattr(args, "speculate", None),
-        "--beams": [getattr(args, name, None) for name in ("beams", "length_penalty")],
-    }  # fmt: skip
+    """ParallelError where the ranks have found different things. Flags were compared by cli/ranks.py."""
     args.ranks.meet()  # one of them may have had to download the model
-    for name, value in told.items():
-        args.ranks.check_alike(name, json.dumps(value, sort_keys=True), "the same files and flags on every rank")
+    for what, value in (("config.json", plan.fields), ("the dtype", plan.dtype_name)):
+        args.ranks.check_alike(what, json.dumps(value, sort_keys=True), "the same files and devices on every rank")
 
 
 def read_of(ranks):

@@ -5,6 +5,7 @@ them: answers (nanokv/decoding/leading.py) and steps of the engine (nanokv/engin
 needed: sizes that do not divide, and flags that do not go together, are told by the one process that a user started.
 """
 
+import json
 import os
 import signal
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from nanokv.errors import NanoKVError, ParallelError
 from weights_loader import CheckpointError
 
 TIMEOUT = "NANOKV_RANK_TIMEOUT"
+ALIKE = ("cache", "dtype", "context", "speculate", "beams", "length_penalty")  # flags that shape a forward
 
 
 def run(module, args, words) -> int:
@@ -108,10 +110,19 @@ def joined(args):
         if environment(group.LAUNCHED) or environment("TORCHELASTIC_RUN_ID"):
             group.end_with_parent()
         args.ranks = group.start(timeout())
+        compare_flags(args)
     try:
         yield
     finally:
         args.ranks.close()
+
+
+def compare_flags(args) -> None:
+    """ParallelError where a rank has another flag than rank 0, and would compute a part of another answer: the sums
+    would be fluent and wrong. How tokens are drawn is rank 0's alone."""
+    for name in ALIKE:
+        value = json.dumps(getattr(args, name, None), sort_keys=True)
+        args.ranks.check_alike(f"--{name.replace('_', '-')}", value, "the same flags on every rank")
 
 
 def timeout() -> float:
