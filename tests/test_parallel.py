@@ -201,6 +201,7 @@ QWEN3_32B = {
     ({"num_attention_heads": 6, "num_key_value_heads": 2}, 4, "num_attention_heads 6 is no multiple of 4"),
     ({"intermediate_size": 100}, 8, "intermediate_size 100 is no multiple of 8"),
     ({"num_attention_heads": 12, "num_key_value_heads": 4, "intermediate_size": 96}, 6, "heads 4 neither"),
+    ({"vocab_size": 5}, 4, "vocab_size 5 leaves a rank of 4 without a word"),  # 2, 2, 1 and none
 ])  # fmt: skip
 def test_sizes_that_do_not_divide_are_named_with_what_would_do(changes, ranks, said):
     with pytest.raises(ParallelError, match=said) as error:
