@@ -18,11 +18,13 @@ from nanokv.config import Config
 from nanokv.errors import ParallelError
 from nanokv.inference import decode, prefill, score
 from nanokv.parallel.group import Alone
+from nanokv.parallel.reading import fingerprint
 from nanokv.parallel.shards import Shard
 from nanokv.parallel.sizes import check_sizes
 from nanokv.parallel.watch import Watch
 from oracle import SHAPES, pair, random_ids
 from ranks import RankError, Ranks
+from weights_loader.shards import read_entries
 
 pytestmark = pytest.mark.slow
 SPLITS = [(name, n) for name in SHAPES for n in ((2, 3) if name == "G3-yarn" else (2, 4))]
@@ -186,6 +188,18 @@ def test_a_rank_that_is_stuck_is_waited_for_as_long_as_was_said():
         ranks.processes[1].kill()
         assert answer[1] == "ParallelError" and "did not answer within 2 s" in answer[2], answer
         assert time.monotonic() - began < 6
+
+
+def test_a_hole_in_the_middle_of_one_tensor_changes_the_fingerprint(folders, tmp_path):
+    """Of a copy that was broken off: the file has its size, the header and both ends."""
+    folder, _ = folders["G2-tied"]
+    entry = max(read_entries(folder).values(), key=lambda entry: entry.nbytes)
+    holed = shutil.copytree(folder, tmp_path / "holed")
+    assert fingerprint(holed) == fingerprint(folder)
+    with open(holed / entry.path.name, "r+b") as file:
+        file.seek(entry.start + entry.nbytes // 3)
+        file.write(bytes(entry.nbytes // 6))
+    assert fingerprint(holed) != fingerprint(folder)
 
 
 # --- arithmetic: no process -----------------------------------------------------------------------------------------
