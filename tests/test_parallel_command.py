@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from cli_helpers import environment, run_cli, spawn_cli
-from nanokv.cli import generate, loading, make_parser, ranks
+from nanokv.cli import generate, loading, main, make_parser, ranks
 from nanokv.parallel.group import Alone
 
 QUESTION = "My name is Ada. What is my name?"
@@ -65,6 +65,20 @@ def test_what_does_not_go_is_refused_before_anything_starts(words, said):
     done = run_cli(*words)
     assert done.returncode == 2 and said in done.stderr and b"Traceback" not in done.stderr and not done.stdout
     assert time.monotonic() - began < 20
+
+
+@pytest.mark.parametrize(("number", "waits"), [("0", []), ("1", [ranks.FIRST_S])])
+def test_rank_0_speaks_before_torchrun_ends_it(number, waits, monkeypatch, capsys):
+    """The agent ends all ranks when the first one fails, and only rank 0 is heard."""
+    for name, value in {"RANK": number, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1",
+                        "TORCHELASTIC_RUN_ID": "x"}.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    slept = []
+    monkeypatch.setattr(ranks.time, "sleep", slept.append)
+    for words in (["generate", "Hi", "--no-such-flag"], ["generate", "Hi", "--tensor-parallel", "3"]):
+        slept.clear()
+        assert main(words) == 2 and slept == waits
+    assert "--tensor-parallel 3, but 2 ranks were started" in capsys.readouterr().err
 
 
 class Said(Alone):

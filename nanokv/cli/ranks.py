@@ -8,6 +8,7 @@ needed: sizes that do not divide, and flags that do not go together, are told by
 import json
 import os
 import signal
+import time
 from contextlib import contextmanager
 
 from nanokv.cli import beams, loading, speculation, speed, terminal
@@ -16,6 +17,7 @@ from nanokv.errors import NanoKVError, ParallelError
 from weights_loader import CheckpointError
 
 TIMEOUT = "NANOKV_RANK_TIMEOUT"
+FIRST_S = 1.0  # ranks that fail for one reason do so within this time
 ALIKE = ("cache", "dtype", "context", "speculate", "beams", "length_penalty")  # flags that shape a forward
 
 
@@ -52,12 +54,19 @@ def hide_followers(words) -> None:
             os.dup2(null, descriptor)
 
 
+def let_rank_0_speak() -> None:
+    """torchrun ends all ranks as soon as one has failed. What rank 0 has to say, it says first."""
+    if rank() and environment("TORCHELASTIC_RUN_ID"):
+        time.sleep(FIRST_S)
+
+
 def check_command(module, args) -> None:
     """Commands and flags whose forwards only one process knows of."""
     if not hasattr(module, "RANKS"):
         name = module.__name__.rpartition(".")[2]
         raise NanoKVError(f"nanokv {name} runs in one process",
-                          "leave out --tensor-parallel; generate, chat, batch and serve take it")  # fmt: skip
+                          "leave out torchrun and --tensor-parallel; generate, chat, batch and serve take them",
+                          )  # fmt: skip
     if getattr(args, "prefill_worker", False):
         raise NanoKVError("--prefill-worker sends the pages of a whole model, and with --tensor-parallel each rank has "
                           "pages for its own heads", "leave one of them out")  # fmt: skip
