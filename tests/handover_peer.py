@@ -7,6 +7,7 @@
 a process of this file is ready in two seconds.
 """
 
+import json
 import multiprocessing
 import os
 import socket
@@ -18,7 +19,7 @@ import torch
 import nanokv
 from nanokv.cache import make_cache
 from nanokv.cache.saving import fingerprint
-from nanokv.engine.handover import send
+from nanokv.engine.handover import send, write_words
 from nanokv.engine.link import GroupLink, SocketLink
 from nanokv.errors import NanoKVError, UnsupportedError
 from nanokv.inference import decode, prefill, prefill_chunks, verify_draft
@@ -197,3 +198,33 @@ def fails(words: str):
 def ends(code: int):
     """One whose process ends."""
     sys.exit(code)
+
+
+LIES = {  # what is said instead of a prompt's rows: lie(words, meta, tensors)
+    "one row more": lambda words, meta, tensors: words.say(meta, tensors | {"keys": wider(tensors["keys"])}),
+    "an exabyte": lambda words, meta, tensors: say_raw(words, [["keys", "float32", [1 << 58]]]),
+}
+
+
+def wider(x):
+    """One row more, (L,Hk,T+1,D)."""
+    return torch.cat((x, x[:, :, :1]), 2)
+
+
+def say_raw(words, tensors: list) -> None:
+    """A header that says what it wants."""
+    write_words(words.link, json.dumps({"meta": {}, "tensors": tensors}).encode())
+
+
+def lies(folder, lie: str):
+    """One whose process says something else instead of what it has computed."""
+    from nanokv.engine import prefill_process
+
+    def hand_over(self, told, request, logits):
+        found = prefill_process.taken(request.cache, request.prompt, told["start"])
+        meta = {"done": told["prefill"], "start": found.start, "reused": request.reused_tokens}
+        tensors = {"keys": found.keys, "values": found.values, "logits": logits}
+        self.outbox.submit(LIES[lie], self.words, meta, tensors)
+
+    prefill_process.Prefiller.hand_over = hand_over
+    return load(folder)

@@ -18,11 +18,13 @@ from nanokv.config import Config
 from nanokv.errors import ParallelError
 from nanokv.inference import decode, prefill, score
 from nanokv.parallel.group import Alone
+from nanokv.parallel.reading import fingerprint
 from nanokv.parallel.shards import Shard
 from nanokv.parallel.sizes import check_sizes
 from nanokv.parallel.watch import Watch
 from oracle import SHAPES, pair, random_ids
 from ranks import RankError, Ranks
+from weights_loader.shards import read_entries
 
 pytestmark = pytest.mark.slow
 SPLITS = [(name, n) for name in SHAPES for n in ((2, 3) if name == "G3-yarn" else (2, 4))]
@@ -188,6 +190,18 @@ def test_a_rank_that_is_stuck_is_waited_for_as_long_as_was_said():
         assert time.monotonic() - began < 6
 
 
+def test_a_hole_in_the_middle_of_one_tensor_changes_the_fingerprint(folders, tmp_path):
+    """Of a copy that was broken off: the file has its size, the header and both ends."""
+    folder, _ = folders["G2-tied"]
+    entry = max(read_entries(folder).values(), key=lambda entry: entry.nbytes)
+    holed = shutil.copytree(folder, tmp_path / "holed")
+    assert fingerprint(holed) == fingerprint(folder)
+    with open(holed / entry.path.name, "r+b") as file:
+        file.seek(entry.start + entry.nbytes // 3)
+        file.write(bytes(entry.nbytes // 6))
+    assert fingerprint(holed) != fingerprint(folder)
+
+
 # --- arithmetic: no process -----------------------------------------------------------------------------------------
 
 
@@ -201,6 +215,7 @@ QWEN3_32B = {
     ({"num_attention_heads": 6, "num_key_value_heads": 2}, 4, "num_attention_heads 6 is no multiple of 4"),
     ({"intermediate_size": 100}, 8, "intermediate_size 100 is no multiple of 8"),
     ({"num_attention_heads": 12, "num_key_value_heads": 4, "intermediate_size": 96}, 6, "heads 4 neither"),
+    ({"vocab_size": 5}, 4, "vocab_size 5 leaves a rank of 4 without a word"),  # 2, 2, 1 and none
 ])  # fmt: skip
 def test_sizes_that_do_not_divide_are_named_with_what_would_do(changes, ranks, said):
     with pytest.raises(ParallelError, match=said) as error:

@@ -15,6 +15,8 @@ import psutil
 import pytest
 
 from cli_helpers import environment, run_cli, spawn_cli
+from nanokv.cli import generate, loading, main, make_parser, ranks
+from nanokv.parallel.group import Alone
 
 QUESTION = "My name is Ada. What is my name?"
 GREEDY = ("generate", QUESTION, "-q", "-t", "0", "--plain")
@@ -63,6 +65,49 @@ def test_what_does_not_go_is_refused_before_anything_starts(words, said):
     done = run_cli(*words)
     assert done.returncode == 2 and said in done.stderr and b"Traceback" not in done.stderr and not done.stdout
     assert time.monotonic() - began < 20
+
+
+@pytest.mark.parametrize(("number", "waits"), [("0", []), ("1", [ranks.FIRST_S])])
+def test_rank_0_speaks_before_torchrun_ends_it(number, waits, monkeypatch, capsys):
+    """The agent ends all ranks when the first one fails, and only rank 0 is heard."""
+    for name, value in {"RANK": number, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1",
+                        "TORCHELASTIC_RUN_ID": "x"}.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    slept = []
+    monkeypatch.setattr(ranks.time, "sleep", slept.append)
+    for words in (["generate", "Hi", "--no-such-flag"], ["generate", "Hi", "--tensor-parallel", "3"]):
+        slept.clear()
+        assert main(words) == 2 and slept == waits
+    assert "--tensor-parallel 3, but 2 ranks were started" in capsys.readouterr().err
+
+
+class Said(Alone):
+    """Keeps what a rank would compare with the others."""
+
+    def __init__(self):
+        self.found = {}
+
+    def check_alike(self, what, value, hint=""):
+        self.found[what] = value
+
+
+def said_with(*flags) -> dict:
+    args = make_parser("generate", generate).parse(["Hi", *flags])
+    args.ranks = Said()
+    ranks.compare_flags(args)
+    loading.load_model(args)
+    return args.ranks.found
+
+
+@pytest.mark.parametrize(("flags", "differ"), [
+    (("--cache", "sliding:window=8"), ["--cache"]), (("--dtype", "bfloat16"), ["--dtype", "the dtype"]),
+    (("--context", "64"), ["--context"]), (("--speculate", "ngram"), ["--speculate"]), (("--beams", "2"), ["--beams"]),
+    (("--length-penalty", "0"), ["--length-penalty"]), (("--temperature", "1"), []), (("--threads", "2"), []),
+], ids=lambda flags: flags[0] if flags else "")  # fmt: skip
+def test_flags_that_change_what_a_rank_computes_are_compared(flags, differ):
+    """A rank with another cache gave fluent answers that were wrong."""
+    one, two = said_with(), said_with(*flags)
+    assert [what for what in one if one[what] != two[what]] == differ and "config.json" in one
 
 
 @pytest.mark.slow

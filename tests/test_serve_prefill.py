@@ -12,12 +12,14 @@ import signal
 import socket
 import time
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import handover_peer as other
 from nanokv.cache.saving import fingerprint
+from nanokv.engine import Engine
 from nanokv.errors import NanoKVError
 from nanokv.serve.prefill import AHEAD, Elsewhere
 from serving import CHAT, TEXT, Serving, ask, chunks, error
@@ -226,6 +228,62 @@ def test_a_server_that_ends_tells_those_who_wait_and_ends_its_process(loaded, ti
             status, found = asked.result(20)
     assert (status, error(found)["code"]) == (503, "shutting_down")
     assert time.monotonic() - began < 15 and server.worker.prefills.process._process.exitcode is not None
+
+
+# --- one that says what it should not: our bug over there, or a damaged memory ----------------------------------------
+
+
+class Dead:
+    """In the place of the process."""
+
+    def kill(self):
+        self.killed = True
+
+
+def rows(tokens=5, config=None, **changes):
+    """(what is said of a prompt of so many tokens, its tensors) → the same with changes."""
+    c = config
+    keys = torch.ones(c.num_hidden_layers, c.num_key_value_heads, tokens, c.head_dim)
+    meta, tensors = {"done": 1, "start": 0, "reused": 0}, {"keys": keys, "values": keys, "logits": torch.ones(1, 320)}
+    return {name: changes.get(name, x) for name, x in meta.items()}, {n: changes.get(n, x) for n, x in tensors.items()}
+
+
+@pytest.mark.parametrize("change", [
+    {"keys": torch.ones(3, 2, 6, 32)}, {"values": torch.ones(3, 2, 5, 32).double()}, {"logits": torch.ones(1, 7)},
+    {"values": torch.full((3, 2, 5, 32), torch.nan)}, {"start": 1 << 40}, {"start": "0"}, {"done": [1]},
+    {"start": -1, "keys": torch.ones(3, 2, 6, 32), "values": torch.ones(3, 2, 6, 32)}, None,
+], ids=lambda change: "-".join(change or ["nothing"]))  # fmt: skip
+def test_what_is_not_the_prompts_is_computed_here_and_the_process_ended(loaded, change):
+    """The engine's thread ended, or a client was told that its messages have the wrong shape."""
+    engine = Engine(loaded[0], **SIZES)
+    elsewhere, entered = Elsewhere(engine, None, SIZES, ""), []
+    elsewhere.process, elsewhere._put = Dead(), lambda command: command()
+    elsewhere.process.killed, elsewhere.process.alive = False, True
+    ticket = SimpleNamespace(enter=entered.append, opened=0.0)
+    for message in (rows(5, engine.config), rows(5, engine.config, **change) if change else ({"hello": 1}, {})):
+        elsewhere.asked[1] = ("", (1, 2, 3, 4, 5)), [ticket]
+        elsewhere._news(*message, 0, 0.0)
+    assert entered[0].keys.shape == (3, 2, 5, 32) and entered[1:] == [None]
+    assert elsewhere.process.killed and elsewhere.state["handover_lost"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lie", other.LIES)
+def test_a_server_goes_on_with_right_answers(loaded, tiny_folder, lie):
+    """An exabyte that was announced ended the thread that reads, and everybody waited for ever."""
+    torch.set_num_threads(1)
+
+    def make(engine):
+        elsewhere = Elsewhere(engine, partial(other.lies, str(tiny_folder), lie), SIZES, fingerprint(engine.model))
+        elsewhere.load()
+        return elsewhere
+
+    with Serving(*loaded) as plain, Serving(*loaded, prefills=make) as server:
+        for question in QUESTIONS[:2]:
+            body = ask(question, max_tokens=6)
+            status, found = server.post(CHAT, body)
+            assert status == 200 and found["choices"] == plain.post(CHAT, body)[1]["choices"]
+        assert server.worker.alive and server.free and metrics(server)["handover_lost"] > 0
 
 
 @pytest.mark.slow

@@ -63,6 +63,7 @@ def main(argv: list[str] | None = None) -> int:
     except BaseException as error:  # also KeyboardInterrupt and SystemExit: every way out has its exit code
         terminal.release_interrupt()
         code = finish(report(error, words))
+        ranks.let_rank_0_speak()
     terminal.release_interrupt()
     terminal.finish_stderr()
     return code

@@ -4,6 +4,7 @@ The plan needs only config.json and arithmetic, so the banner is on the screen b
 that does not fit is refused before a byte of it is allocated. Nothing here computes; `nanokv.loading.load` does it.
 """
 
+import json
 import logging
 import os
 import re
@@ -124,6 +125,7 @@ def _load_model(args, announce) -> Loaded:
     stamp("torch")
     plan.device = _device(args.device)
     plan.dtype_name = choose_dtype(args, plan.config, plan.device)
+    compare(args, plan)
     if not early:
         decide(args, plan, announce)
         check_memory(plan, available_memory(plan.device), memory_of_flags(args, plan))
@@ -146,6 +148,13 @@ def _load_model(args, announce) -> Loaded:
     plan.config = model.config  # the tensors decide whether the head is tied, whatever config.json says
     seconds = time.perf_counter() - start
     return Loaded(**vars(plan), model=model, tokenizer=tokenizer, dtype=dtype, load_s=seconds, plain=plain)
+
+
+def compare(args, plan: Plan) -> None:
+    """ParallelError where the ranks have found different things. Flags were compared by cli/ranks.py."""
+    args.ranks.meet()  # one of them may have had to download the model
+    for what, value in (("config.json", plan.fields), ("the dtype", plan.dtype_name)):
+        args.ranks.check_alike(what, json.dumps(value, sort_keys=True), "the same files and devices on every rank")
 
 
 def read_of(ranks):

@@ -5,8 +5,10 @@ them: answers (nanokv/decoding/leading.py) and steps of the engine (nanokv/engin
 needed: sizes that do not divide, and flags that do not go together, are told by the one process that a user started.
 """
 
+import json
 import os
 import signal
+import time
 from contextlib import contextmanager
 
 from nanokv.cli import beams, loading, speculation, speed, terminal
@@ -15,6 +17,8 @@ from nanokv.errors import NanoKVError, ParallelError
 from weights_loader import CheckpointError
 
 TIMEOUT = "NANOKV_RANK_TIMEOUT"
+FIRST_S = 1.0  # ranks that fail for one reason do so within this time
+ALIKE = ("cache", "dtype", "context", "speculate", "beams", "length_penalty")  # flags that shape a forward
 
 
 def run(module, args, words) -> int:
@@ -50,12 +54,19 @@ def hide_followers(words) -> None:
             os.dup2(null, descriptor)
 
 
+def let_rank_0_speak() -> None:
+    """torchrun ends all ranks as soon as one has failed. What rank 0 has to say, it says first."""
+    if rank() and environment("TORCHELASTIC_RUN_ID"):
+        time.sleep(FIRST_S)
+
+
 def check_command(module, args) -> None:
     """Commands and flags whose forwards only one process knows of."""
     if not hasattr(module, "RANKS"):
         name = module.__name__.rpartition(".")[2]
         raise NanoKVError(f"nanokv {name} runs in one process",
-                          "leave out --tensor-parallel; generate, chat, batch and serve take it")  # fmt: skip
+                          "leave out torchrun and --tensor-parallel; generate, chat, batch and serve take them",
+                          )  # fmt: skip
     if getattr(args, "prefill_worker", False):
         raise NanoKVError("--prefill-worker sends the pages of a whole model, and with --tensor-parallel each rank has "
                           "pages for its own heads", "leave one of them out")  # fmt: skip
@@ -108,10 +119,19 @@ def joined(args):
         if environment(group.LAUNCHED) or environment("TORCHELASTIC_RUN_ID"):
             group.end_with_parent()
         args.ranks = group.start(timeout())
+        compare_flags(args)
     try:
         yield
     finally:
         args.ranks.close()
+
+
+def compare_flags(args) -> None:
+    """ParallelError where a rank has another flag than rank 0, and would compute a part of another answer: the sums
+    would be fluent and wrong. How tokens are drawn is rank 0's alone."""
+    for name in ALIKE:
+        value = json.dumps(getattr(args, name, None), sort_keys=True)
+        args.ranks.check_alike(f"--{name.replace('_', '-')}", value, "the same flags on every rank")
 
 
 def timeout() -> float:

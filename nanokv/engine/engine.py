@@ -83,7 +83,7 @@ class Engine:
         eos = eos_ids(self.model.generation_config.eos_token_ids if eos_token_ids is None else eos_token_ids)
         room = self._room(len(prompt), max_new_tokens)
         if prefilled is not None:
-            self._check(prefilled, prompt)
+            self.check_prefilled(prefilled, prompt)
             if prefilled.logits is None:
                 raise HandoverError(f"no logits follow the {len(prompt):,} tokens that were prefilled",
                                     "Engine.add_prefix takes what has none")  # fmt: skip
@@ -105,7 +105,7 @@ class Engine:
         """
         check_salt(salt)
         prefix = taken(cache, prompt_ids(list(cache.tokens), self.config.vocab_size))
-        self._check(prefix, list(prefix.tokens))
+        self.check_prefilled(prefix, list(prefix.tokens))
         tokens = prefix.tokens[: len(prefix.tokens) // self.pool.page_size * self.pool.page_size]
         if tokens:
             mine = make_cache("prefix", self.config, pool=self.pool, salt=salt)
@@ -115,7 +115,7 @@ class Engine:
             mine.free()
         return len(tokens)
 
-    def _check(self, prefilled: Prefilled, prompt: list[int]) -> None:
+    def check_prefilled(self, prefilled: Prefilled, prompt: list[int]) -> None:
         """HandoverError for what is not this prompt's, or not this model's."""
         if list(prefilled.tokens) != prompt:
             raise HandoverError(f"{len(prefilled.tokens):,} tokens were prefilled, which are not the {len(prompt):,} "

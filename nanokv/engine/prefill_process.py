@@ -119,6 +119,11 @@ class PrefillProcess:
         """It is not needed any more; it may be on its way."""
         self._outbox.submit(self._say, {"cancel": number})
 
+    def kill(self) -> None:
+        """The end, of one that has stopped or says what it should not: `news` hears no more of it."""
+        self.alive = False
+        self._process.kill()
+
     def close(self) -> None:
         """The end: it has END_S for the step that it is in."""
         self.alive = False
@@ -160,11 +165,10 @@ class PrefillProcess:
                 meta, tensors, count, seconds = self._words.hear()
                 if "beat" not in meta:
                     self.news(meta, tensors, count, seconds)
-        except HandoverError as error:
-            ended, self.alive = not self.alive, False
-            if not ended:
-                self._process.kill()  # it may be one that has stopped
-                self.news({"lost": str(error)}, {}, 0, 0.0)
+        except Exception as error:  # whatever it has said: who waits for it must hear that nothing will come
+            if self.alive:
+                self.kill()
+                self.news({"lost": str(error) or type(error).__name__}, {}, 0, 0.0)
 
 
 def received(meta: dict, tensors: dict[str, Tensor], ids: Sequence[int], asked: float) -> Prefilled:
@@ -240,6 +244,8 @@ class Prefiller:
                 self.words.link.wait()
                 self.inbox.put(self.words.hear()[0])
         except HandoverError:
+            pass
+        finally:
             self.inbox.put(None)
 
     def take(self, told: dict) -> None:

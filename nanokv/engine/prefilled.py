@@ -35,7 +35,7 @@ class Prefilled:
         L, Hk, D = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
         want = [L, Hk, len(self.tokens) - self.start, D]
         for name, found in (("keys", self.keys), ("values", self.values)):
-            if list(found.shape) != want or want[2] < 1:
+            if list(found.shape) != want or not 0 <= self.start < len(self.tokens):
                 raise HandoverError(f"{name} of {len(self.tokens)} tokens from token {self.start} on have the shape "
                                     f"{list(found.shape)}, not {want} (L,Hk,T,D)")  # fmt: skip
             if dtype not in (None, found.dtype):

@@ -1,7 +1,8 @@
 """Over how many ranks a model can be split: arithmetic, no torch, so a flag is refused before anything is started.
 
 A rank has whole query heads and a whole share of the MLP. A KV head lies on one rank, or, where there are more ranks
-than KV heads, on several, which each store its cache. The vocabulary and the experts need not divide.
+than KV heads, on several, which each store its cache. The vocabulary and the experts need not divide, but every rank
+has a word.
 """
 
 from nanokv.config import Config
@@ -13,7 +14,7 @@ def check_sizes(config: Config, ranks: int) -> None:
     if bad := misfits(config, ranks):
         possible = [n for n in range(1, config.num_attention_heads + 1) if not misfits(config, n)]
         raise ParallelError(f"{config.family.title} cannot be split over {ranks} ranks: {'; '.join(bad)}",
-                            f"--tensor-parallel {' or '.join(map(str, possible))}")  # fmt: skip
+                            f"--tensor-parallel {' or '.join(map(str, possible))} (torchrun: --nproc-per-node)")  # fmt: skip
 
 
 def misfits(config: Config, ranks: int) -> list[str]:
@@ -24,6 +25,8 @@ def misfits(config: Config, ranks: int) -> list[str]:
     bad = [f"{name} {value} is no multiple of {n}" for name, value in whole.items() if value % n]
     if heads % n and n % heads:
         bad.append(f"num_key_value_heads {heads} neither divides {n} nor is divided by it")
+    if (n - 1) * -(-config.vocab_size // n) >= config.vocab_size:
+        bad.append(f"vocab_size {config.vocab_size} leaves a rank of {n} without a word")
     return bad
 
 

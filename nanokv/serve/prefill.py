@@ -8,13 +8,15 @@ one prompt (`n`) share what is sent. When the process has ended, prompts are pre
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from nanokv.engine import Engine
 from nanokv.engine.prefill_process import Load, PrefillProcess, received
+from nanokv.engine.prefilled import Prefilled
 from nanokv.errors import NanoKVError
 
 if TYPE_CHECKING:
@@ -121,6 +123,8 @@ class Elsewhere(Here):
 
     def _news(self, meta: dict, tensors: dict[str, Tensor], count: int, seconds: float) -> None:
         """In the thread that reads."""
+        if not all(map(finite, tensors.values())):  # in the pages others would find it
+            meta = {"lost": "it has sent NaN or infinity"}
         if self._put is not None:  # before the start it can only have ended, which `begin` sees
             self._put(lambda: self._take(meta, tensors, count, seconds))
 
@@ -131,18 +135,30 @@ class Elsewhere(Here):
             self.state |= {"prefill_worker_pages": meta["idle"]["pages"],
                            "prefill_worker_pages_free": meta["idle"]["free"]}  # fmt: skip
             return
-        number = meta["done"] if "done" in meta else meta["failed"]
-        (_, ids), tickets = self.asked.pop(number, (("", ()), []))
+        try:
+            number = meta["done"] if "done" in meta else meta["failed"]
+            (_, ids), tickets = self.asked.get(number, (("", ()), []))
+            found = [self._believed(meta, tensors, ids, ticket) if "done" in meta else None for ticket in tickets]
+        except (KeyError, TypeError, NanoKVError) as error:  # a client is not told of it
+            return self._lose(f"it has sent what nobody has asked for: {type(error).__name__}: {error}")
+        self.asked.pop(number, None)
         if "done" in meta and tickets:
             self.state["handover_prompts"] += 1
             self.state["handover_bytes"] += count
             self.state["handover_seconds"] += seconds
-        for ticket in tickets:
-            ticket.enter(received(meta, tensors, ids, ticket.opened) if "done" in meta else None)
+        for ticket, prefilled in zip(tickets, found, strict=True):
+            ticket.enter(prefilled)
         self.pump()
+
+    def _believed(self, meta: dict, tensors: dict[str, Tensor], ids: Sequence[int], ticket: "Ticket") -> Prefilled:
+        """For this ticket, if shapes and dtypes are those of the engine."""
+        found = received(meta, tensors, ids, ticket.opened)
+        self.engine.check_prefilled(found, list(ids))
+        return found
 
     def _lose(self, reason: str) -> None:
         """Whatever was under way is prefilled here."""
+        self.process.kill()
         logger.warning("the prefill process is lost, prompts are prefilled here from now on: %s", reason)
         lost = [ticket for tickets in self.waiting.values() for ticket in tickets]
         lost += [ticket for _, tickets in self.asked.values() for ticket in tickets]
@@ -151,3 +167,8 @@ class Elsewhere(Here):
         self.state["handover_lost"] += len(lost)
         for ticket in sorted(lost, key=lambda ticket: ticket.opened):
             ticket.enter(None)
+
+
+def finite(x: Tensor) -> bool:
+    """No NaN and no infinity in x of any shape: the smallest and the largest value tell."""
+    return not x.numel() or not x.is_floating_point() or bool(torch.stack(x.aminmax()).isfinite().all())
