@@ -3,6 +3,7 @@
 Each command starts ranks of its own, which import torch: seconds each.
 """
 
+import json
 import os
 import signal
 import socket
@@ -14,6 +15,7 @@ import httpx2
 import psutil
 import pytest
 
+import nanokv
 from cli_helpers import environment, run_cli, spawn_cli
 
 QUESTION = "My name is Ada. What is my name?"
@@ -54,7 +56,8 @@ def test_torchrun_says_it_too():
 @pytest.mark.parametrize(("words", "said"), [
     (("generate", "Hi", "--tensor-parallel", "4"), b"4"),
     (("generate", "Hi", "--tensor-parallel", "2", "--fast"), b"--fast with --tensor-parallel"),
-    (("bench", "--tensor-parallel", "2"), b"runs in one process"),
+    (("profile", "--tensor-parallel", "2"), b"runs in one process"),
+    (("bench", "--tensor-parallel", "2", "--against", "transformers"), b"--against with --tensor-parallel"),
     (("serve", "--tensor-parallel", "2", "--prefill-worker"), b"leave one of them out"),
     (("generate", "Hi", "--tensor-parallel", "0"), b"--tensor-parallel"),
 ])  # fmt: skip
@@ -63,6 +66,26 @@ def test_what_does_not_go_is_refused_before_anything_starts(words, said):
     done = run_cli(*words)
     assert done.returncode == 2 and said in done.stderr and b"Traceback" not in done.stderr and not done.stdout
     assert time.monotonic() - began < 20
+
+
+@pytest.mark.parametrize("flags", [
+    ("--requests", "4"), ("--quality",), ("--through", "cli"), ("--weights", "plain,int8"), ("--contexts", "8,x"),
+    ("-m", "smollm2-135m-random"),
+])  # fmt: skip
+def test_what_bench_measures_in_one_process_is_refused_by_name(flags, cli):
+    code, out, err = cli("bench", "--tensor-parallel", "2", *flags)
+    assert (code, out) == (2, "") and (flags[0] in err or "num_attention_heads 9" in err)
+
+
+@pytest.mark.slow
+def test_bench_on_two_ranks_reads_half_of_the_bytes_on_each_and_prints_once():
+    words = ("bench", "--contexts", "24", "--steps", "4", "--repeat", "2", "--weights", "plain", "--json")
+    one, two = (json.loads(run_cli(*words, *more).stdout) for more in ((), ("--tensor-parallel", "2")))
+    assert (one["ranks"], two["ranks"]) == (1, 2) and two["code"] == "plain"
+    (whole,), (part,) = one["rows"], two["rows"]
+    norms = sum(weight.nbytes for weight in nanokv.load("tiny")[0].parameters() if weight.dim() == 1)
+    assert part["step_bytes"] == (whole["step_bytes"] + norms) / 2
+    assert part["decode_tok_s"] > 0 and part["rounds"] == 2 and part["share"] < 1
 
 
 @pytest.mark.slow

@@ -55,7 +55,9 @@ def check_command(module, args) -> None:
     if not hasattr(module, "RANKS"):
         name = module.__name__.rpartition(".")[2]
         raise NanoKVError(f"nanokv {name} runs in one process",
-                          "leave out --tensor-parallel; generate, chat, batch and serve take it")  # fmt: skip
+                          "leave out --tensor-parallel; generate, chat, batch, serve and bench take it")  # fmt: skip
+    if hasattr(module, "check_ranks"):
+        module.check_ranks(args)
     if getattr(args, "prefill_worker", False):
         raise NanoKVError("--prefill-worker sends the pages of a whole model, and with --tensor-parallel each rank has "
                           "pages for its own heads", "leave one of them out")  # fmt: skip
@@ -69,7 +71,8 @@ def start(module, args, words) -> int:
     check_command(module, args)
     speed.check(args)
     timeout()
-    check_sizes(loading.plan_model(args).config, args.tensor_parallel)
+    config = module.config_of(args) if hasattr(module, "config_of") else loading.plan_model(args).config
+    check_sizes(config, args.tensor_parallel)
     return launch(this_program(words), args.tensor_parallel, args.debug)
 
 
@@ -89,13 +92,20 @@ def follow(module, args) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 decides what Ctrl-C means
     with joined(args):
         try:
-            return module.run(args) if module.RANKS == "alike" else Follower(args).run()
+            return alike(module, args) if module.RANKS == "alike" else Follower(args).run()
         except ParallelError:
             raise
         except Exception as error:
             known = isinstance(error, NanoKVError | CheckpointError)
             args.ranks.last_words(str(error) if known else f"{type(error).__name__}: {error}")
             raise
+
+
+def alike(module, args) -> int:
+    """A command that every rank carries out; only rank 0 knows with which exit code it ended."""
+    module.run(args)
+    _, code = args.ranks.hear()
+    return code
 
 
 @contextmanager
