@@ -83,14 +83,14 @@ class Group:
         """
         x = x.contiguous()
         with self._answered("all_reduce"):
-            self.dist.all_reduce(x)
+            self.dist.all_reduce(x, group=self._reaching(x))
         return x
 
     def gather(self, x: "Tensor") -> "Tensor":
         """x of every rank, all of one shape → (n,*x.shape), by rank. Receives (n−1)·x.nbytes."""
         out = x.new_empty(self.size, *x.shape)
         with self._answered("all_gather"):
-            self.dist.all_gather(list(out.unbind(0)), x.contiguous())
+            self.dist.all_gather(list(out.unbind(0)), x.contiguous(), group=self._reaching(x))
         return out
 
     def broadcast(self, value: Any = None) -> Any:
@@ -131,6 +131,10 @@ class Group:
         with suppress(Exception):
             self.words = self.patient = None
             self.dist.destroy_process_group()
+
+    def _reaching(self, x: "Tensor") -> Any:
+        """NCCL sends what lies on a GPU only; None: the group of all ranks."""
+        return self.words if x.device.type == "cpu" else None
 
     def _send(self, value: Any, group: Any) -> Any:
         import torch
