@@ -17,6 +17,8 @@ import pytest
 
 import nanokv
 from cli_helpers import environment, run_cli, spawn_cli
+from nanokv.parallel.group import environment as rank_environment
+from nanokv.parallel.group import free_port
 
 QUESTION = "My name is Ada. What is my name?"
 GREEDY = ("generate", QUESTION, "-q", "-t", "0", "--plain")
@@ -98,6 +100,71 @@ def test_a_rank_that_is_killed_ends_the_command(after):
     assert process.wait(45) == 2
     stderr = process.stderr.read()
     assert b"rank" in stderr and b"Traceback" not in stderr and ended(ranks)
+
+
+@pytest.fixture
+def spawn():
+    """spawn_cli in a session of its own; what still runs after the test is killed."""
+    started = []
+    yield lambda *words, **popen: started.append(spawn_cli(*words, start_new_session=True, **popen)) or started[-1]
+    for process in started:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+TALKS = {"generate": ("Hi", "-q"), "chat": ("-q", "--no-loop-guard")}
+
+
+def begin(spawn, command, folder, *flags, **popen):
+    """An answer without end, of which something has been printed."""
+    stdin = subprocess.PIPE if command == "chat" else subprocess.DEVNULL
+    words = (command, *TALKS[command], "-m", folder, "-n", "50000", *flags)
+    process = spawn(*words, stdin=stdin, **popen)
+    if command == "chat":
+        process.stdin.write(b"Hi\nAnd then?\n")
+        process.stdin.flush()
+    return process
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", TALKS)
+@pytest.mark.parametrize("who", [1, "all"])
+def test_ctrl_c_to_one_rank_or_to_all_ends_all(command, who, endless_folder, spawn):
+    """A rank that is not told by a terminal but by its number passes it on."""
+    process = begin(spawn, command, endless_folder, "--tensor-parallel", "2")
+    assert process.stdout.read(20)
+    ranks, began = ranks_of(process), time.monotonic()
+    ranks[who].send_signal(signal.SIGINT) if who == 1 else os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=20)
+    assert (process.returncode, err) == (130, b"") and ended(ranks)
+    assert time.monotonic() - began < 10
+
+
+@pytest.mark.slow
+def test_ctrl_c_to_ranks_that_nobody_has_started_ends_each_with_130(endless_folder, spawn):
+    """Also in a chat, where rank 0 leaves with an exception: the other one is told why."""
+    port = free_port()
+    both = [begin(spawn, "chat", endless_folder, env=rank_environment(rank, 2, port)) for rank in range(2)]
+    assert both[0].stdout.read(20)
+    for process in both:
+        process.send_signal(signal.SIGINT)
+    assert [(process.communicate(timeout=20)[1], process.returncode) for process in both] == [(b"", 130)] * 2
+
+
+@pytest.mark.slow
+def test_a_port_that_is_in_use_is_one_line_on_every_rank(spawn):
+    """The program there accepts and says nothing: rank 1 would wait for its first word for ever."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port, began = taken.getsockname()[1], time.monotonic()
+        flags = ("generate", "Hi", "--debug")  # rank 1 is heard with --debug only
+        both = [spawn(*flags, env=rank_environment(rank, 2, port)) for rank in range(2)]
+        said = [process.communicate(timeout=60)[1].decode() for process in both]
+    assert [process.returncode for process in both] == [2, 2] and time.monotonic() - began < 30
+    for text, reason in zip(said, (f"port {port} of 127.0.0.1 is in use", "another program"), strict=True):
+        *_, error, hint = text.splitlines()
+        assert error.startswith("nanokv: error: ") and reason in error and str(port) in error
+        assert hint == "hint: another MASTER_PORT (torchrun --master-port)"
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ needed: sizes that do not divide, and flags that do not go together, are told by
 
 import os
 import signal
+import threading
 from contextlib import contextmanager
 
 from nanokv.cli import beams, loading, speculation, speed, terminal
@@ -82,14 +83,18 @@ def start(module, args, words) -> int:
 def lead(module, args) -> int:
     """Rank 0: the command itself. When it is done the others are told; should it fail, they find it gone."""
     with joined(args):
-        code = module.run(args) or 0
+        try:
+            code = module.run(args) or 0
+        except KeyboardInterrupt:
+            args.ranks.stopped()
+            raise
         args.ranks.hear(["end", code])
         return code
 
 
 def follow(module, args) -> int:
     """Another rank: until rank 0 says that it is over."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 decides what Ctrl-C means
+    leave_interrupts()
     with joined(args):
         try:
             return alike(module, args) if module.RANKS == "alike" else Follower(args).run()
@@ -99,6 +104,25 @@ def follow(module, args) -> int:
             known = isinstance(error, NanoKVError | CheckpointError)
             args.ranks.last_words(str(error) if known else f"{type(error).__name__}: {error}")
             raise
+
+
+def leave_interrupts() -> None:
+    """Rank 0 decides what Ctrl-C means. What another rank gets goes on to it, through the program that started both;
+    torchrun is told nothing, it would end all ranks at once. In a thread of its own: this one may wait in gloo."""
+    from nanokv.parallel.group import LAUNCHED
+
+    if not environment(LAUNCHED):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited by the threads of torch
+    parent = os.getppid()
+
+    def pass_on():
+        while signal.sigwait({signal.SIGINT}) and os.getppid() == parent:
+            os.kill(parent, signal.SIGINT)
+
+    threading.Thread(target=pass_on, name="nanokv-interrupts", daemon=True).start()
 
 
 def alike(module, args) -> int:
