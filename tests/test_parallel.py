@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import parallel_work
-from nanokv.cache import make_cache
+from nanokv.cache import KVCache, make_cache
 from nanokv.config import Config
-from nanokv.errors import ParallelError
+from nanokv.errors import CacheError, ParallelError
 from nanokv.inference import decode, prefill, score
 from nanokv.parallel.group import Alone
 from nanokv.parallel.shards import Shard
@@ -111,6 +111,25 @@ def test_the_others_follow_rank_0(size, folders, ranks_of):
         parallel_work.model_of = original
     found = ranks_of(size).call("led", folder=str(folder), prompts=PROMPTS)
     assert found == [right] + [right[-1:]] * (size - 1)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_cache_that_every_rank_saves_goes_on_to_the_last_bit(size, folders, ranks_of, tmp_path):
+    """A file for each rank; whose it is stands in it, and no other rank, nor one process, takes it."""
+    folder, model = folders["G2-tied"]
+    path = tmp_path / "talk.kv"
+    first, *others = ranks_of(size).call("kept", folder=str(folder), prompts=PROMPTS, path=str(path))
+    third, other, again, lost, _ = first[2:]
+    assert third == again and third != other and len(set(third[1])) > 1
+    assert lost.startswith(f"rank 1 of {size}: ") and "No such file" in lost
+    for checksums in others:
+        assert checksums[2] == checksums[4] != checksums[3] and len(checksums) == 6
+    assert sorted(file.name for file in tmp_path.iterdir()) == [
+        "talk.kv", *(f"talk.kv.rank{rank}" for rank in range(2, size))]  # fmt: skip
+    with pytest.raises(CacheError, match=f"was saved by rank 0 of {size}, this is one process"):
+        KVCache.load(path, model.config)
+    with pytest.raises(CacheError, match=f"was saved by rank 0 of {size}, this is rank 1 of 2"):
+        KVCache.load(path, model.config, rank=(1, 2))
 
 
 def test_a_rank_that_decides_otherwise_is_told_at_which_step(folders, ranks_of):

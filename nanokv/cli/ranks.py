@@ -172,9 +172,9 @@ class Follower:
             kind, *values = self.heard()
             if kind == "end":
                 return values[0]
-            if kind == "answer":
+            if kind in ("answer", "save", "load"):
                 self.answers = self.answers or self.following()
-                self.answers.answer(values[0])
+                getattr(self.answers, kind)(values[0])
             elif kind == "engine":
                 from nanokv.engine.leading import FollowingEngine
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 TIMEOUT_S = 30.0  # between two collectives lies at most one layer of one chunk of a prompt (inference.prefill_chunk)
 JOIN_S = 60.0  # until the last rank has imported torch
 FOREVER = timedelta(days=365)
+REPORT = 400  # bytes of a line in `reports`
 INLINE = 248  # bytes of JSON that fit into the first message of a broadcast
 LAUNCHED = "NANOKV_LAUNCHED"  # set by launch.py
 STORE_FD = "NANOKV_STORE_FD"  # a socket that the launcher has bound for rank 0: no other program can take its port
@@ -61,6 +62,9 @@ class Alone:
 
     def check_alike(self, what: str, value: str, hint: str = "") -> None:
         pass
+
+    def reports(self, text: str) -> list[str]:
+        return [text]
 
     def close(self) -> None:
         pass
@@ -123,6 +127,16 @@ class Group:
         others = [str(rank) for rank, found in enumerate(marks) if not torch.equal(found, marks[0])]
         if others:
             raise ParallelError(f"{what} of rank {', '.join(others)} differs from that of rank 0", hint)
+
+    def reports(self, text: str) -> list[str]:
+        """A line of every rank, by rank, cut to REPORT bytes. Waits as long as their disks take."""
+        import torch
+
+        data = text.encode()[:REPORT].ljust(REPORT, b"\0")
+        lines = [torch.empty(REPORT, dtype=torch.uint8) for _ in range(self.size)]
+        with self._answered("all_gather"):
+            self.dist.all_gather(lines, torch.frombuffer(bytearray(data), dtype=torch.uint8), group=self.patient)
+        return [bytes(line.tolist()).rstrip(b"\0").decode(errors="replace") for line in lines]
 
     def last_words(self, text: str) -> None:
         """Why this rank ends: the others, who will miss it, put it into their own error."""
