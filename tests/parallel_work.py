@@ -1,6 +1,7 @@
 """What ranks are asked to do in tests: each function runs on every rank of a group, and returns something for JSON."""
 
 import functools
+import gc
 import os
 import time
 from pathlib import Path
@@ -9,9 +10,11 @@ import torch
 
 from nanokv.cache import make_cache, saving
 from nanokv.cache.saving import fingerprint
-from nanokv.inference import decode, prefill, score
+from nanokv.inference import decode, prefill, prefill_chunks, score
 from nanokv.parallel.reading import read_shard
 from weights_loader.strict import read_object
+
+CPU = torch.device("cpu")
 
 
 @functools.cache
@@ -211,14 +214,22 @@ def alike(group, same: bool) -> None:
     group.check_alike("the config", "same" if same else f"config of {group.rank}", "compare them")
 
 
-def memory_of(group, folder: str) -> dict:
-    """Bytes of one rank's weights and cache, and what it takes of the machine's memory for itself (Linux)."""
-    before = private_bytes()
-    model = model_of(group, folder, "bfloat16")
-    cache = make_cache("dict", model.config)
-    prefill(model, [list(range(64))], cache)
+def memory_of(group, small: str, folder: str) -> dict:
+    """Bytes of one rank's weights and cache, and by how much its memory (PSS, Linux) lies above that of an idle rank:
+    one that has joined, has all the code and libraries, and has answered with a small model."""
+    def answered(model):
+        cache = make_cache("dict", model.config)
+        prefill_chunks(model, torch.arange(64)[None], cache, chunk=16)
+        decode(model, [[1]], cache, cache.length)
+        return cache
+
+    answered(read_shard(group, Path(small), read_object(Path(small) / "config.json"), torch.bfloat16, CPU))
+    gc.collect()
+    idle = private_bytes()
+    model = read_shard(group, Path(folder), read_object(Path(folder) / "config.json"), torch.bfloat16, CPU)
+    cache = answered(model)
     own = {id(weight): weight.nbytes for weight in model.parameters()}
-    return {"weights": sum(own.values()), "cache": cache.nbytes, "pss": private_bytes() - before}
+    return {"weights": sum(own.values()), "cache": cache.nbytes, "idle": idle, "pss": private_bytes() - idle}
 
 
 def private_bytes() -> int:

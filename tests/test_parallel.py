@@ -8,15 +8,20 @@ import json
 import shutil
 import signal
 import time
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 import parallel_work
+from nanokv import costs
 from nanokv.cache import KVCache, make_cache
 from nanokv.config import Config
+from nanokv.costs.memory import FAMILY
 from nanokv.errors import CacheError, ParallelError
 from nanokv.inference import decode, prefill, score
+from nanokv.loading import random_model
 from nanokv.parallel.group import Alone
 from nanokv.parallel.shards import Shard
 from nanokv.parallel.sizes import check_sizes
@@ -130,6 +135,22 @@ def test_a_cache_that_every_rank_saves_goes_on_to_the_last_bit(size, folders, ra
         KVCache.load(path, model.config)
     with pytest.raises(CacheError, match=f"was saved by rank 0 of {size}, this is rank 1 of 2"):
         KVCache.load(path, model.config, rank=(1, 2))
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux's /proc")
+def test_a_rank_takes_the_memory_of_its_share(tmp_path):
+    """Shapes of Qwen3-0.6B in bf16 over 2 ranks, each above an idle rank: weights and cache, and 5 % at most."""
+    config = FAMILY["Qwen/Qwen3-0.6B"]
+    for name, shape in (("small", replace(config, num_hidden_layers=1, vocab_size=512)), ("whole", config)):
+        random_model(shape, torch.bfloat16).save(tmp_path / name)
+    with Ranks(2) as ranks:
+        found = ranks.call("memory_of", small=str(tmp_path / "small"), folder=str(tmp_path / "whole"))
+    whole = sum(file.stat().st_size for file in (tmp_path / "whole").glob("*.safetensors"))
+    for rank in found:
+        share = rank["weights"] + rank["cache"]
+        assert 0.5 <= rank["weights"] / whole < 0.501
+        assert rank["cache"] == costs.kv_bytes(config, 65, 1, 2) / 2
+        assert share <= rank["pss"] <= 1.05 * share, found
 
 
 def test_a_rank_that_decides_otherwise_is_told_at_which_step(folders, ranks_of):
