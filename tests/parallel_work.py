@@ -1,16 +1,20 @@
 """What ranks are asked to do in tests: each function runs on every rank of a group, and returns something for JSON."""
 
 import functools
+import gc
 import os
 import time
 from pathlib import Path
 
 import torch
 
-from nanokv.cache import make_cache
-from nanokv.inference import decode, prefill, score
+from nanokv.cache import make_cache, saving
+from nanokv.cache.saving import fingerprint
+from nanokv.inference import decode, prefill, prefill_chunks, score
 from nanokv.parallel.reading import read_shard
 from weights_loader.strict import read_object
+
+CPU = torch.device("cpu")
 
 
 @functools.cache
@@ -109,17 +113,74 @@ def led(group, folder: str, prompts: list) -> list:
         group.hear(["end"])
         return [*said, cache.length]
     engine, make = None, Following(group, model, make_cache("sliding", model.config, window=64), Generation)
+    for kind, value in heard(group, make):
+        if kind == "engine":
+            engine = FollowingEngine(model, *value)
+        elif kind == "step":
+            engine.follow(value)
+        elif kind == "answer":
+            make.answer(value)
+    return [make.cache.length]
+
+
+def heard(group, make):
+    """(kind, value) of what rank 0 says, until it says that it is over."""
     while True:
         kind, *values = make.unheard or group.hear()
         make.unheard = None
         if kind == "end":
-            return [make.cache.length]
-        if kind == "engine":
-            engine = FollowingEngine(model, *values[0])
-        elif kind == "step":
-            engine.follow(values[0])
-        elif kind == "answer":
-            make.answer(values[0])
+            return
+        yield kind, values[0]
+
+
+def kept(group, folder: str, prompts: list, path: str) -> list:
+    """A conversation of three answers, saved after the second, and the third once more from the files → what each rank
+    held after each answer, by its checksum; rank 0's tokens too. Then the file of rank 1 is lost."""
+    from nanokv.cache import KVCache
+    from nanokv.decoding.draw import SamplingParams
+    from nanokv.decoding.generation import Generation
+    from nanokv.decoding.leading import Following, Leading, part_path
+    from nanokv.errors import CacheError
+
+    model, said = model_of(group, folder), []
+    cache = make_cache("growing", model.config)
+    if group.rank:
+        make = Following(group, model, cache, Generation)
+        for kind, value in heard(group, make):
+            getattr(make, kind)(value)
+            said += [checksum(make.cache)] if kind == "answer" else []
+        return said
+    make, ids = Leading(group, Generation), []
+
+    def answer(cache, prompt, seed):
+        made = make(model, torch.tensor([prompt]), cache, SamplingParams(1.0, seed=seed), 8)
+        tokens = list(made)
+        said.append([checksum(cache), [step.token for step in tokens]])
+        return (ids + prompt + made.tokens)[: cache.length]
+
+    for seed, prompt in enumerate(prompts[:2]):
+        ids = answer(cache, prompt, seed)
+    mark = fingerprint(model)
+    make.save(cache, path, ids, mark)
+    answer(cache, prompts[2], 5)
+    cache.truncate(0)
+    answer(cache, prompts[2] * 9, 7)  # another conversation
+    cache = KVCache.load(path, model.config, mark, rank=(0, group.size))
+    make.load(cache, path)
+    answer(cache, prompts[2], 5)
+    part_path(path, 1).unlink()
+    try:
+        make.load(KVCache.load(path, model.config, mark, rank=(0, group.size)), path)
+    except CacheError as error:
+        said.append(str(error))
+    answer(cache, prompts[0], 6)  # the ranks go on with what they have
+    group.hear(["end"])
+    return said
+
+
+def checksum(cache) -> str:
+    """Of all keys and values."""
+    return saving.digest({}, saving.contents(cache)[1])
 
 
 def drift(group, folder: str, at: int) -> int:
@@ -153,14 +214,22 @@ def alike(group, same: bool) -> None:
     group.check_alike("the config", "same" if same else f"config of {group.rank}", "compare them")
 
 
-def memory_of(group, folder: str) -> dict:
-    """Bytes of one rank's weights and cache, and what it takes of the machine's memory for itself (Linux)."""
-    before = private_bytes()
-    model = model_of(group, folder, "bfloat16")
-    cache = make_cache("dict", model.config)
-    prefill(model, [list(range(64))], cache)
+def memory_of(group, small: str, folder: str) -> dict:
+    """Bytes of one rank's weights and cache, and by how much its memory (PSS, Linux) lies above that of an idle rank:
+    one that has joined, has all the code and libraries, and has answered with a small model."""
+    def answered(model):
+        cache = make_cache("dict", model.config)
+        prefill_chunks(model, torch.arange(64)[None], cache, chunk=16)
+        decode(model, [[1]], cache, cache.length)
+        return cache
+
+    answered(read_shard(group, Path(small), read_object(Path(small) / "config.json"), torch.bfloat16, CPU))
+    gc.collect()
+    idle = private_bytes()
+    model = read_shard(group, Path(folder), read_object(Path(folder) / "config.json"), torch.bfloat16, CPU)
+    cache = answered(model)
     own = {id(weight): weight.nbytes for weight in model.parameters()}
-    return {"weights": sum(own.values()), "cache": cache.nbytes, "pss": private_bytes() - before}
+    return {"weights": sum(own.values()), "cache": cache.nbytes, "idle": idle, "pss": private_bytes() - idle}
 
 
 def private_bytes() -> int:

@@ -14,6 +14,7 @@ import torch
 from nanokv.cli import speed, terminal
 from nanokv.cli.random_model import load_random
 from nanokv.decoding.generation import Generation
+from nanokv.parallel.group import Alone
 
 
 def answer(loaded, model, chunk: int, prompt: int):
@@ -37,7 +38,7 @@ def main():
     terminal.install_signals()
     args = SimpleNamespace(
         model="qwen3-0.6b-random", dtype="bfloat16", threads=None, cache=("static", {}), context=8192, quiet=True,
-        quantize=None, color="never",
+        quantize=None, color="never", ranks=Alone(),
     )  # fmt: skip
     loaded = load_random(args)
     model = speed.optimized(loaded.model, args, speed.Choice(sys.argv[1] == "fast", requested=True))

@@ -27,6 +27,7 @@ from nanokv.errors import NanoKVError
 from nanokv.fast import native, optimize
 from nanokv.fast.weights import FEW_ROWS
 from nanokv.inference import decode, prefill
+from nanokv.parallel.group import Alone
 from oracle import SHAPES, gap, pair, put, reference_logits
 from small_model import needs_kernels, small
 
@@ -317,7 +318,7 @@ def test_a_random_model_is_the_same_every_time(monkeypatch):
     config = small()[0].config
     monkeypatch.setitem(random_model.RANDOM, "small-random", config)
     args = argparse.Namespace(model="small-random", dtype="bf16", threads=1, context=None, cache=("dict", {}))
-    args.dtype = "bfloat16"
+    args.dtype, args.ranks = "bfloat16", Alone()
     first, second = (random_model.load_random(args).model.state_dict() for _ in "ab")
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert first["layers.1.mlp.up_proj.weight"].float().std() == pytest.approx(0.02, rel=0.1)

@@ -318,7 +318,7 @@ def test_a_wrong_argument_is_one_line_and_the_chat_goes_on(fresh):
     fresh.ask("/undo", "nothing to undo")
 
 
-WRONG_FIELDS = {"kv": 7, "settings": [1], "system": {"a": 1}, "fingerprint": 3}
+WRONG_FIELDS = {"kv": 7, "settings": [1], "system": {"a": 1}, "fingerprint": 3, "ranks": "2"}
 
 
 def test_load_of_a_file_with_a_wrong_type_names_the_field_and_changes_nothing(fresh, tmp_path):
@@ -404,6 +404,24 @@ def test_save_and_load_with_cache_and_refusal_of_another_models(fresh, tmp_path)
     fresh.ask("/save /dev/full", r"session not saved: no space \(need [\d.]+ k?B\).*\nhint: choose another file")
     fresh.ask("/save /proc/x", r"session not saved: No such file or directory \(/proc/x\)\nhint: choose another file")
     assert stat.S_ISCHR(os.stat("/dev/full").st_mode), "a device must never be replaced by a file"
+
+
+@pytest.mark.slow
+def test_two_ranks_save_their_parts_of_the_cache_and_take_them_over_again(start, tiny_folder, tmp_path):
+    flags, file = ("-n", "12", "-t", "0", "--tensor-parallel", "2"), tmp_path / "talk.jsonl"
+    first = start(tiny_folder, *flags, columns=200)
+    first.ask("My name is Zorbla.", STATUS.format(r"\d+", 512))
+    cached = int(first.text.split("cache ")[1].split("/")[0])
+    first.ask(f"/save {file} --kv", rf"saved 1 turn .*cache of {cached} tokens .*the parts of 1 more rank")
+    first.ask(f"/save {file} --kv --force", "saved 1 turn")
+    first.send("\x04")
+    second = start(tiny_folder, *flags, columns=200)
+    second.ask(f"/load {file}", rf"loaded 1 turn · cache of {cached} tokens")
+    second.ask("/retry", r"^  1 new \+ [1-9]\d reused")
+    second.send("\x04")
+    alone = start(tiny_folder, "-n", "12", columns=200)
+    alone.ask(f"/load {file}", "loaded 1 turn · cache refused: it was saved by 2 ranks, this is one process")
+    alone.ask("Hello.", STATUS.format(r"\d+", 512))
 
 
 def test_save_asks_before_it_replaces_a_file(fresh, tmp_path):

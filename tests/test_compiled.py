@@ -13,7 +13,7 @@ import torch
 
 import nanokv
 from nanokv.attention import decode_attention
-from nanokv.bench import gpu
+from nanokv.bench import gpu, gpu_ranks
 from nanokv.cache import make_cache
 from nanokv.errors import CapacityError, ConfigError
 from nanokv.fast import compiled
@@ -342,6 +342,10 @@ def test_the_gpu_script_runs_dry(tmp_path, capsys):
     assert len(report["rows"]) == 6 and all(row["tok_s"] > 0 and row["step_bytes"] > 0 for row in report["rows"])
     assert len({row["runner"] for row in report["rows"]}) == 6
     assert all(row["equal"] for row in report["offload"]) and report["versions"]["torch"] == torch.__version__
+    one, two = report["ranks"]
+    assert (one["ranks"], two["ranks"]) == (1, 2) and two["tok_s"] > 0 and 0 < two["gap"] <= 1e-5
+    assert (two["sums"], two["summed_bytes"], two["gathered_bytes"]) == (2 * 3 + 1, 7 * 2 * 64 * 2, 2 * 49 * 2)
+    assert two["step_bytes"] < 0.6 * one["step_bytes"]
     text = (tmp_path / "dry.md").read_text()
     assert text.startswith("# Dry run on a CPU: no figures") and "nanokv compiled static" in text
     assert text.strip() in capsys.readouterr().out
@@ -354,10 +358,14 @@ def test_the_gpu_script_without_a_gpu_says_so_in_one_line(monkeypatch, capsys):
     assert out == "" and err.count("\n") == 1 and "sees no GPU" in err
 
 
+RANKS = {"ranks": 2, "gap": 1e-6, "summed_bytes": 8, "expected_bytes": 8}
+
+
 def test_the_gpu_script_finds_every_fault():
     good = {
         "parity": {"gap": 1e-6, "compiles": [16, 1]}, "attention": [{"call": "x", "kernel": "flash", "gap": 1e-3}],
         "offload": [{"context": 8, "equal": True}], "rows": [{"runner": "nanokv compiled static", "tok_s": 1.0}],
+        "ranks": [{"ranks": 1}, dict(RANKS, ranks=2)],
     }  # fmt: skip
     assert gpu.faults(good) == []
     broken = {"runner": "nanokv compiled static", "batch": 1, "context": 8, "failed": "an illegal memory access"}
@@ -367,9 +375,20 @@ def test_the_gpu_script_finds_every_fault():
         ("attention", [{"call": "x", "kernel": "attention_math", "gap": 1e-3}], "no fused kernel"),
         ("attention", [{"call": "x", "kernel": "flash", "gap": 0.5}], "off by"),
         ("offload", [{"context": 8, "equal": False}], "offload differs"),
+        ("ranks", [dict(RANKS, gap=float("nan"))], "2 ranks: off by nan"),
+        ("ranks", [dict(RANKS, summed_bytes=9)], "9 bytes in all_reduce, by formula 8"),
+        ("ranks", [{"ranks": 4, "failed": "NCCL: unhandled system error"}], "4 ranks: NCCL: unhandled"),
     ):  # fmt: skip
         (fault,) = gpu.faults(good | {name: value})
         assert says in fault
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here the ranks would find their GPUs")
+def test_ranks_that_cannot_start_are_a_row():
+    (row,) = gpu_ranks.on_ranks(2, gpu.FULL)
+    assert row["ranks"] == 2 and len(row["failed"]) > 10 and "rank 0 ended" not in row["failed"]
+    assert gpu_ranks.faults([row])
 
 
 def test_a_runner_that_fails_is_a_row(monkeypatch):

@@ -8,15 +8,20 @@ import json
 import shutil
 import signal
 import time
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 import parallel_work
-from nanokv.cache import make_cache
+from nanokv import costs
+from nanokv.cache import KVCache, make_cache
 from nanokv.config import Config
-from nanokv.errors import ParallelError
+from nanokv.costs.memory import FAMILY
+from nanokv.errors import CacheError, ParallelError
 from nanokv.inference import decode, prefill, score
+from nanokv.loading import random_model
 from nanokv.parallel.group import Alone
 from nanokv.parallel.reading import fingerprint
 from nanokv.parallel.shards import Shard
@@ -113,6 +118,41 @@ def test_the_others_follow_rank_0(size, folders, ranks_of):
         parallel_work.model_of = original
     found = ranks_of(size).call("led", folder=str(folder), prompts=PROMPTS)
     assert found == [right] + [right[-1:]] * (size - 1)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_cache_that_every_rank_saves_goes_on_to_the_last_bit(size, folders, ranks_of, tmp_path):
+    """A file for each rank; whose it is stands in it, and no other rank, nor one process, takes it."""
+    folder, model = folders["G2-tied"]
+    path = tmp_path / "talk.kv"
+    first, *others = ranks_of(size).call("kept", folder=str(folder), prompts=PROMPTS, path=str(path))
+    third, other, again, lost, _ = first[2:]
+    assert third == again and third != other and len(set(third[1])) > 1
+    assert lost.startswith(f"rank 1 of {size}: ") and "No such file" in lost
+    for checksums in others:
+        assert checksums[2] == checksums[4] != checksums[3] and len(checksums) == 6
+    assert sorted(file.name for file in tmp_path.iterdir()) == [
+        "talk.kv", *(f"talk.kv.rank{rank}" for rank in range(2, size))]  # fmt: skip
+    with pytest.raises(CacheError, match=f"was saved by rank 0 of {size}, this is one process"):
+        KVCache.load(path, model.config)
+    with pytest.raises(CacheError, match=f"was saved by rank 0 of {size}, this is rank 1 of 2"):
+        KVCache.load(path, model.config, rank=(1, 2))
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux's /proc")
+def test_a_rank_takes_the_memory_of_its_share(tmp_path):
+    """Shapes of Qwen3-0.6B in bf16 over 2 ranks, each above an idle rank: weights and cache, and 5 % at most."""
+    config = FAMILY["Qwen/Qwen3-0.6B"]
+    for name, shape in (("small", replace(config, num_hidden_layers=1, vocab_size=512)), ("whole", config)):
+        random_model(shape, torch.bfloat16).save(tmp_path / name)
+    with Ranks(2) as ranks:
+        found = ranks.call("memory_of", small=str(tmp_path / "small"), folder=str(tmp_path / "whole"))
+    whole = sum(file.stat().st_size for file in (tmp_path / "whole").glob("*.safetensors"))
+    for rank in found:
+        share = rank["weights"] + rank["cache"]
+        assert 0.5 <= rank["weights"] / whole < 0.501
+        assert rank["cache"] == costs.kv_bytes(config, 65, 1, 2) / 2
+        assert share <= rank["pss"] <= 1.05 * share, found
 
 
 def test_a_rank_that_decides_otherwise_is_told_at_which_step(folders, ranks_of):

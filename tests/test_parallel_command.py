@@ -3,6 +3,7 @@
 Each command starts ranks of its own, which import torch: seconds each.
 """
 
+import json
 import os
 import signal
 import socket
@@ -14,9 +15,11 @@ import httpx2
 import psutil
 import pytest
 
+import nanokv
 from cli_helpers import environment, run_cli, spawn_cli
 from nanokv.cli import generate, loading, main, make_parser, ranks
-from nanokv.parallel.group import Alone
+from nanokv.parallel.group import Alone, free_port
+from nanokv.parallel.group import environment as rank_environment
 
 QUESTION = "My name is Ada. What is my name?"
 GREEDY = ("generate", QUESTION, "-q", "-t", "0", "--plain")
@@ -56,7 +59,8 @@ def test_torchrun_says_it_too():
 @pytest.mark.parametrize(("words", "said"), [
     (("generate", "Hi", "--tensor-parallel", "4"), b"4"),
     (("generate", "Hi", "--tensor-parallel", "2", "--fast"), b"--fast with --tensor-parallel"),
-    (("bench", "--tensor-parallel", "2"), b"runs in one process"),
+    (("profile", "--tensor-parallel", "2"), b"runs in one process"),
+    (("bench", "--tensor-parallel", "2", "--against", "transformers"), b"--against with --tensor-parallel"),
     (("serve", "--tensor-parallel", "2", "--prefill-worker"), b"leave one of them out"),
     (("generate", "Hi", "--tensor-parallel", "0"), b"--tensor-parallel"),
 ])  # fmt: skip
@@ -110,6 +114,26 @@ def test_flags_that_change_what_a_rank_computes_are_compared(flags, differ):
     assert [what for what in one if one[what] != two[what]] == differ and "config.json" in one
 
 
+@pytest.mark.parametrize("flags", [
+    ("--requests", "4"), ("--quality",), ("--through", "cli"), ("--weights", "plain,int8"), ("--contexts", "8,x"),
+    ("-m", "smollm2-135m-random"),
+])  # fmt: skip
+def test_what_bench_measures_in_one_process_is_refused_by_name(flags, cli):
+    code, out, err = cli("bench", "--tensor-parallel", "2", *flags)
+    assert (code, out) == (2, "") and (flags[0] in err or "num_attention_heads 9" in err)
+
+
+@pytest.mark.slow
+def test_bench_on_two_ranks_reads_half_of_the_bytes_on_each_and_prints_once():
+    words = ("bench", "--contexts", "24", "--steps", "4", "--repeat", "2", "--weights", "plain", "--json")
+    one, two = (json.loads(run_cli(*words, *more).stdout) for more in ((), ("--tensor-parallel", "2")))
+    assert (one["ranks"], two["ranks"]) == (1, 2) and two["code"] == "plain"
+    (whole,), (part,) = one["rows"], two["rows"]
+    norms = sum(weight.nbytes for weight in nanokv.load("tiny")[0].parameters() if weight.dim() == 1)
+    assert part["step_bytes"] == (whole["step_bytes"] + norms) / 2
+    assert part["decode_tok_s"] > 0 and part["rounds"] == 2 and part["share"] < 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("after", [0.2, 1.5, 4.0])
 def test_a_rank_that_is_killed_ends_the_command(after):
@@ -120,6 +144,71 @@ def test_a_rank_that_is_killed_ends_the_command(after):
     assert process.wait(45) == 2
     stderr = process.stderr.read()
     assert b"rank" in stderr and b"Traceback" not in stderr and ended(ranks)
+
+
+@pytest.fixture
+def spawn():
+    """spawn_cli in a session of its own; what still runs after the test is killed."""
+    started = []
+    yield lambda *words, **popen: started.append(spawn_cli(*words, start_new_session=True, **popen)) or started[-1]
+    for process in started:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+TALKS = {"generate": ("Hi", "-q"), "chat": ("-q", "--no-loop-guard")}
+
+
+def begin(spawn, command, folder, *flags, **popen):
+    """An answer without end, of which something has been printed."""
+    stdin = subprocess.PIPE if command == "chat" else subprocess.DEVNULL
+    words = (command, *TALKS[command], "-m", folder, "-n", "50000", *flags)
+    process = spawn(*words, stdin=stdin, **popen)
+    if command == "chat":
+        process.stdin.write(b"Hi\nAnd then?\n")
+        process.stdin.flush()
+    return process
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", TALKS)
+@pytest.mark.parametrize("who", [1, "all"])
+def test_ctrl_c_to_one_rank_or_to_all_ends_all(command, who, endless_folder, spawn):
+    """A rank that is not told by a terminal but by its number passes it on."""
+    process = begin(spawn, command, endless_folder, "--tensor-parallel", "2")
+    assert process.stdout.read(20)
+    ranks, began = ranks_of(process), time.monotonic()
+    ranks[who].send_signal(signal.SIGINT) if who == 1 else os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=20)
+    assert (process.returncode, err) == (130, b"") and ended(ranks)
+    assert time.monotonic() - began < 10
+
+
+@pytest.mark.slow
+def test_ctrl_c_to_ranks_that_nobody_has_started_ends_each_with_130(endless_folder, spawn):
+    """Also in a chat, where rank 0 leaves with an exception: the other one is told why."""
+    port = free_port()
+    both = [begin(spawn, "chat", endless_folder, env=rank_environment(rank, 2, port)) for rank in range(2)]
+    assert both[0].stdout.read(20)
+    for process in both:
+        process.send_signal(signal.SIGINT)
+    assert [(process.communicate(timeout=20)[1], process.returncode) for process in both] == [(b"", 130)] * 2
+
+
+@pytest.mark.slow
+def test_a_port_that_is_in_use_is_one_line_on_every_rank(spawn):
+    """The program there accepts and says nothing: rank 1 would wait for its first word for ever."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port, began = taken.getsockname()[1], time.monotonic()
+        flags = ("generate", "Hi", "--debug")  # rank 1 is heard with --debug only
+        both = [spawn(*flags, env=rank_environment(rank, 2, port)) for rank in range(2)]
+        said = [process.communicate(timeout=60)[1].decode() for process in both]
+    assert [process.returncode for process in both] == [2, 2] and time.monotonic() - began < 30
+    for text, reason in zip(said, (f"port {port} of 127.0.0.1 is in use", "another program"), strict=True):
+        *_, error, hint = text.splitlines()
+        assert error.startswith("nanokv: error: ") and reason in error and str(port) in error
+        assert hint == "hint: another MASTER_PORT (torchrun --master-port)"
 
 
 @pytest.mark.slow

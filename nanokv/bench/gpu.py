@@ -5,6 +5,7 @@
     decode      Qwen3-0.6B shapes in bf16, random weights: ours with CUDA graphs and without, transformers' dynamic and
                 static cache; batch 1 … 64, context up to 32k; beside the memory bandwidth measured in the same run
     offload     a cache in host memory: equal bit by bit, and how much of the transfer hides behind the arithmetic
+    ranks       tensor parallel on the GPUs of this machine (gpu_ranks.py): logits of one process, bytes of all_reduce
 
 Writes gpu.json and gpu.md. Leaves with 1 if a check failed, with 2 where torch sees no GPU. `--dry-run` runs the same
 code on a CPU with a tiny model, to show that it runs: its times mean nothing.
@@ -16,7 +17,6 @@ import json
 import platform
 import statistics
 import sys
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from importlib import metadata
@@ -28,50 +28,21 @@ from torch.profiler import ProfilerActivity, profile
 
 from nanokv import costs
 from nanokv.attention import causal_attention, causal_mask, decode_attention, prefill_attention
+from nanokv.bench import gpu_ranks
+from nanokv.bench.gpu_steps import FULL, SMALL, TINY, Nano, Plan, decode_row, gap, part_of, random_ids
 from nanokv.bench.machine import Bandwidth, gemm_peak, now, timed
-from nanokv.bench.runners import Ours, Transformers
+from nanokv.bench.runners import Transformers
 from nanokv.cache import make_cache
 from nanokv.config import Config
-from nanokv.costs.memory import FAMILY
-from nanokv.errors import NanoKVError
 from nanokv.fast.compiled import Compiled
 from nanokv.inference import decode, prefill, prefill_chunk, prefill_chunks
 from nanokv.loading import random_model
 
-TINY = Config(
-    vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=32, max_position_embeddings=256, tie_word_embeddings=True,
-)  # fmt: skip
-WARM_UP = 3  # steps before the clock runs: the first compiles and records
-ALIGNED = 64  # slots of a slab come in multiples of this
-SPARE = 6 << 30  # bytes of the GPU that are left for activations and the allocator
 EXACT, ROUNDED = 1e-4, 2e-2  # largest gap that passes, fp32 and bf16, of the largest value
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What is run."""
-
-    config: Config
-    device: str
-    batches: tuple[int, ...]
-    contexts: tuple[int, ...]
-    steps: int  # decode steps a round
-    rounds: int
-    backend: str = "inductor"
-
-    @property
-    def room(self) -> int:
-        """Tokens that follow the prompt."""
-        return WARM_UP + self.steps * self.rounds
-
-
-FULL = Plan(FAMILY["Qwen/Qwen3-0.6B"], "cuda", (1, 4, 16, 64), (128, 1024, 8192, 32_768), steps=32, rounds=5)
-SMALL = Plan(TINY, "cpu", (2,), (24,), steps=2, rounds=2, backend="eager")
-
-
 def main(argv=None) -> int:
-    """Run all four parts, write both files, print the tables."""
+    """Run all parts, write both files, print the tables."""
     parser = argparse.ArgumentParser(prog="python -m nanokv.bench.gpu", description=__doc__.splitlines()[0])
     parser.add_argument("--out", default="gpu", metavar="NAME", help="NAME.json and NAME.md (default: %(default)s)")
     parser.add_argument("--dry-run", action="store_true", help="the same code, tiny, on a CPU: no figures")
@@ -100,6 +71,7 @@ def measure(plan: Plan) -> dict:
         if "decode_s" in row:
             row["share"] = row["step_bytes"] / bandwidth.best(row["step_bytes"]) / row["decode_s"]
     report["offload"] = offload(model, plan)
+    report["ranks"], report["no_ranks"] = gpu_ranks.tensor_parallel(model, plan, bandwidth)
     return report | {"faults": faults(report)}
 
 
@@ -119,17 +91,6 @@ def versions() -> dict:
     """Of everything that is compared."""
     own = {"python": platform.python_version(), "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
     return own | {name: metadata.version(name) for name in ("nanokv", "torch", "transformers")}
-
-
-def random_ids(config: Config, batch: int, tokens: int, device: str):
-    """(B,T) int64, the same on every device."""
-    ids = torch.randint(config.vocab_size, (batch, tokens), generator=torch.Generator().manual_seed(tokens))
-    return ids.to(device)
-
-
-def gap(a, b) -> float:
-    """Largest difference, of the largest value; nan if there is one."""
-    return float((a.double() - b.double()).abs().max() / b.double().abs().max())
 
 
 # --- parity ---------------------------------------------------------------------------------------------------------
@@ -188,23 +149,6 @@ def chosen(profiler) -> str:
 # --- decode ---------------------------------------------------------------------------------------------------------
 
 
-class Nano(Ours):
-    """Ours; `backend` given: compiled, and on a GPU a step is one replay of a CUDA graph. The plain model prefills."""
-
-    def __init__(self, model, cache: str, batch: int, backend: str | None = None):
-        dtype = model.embed_tokens.weight.dtype
-        super().__init__(model, "compiled" if backend else "plain", cache, {}, batch, dtype)
-        self.plain, self.backend = model, backend
-
-    def start(self, ids, room: int):
-        capacity = -(-(ids.shape[1] + room) // ALIGNED) * ALIGNED
-        if self.backend:
-            self.model = Compiled(self.plain, capacity, self.batch, backend=self.backend)
-        self.store = make_cache(self.cache, self.plain.config, self.batch, capacity)
-        logits = prefill_chunks(self.plain, ids, self.store, chunk=part_of(self.plain, self.batch))
-        self.token = logits.argmax(-1, keepdim=True)  # (B,1)
-
-
 class Peer(Transformers):
     """transformers, with a prefill in parts; `backend` given: decode compiled as its documentation advises."""
 
@@ -226,11 +170,6 @@ class Peer(Transformers):
         self.token = logits[:, -1].argmax(-1, keepdim=True)
 
 
-def part_of(model, batch: int) -> int:
-    """Tokens per row in one forward of a prefill: what is in flight stays the same for every batch."""
-    return max(1, prefill_chunk(model) // batch)
-
-
 def decode_rows(model, plan: Plan, bandwidth: Bandwidth) -> list[dict]:
     """One runner at a time, so that each has the whole memory; every row says what came of it."""
     kinds = (  # (whose, cache, backend of torch.compile)
@@ -247,37 +186,6 @@ def decode_rows(model, plan: Plan, bandwidth: Bandwidth) -> list[dict]:
                 if plan.device == "cuda":
                     torch.cuda.empty_cache()
     return rows
-
-
-def decode_row(runner, context: int, plan: Plan, bandwidth: Bandwidth) -> dict:
-    """Seconds per step, median of the rounds, or why there are none. The context grows by a token per step."""
-    row = {"runner": f"{runner.engine} {runner.weights} {runner.cache}", "batch": runner.batch, "context": context}
-    wanted = costs.kv_bytes(plan.config, context + plan.room, runner.batch, 2) * 5 // 4 + SPARE
-    if plan.device == "cuda" and wanted > torch.cuda.mem_get_info()[0]:
-        return row | {"failed": f"the cache and its working memory need {wanted / 1e9:,.0f} GB"}
-    try:
-        began = now(plan.device)
-        runner.start(random_ids(plan.config, runner.batch, context, plan.device), plan.room)
-        prefill_s, times = now(plan.device) - began, []
-        steps(runner, WARM_UP, plan.device)
-        for _ in range(plan.rounds):
-            times.append(steps(runner, plan.steps, plan.device) / plan.steps)
-    except (RuntimeError, NanoKVError) as error:  # out of memory, a compiler that gives up: a row of its own
-        return row | {"failed": (str(error).splitlines() or [type(error).__name__])[0][:200]}
-    seconds, read = statistics.median(times), runner.step_bytes(context + plan.room // 2)
-    bandwidth.probe(read)
-    return row | {
-        "prefill_s": prefill_s, "decode_s": seconds, "spread": (max(times) - min(times)) / seconds,
-        "tok_s": runner.batch / seconds, "step_bytes": read,
-    }  # fmt: skip
-
-
-def steps(runner, count: int, device: str) -> float:
-    """Seconds of so many decode steps."""
-    began = now(device)
-    for _ in range(count):
-        runner.step()
-    return now(device) - began
 
 
 # --- offload --------------------------------------------------------------------------------------------------------
@@ -318,7 +226,7 @@ def transfer_rate(device: str, pin: bool, size: int = 1 << 28) -> float:
 
 def faults(report: dict) -> list[str]:
     """What must not be: a wrong answer, attention without a fused kernel, a second compile, an offload that differs."""
-    parity, found = report["parity"], []
+    parity, found = report["parity"], gpu_ranks.faults(report["ranks"])
     if not parity["gap"] <= EXACT:
         found.append(f"compiled decode is off by {parity['gap']:.1e} of the largest logit")
     if len(parity["compiles"]) != len(set(parity["compiles"])):
@@ -345,12 +253,7 @@ def markdown(report: dict) -> str:
     lines += [f"Read bandwidth {rate:,.0f} GB/s, bf16 products {flops:,.1f} TFLOP/s, measured in this run. "
               f"Compiled against plain, fp32: {report['parity']['gap']:.1e}.", ""]  # fmt: skip
     lines += ["Faults: " + ("; ".join(report["faults"]) or "none"), ""]
-    rows = [
-        (row["runner"], row["batch"], f"{row['context']:,}", *(
-            (row["failed"], "", "", "") if "failed" in row else
-            (f"{row['decode_s'] * 1e3:.2f}", f"{row['tok_s']:,.0f}", f"{row['share']:.0%}", f"{row['spread'] / 2:.0%}")
-        )) for row in report["rows"]
-    ]  # fmt: skip
+    rows = [(row["runner"], row["batch"], f"{row['context']:,}", *decode_cells(row)) for row in report["rows"]]
     lines += table(("runner", "batch", "context", "ms per step", "tok/s", "of the limit", "±"), rows)
     rows = [(row["call"], row["kernel"], f"{row['gap']:.1e}") for row in report["attention"]]
     lines += table(("attention", "kernel", "gap"), rows)
@@ -358,7 +261,27 @@ def markdown(report: dict) -> str:
              f"{row['transfer_s'] * 1e3:.2f}", f"{row['pinned_rate'] / 1e9:.1f} / {row['pageable_rate'] / 1e9:.1f}")
             for row in report["offload"]]  # fmt: skip
     head = ("context", "offload equal", "ms near", "ms in host memory", "ms of transfer", "GB/s pinned / pageable")
-    return "\n".join(lines + table(head, rows))
+    return "\n".join(lines + table(head, rows) + ranks_table(report))
+
+
+def decode_cells(row: dict) -> tuple:
+    """Milliseconds, tokens per second, share of the limit and half of the spread; or why there are none."""
+    if "failed" in row:
+        return row["failed"], "", "", ""
+    return f"{row['decode_s'] * 1e3:.2f}", f"{row['tok_s']:,.0f}", f"{row['share']:.0%}", f"{row['spread'] / 2:.0%}"
+
+
+def ranks_table(report: dict) -> list[str]:
+    """Tensor parallel: bytes are those that a rank gives to all_reduce in a step."""
+    if not report["ranks"]:
+        return [f"No tensor parallel: {report['no_ranks']}.", ""]
+    rows = [
+        (row["ranks"], row.get("batch", ""), f"{row['context']:,}" if "context" in row else "", *decode_cells(row),
+         f"{row['summed_bytes']:,}" if "summed_bytes" in row else "", f"{row['gap']:.1e}" if "gap" in row else "")
+        for row in report["ranks"]
+    ]  # fmt: skip
+    head = ("ranks", "batch", "context", "ms per step", "tok/s", "of the limit", "±", "all_reduce bytes", "gap")
+    return table(head, rows)
 
 
 def table(head, rows) -> list[str]:

@@ -70,7 +70,8 @@ class Ours(Runner):
 
     def __init__(self, model, weights: str, cache: str, options: dict, batch: int, dtype):
         held = sum(t.nbytes for t in {t.data_ptr(): t for t in (*model.parameters(), *model.buffers())}.values())
-        read = held - table_bytes(model.config, model.embed_tokens.weight.itemsize)
+        table = model.embed_tokens.weight  # of it a step reads one row; tied, it is the head as well
+        read = held if model.config.tie_word_embeddings else held - table.nbytes
         super().__init__(
             "nanokv", weights, cache, batch, read, costs.kv_bytes_per_token(model.config, dtype.itemsize)
         )

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from nanokv.cache.base import KVCache, LayerCache
 from nanokv.cache.checks import check_append, check_index
+from nanokv.cache.saving import ALONE
 from nanokv.errors import CacheError, UnsupportedError
 
 
@@ -123,11 +124,11 @@ class BatchCache(KVCache):
         rows = [self.rows[i].fork() for i in check_index(index, rows=len(self.rows)).tolist()]
         self.rows, self[:] = rows, self.layers(rows)  # in one line: before it all rows are the old ones, then the new
 
-    def save(self, path, tokens=(), model_fingerprint: str = ""):
+    def save(self, path, tokens=(), model_fingerprint: str = "", rank=ALONE):
         made, *others = [(row.name, row.options, row.requested_capacity) for row in self.rows]
         if any(other != made for other in others):
             raise UnsupportedError("rows of mixed kinds cannot be saved in one file", hint="save each of cache.rows")
-        super().save(path, tokens, model_fingerprint)
+        super().save(path, tokens, model_fingerprint, rank)
 
 
 def check_rows(rows, config):

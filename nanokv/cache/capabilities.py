@@ -219,20 +219,24 @@ class CacheCapabilities(FirstNames, list):
             layers[-1].expected = layer.expected
         self[:], self.requested_rows = layers, len(index)  # in one line: no layer is ahead of another
 
-    def save(self, path: str | os.PathLike, tokens: Sequence = (), model_fingerprint: str = "") -> None:
+    def save(self, path: str | os.PathLike, tokens: Sequence = (), model_fingerprint: str = "",
+             rank: tuple[int, int] = saving.ALONE) -> None:  # fmt: skip
         """Write keys and values as safetensors, with the config, the tokens and a checksum; replaces `path` atomically.
 
         `tokens` (the ids that are in the cache; for several rows one list for all, or one each) and
-        `model_fingerprint` are stored so that `load` can refuse a file of other text or other weights.
+        `model_fingerprint` are stored so that `load` can refuse a file of other text or other weights. `rank`: which
+        rank of how many, of a cache that holds the heads of a rank.
         """
-        saving.save(self, path, tokens, model_fingerprint)
+        saving.save(self, path, tokens, model_fingerprint, rank)
 
     @classmethod
     def load(cls, path: str | os.PathLike, config: Config, model_fingerprint: str = "",
-             device: str | torch.device = "cpu", **options: Any) -> Any:  # fmt: skip
-        """Rebuild a saved cache. Refuses another config, other weights, an edited or a truncated file, saying which.
+             device: str | torch.device = "cpu", rank: tuple[int, int] = saving.ALONE,
+             **options: Any) -> Any:  # fmt: skip
+        """Rebuild a saved cache. Refuses another config, other weights, an edited or a truncated file, and that of
+        another rank, saying which.
 
         The ids that were saved with it are in `.tokens` of the result. `options` may say where the bytes go (a page
         pool, a folder, another capacity); what would change the stored tokens' meaning is refused.
         """
-        return saving.load(path, config, cls.maker, model_fingerprint, device, options)
+        return saving.load(path, config, cls.maker, model_fingerprint, device, options, rank)

@@ -9,6 +9,7 @@ import torch
 
 from nanokv.cache.base import KVCache
 from nanokv.cache.checks import check_index
+from nanokv.cache.saving import ALONE
 from nanokv.errors import CacheError, UnsupportedError
 
 
@@ -75,5 +76,5 @@ class PaddedCache(KVCache):
         self.pads = self.pads[index]
         self[:] = self.inner
 
-    def save(self, path, tokens=(), model_fingerprint: str = ""):
+    def save(self, path, tokens=(), model_fingerprint: str = "", rank=ALONE):
         raise UnsupportedError("a padded cache cannot be saved", hint="save the rows of a batch cache")

@@ -19,6 +19,7 @@ from nanokv.errors import CacheError, foreign
 from weights_loader.strict import loads
 
 FORMAT = "nanokv-cache-1"
+ALONE = (0, 1)  # rank and number of ranks of one process that has all heads
 MOST_ROWS = 65_536  # each is an object per layer in a batch cache
 MOST_PAGES = 4_194_304  # about 40 bytes each, before a token is stored
 MAY_CHANGE = {  # options that say where the bytes go, and nothing about what they mean
@@ -26,10 +27,12 @@ MAY_CHANGE = {  # options that say where the bytes go, and nothing about what th
 }  # fmt: skip
 
 
-def save(cache, path, tokens=(), model_fingerprint: str = ""):
+def save(cache, path, tokens=(), model_fingerprint: str = "", rank: tuple[int, int] = ALONE):
     """See KVCache.save."""
     path = Path(path)
     meta, tensors = contents(cache, tokens, model_fingerprint)
+    if rank != ALONE:
+        meta["rank"] = json.dumps(rank)
     if not path.parent.is_dir():
         raise CacheError(f"{path} cannot be written: there is no folder {path.parent}", hint="create the folder first")
     meta["sha256"] = digest(meta, tensors)
@@ -72,16 +75,27 @@ def contents(cache, tokens=(), model_fingerprint: str = "") -> tuple[dict, dict]
     return meta, tensors
 
 
-def load(path, config, make_cache, model_fingerprint: str, device, options: dict):
+def load(path, config, make_cache, model_fingerprint: str, device, options: dict, rank: tuple[int, int] = ALONE):
     """See KVCache.load."""
     meta, tensors = _read(path, device)
-    return rebuild(path, meta, tensors, config, make_cache, model_fingerprint, options)
+    return rebuild(path, meta, tensors, config, make_cache, model_fingerprint, options, rank)
 
 
-def rebuild(path, meta: dict, tensors: dict, config, make_cache, model_fingerprint: str, options: dict):
+def check_rank(path, meta: dict, rank: tuple[int, int]) -> None:
+    """The heads of another rank, or of another number of ranks, are not this one's."""
+    saved = loads(meta.get("rank", json.dumps(ALONE)))
+    if saved != list(rank):
+        said, mine = (f"rank {which[0]} of {which[1]}" if which != list(ALONE) else "one process"
+                      for which in (saved, list(rank)))  # fmt: skip
+        raise CacheError(f"{path} was saved by {said}, this is {mine}", hint="load it on as many ranks as saved it")
+
+
+def rebuild(path, meta: dict, tensors: dict, config, make_cache, model_fingerprint: str, options: dict,
+            rank: tuple[int, int] = ALONE):  # fmt: skip
     """The cache that `contents` was asked for; CacheError says what does not fit. `path`: what errors call the source.
     """
     try:
+        check_rank(path, meta, rank)
         return _rebuild(path, meta, tensors, config, make_cache, model_fingerprint, options)
     except CacheError:
         raise

@@ -9,7 +9,7 @@ from nanokv.cli import layout, terminal
 from nanokv.cli.arguments import CACHE, add_model_arguments, cache_name, integer, real
 from nanokv.cli.bench_peers import Peers
 from nanokv.cli.files import add_force, ask_to_replace
-from nanokv.cli.loading import load_model
+from nanokv.cli.loading import load_model, plan_model
 from nanokv.cli.random_model import RANDOM, load_random
 from nanokv.cli.speed import code_text
 from nanokv.cli.text import read_prompt_bytes, to_json
@@ -22,7 +22,11 @@ EXAMPLES = (
     "nanokv bench --requests 32 --against transformers",
     "nanokv bench --quality --text README.md --weights fast --caches dict,quantized:bits=4,sliding:window=256:sinks=4",
 )
-DESCRIPTION = "Prefill and decode speed here, beside the memory bandwidth measured in the same run."
+DESCRIPTION = (
+    "Prefill and decode speed here, beside the memory bandwidth measured in the same run. With --tensor-parallel: of "
+    "the model on several ranks; bytes, GB/s and bandwidth are then those of one rank."
+)
+RANKS = "alike"  # every rank measures the same; rank 0 says when it is over, and prints
 WEIGHTS = ("plain", "fast", "int8", "int4")
 AGAINST = ("transformers", "transformers:static", "llama.cpp", "llama.cpp:q8_0", "llama.cpp:q4_0")
 NOISY = 0.15  # spread of decode times or bandwidth, or cores that others keep busy, from which on the table says so
@@ -33,8 +37,9 @@ def add_arguments(parser) -> None:
     parser.add_argument("--contexts", default="128,1024", metavar="N,N", help="cached tokens (default: %(default)s)")
     parser.add_argument("--caches", metavar="KIND,KIND", help="cache kinds (default: the one of --cache)")
     parser.add_argument(
-        "--weights", default="plain,fast", metavar="W,W",
-        help="plain = the model that is read, fast = nanokv.optimize, int8, int4 (default: %(default)s)",
+        "--weights", metavar="W,W",
+        help="plain = the model that is read, fast = nanokv.optimize, int8, int4 (default: plain,fast; of several "
+        "ranks plain)",
     )  # fmt: skip
     parser.add_argument("--batch", default="1", metavar="N,N", help="rows decoded together (default: %(default)s)")
     parser.add_argument("--uncached", action="store_true", help="also without a cache: every token again at every step")
@@ -70,11 +75,9 @@ def add_arguments(parser) -> None:
 
 def run(args) -> int:
     """Measure, then print what was finished; Ctrl-C prints the rounds that are done and leaves with 130."""
-    contexts, batches = numbers("--contexts", args.contexts, "128,1024"), numbers("--batch", args.batch, "1,4")
-    weights = names("--weights", args.weights, WEIGHTS)
-    against = names("--against", args.against, AGAINST) if args.against else []
-    check_flags(args, against)
-    ask_to_replace(args.force, *filter(None, [args.plot]))
+    contexts, batches, weights, against = checked(args)
+    if not args.ranks.rank:
+        ask_to_replace(args.force, *filter(None, [args.plot]))
     loaded = load_random(args) if args.model in RANDOM else load_model(args)
     if args.quality:
         return quality(args, loaded, weights)
@@ -90,13 +93,23 @@ def run(args) -> int:
         runners = make_runners(args, loaded, weights, batches)
         runners += peers.commands(runners) if args.through else []
         runners += peers.runners(against, max(contexts) + args.steps)
-        peak, others = gemm_peak(loaded.dtype, loaded.device), Others(peers.pids())
+        peak, others = gemm_peak(loaded.dtype, loaded.device), Others([*peers.pids(), *rank_pids(args.ranks)])
         rotation = Rotation(runners, contexts, loaded.config.vocab_size, loaded.device, args.repeat, args.steps)
         stop = carry_out(rotation.run(), rotation.total, args, peers)  # until here Ctrl-C just leaves
         busy = others.cores()
-    report(args, loaded, rotation, peak, busy)
+    if not args.ranks.rank:
+        report(args, loaded, rotation, peak, busy)
     stop.finish()
     return 130 if stop.requested else 0
+
+
+def checked(args) -> tuple[list[int], list[int], list[str], list[str]]:
+    """(contexts, batches, weights, against) of the flags, which are in order and go together."""
+    contexts, batches = numbers("--contexts", args.contexts, "128,1024"), numbers("--batch", args.batch, "1,4")
+    weights = weights_of(args)
+    against = names("--against", args.against, AGAINST) if args.against else []
+    check_flags(args, against)
+    return contexts, batches, weights, against
 
 
 def check_flags(args, against) -> None:
@@ -118,6 +131,42 @@ def check_flags(args, against) -> None:
             raise NanoKVError(f"{flag} means nothing to {mode}", hint=f"leave {flag} out")
     if args.text and not args.quality:
         raise NanoKVError("--text is the text of --quality", hint="nanokv bench --quality --text FILE")
+
+
+def weights_of(args) -> list[str]:
+    """What --weights says: kernels need whole weights, so the ranks of a model have plain ones."""
+    return names("--weights", args.weights or ("plain" if rank_count(args) > 1 else "plain,fast"), WEIGHTS)
+
+
+def rank_count(args) -> int:
+    """Of ranks that are running, or that are to be started."""
+    return max(args.tensor_parallel or 1, args.ranks.size)
+
+
+def check_ranks(args) -> None:
+    """What is measured in one process only is refused by name, before ranks are started."""
+    others = [f"--weights {name}" for name in weights_of(args) if name != "plain"]
+    one_process = {
+        "--against": args.against, "--requests": args.requests, "--quality": args.quality, "--through": args.through,
+    } | dict.fromkeys(others, True)  # fmt: skip
+    for flag in (flag for flag, given in one_process.items() if given):
+        raise NanoKVError(f"{flag} with --tensor-parallel: it is measured in one process, this would be on "
+                          f"{rank_count(args)}", f"leave out {flag}")  # fmt: skip
+    checked(args)
+
+
+def config_of(args):
+    """Of the model that will be measured."""
+    return RANDOM[args.model] if args.model in RANDOM else plan_model(args).config
+
+
+def rank_pids(ranks) -> list[int]:
+    """The other ranks of this machine, whose work is not that of strangers."""
+    import torch
+
+    everyone = ranks.gather(torch.tensor(os.getpid())).tolist()
+    first = ranks.rank // ranks.local * ranks.local
+    return [pid for pid in everyone[first : first + ranks.local] if pid != os.getpid()]
 
 
 def serve(args, loaded, weights, against, longest: int) -> int:
@@ -280,7 +329,7 @@ def carry_out(rounds, total: int, args, peers=None) -> terminal.Interrupt:
         try:
             for done, _ in enumerate(rounds, start=1):
                 progress(done, total, time.perf_counter() - began, args)
-                if stop.requested:
+                if args.ranks.hear(stop.requested):
                     break
         except KeyboardInterrupt:  # of `should_stop`, while a peer was waited for
             pass
@@ -289,7 +338,7 @@ def carry_out(rounds, total: int, args, peers=None) -> terminal.Interrupt:
 
 def progress(done: int, total: int, seconds: float, args) -> None:
     """One line that is written over, on a terminal only, with the time that is left."""
-    if terminal.is_tty(sys.stderr) and not args.quiet:
+    if terminal.is_tty(sys.stderr) and not args.quiet and not args.ranks.rank:
         bar, left = "#" * (20 * done // total), seconds / done * (total - done)
         terminal.write_err(f"\r[{bar:<20}] {done}/{total} · {left:,.0f} s left " + ("\n" if done == total else ""))
 
@@ -312,15 +361,16 @@ def report(args, loaded, rotation, peak: float, others: float | None) -> None:
     head += f" · products {peak / 1e9:,.0f} GFLOP/s (measured now)"
     if args.json:
         facts = {
-            "model": loaded.name, "dtype": loaded.dtype_name, "threads": loaded.threads, "bandwidth": rate,
+            "model": loaded.name, "dtype": loaded.dtype_name, "threads": loaded.threads,
+            "ranks": loaded.ranks.size, "bandwidth": rate,
             "bandwidths": rotation.bandwidth.rates, "gemm_flops": peak, "other_cores": others,
             "noise": noise, "noisy": bool(noisy(noise)),
-            "code": native.library()[1], "peak_bytes": peak_bytes(),
+            "code": "plain" if loaded.ranks.size > 1 else native.library()[1], "peak_bytes": peak_bytes(),
         }  # fmt: skip
         facts |= {"rows": [row.figures() for row in rows], "failed": [row.failure() for row in rotation.failed()]}
         terminal.write_out(to_json(facts | ({"through": through} if through else {})) + "\n")
     else:
-        print_table(head, rows, noise, code_text())
+        print_table(head, rows, noise, "plain" if loaded.ranks.size > 1 else code_text())
         print_through(through)
         show_failed((row.runner.label, row.error, f"{row.context:,}") for row in rotation.failed())
     if args.plot and rows:
@@ -342,8 +392,9 @@ def print_through(through) -> None:
 
 
 def threads_text(loaded) -> str:
-    """1 thread, 2 threads."""
-    return f"{loaded.threads} thread{'s' * (loaded.threads > 1)}"
+    """1 thread, 2 threads, 2 ranks of 1 thread."""
+    threads = f"{loaded.threads} thread{'s' * (loaded.threads > 1)}"
+    return threads if loaded.ranks.size == 1 else f"{loaded.ranks.size} ranks of {threads}, bytes of one rank"
 
 
 def peak_bytes() -> int | None:

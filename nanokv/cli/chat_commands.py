@@ -168,10 +168,10 @@ def save(chat, rest):
     if not name:
         raise SessionError("/save needs a file name", "/save notes.jsonl, or /save notes.jsonl --kv")
     path = user_path(name)
-    cache = chat_files.cache_path(path) if "--kv" in flags else None
+    caches = chat_files.cache_paths(path, chat.loaded.ranks.size) if "--kv" in flags else []
     with chat.keyboard.lend():
-        ask_to_replace("--force" in flags, *filter(None, [path, cache]))
-    chat.view.say(chat_files.save(chat, path, cache))
+        ask_to_replace("--force" in flags, path, *caches)
+    chat.view.say(chat_files.save(chat, path, caches[0] if caches else None))
 
 
 def load(chat, rest):

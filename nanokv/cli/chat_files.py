@@ -16,10 +16,20 @@ def cache_path(path):
     return Path(f"{path}.kv")
 
 
+def cache_paths(path, ranks: int) -> list[Path]:
+    """The files of all ranks."""
+    if ranks == 1:
+        return [cache_path(path)]
+    from nanokv.decoding.leading import part_path
+
+    return [part_path(cache_path(path), rank) for rank in range(ranks)]
+
+
 def save(chat, path, kv) -> str:
     """Write FILE, and the cache to `kv` if that is a path; returns what to tell the user. An error leaves old files."""
     session, mark = chat.session, chat.loaded.fingerprints()[0]
-    extra = {"kv": kv.name} if kv else {}
+    ranks = chat.loaded.ranks.size
+    extra = ({"kv": kv.name} | ({"ranks": ranks} if ranks > 1 else {})) if kv else {}
     history = {"history": session.messages, "system": session.system, "settings": session.params}
     size = transcript.write_whole(path, [transcript.header(chat.loaded.name, mark, **extra), history])
     text = f"saved {transcript.turns_text(session.messages)} to {sanitize_line(str(path))} ({bytes_text(size)})"
@@ -28,12 +38,16 @@ def save(chat, path, kv) -> str:
     from safetensors import SafetensorError
 
     try:
-        session.cache.save(kv, tokens=session.cached_ids, model_fingerprint=mark)
-    except (OSError, SafetensorError) as error:
+        if ranks == 1:
+            session.cache.save(kv, tokens=session.cached_ids, model_fingerprint=mark)
+        else:
+            session.make_generation.save(session.cache, kv, session.cached_ids, mark)
+    except (OSError, SafetensorError, CacheError) as error:
         need = bytes_text(session.cache.nbytes)
         raise SessionError(f"{text}; its cache not saved: {error} (needs {need})") from error
     size = bytes_text(kv.stat().st_size)
-    return f"{text}, cache of {session.cache.length:,} tokens to {sanitize_line(kv.name)} ({size})"
+    parts = f", and beside it the parts of {ranks - 1} more rank{'s' * (ranks > 2)}" if ranks > 1 else ""
+    return f"{text}, cache of {session.cache.length:,} tokens to {sanitize_line(kv.name)} ({size}){parts}"
 
 
 def load(chat, path) -> str:
@@ -50,21 +64,32 @@ def load(chat, path) -> str:
     session.params |= {k: v for k, v in (head.get("settings") or {}).items() if k in session.params}
     parts = [*notices, f"loaded {transcript.turns_text(messages)}"]
     if head.get("kv"):
-        parts.append(_load_cache(chat, path.with_name(head["kv"]), head.get("fingerprint", "?")))
+        parts.append(_load_cache(chat, path.with_name(head["kv"]), head))
     return " · ".join(parts)
 
 
-def _load_cache(chat, path, saved):
-    session, known = chat.session, chat.loaded.fingerprints()
+def _load_cache(chat, path, head):
+    session, known, ranks = chat.session, chat.loaded.fingerprints(), chat.loaded.ranks
+    saved, of = head.get("fingerprint", "?"), head.get("ranks") or 1
+    if of != ranks.size:
+        return f"cache refused: it was saved by {ranks_text(of)}, this is {ranks_text(ranks.size)}"
     if saved not in known:
         return f"cache refused: it was saved by model {sanitize_line(str(saved))}, this is {known[0]}"
     try:
-        cache = type(session.cache).load(path, session.model.config, model_fingerprint=saved)
+        own = (ranks.rank, ranks.size)
+        cache = type(session.cache).load(path, session.model.config, model_fingerprint=saved, rank=own)
         dtypes = {t.dtype for t in cache[0].state().values() if t.is_floating_point()}
         mine = getattr(session.model.layers[0], "dtype", session.model.embed_tokens.weight.dtype)
         if cache.name != "quantized" and dtypes - {mine}:
             return f"cache refused: it holds {dtypes.pop()}, the model computes in {mine}"
+        if ranks.size > 1:
+            session.make_generation.load(cache, path)
         session.adopt_cache(cache, cache.tokens)
     except (CacheError, SessionError, OSError) as error:
         return f"cache refused: {sanitize_line(str(error))}"
     return f"cache of {cache.length:,} tokens ({bytes_text(cache.nbytes)})"
+
+
+def ranks_text(count: int) -> str:
+    """one process, 2 ranks."""
+    return "one process" if count == 1 else f"{count:,} ranks"

@@ -22,26 +22,34 @@ RANDOM["smollm2-135m-random"] = SMOLLM2
 
 
 def load_random(args) -> Loaded:
-    """Build it in --dtype (auto: bf16, as published), the same weights every time."""
+    """Build it in --dtype (auto: bf16, as published), the same weights every time; of several ranks each its part."""
     with loading():
         return _build(args)
 
 
 def _build(args) -> Loaded:
     start, config = time.perf_counter(), RANDOM[args.model]
+    args.ranks.hear()  # the other ranks come here at once, rank 0 when nothing is left to ask
     dtype_name = config.torch_dtype if args.dtype == "auto" else args.dtype
     name, options = args.cache
     plan = Plan(
-        args.model, Path("."), config, dtype_name, args.threads or thread_count(), "cpu",
-        choose_context(args.context, config), name, options,
+        args.model, Path("."), config, dtype_name, args.threads or thread_count(args.ranks.size), "cpu",
+        choose_context(args.context, config), name, options, ranks=args.ranks,
     )  # fmt: skip
     check_address_space()
     import torch
 
     check_memory(plan, available_memory("cpu"))
     torch.set_num_threads(plan.threads)
-    from nanokv.loading import random_model
-
     dtype = getattr(torch, dtype_name)
-    model = random_model(config, dtype)
+    if args.ranks.size == 1:
+        from nanokv.loading import random_model
+
+        model = random_model(config, dtype)
+    else:
+        from nanokv.parallel.shards import random_shard
+
+        model = random_shard(config, args.ranks, dtype)
+        args.ranks.meet()
+    plan.config = model.config
     return Loaded(**vars(plan), model=model, tokenizer=None, dtype=dtype, load_s=time.perf_counter() - start)

@@ -8,6 +8,7 @@ needed: sizes that do not divide, and flags that do not go together, are told by
 import json
 import os
 import signal
+import threading
 import time
 from contextlib import contextmanager
 
@@ -18,7 +19,10 @@ from weights_loader import CheckpointError
 
 TIMEOUT = "NANOKV_RANK_TIMEOUT"
 FIRST_S = 1.0  # ranks that fail for one reason do so within this time
-ALIKE = ("cache", "dtype", "context", "speculate", "beams", "length_penalty")  # flags that shape a forward
+ALIKE = (  # flags that shape a forward
+    "cache", "dtype", "context", "speculate", "beams", "length_penalty",
+    "contexts", "caches", "weights", "batch", "uncached", "steps", "repeat",
+)  # fmt: skip
 
 
 def run(module, args, words) -> int:
@@ -65,8 +69,10 @@ def check_command(module, args) -> None:
     if not hasattr(module, "RANKS"):
         name = module.__name__.rpartition(".")[2]
         raise NanoKVError(f"nanokv {name} runs in one process",
-                          "leave out torchrun and --tensor-parallel; generate, chat, batch and serve take them",
+                          "leave out torchrun and --tensor-parallel; generate, chat, batch, serve and bench take them",
                           )  # fmt: skip
+    if hasattr(module, "check_ranks"):
+        module.check_ranks(args)
     if getattr(args, "prefill_worker", False):
         raise NanoKVError("--prefill-worker sends the pages of a whole model, and with --tensor-parallel each rank has "
                           "pages for its own heads", "leave one of them out")  # fmt: skip
@@ -80,7 +86,8 @@ def start(module, args, words) -> int:
     check_command(module, args)
     speed.check(args)
     timeout()
-    check_sizes(loading.plan_model(args).config, args.tensor_parallel)
+    config = module.config_of(args) if hasattr(module, "config_of") else loading.plan_model(args).config
+    check_sizes(config, args.tensor_parallel)
     return launch(this_program(words), args.tensor_parallel, args.debug)
 
 
@@ -90,23 +97,53 @@ def start(module, args, words) -> int:
 def lead(module, args) -> int:
     """Rank 0: the command itself. When it is done the others are told; should it fail, they find it gone."""
     with joined(args):
-        code = module.run(args) or 0
+        try:
+            code = module.run(args) or 0
+        except KeyboardInterrupt:
+            args.ranks.stopped()
+            raise
         args.ranks.hear(["end", code])
         return code
 
 
 def follow(module, args) -> int:
     """Another rank: until rank 0 says that it is over."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 decides what Ctrl-C means
+    leave_interrupts()
     with joined(args):
         try:
-            return module.run(args) if module.RANKS == "alike" else Follower(args).run()
+            return alike(module, args) if module.RANKS == "alike" else Follower(args).run()
         except ParallelError:
             raise
         except Exception as error:
             known = isinstance(error, NanoKVError | CheckpointError)
             args.ranks.last_words(str(error) if known else f"{type(error).__name__}: {error}")
             raise
+
+
+def leave_interrupts() -> None:
+    """Rank 0 decides what Ctrl-C means. What another rank gets goes on to it, through the program that started both;
+    torchrun is told nothing, it would end all ranks at once. In a thread of its own: this one may wait in gloo."""
+    from nanokv.parallel.group import LAUNCHED
+
+    if not environment(LAUNCHED):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited by the threads of torch
+    parent = os.getppid()
+
+    def pass_on():
+        while signal.sigwait({signal.SIGINT}) and os.getppid() == parent:
+            os.kill(parent, signal.SIGINT)
+
+    threading.Thread(target=pass_on, name="nanokv-interrupts", daemon=True).start()
+
+
+def alike(module, args) -> int:
+    """A command that every rank carries out; only rank 0 knows with which exit code it ended."""
+    module.run(args)
+    _, code = args.ranks.hear()
+    return code
 
 
 @contextmanager
@@ -158,9 +195,9 @@ class Follower:
             kind, *values = self.heard()
             if kind == "end":
                 return values[0]
-            if kind == "answer":
+            if kind in ("answer", "save", "load"):
                 self.answers = self.answers or self.following()
-                self.answers.answer(values[0])
+                getattr(self.answers, kind)(values[0])
             elif kind == "engine":
                 from nanokv.engine.leading import FollowingEngine
 

@@ -177,7 +177,7 @@ def _check_fields(entry, place):
 
 FIELDS = {  # field of a header or a line → (types, in words); absent and null are always right
     "model": ((str,), "a text"), "fingerprint": ((str,), "a text"), "system": ((str,), "a text"),
-    "kv": ((str,), "a file name"), "settings": ((dict,), "an object"),
+    "kv": ((str,), "a file name"), "ranks": ((int,), "a number"), "settings": ((dict,), "an object"),
 }  # fmt: skip
 
 

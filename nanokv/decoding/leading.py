@@ -8,13 +8,16 @@ presses Ctrl-C, of a reader that is slow or gone: before every forward it says "
 that word as long as it takes.
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from nanokv.cache import KVCache
+from nanokv.cache.saving import fingerprint
 from nanokv.checkpoint import Model
 from nanokv.decoding.draw import SamplingParams
 from nanokv.decoding.generation import Generation, never
@@ -40,9 +43,7 @@ class Leading:
 
     def __call__(self, model: Model, ids: Any, cache: KVCache, params: SamplingParams, max_new_tokens: int, *,
                  should_stop: Callable[[], bool] = never, history: list[int] | None = None) -> Generation:  # fmt: skip
-        if cache is not self.cache and cache.length:
-            raise CacheError(f"this cache of {cache.length:,} tokens is on rank 0 only, no other rank has its part",
-                             "start with an empty cache: the prompt is prefilled again")  # fmt: skip
+        self.check_shared(cache)
         word = Word(self.ranks, should_stop)
         generation = self.make(model, ids, cache, params, max_new_tokens, should_stop=word, history=history)
         self.cache = cache
@@ -51,6 +52,49 @@ class Leading:
             "max_new_tokens": max_new_tokens, "history": history, "how": self.how,
         }  # fmt: skip
         return generation
+
+    def check_shared(self, cache: KVCache) -> None:
+        """CacheError if only rank 0 has tokens in it."""
+        if cache is not self.cache and cache.length:
+            raise CacheError(f"this cache of {cache.length:,} tokens is on rank 0 only, no other rank has its part",
+                             "start with an empty cache: the prompt is prefilled again")  # fmt: skip
+
+    def save(self, cache: KVCache, path: str | os.PathLike, ids: list[int], model_fingerprint: str) -> None:
+        """KVCache.save on every rank, each into a file of its own (`part_path`). CacheError names a rank that could
+        not."""
+        self.check_shared(cache)
+        self.ranks.hear(["save", {"path": os.path.abspath(path), "keep": cache.length, "ids": ids}])
+        refuse(self.ranks.reports(saved(self.ranks, cache, path, ids, model_fingerprint)))
+
+    def load(self, cache: KVCache, path: str | os.PathLike) -> None:
+        """`cache` was loaded from `path` here: the other ranks take over theirs. CacheError if one of them cannot, then
+        none has."""
+        if len(cache.tokens) != cache.length:
+            raise CacheError(f"{path} holds {cache.length:,} tokens, and ids of {len(cache.tokens):,}")
+        self.ranks.hear(["load", {"path": os.path.abspath(path), "ids": cache.tokens}])
+        refuse(self.ranks.reports(""))
+        self.cache = cache
+
+
+def part_path(path: str | os.PathLike, rank: int) -> Path:
+    """Where a rank saves its part: rank 0 at `path`, the others beside it."""
+    return Path(f"{path}.rank{rank}") if rank else Path(path)
+
+
+def saved(ranks: Ranks, cache: KVCache, path: str | os.PathLike, ids: list[int], model_fingerprint: str) -> str:
+    """Save this rank's part → "", or why that did not go."""
+    try:
+        cache.save(part_path(path, ranks.rank), ids, model_fingerprint, (ranks.rank, ranks.size))
+    except (NanoKVError, OSError) as error:
+        return str(error)
+    return ""
+
+
+def refuse(reports: list[str]) -> None:
+    """CacheError with the first report that is none of success."""
+    for rank, report in enumerate(reports):
+        if report:
+            raise CacheError(f"rank {rank} of {len(reports)}: {report}")
 
 
 class Word:
@@ -91,6 +135,24 @@ class Following:
             raise
         except NanoKVError:
             pass
+
+    def save(self, job: dict) -> None:
+        """This rank's part of the cache, as it is on rank 0."""
+        self.go_back(job["keep"])
+        self.ranks.reports(saved(self.ranks, self.cache, job["path"], job["ids"], fingerprint(self.model)))
+
+    def load(self, job: dict) -> None:
+        """This rank's part of a saved cache takes the place of its cache, if every rank has found its own."""
+        cache, path, said = self.cache, part_path(job["path"], self.ranks.rank), ""
+        try:
+            mark, own = fingerprint(self.model), (self.ranks.rank, self.ranks.size)
+            cache = type(self.cache).load(path, self.model.config, mark, rank=own)
+            if cache.tokens != job["ids"]:
+                said = f"{path} holds another text than the file of rank 0"
+        except (NanoKVError, OSError) as error:
+            said = str(error)
+        if not any(self.ranks.reports(said)):
+            self.cache = cache
 
     def go_back(self, keep: int) -> None:
         """The cache as it is on rank 0."""

@@ -30,9 +30,13 @@ if TYPE_CHECKING:
 TIMEOUT_S = 30.0  # between two collectives lies at most one layer of one chunk of a prompt (inference.prefill_chunk)
 JOIN_S = 60.0  # until the last rank has imported torch
 FOREVER = timedelta(days=365)
+REPORT = 400  # bytes of a line in `reports`
 INLINE = 248  # bytes of JSON that fit into the first message of a broadcast
 LAUNCHED = "NANOKV_LAUNCHED"  # set by launch.py
 STORE_FD = "NANOKV_STORE_FD"  # a socket that the launcher has bound for rank 0: no other program can take its port
+OTHER_PORT = "another MASTER_PORT (torchrun --master-port)"
+ANSWER_S = 5.0  # until a store says its first word
+INTERRUPTED = "Ctrl-C"  # the last words of a rank that a person has stopped
 LAST_WORDS_S = 1.0  # a rank that fails says why before it ends: so long the others look for it
 
 
@@ -59,6 +63,9 @@ class Alone:
     def check_alike(self, what: str, value: str, hint: str = "") -> None:
         pass
 
+    def reports(self, text: str) -> list[str]:
+        return [text]
+
     def close(self) -> None:
         pass
 
@@ -83,14 +90,14 @@ class Group:
         """
         x = x.contiguous()
         with self._answered("all_reduce"):
-            self.dist.all_reduce(x)
+            self.dist.all_reduce(x, group=self._reaching(x))
         return x
 
     def gather(self, x: "Tensor") -> "Tensor":
         """x of every rank, all of one shape → (n,*x.shape), by rank. Receives (n−1)·x.nbytes."""
         out = x.new_empty(self.size, *x.shape)
         with self._answered("all_gather"):
-            self.dist.all_gather(list(out.unbind(0)), x.contiguous())
+            self.dist.all_gather(list(out.unbind(0)), x.contiguous(), group=self._reaching(x))
         return out
 
     def broadcast(self, value: Any = None) -> Any:
@@ -121,16 +128,34 @@ class Group:
         if others:
             raise ParallelError(f"{what} of rank {', '.join(others)} differs from that of rank 0", hint)
 
+    def reports(self, text: str) -> list[str]:
+        """A line of every rank, by rank, cut to REPORT bytes. Waits as long as their disks take."""
+        import torch
+
+        data = text.encode()[:REPORT].ljust(REPORT, b"\0")
+        lines = [torch.empty(REPORT, dtype=torch.uint8) for _ in range(self.size)]
+        with self._answered("all_gather"):
+            self.dist.all_gather(lines, torch.frombuffer(bytearray(data), dtype=torch.uint8), group=self.patient)
+        return [bytes(line.tolist()).rstrip(b"\0").decode(errors="replace") for line in lines]
+
     def last_words(self, text: str) -> None:
         """Why this rank ends: the others, who will miss it, put it into their own error."""
         self._ask_store(lambda: self.store.set(f"ended/{self.rank}", text))
         time.sleep(LAST_WORDS_S)
+
+    def stopped(self) -> None:
+        """A person has stopped this rank: the others end with KeyboardInterrupt as well."""
+        self.last_words(INTERRUPTED)
 
     def close(self) -> None:
         """Leave. Waits for nobody."""
         with suppress(Exception):
             self.words = self.patient = None
             self.dist.destroy_process_group()
+
+    def _reaching(self, x: "Tensor") -> Any:
+        """NCCL sends what lies on a GPU only; None: the group of all ranks."""
+        return self.words if x.device.type == "cpu" else None
 
     def _send(self, value: Any, group: Any) -> Any:
         import torch
@@ -156,6 +181,8 @@ class Group:
         except RuntimeError as error:
             reason = self._reason(what, str(error))
             self.close()  # whoever waits for this rank is told at once, and not after `timeout`
+            if reason.endswith(f": {INTERRUPTED}"):
+                raise KeyboardInterrupt from error
             raise ParallelError(reason, "start all ranks again") from error
 
     def _reason(self, what: str, text: str) -> str:
@@ -177,15 +204,10 @@ class Group:
     def _ask_store(self, ask: Callable[[], Any]) -> Any:
         """ask(), or None if it fails or takes longer than the last words may: the store is on the host of rank 0, and
         where the cable to it is cut, a question gets no answer and no error."""
-        answers: list[Any] = []
-
-        def run():
-            with suppress(Exception):
-                answers.append(ask())
-
-        thread = threading.Thread(target=run, name="nanokv-store", daemon=True)
-        thread.start()
-        thread.join(2 * LAST_WORDS_S)
+        try:
+            answers = in_time(ask, 2 * LAST_WORDS_S)
+        except Exception:
+            return None
         return answers[0] if answers else None
 
 
@@ -197,7 +219,6 @@ def start(timeout: float = TIMEOUT_S, backend: str = "gloo") -> Group:
     OMP_NUM_THREADS says otherwise.
     """
     import torch
-    import torch.distributed as dist
 
     rank, size = (number(name) for name in ("RANK", "WORLD_SIZE"))
     host, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), number("MASTER_PORT")
@@ -205,19 +226,70 @@ def start(timeout: float = TIMEOUT_S, backend: str = "gloo") -> Group:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
-    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # then the launcher has the store
-    listening = {"master_listen_fd": number(STORE_FD), "use_libuv": True} if STORE_FD in os.environ else {}
     try:
-        within = timedelta(seconds=JOIN_S)
-        store = dist.TCPStore(host, port, size, rank == 0 and not agent, within, **(listening if rank == 0 else {}))
-        return Group(store, rank, size, timeout, backend)
+        return Group(join_store(host, port, rank, size), rank, size, timeout, backend)
     except RuntimeError as error:  # all errors of torch.distributed are
         if "EADDRINUSE" in str(error) or "address already in use" in str(error):
-            raise ParallelError(f"port {port} of {host} is in use", "another MASTER_PORT (torchrun --master-port)"
-                                ) from error  # fmt: skip
+            raise ParallelError(f"port {port} of {host} is in use", OTHER_PORT) from error
         reason = str(error).strip().splitlines()[0][:200]
         raise ParallelError(f"rank {rank} of {size} could not join at {host}:{port}: {reason}",
                             "all ranks must run, and reach that address") from error  # fmt: skip
+
+
+def join_store(host: str, port: int, rank: int, size: int) -> Any:
+    """The TCPStore at which the ranks meet: rank 0 has it, or the agent of torchrun.
+
+    ParallelError where another program listens at that address: it would be asked, and might never answer.
+    """
+    import torch.distributed as dist
+
+    within = timedelta(seconds=JOIN_S)
+    if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        listening = {"master_listen_fd": number(STORE_FD), "use_libuv": True} if STORE_FD in os.environ else {}
+        return dist.TCPStore(host, port, size, True, within, **listening)
+    if LAUNCHED in os.environ:  # its socket is bound for rank 0, which answers as soon as it has imported torch
+        return dist.TCPStore(host, port, size, False, within)
+    wait_for_listener(host, port)
+    stores = in_time(lambda: dist.TCPStore(host, port, size, False, within), ANSWER_S)
+    if not stores:
+        raise ParallelError(f"rank {rank} of {size}: at {host}:{port} listens another program, which does not answer",
+                            OTHER_PORT)  # fmt: skip
+    return stores[0]
+
+
+def wait_for_listener(host: str, port: int) -> None:
+    """Until somebody listens there; after JOIN_S, or where the name is unknown, TCPStore says what is wrong."""
+    import socket
+
+    until = time.monotonic() + JOIN_S
+    while time.monotonic() < until:
+        try:
+            socket.create_connection((host, port), timeout=ANSWER_S).close()
+            return
+        except socket.gaierror:
+            return
+        except OSError:
+            time.sleep(0.1)
+
+
+def in_time(work: Callable[[], Any], seconds: float) -> list[Any]:
+    """[work()], or [] if it takes longer: then it goes on in a thread that nobody waits for. What it raises is raised
+    here."""
+    found: list[Any] = []
+    errors: list[Exception] = []
+
+    def run():
+        try:
+            found.append(work())
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="nanokv-store", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    return found
 
 
 def number(name: str, default: int | None = None) -> int:

@@ -153,6 +153,21 @@ def build_shard(shard: Shard, state: dict[str, Tensor], ranks: Ranks) -> Transfo
     return model
 
 
+def random_shard(config: Config, ranks: Ranks, dtype: torch.dtype, device: str | torch.device = "cpu") -> Transformer:
+    """This rank's part of a model with random weights, for timing and memory; no rank has the whole. What lies on
+    several ranks has the same values there."""
+    shard, state = Shard(config, ranks.rank, ranks.size), {}
+    for number, (name, whole) in enumerate(skeleton(config).named_parameters()):
+        part = shard.part(name, tuple(whole.shape))
+        if not part.size:
+            continue
+        shape = [part.size if dim == part.dim else size for dim, size in enumerate(whole.shape)]
+        matrix = torch.empty(shape, dtype=dtype, device=device)
+        generator = torch.Generator(device).manual_seed(number << 32 | part.first)
+        state[name] = matrix.normal_(0, 0.02, generator=generator) if whole.dim() > 1 else matrix.fill_(1)
+    return build_shard(shard, state, ranks)
+
+
 def split(model: Transformer, ranks: Ranks) -> Transformer:
     """This rank's part of a model that every rank has whole: views of it where rows are cut, copies of columns."""
     shard = Shard(model.config, ranks.rank, ranks.size)

@@ -8,6 +8,7 @@ import common
 
 from nanokv.cli import chat_files, transcript
 from nanokv.errors import NanoKVError
+from nanokv.parallel.group import Alone
 
 INSTRUMENT = ["nanokv.cli.transcript", "nanokv.cli.chat_files", "nanokv.chat.session"]
 ALLOWED = (NanoKVError,)
@@ -44,6 +45,6 @@ def run(data: bytes) -> None:
     path = common.scratch() / "session.jsonl"
     path.write_bytes(data)
     common.expect(ALLOWED, transcript.listing, path.parent)
-    model = SimpleNamespace(name="tiny", fingerprints=lambda: ["1" * 16])
+    model = SimpleNamespace(name="tiny", fingerprints=lambda: ["1" * 16], ranks=Alone())
     chat = SimpleNamespace(session=Session(*loaded()), loaded=model)
     assert isinstance(chat_files.load(chat, path), str)
