@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import httpx2
 import psutil
@@ -18,6 +19,7 @@ import pytest
 import nanokv
 from cli_helpers import environment, run_cli, spawn_cli
 from nanokv.cli import generate, loading, main, make_parser, ranks
+from nanokv.errors import NanoKVError
 from nanokv.parallel.group import Alone, free_port
 from nanokv.parallel.group import environment as rank_environment
 
@@ -233,3 +235,16 @@ def test_a_server_of_two_ranks_answers_and_ends_when_one_is_lost():
     os.kill(ranks[-1].pid, signal.SIGKILL)
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 2 and b"rank" in stderr and b"Traceback" not in stderr and ended(ranks)
+
+
+def test_a_machine_needs_room_for_the_ranks_that_it_has():
+    """Of four ranks on two machines each machine holds half, whatever the whole takes."""
+    args = make_parser("generate", generate).parse(["Hi", "-m", "tiny"])
+    plan = loading.plan_model(args)
+    whole = loading.weight_bytes(plan.config, 4) + loading.cache_memory(plan)
+    with pytest.raises(NanoKVError, match="for weights"):
+        loading.check_memory(plan, whole // 2)
+    plan.ranks = SimpleNamespace(size=4, local=2)
+    loading.check_memory(plan, whole // 2)
+    with pytest.raises(NanoKVError, match="for weights"):
+        loading.check_memory(plan, whole // 2 - 10)

@@ -313,11 +313,13 @@ def memory_of_flags(args, plan: Plan) -> dict[str, int]:
 
 
 def check_memory(plan: Plan, available: int | None, flags: dict[str, int] | None = None) -> None:
-    """Refuse before allocation: weights, the cache of a full context, and what flags take must fit into memory."""
+    """Refuse before allocation: weights, the cache of a full context, and what flags take must fit into memory; of
+    several ranks the parts of those on this machine."""
     flags = flags or {}
     if available is None:
         return
-    weights, cached = weight_bytes(plan.config, ITEMSIZE[plan.dtype_name]), cache_memory(plan)
+    whole = weight_bytes(plan.config, ITEMSIZE[plan.dtype_name]), cache_memory(plan)
+    weights, cached = (count * plan.ranks.local // plan.ranks.size for count in whole)
     more = sum(flags.values())
     if weights + cached + more <= available:
         return
