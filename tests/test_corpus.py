@@ -107,8 +107,9 @@ def test_every_answer_follows_from_the_conversation(split, all_talks):
     ))  # fmt: skip
     assert sum(kinds.values()) >= CONVERSATIONS * EXCHANGES
     often = {*OFTEN, *NEW} - OLD if split in ("fourth", "fifth") else {*OFTEN}
-    assert {kind: kinds[kind] for kind in often if kinds[kind] < 50} == {}
-    assert {kind: kinds[kind] for kind in AT_TIMES if kinds[kind] < 5} == {}
+    share = 0.3 if split == "fifth" else 1  # most of it is what is hard
+    assert {kind: kinds[kind] for kind in often if kinds[kind] < 50 * share} == {}
+    assert {kind: kinds[kind] for kind in AT_TIMES if kinds[kind] < 5 * share} == {}
     assert set(kinds) == {*often, *AT_TIMES}
 
 
