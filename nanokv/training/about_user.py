@@ -71,12 +71,16 @@ def tell_before(talk: Conversation):
         talk.before = (sentence, step)
 
 
-def statement(talk: Conversation, kind: str) -> tuple[str, str, tuple]:
-    """What the user says, what could be answered, what it means; a second statement changes the first."""
+def statement(talk: Conversation, kind: str, told=()) -> tuple[str, str, tuple]:
+    """What the user says, what could be answered, what it means; a second statement changes the first.
+
+    `told` are the phrasings to choose from, where they are not those of the kind.
+    """
     value = told_value(talk, kind)
     known, fact = kind in talk.facts, FACTS[kind]
     keep(talk, kind, value)
-    sentence = talk.one_of(fact.changed if known and talk.rng.random() < 0.8 else fact.told, v=value)
+    texts = told or (fact.changed if known and talk.rng.random() < 0.8 else fact.told)
+    sentence = talk.one_of(texts, v=value)
     if known and talk.rng.random() < 0.2:
         sentence = talk.one_of(CHANGED, s=sentence, l=lower_first(sentence, talk.capitals))
     return upper_first(sentence), upper_first(talk.one_of(fact.noted, v=value)), ("tell", kind, value)

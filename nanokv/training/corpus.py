@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from nanokv.training import about_user, lists, small_talk, strangers, sums, words
+from nanokv.training import about_user, hard, lists, small_talk, strangers, sums, words
 from nanokv.training.cache_questions import LATER_WRAPPERS, WRAPPERS
 from nanokv.training.conversation import Conversation
 
@@ -62,6 +62,7 @@ FOURTH = replace(  # what strangers type
         strangers.list_at_once: 8, strangers.list_later: 5, strangers.story: 1, strangers.goodbye: 1,
     },
 )  # fmt: skip
+FIFTH = replace(FOURTH, segments=FOURTH.segments | {hard.remember: 40, hard.change: 25, hard.places: 25})
 
 
 def talk(rng: random.Random, exchanges: int, held_out: bool = False, stage: Stage = FIRST) -> Conversation:

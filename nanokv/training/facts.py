@@ -98,7 +98,7 @@ FACTS = {
     "subject": _favourite("subject", _from(words.SUBJECTS)),
 } | {thing: _favourite(thing, _title) for thing in ("song", "book", "film", "band")}
 FACTS |= {who: _fact("sibling", words.name, thing=who) for who in words.RELATIVES}
-LATE = {  # kinds that resemble others: of the last stage of the training only
+LATE = {  # kinds that resemble others: from the fourth stage of the training on
     "birthplace": _fact("birthplace", _city),
     "childhood": _fact("childhood", _city),
     "workplace": _fact("workplace", _city),

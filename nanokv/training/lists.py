@@ -56,7 +56,13 @@ def reverse(talk: Conversation):
 
 def nth(talk: Conversation):
     """Which is the third?"""
-    where, item = position(talk.rng, new_list(talk))
+    new_list(talk)
+    ask_place(talk)
+
+
+def ask_place(talk: Conversation):
+    """Say the list and ask for one of its places."""
+    where, item = position(talk.rng, talk.list)
     _ask(talk, "nth", f"The {where} is {item}.", ("nth", where), o=digits(talk.rng, where))
 
 

@@ -22,7 +22,7 @@ from nanokv.cache import NoCache
 from nanokv.config import Config
 from nanokv.errors import NanoKVError
 from nanokv.model import Transformer
-from nanokv.training.corpus import FOURTH, SECOND, THIRD
+from nanokv.training.corpus import FIFTH, FOURTH, SECOND, THIRD
 from nanokv.training.data import Rows, save_tokenizer, train_tokenizer
 from nanokv.training.run_folder import checkpoints, damaged, drop_old, new_checkpoint, read_state, saving
 from weights_loader import writing
@@ -49,7 +49,7 @@ TINY = Config(  # head_dim · heads = 288 ≠ hidden 192 on purpose: code that d
 class Recipe:
     """Everything that decides the outcome of a run, besides the code and the machine's arithmetic."""
 
-    steps: int = 6700
+    steps: int = 7100
     seed: int = 0
     tokens_per_batch: int = 8192
     learning_rate: float = 3e-3
@@ -64,23 +64,27 @@ class Recipe:
     third_rate: float = 0.3  # as above
     fourth_stage_from: int = 5400  # step from which users type as strangers do (corpus.FOURTH)
     fourth_rate: float = 0.5  # as above
-    kept: float = 0.35  # share of the weights before the fourth stage in the finished model
+    kept: float = 0.35  # share of the weights before the fourth stage in those that it ends with
+    fifth_stage_from: int = 6700  # step from which there is more of what is hard (corpus.FIFTH)
+    fifth_rate: float = 0.4  # as above
+    kept_at_last: float = 0.5  # share of the weights before the fifth stage in the finished model
 
     def rate(self, step: int) -> float:
-        """Factor of the learning rate: linear warm-up, a cosine, then three straight lines to zero."""
+        """Factor of the learning rate: linear warm-up, a cosine, then four straight lines to zero."""
         if step < self.warmup:
             return (step + 1) / self.warmup
         if step < self.second_stage_from:
             return 0.5 * (1 + math.cos(math.pi * (step - self.warmup) / max(1, self.horizon - self.warmup)))
-        ends = (self.second_stage_from, self.third_stage_from, self.fourth_stage_from, self.steps)
+        stages = (self.second_stage_from, self.third_stage_from, self.fourth_stage_from, self.fifth_stage_from)
+        ends = (*stages, self.steps)
         stage = max(i for i, first in enumerate(ends[:-1]) if step >= first)
-        factor = (self.second_rate, self.third_rate, self.fourth_rate)[stage]
+        factor = (self.second_rate, self.third_rate, self.fourth_rate, self.fifth_rate)[stage]
         return factor * (ends[stage + 1] - step) / (ends[stage + 1] - ends[stage])
 
     def scaled(self, steps: int) -> "Recipe":
         """The same schedule for a shorter or longer run."""
         names = ("warmup", "long_rows_from", "horizon", "second_stage_from", "third_stage_from",
-                 "fourth_stage_from")  # fmt: skip
+                 "fourth_stage_from", "fifth_stage_from")  # fmt: skip
         return replace(self, steps=steps, **{name: round(getattr(self, name) * steps / self.steps) for name in names})
 
 
@@ -95,19 +99,23 @@ class Trainer:
         self.recipe, self.device, self.config, self.step = recipe, device, config, 0
         self.tokenizer = tokenizer or train_tokenizer(recipe.seed, config.vocab_size)
         self.model = initialise(Transformer(config)).to(device).train()
-        matrices = [p for name, p in self.model.named_parameters() if p.dim() == 2 and name != "embed_tokens.weight"]
-        rest = [p for name, p in self.model.named_parameters() if p.dim() != 2 or name == "embed_tokens.weight"]
-        rate, decay = recipe.learning_rate, recipe.weight_decay
-        self.optimizers = [
-            torch.optim.Muon(matrices, lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw"),
-            torch.optim.AdamW(rest, lr=rate, betas=(0.9, 0.95), weight_decay=0.0),
-        ]
+        self.optimizers = self._new_optimizers()
         rows = partial(Rows, self.tokenizer, recipe.seed, recipe.tokens_per_batch)
         self.short, self.long = rows(longest=512), rows()
         stages = {recipe.second_stage_from: SECOND, recipe.third_stage_from: THIRD, recipe.fourth_stage_from: FOURTH}
+        stages[recipe.fifth_stage_from] = FIFTH
         later = {first: rows(stage=stage) for first, stage in stages.items()}
-        self.before: dict[str, torch.Tensor] = {}  # weights at the beginning of the fourth stage, on the CPU
+        self.before: dict[str, torch.Tensor] = {}  # weights at the beginning of the fourth or fifth stage
         self.sources = {0: self.short, recipe.long_rows_from: self.long} | later  # step from which → what is drawn from
+
+    def _new_optimizers(self) -> list[torch.optim.Optimizer]:
+        matrices = [p for name, p in self.model.named_parameters() if p.dim() == 2 and name != "embed_tokens.weight"]
+        rest = [p for name, p in self.model.named_parameters() if p.dim() != 2 or name == "embed_tokens.weight"]
+        rate, decay = self.recipe.learning_rate, self.recipe.weight_decay
+        return [
+            torch.optim.Muon(matrices, lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(rest, lr=rate, betas=(0.9, 0.95), weight_decay=0.0),
+        ]
 
     def loss(self, inputs, targets, counts):
         """Mean cross entropy of the targets that count, in nats per token; bf16 autocast, logits in fp32."""
@@ -122,6 +130,8 @@ class Trainer:
         """One batch, one update. Returns the loss."""
         if self.step == self.recipe.fourth_stage_from:
             self.before = self.weights()
+        if self.step == self.recipe.fifth_stage_from:
+            self.begin_fifth_stage()
         loss = self.loss(*self.rows().batch(self.step))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip)
@@ -133,15 +143,28 @@ class Trainer:
         self.step += 1
         return loss.item()
 
+    def begin_fifth_stage(self):
+        """Go on from what would be exported here, with optimizers that know nothing of the way there."""
+        self.before = self.finished()
+        self.load(self.before)
+        self.optimizers = self._new_optimizers()
+
+    def load(self, weights: dict[str, torch.Tensor]):
+        """Copy weights, by name, into the model."""
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                parameter.copy_(weights[name])
+
     def weights(self) -> dict[str, torch.Tensor]:
         """A copy on the CPU, by name."""
         return {name: p.detach().cpu().clone() for name, p in self.model.named_parameters()}
 
     def finished(self) -> dict[str, torch.Tensor]:
-        """The weights that are exported: with a share of the earlier ones, the last stage costs less of what was
-        learned before it (Wortsman et al. 2022, arXiv:2109.01903)."""
+        """The weights that a stage ends with: with a share of the earlier ones, it costs less of what was learned
+        before it (Wortsman et al. 2022, arXiv:2109.01903)."""
         now = self.weights()
-        return {name: now[name].lerp(self.before[name], self.recipe.kept) for name in now} if self.before else now
+        kept = self.recipe.kept_at_last if self.step > self.recipe.fifth_stage_from else self.recipe.kept
+        return {name: now[name].lerp(self.before[name], kept) for name in now} if self.before else now
 
     def rows(self) -> Rows:
         """Where this step's batch comes from."""
@@ -184,9 +207,7 @@ class Trainer:
             before = load_file(newest / "before.safetensors") if late else {}
         except (OSError, SafetensorError) as error:
             raise damaged(newest, error) from error
-        with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
-                parameter.copy_(weights[name])
+        self.load(weights)
         self.before = before
         self._load_optimizers(optimizers)
         self.step = state["step"]

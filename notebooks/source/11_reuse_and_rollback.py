@@ -387,7 +387,7 @@ course.figure("11.never", agree["never"])
 
 # %% [markdown]
 # No error is raised: `start_pos` is taken from the cache, so it agrees with the cache. But the cache does not agree
-# with the text. After <!--fig 11.few-->6<!--/fig--> or <!--fig 11.many-->33<!--/fig--> tokens the answers differ. One of
+# with the text. After <!--fig 11.few-->6<!--/fig--> or <!--fig 11.many-->26<!--/fig--> tokens the answers differ. One of
 # the wrong answers counts in good order for a long time. If a speculative decoder gives other answers
 # than the model alone, look for this bug.
 #
@@ -448,8 +448,8 @@ course.show(fig, alt="Three histograms of how many guesses a round keeps, with t
 # %% [markdown]
 # When the model repeats what is in its context, looking up what followed last time is
 # right <!--fig 11.again-->100<!--/fig--> percent of the time, and costs nothing. Over all four texts it
-# takes <!--fig 11.ngram-->0.77<!--/fig--> of the layer passes of plain decoding. The guesser with all layers but one is
-# right more often, but takes <!--fig 11.deep-->1.2<!--/fig--> times as many: its guesses cost nearly as much as the
+# takes <!--fig 11.ngram-->0.74<!--/fig--> of the layer passes of plain decoding. The guesser with all layers but one is
+# right more often, but takes <!--fig 11.deep-->1.3<!--/fig--> times as many: its guesses cost nearly as much as the
 # steps that they save. So a high rate of acceptance is not enough. The cost of a guess matters too.
 
 # %% [markdown]
