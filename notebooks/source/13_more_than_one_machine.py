@@ -167,7 +167,7 @@ course.figure("13.sum", sums[0])
 # matrices are. So it is not the bytes that make a decode slow on two machines. It is the waiting: the messages come one
 # after another, and none can be sent before the work in front of it is done. In a prefill of a thousand tokens each
 # message is a thousand times as large, and then the bytes count. In a ring of `n` ranks each rank sends `2·(n−1)/n` of
-# the bytes that are summed, twice round in parts.
+# the bytes that are summed: the values go round once, in `n` parts, to be added, and once more to be handed out.
 
 # %%
 per_token = 2 * qwen.num_hidden_layers * qwen.hidden_size * 2  # two sums per layer, in bf16
@@ -219,7 +219,8 @@ course.show(fig, alt=f"Cache per rank: cut by heads it falls from {by_heads[0]:.
 # %% [markdown]
 # On sixteen ranks the cache of a rank is <!--fig 13.heads16-->8<!--/fig--> times smaller by heads,
 # and <!--fig 13.positions16-->16<!--/fig--> times by positions. Grouped queries make the cache smaller for everybody,
-# and leave fewer pieces to cut it into. With latent attention there is one piece only.
+# and leave fewer KV heads to divide. Multi-head latent attention caches one vector per token for all heads, so by heads
+# its cache cannot be divided at all.
 
 # %% [markdown]
 # ## Experiment 4: merge two parts by hand
