@@ -7,6 +7,7 @@ Each answer is fed token by token; after each token the mask of the next is comp
 """
 
 import argparse
+import importlib
 import json
 import statistics
 from pathlib import Path
@@ -72,9 +73,7 @@ class XGrammar:
     """With the same blanks."""
 
     def __init__(self, folder: Path):
-        import xgrammar
-
-        self.library = xgrammar
+        self.library = xgrammar = importlib.import_module("xgrammar")  # of the caller's, no package that we ask for
         theirs = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), eos_token="<|im_end|>")
         self.rows = len(theirs)
         self.compiler = xgrammar.GrammarCompiler(xgrammar.TokenizerInfo.from_huggingface(theirs, vocab_size=self.rows),
