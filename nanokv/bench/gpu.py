@@ -29,7 +29,7 @@ from torch.profiler import ProfilerActivity, profile
 from nanokv import costs
 from nanokv.attention import causal_attention, causal_mask, decode_attention, prefill_attention
 from nanokv.bench import gpu_ranks
-from nanokv.bench.gpu_steps import FULL, SMALL, TINY, Nano, Plan, decode_row, gap, part_of, random_ids
+from nanokv.bench.gpu_steps import FULL, SMALL, TINY, Nano, Plan, add_share, decode_row, gap, part_of, random_ids
 from nanokv.bench.machine import Bandwidth, gemm_peak, now, timed
 from nanokv.bench.runners import Transformers
 from nanokv.cache import make_cache
@@ -68,8 +68,7 @@ def measure(plan: Plan) -> dict:
     report["gemm_flops"], report["rows"] = gemm_peak(dtype, plan.device), decode_rows(model, plan, bandwidth)
     report["bandwidth"] = bandwidth.best()
     for row in report["rows"]:
-        if "decode_s" in row:
-            row["share"] = row["step_bytes"] / bandwidth.best(row["step_bytes"]) / row["decode_s"]
+        add_share(row, bandwidth)
     report["offload"] = offload(model, plan)
     report["ranks"], report["no_ranks"] = gpu_ranks.tensor_parallel(model, plan, bandwidth)
     return report | {"faults": faults(report)}

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from nanokv.bench.gpu_steps import FULL, SMALL, Nano, Plan, decode_row, gap, random_ids
+from nanokv.bench.gpu_steps import FULL, SMALL, Nano, Plan, add_share, decode_row, gap, random_ids
 from nanokv.bench.machine import Bandwidth
 from nanokv.cache import make_cache
 from nanokv.config import Config
@@ -42,8 +42,7 @@ def tensor_parallel(model, plan: Plan, bandwidth: Bandwidth) -> tuple[list[dict]
     rows = [{"ranks": 1} | decode_row(Nano(model, "static", batch), context, plan, bandwidth)
             for batch in plan.batches for context in plan.contexts]  # fmt: skip
     for row in rows:
-        if "decode_s" in row:
-            row["share"] = row["step_bytes"] / bandwidth.best(row["step_bytes"]) / row["decode_s"]
+        add_share(row, bandwidth)
     return rows + [row for size in sizes for row in on_ranks(size, plan)], ""
 
 
@@ -146,9 +145,10 @@ def measure(plan: Plan, ranks: group.Group) -> list[dict]:
             runner = Nano(model, "static", batch)
             row = decode_row(runner, context, plan, bandwidth)
             if "decode_s" in row:
-                row["share"] = row["step_bytes"] / bandwidth.best(row["step_bytes"]) / row["decode_s"]
                 row |= {"gap": distance} | sent(counted, plan.config, runner)
             rows.append(row)
+    for row in rows:
+        add_share(row, bandwidth)
     return rows
 
 

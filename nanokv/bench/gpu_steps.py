@@ -108,3 +108,9 @@ def steps(runner, count: int, device: str) -> float:
     for _ in range(count):
         runner.step()
     return now(device) - began
+
+
+def add_share(row: dict, bandwidth: Bandwidth) -> None:
+    """Of the memory bandwidth, into a row that was measured; by the best reading so far, so when all rows are there."""
+    if "decode_s" in row:
+        row["share"] = row["step_bytes"] / bandwidth.best(row["step_bytes"]) / row["decode_s"]
