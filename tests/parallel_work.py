@@ -10,11 +10,13 @@ import torch
 
 from nanokv.cache import make_cache, saving
 from nanokv.cache.saving import fingerprint
+from nanokv.errors import ParallelError
 from nanokv.inference import decode, prefill, prefill_chunks, score
 from nanokv.parallel.reading import read_shard
 from weights_loader.strict import read_object
 
 CPU = torch.device("cpu")
+KEPT = []  # errors
 
 
 @functools.cache
@@ -37,12 +39,18 @@ def paths(group, folder: str, ids: list) -> dict:
 
 
 def die(group, rank: int, after: float) -> str:
-    """Sum for ever; one rank kills itself after so many seconds."""
+    """Sum for ever; one rank kills itself after so many seconds. The others keep their error, as a notebook does, and
+    collect no garbage: their connections must end without that."""
+    gc.disable()
     until, x = time.monotonic() + after, torch.ones(1000)
-    while True:
-        if group.rank == rank and time.monotonic() >= until:
-            os.kill(os.getpid(), 9)
-        group.sum(x.fill_(1.0))
+    try:
+        while True:
+            if group.rank == rank and time.monotonic() >= until:
+                os.kill(os.getpid(), 9)
+            group.sum(x.fill_(1.0))
+    except ParallelError as error:
+        KEPT.append(error)
+        raise
 
 
 def matrix(group, model: str, situation: str, spec: str) -> list:

@@ -206,11 +206,11 @@ def test_another_file_on_one_rank_is_refused_before_its_weights_are_read(folders
     assert all("of rank 1 differs from that of rank 0" in answer[2] for answer in answers), answers
 
 
-@pytest.mark.parametrize("victim", [0, 2])
-def test_a_killed_rank_is_an_error_on_every_other_one_within_seconds(victim):
+@pytest.mark.parametrize(("victim", "after"), [(0, 0.0), (0, 0.3), (2, 0.0), (2, 0.6)])
+def test_a_killed_rank_is_an_error_on_every_other_one_within_seconds(victim, after):
     with Ranks(4) as ranks:
         ranks.call("words")  # all have imported torch
-        ranks.send("die", rank=victim, after=0.3 * victim)
+        ranks.send("die", rank=victim, after=after)
         began, said = time.monotonic(), [ranks.answer(rank) for rank in range(4)]
         assert ranks.processes[victim].wait(5) == -signal.SIGKILL and said[victim] is None
         others = [answer for rank, answer in enumerate(said) if rank != victim]

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from traceback import clear_frames
 from typing import TYPE_CHECKING, Any
 
 from nanokv.errors import ParallelError
@@ -179,6 +180,7 @@ class Group:
         try:
             yield
         except RuntimeError as error:
+            clear_frames(error.__traceback__)  # they hold the group, whose connections end with its last reference
             reason = self._reason(what, str(error))
             self.close()  # whoever waits for this rank is told at once, and not after `timeout`
             if reason.endswith(f": {INTERRUPTED}"):
