@@ -329,6 +329,17 @@ static void multiply_tiles(const bf16* w, const Line* x, int64_t K, float (*sums
     tile_store(3, sums[3], 64);
 }
 
+// What 16 rows of weights give for row m of activations.
+static inline f32x16 column(const float (*tile)[16], int64_t m) {
+    const __m512i row = _mm512_setr_epi32(0, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240);
+    return (f32x16)_mm512_i32gather_ps(row, &tile[0][m], 4);
+}
+
+static inline void put16(float* y, const Weight& w, int64_t n, f32x16 values, bool add) {
+    if (w.bias) values += load16(w.bias + n);
+    store16(y + n, add ? load16(y + n) + values : values);
+}
+
 // The last block of a matrix is a whole one too, and begins earlier: what it computes twice is put once.
 static void rows_tiles(float* y, const Weight& w, const Input& in, int64_t n0, int64_t n1, bool add) {
     Tiles configured;
@@ -341,9 +352,16 @@ static void rows_tiles(float* y, const Weight& w, const Input& in, int64_t n0, i
             alignas(64) float sums[4][16][16];
             auto product = in.M - m0 > 16 ? multiply_tiles<2> : multiply_tiles<1>;
             product(block, &in.paired[m0 * w.K / 32], w.K, sums);
-            for (int64_t m = m0; m < in.M && m < m0 + 32; m++)
+            for (int64_t m = m0; m < in.M && m < m0 + 32; m++) {
+                const float(*tile)[16][16] = &sums[(m - m0) / 16 * 2];
+                if (end - first == 32 && n == first) {
+                    put16(y + m * w.N, w, n, column(tile[0], m % 16), add);
+                    put16(y + m * w.N, w, n + 16, column(tile[1], m % 16), add);
+                    continue;
+                }
                 for (int64_t i = n, r = n - first; i < end; i++, r++)
-                    put(y + m * w.N, w, i, sums[(m - m0) / 16 * 2 + r / 16][r % 16][m % 16], add);
+                    put(y + m * w.N, w, i, tile[r / 16][r % 16][m % 16], add);
+            }
         }
     }
 }
@@ -374,12 +392,13 @@ static void rows(float* y, const Weight& w, const Input& in, int64_t n0, int64_t
         }
 }
 
-// Parts of half a megabyte, handed out as threads ask for them: long enough for the memory to run ahead, and a thread
-// that was interrupted holds nobody up for long.
+// Parts are handed out as threads ask for them, at least two to each, so that a thread that was interrupted holds nobody up
+// for long. With one row half a megabyte is long enough for the memory to run ahead. With several, each part but the first
+// begins with lines that nobody asked for ahead of time, so there are fewer: 2 MB each.
 static void multiply(float* y, const float* x, int64_t M, const Weight& w, bool add) {
     Input in(x, M, w);
     const int64_t bytes[] = {4 * w.K, 2 * w.K, w.K, w.K * 9 / 16};
-    int64_t part = (1 << (M > TILE ? 17 : 19)) / bytes[w.format], most = w.N / 4;
+    int64_t part = (1 << (M > TILE ? 21 : 19)) / bytes[w.format], most = w.N / (2 * threads());
     part = part > most ? most : part;
     part = part < 8 ? 8 : part < 32 ? part / 8 * 8 : part / 32 * 32;
 #pragma omp parallel for schedule(dynamic) if (M * w.N * bytes[w.format] >= WORTH)

@@ -21,12 +21,24 @@
 // Of 16 rows of x (rows,K) at a time pairs of neighbouring inputs, K / 2 · 16 of them; zeros fill up to `upto` rows.
 static inline void pack_pairs(const bf16* x, int64_t rows, int64_t upto, int64_t K, bf16* to) {
     uint32_t* pairs = (uint32_t*)to;
+#if defined(__AVX512F__)
+    const __m512i step = _mm512_mullo_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
+                                            _mm512_set1_epi32((int)(K / 2)));
+    for (int64_t r = 0; r < upto; r += 16) {
+        const __mmask16 there = rows - r >= 16 ? 0xffff : rows > r ? (1 << (rows - r)) - 1 : 0;
+        for (int64_t k = 0; k < K / 2; k++) {
+            __m512i two = _mm512_mask_i32gather_epi32(_mm512_setzero_si512(), there, step, x + r * K + 2 * k, 4);
+            _mm512_storeu_si512(pairs + (r / 16 * K / 2 + k) * 16, two);
+        }
+    }
+#else
     for (int64_t r = 0; r < upto; r++)
         for (int64_t k = 0; k < K / 2; k++) {
             uint32_t two = 0;
             if (r < rows) memcpy(&two, x + r * K + 2 * k, 4);
             pairs[(r / 16 * K / 2 + k) * 16 + r % 16] = two;
         }
+#endif
 }
 
 struct alignas(64) Line { bf16 values[32]; };  // a row of a tile that lies in one cache line is loaded at once

@@ -14,6 +14,9 @@
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif
+#if defined(_OPENMP)
+#include <omp.h>
+#endif
 
 typedef float   f32x4 __attribute__((vector_size(16), aligned(4), may_alias));
 typedef uint8_t u8x16 __attribute__((vector_size(16), aligned(1), may_alias));
@@ -49,6 +52,14 @@ typedef Twice<floats> f32x16;
 #else
 typedef Twice<Twice<floats>> f32x16;
 #endif
+
+inline int threads() {
+#if defined(_OPENMP)
+    return omp_get_max_threads();
+#else
+    return 1;
+#endif
+}
 
 struct bf16 { uint16_t bits; };  // the upper half of a float
 
