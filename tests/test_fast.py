@@ -510,6 +510,32 @@ def test_a_step_asks_torch_for_almost_nothing_whatever_the_context():
     assert totals[6, 20] - totals[3, 20] <= 3 * 2
 
 
+FAULTS = """
+import resource, sys, torch
+import nanokv
+from nanokv.config import Config
+from nanokv.model import Transformer
+config = Config(vocab_size=512, hidden_size=1024, intermediate_size=3072, num_hidden_layers=2, num_attention_heads=16,
+                num_key_value_heads=8, head_dim=128, max_position_embeddings=2048, torch_dtype="bfloat16")
+model, ids = nanokv.optimize(Transformer(config).bfloat16().eval()), torch.zeros(1, 1024, dtype=torch.long)
+faults = []
+for _ in range(6):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    nanokv.prefill(model, ids, nanokv.make_cache("static", config, capacity=1024))
+    faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+print(min(faults))
+"""
+
+
+@needs_kernels
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc is asked for it")
+def test_a_prefill_does_not_ask_the_system_for_its_buffers_again():
+    """Two layers of Qwen3-0.6B's shapes, 1,024 tokens: 60 MB of buffers, which would be 15,000 pages every time. The
+    least of six counts: the heap still grows in the first ones."""
+    done = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 1_000
+
+
 def operators_of_a_step(layers: int, n: int) -> dict:
     """{operator: calls} of one decode step over n tokens in a static cache; its storage stays where it is."""
     model, ids = small(num_hidden_layers=layers)
