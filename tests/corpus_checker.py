@@ -30,6 +30,10 @@ RECALLED = {
 NOTES = {
     "colour": "{v} is a lovely colour.", "food": "Mmm, {v}.", "drink": "{v} is good.", "animal": "I like that: {v}.",
 }  # fmt: skip
+RESTATED = {
+    "tell": "", "pet": "Your {a} is called {b}.", "owner": "{a} has a {b} {c}.", "home": "{a} lives in {b}.",
+    "object": "The {a} is in the {b}.", "spot": "The {a} is {b}.",
+}  # fmt: skip
 STATEMENTS = ("tell", "pet", "owner", "home", "object", "spot", "list")  # what else is said is answered, if anything is
 SCENES = (  # what a sentence about two or three at once means, and where it stands
     ((("tell", "name", "{n}"), ("tell", "{r}", "{p}")), "together", "told"),
@@ -90,7 +94,8 @@ VOCABULARY = {word for part in _SECTIONS for texts in part.values() for word in 
 class Reader:
     """What a careful listener knows after every exchange. Each `_step` says (is it in the words?, right answers)."""
 
-    def __init__(self):
+    def __init__(self, says_again: bool = False):
+        self.says_again = says_again  # is what was told said again, in the words in which it is recalled?
         self.facts: dict[str, str] = {}
         self.pets: dict[str, str] = {}
         self.owners: dict[str, tuple[str, str]] = {}  # person → (colour or nothing, thing)
@@ -120,9 +125,24 @@ class Reader:
         self.latest = [kind for name, kind, *_ in (step for step in steps if len(step) > 1) if name == "tell"]
         thanks = ["Thank you, I will remember that."] if statements > 1 else []
         right = [" ".join(parts) for parts in product(*asked)] if asked else told + thanks
+        if not asked and self.says_again and all(name in RESTATED for name, *_ in steps):
+            right = [self.said_again(steps)]
         right = {re.sub(r"\b([Aa]) (?!uni|one\b|eu|use)(?=[aeiou])", r"\1n ", text) for text in right}
         if answer not in right | {text[0].upper() + text[1:] for text in right}:
             raise WrongAnswer(f"{steps}: {user!r} → {answer!r}, expected {sorted(right)}")
+
+    def said_again(self, steps) -> str:
+        """So your name is Ada. Your cat is called Leo."""
+        sentences = []
+        for name, *values in steps:
+            if name == "tell":  # of two that change one another, both
+                sentences.append(RECALLED[section(values[0])].format(v=values[1], thing=values[0]))
+            else:
+                named = dict(zip(("a", "b", "c"), values, strict=False))
+                sentences.append(re.sub(" +", " ", RESTATED[name].format(**named)))
+        first, *rest = sentences
+        first = re.sub("^(Your|You|The)(?= )", lambda word: word[0].lower(), first)  # a name stays as it was typed
+        return " ".join((f"So {first}", *(text[0].upper() + text[1:] for text in rest)))
 
     def strays(self, user: str, steps: list[tuple]) -> list[str]:
         """Values of other facts in a message that only tells something."""
@@ -468,9 +488,9 @@ def kind_of(steps: list[tuple]) -> str:
     return f"list {steps[-1][0]}" if steps[-1][0] != "list" and "list" in {step[0] for step in steps} else steps[-1][0]
 
 
-def check(messages: list[dict], log: list[list[tuple]], name: str = "the conversation") -> list[str]:
+def check(messages: list[dict], log: list[list[tuple]], name="the conversation", says_again=False) -> list[str]:
     """Read one conversation; the kind of every exchange."""
-    reader, said = Reader(), messages[messages[0]["role"] == "system" :]
+    reader, said = Reader(says_again), messages[messages[0]["role"] == "system" :]
     for i, (user, assistant, steps) in enumerate(zip(said[::2], said[1::2], log, strict=True)):
         try:
             reader.exchange(user["content"], assistant["content"], steps)

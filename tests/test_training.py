@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -223,21 +224,22 @@ def test_batches_depend_on_their_number_alone():
 def test_rows_are_short_at_first_and_long_later():
     """Curriculum: no row longer than 512 at first; then the whole context; what strangers type; what is hard."""
     firsts = {"long_rows_from": 2, "second_stage_from": 4, "third_stage_from": 6, "fourth_stage_from": 8,
-              "fifth_stage_from": 10}  # fmt: skip
-    run = Trainer(Recipe(steps=12, tokens_per_batch=2048, **firsts), config=SMALL, tokenizer=small_tokenizer())
+              "fifth_stage_from": 10, "sixth_stage_from": 12}  # fmt: skip
+    run = Trainer(Recipe(steps=14, tokens_per_batch=2048, **firsts), config=SMALL, tokenizer=small_tokenizer())
     assert {length for length, _ in run.short.lengths} == {64, 128, 256, 512}
     later = [rows for first, rows in sorted(run.sources.items()) if first]
     assert later[0] is run.long and all(rows.lengths == run.long.lengths for rows in later)
     assert 2048 in dict(run.long.lengths)
     stages = [rows.stage for rows in (run.short, *later)]
-    assert stages == [corpus.FIRST, corpus.FIRST, corpus.SECOND, corpus.THIRD, corpus.FOURTH, corpus.FIFTH]
+    later_stages = [corpus.SECOND, corpus.THIRD, corpus.FOURTH, corpus.FIFTH, corpus.SIXTH]
+    assert stages == [corpus.FIRST, corpus.FIRST, *later_stages]
     used, batch = [], run.short.batch(0)
     for i, rows in enumerate((run.short, *later)):
         rows.batch = lambda step, i=i: used.append((i, step)) or batch
     run.loss = lambda *batch: sum(p.sum() for p in run.model.parameters())
-    for _ in range(12):
+    for _ in range(14):
         run.train_step()
-    assert used == [(step // 2, step) for step in range(12)]
+    assert used == [(step // 2, step) for step in range(14)]
 
 
 def test_validation_uses_held_out_words(monkeypatch):
@@ -346,17 +348,18 @@ def test_every_parameter_is_trained_by_exactly_one_optimizer():
 
 @pytest.mark.parametrize("steps", [Recipe.steps, 20_000, 700])
 def test_the_rate_warms_up_and_ends_near_zero(steps):
-    """Up, down along a cosine, then four straight lines down from lower starts; any length looks alike."""
+    """Up, down along a cosine, then five straight lines down from lower starts; any length looks alike."""
     recipe = Recipe().scaled(steps)
     rates = [recipe.rate(step) for step in range(steps)]
     warm, second, third = recipe.warmup, recipe.second_stage_from, recipe.third_stage_from
-    fourth, fifth = recipe.fourth_stage_from, recipe.fifth_stage_from
+    fourth, fifth, sixth = recipe.fourth_stage_from, recipe.fifth_stage_from, recipe.sixth_stage_from
     assert rates[0] == 1 / warm and max(rates) == rates[warm] == 1 and 0 < rates[-1] < 0.02
     assert sorted(rates[:warm]) == rates[:warm]
-    for part in (rates[warm:second], rates[second:third], rates[third:fourth], rates[fourth:fifth], rates[fifth:]):
+    for first, end in pairwise((warm, second, third, fourth, fifth, sixth, steps)):
+        part = rates[first:end]
         assert sorted(part, reverse=True) == part and len(part) > 0.03 * steps
-    starts = (Recipe.second_rate, Recipe.third_rate, Recipe.fourth_rate, Recipe.fifth_rate)
-    assert (rates[second], rates[third], rates[fourth], rates[fifth]) == pytest.approx(starts)
+    starts = (Recipe.second_rate, Recipe.third_rate, Recipe.fourth_rate, Recipe.fifth_rate, Recipe.sixth_rate)
+    assert [rates[first] for first in (second, third, fourth, fifth, sixth)] == pytest.approx(starts)
     assert abs(second / steps - Recipe.second_stage_from / Recipe.steps) < 1e-3
 
 
@@ -366,24 +369,25 @@ def test_the_shortest_runs_have_a_rate_too(steps):
     assert [step for step in range(steps) if not 0 < recipe.rate(step) <= 1] == []
 
 
-def test_the_last_stage_begins_anew_from_the_finished_weights():
-    """Its start is what a run of the first four stages exports; its optimizers have taken one step after one step."""
-    recipe = replace(Recipe(), tokens_per_batch=256).scaled(STEPS)
+@pytest.mark.parametrize(("stage", "before"), [("fifth", "fourth"), ("sixth", "fifth")])
+def test_the_last_stages_begin_anew_from_the_finished_weights(stage, before):
+    """The start is what a run of the stages before it exports; its optimizers have taken one step after one step."""
+    recipe = replace(Recipe(kept=0.3, kept_at_fifth=0.2, kept_at_last=0.4), tokens_per_batch=256).scaled(STEPS)
     run = Trainer(recipe, config=SMALL, tokenizer=small_tokenizer())
-    while run.step < recipe.fifth_stage_from:
+    while run.step < getattr(recipe, f"{stage}_stage_from"):
         run.train_step()
-    ended, four = run.weights(), run.finished()
-    old, kept = run.before, recipe.kept
-    assert all(torch.allclose(four[name], (1 - kept) * ended[name] + kept * old[name]) for name in ended)
-    assert any(not torch.equal(four[name], ended[name]) for name in ended)
+    ended, start = run.weights(), run.finished()
+    old, kept = run.before, {"fourth": 0.3, "fifth": 0.2}[before]
+    assert all(torch.allclose(start[name], (1 - kept) * ended[name] + kept * old[name]) for name in ended)
+    assert any(not torch.equal(start[name], ended[name]) for name in ended)
     run.loss = lambda *batch: sum(p.sum() for p in run.model.parameters()) * 0  # no gradient: what moves is decay
     run.train_step()
-    assert all(torch.equal(run.before[name], four[name]) for name in four)
-    assert all(torch.allclose(run.weights()[name], four[name], rtol=2e-3) for name in four)
+    assert all(torch.equal(run.before[name], start[name]) for name in start)
+    assert all(torch.allclose(run.weights()[name], start[name], rtol=2e-3) for name in start)
     steps = [state["step"].item() for state in run.optimizers[1].state.values()]
     assert steps and set(steps) == {1.0}
-    half, now = run.finished(), run.weights()
-    assert all(torch.allclose(half[name], (now[name] + four[name]) / 2) for name in now)
+    mixed, now, kept = run.finished(), run.weights(), {"fifth": 0.2, "sixth": 0.4}[stage]
+    assert all(torch.allclose(mixed[name], (1 - kept) * now[name] + kept * start[name]) for name in now)
 
 
 # --- a run that is stopped ends in the same weights ------------------------------------------------------------------
@@ -635,7 +639,7 @@ def test_quiet_says_nothing(tmp_path, small, capsys):
     assert capsys.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize(("steps", "cases"), [(1, 5), (6, 5), (710, 10), (3550, 50), (7100, 100), (9000, 100)])
+@pytest.mark.parametrize(("steps", "cases"), [(1, 5), (6, 5), (800, 10), (4000, 50), (8000, 100), (9000, 100)])
 def test_a_short_run_is_evaluated_shortly(steps, cases):
     from nanokv.cli.train import cases_after
 
@@ -704,9 +708,9 @@ def test_measuring_the_speed_disturbs_nothing():
 
 
 def test_the_export_is_the_checkpoint_in_bf16(finished):
-    """Half of it are the weights before the last stage, which began at step 11."""
+    """Three fifths of it are the weights before the last stage, which began at step 11."""
     last, before = (load_file(finished / "checkpoint-12" / f"{name}.safetensors") for name in ("weights", "before"))
-    weights = {name: last[name] + 0.5 * (before[name] - last[name]) for name in last}
+    weights = {name: last[name].lerp(before[name], 0.6) for name in last}
     assert all(not torch.equal(last[name], before[name]) for name in last)
     exported = load_file(finished / "model" / "model.safetensors")
     assert {f"model.{name}" for name in weights} == set(exported)

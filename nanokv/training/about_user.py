@@ -43,7 +43,8 @@ def tell(talk: Conversation, first: str | None = None):
         place = talk.rng.randrange(len(sentences) + 1)
         sentence, answer, step = _pet_statement(talk)
         sentences.insert(place, sentence)
-        noted, meaning = [*noted, answer], [*meaning, step]
+        meaning.insert(place, step)
+        noted = [*noted, answer]
     answer = talk.rng.choice(noted) if len(noted) == 1 else talk.one_of((*noted, "Thank you, I will remember that."))
     message = joined(talk, sentences)
     if talk.rng.random() < 0.1:
@@ -71,12 +72,12 @@ def tell_before(talk: Conversation):
         talk.before = (sentence, step)
 
 
-def statement(talk: Conversation, kind: str, told=()) -> tuple[str, str, tuple]:
+def statement(talk: Conversation, kind: str, told=(), value: str = "") -> tuple[str, str, tuple]:
     """What the user says, what could be answered, what it means; a second statement changes the first.
 
-    `told` are the phrasings to choose from, where they are not those of the kind.
+    `told` are the phrasings to choose from, where they are not those of the kind; `value`, where it is known.
     """
-    value = told_value(talk, kind)
+    value = value or told_value(talk, kind)
     known, fact = kind in talk.facts, FACTS[kind]
     keep(talk, kind, value)
     texts = told or (fact.changed if known and talk.rng.random() < 0.8 else fact.told)

@@ -27,11 +27,12 @@ The cache takes {kv:,} bytes per token in fp32.
 
 `nanokv train` makes it again from nothing: seed {seed}, {steps:,} steps of {tokens_per_batch:,} tokens
 ({tokens:.1f} M in all), Muon and AdamW, rows of 64 to 2,048 tokens, loss on what the assistant says and on one in ten
-of the tokens that users say. The corpus changes at step {fourth_stage_from:,}, and again at step {fifth_stage_from:,},
-where the optimizers begin anew. {kept:.0%} of the weights at step {fifth_stage_from:,} are those of step
-{fourth_stage_from:,}, and {kept_at_last:.0%} of the finished ones are those of step {fifth_stage_from:,}. The corpus is
-synthetic: conversations from a seeded generator, no text by anybody else. One word in eight of its names and nouns is
-never trained on.
+of the tokens that users say. The corpus changes at step {fourth_stage_from:,}, and again at steps
+{fifth_stage_from:,} and {sixth_stage_from:,}, where the optimizers begin anew. {kept:.0%} of the weights at step
+{fifth_stage_from:,} are those of step {fourth_stage_from:,}, {kept_at_fifth:.0%} at step {sixth_stage_from:,} are those
+of step {fifth_stage_from:,}, and {kept_at_last:.0%} of the finished ones are those of step {sixth_stage_from:,}. The
+corpus is synthetic: conversations from a seeded generator, no text by anybody else. One word in eight of its names and
+nouns is never trained on.
 
 ## Evaluation
 

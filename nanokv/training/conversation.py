@@ -43,6 +43,8 @@ class Conversation:
         if self.before:
             (sentence, step), self.before = self.before, None
             user, meaning = f"{sentence} {user}", (step, *meaning)
+        if self.stage and self.stage.noted:
+            assistant = self.stage.noted(meaning) or assistant
         self.log.append(list(meaning))
         user, assistant = (AN.sub(r"\1n", text) for text in (user, assistant))
         self.messages += [

@@ -16,13 +16,17 @@ from nanokv.training.conversation import Conversation
 
 @dataclass(frozen=True)
 class Stage:
-    """What a part of the training draws from: how often each exchange comes, words of lists, ways to ask and answer."""
+    """What a part of the training draws from: how often each exchange comes, words of lists, ways to ask and answer.
+
+    `noted` makes the answer to a message that only tells something; without it, the exchange has its own.
+    """
 
     segments: dict
     word: Callable
     wrappers: tuple
     again: str = "{}."
     backwards: str = "{}."
+    noted: Callable | None = None
 
 
 SEGMENTS = {  # exchange → how often
@@ -62,7 +66,18 @@ FOURTH = replace(  # what strangers type
         strangers.list_at_once: 8, strangers.list_later: 5, strangers.story: 1, strangers.goodbye: 1,
     },
 )  # fmt: skip
-FIFTH = replace(FOURTH, segments=FOURTH.segments | {hard.remember: 40, hard.change: 25, hard.places: 25})
+FIFTH = replace(
+    FOURTH,
+    segments=FOURTH.segments | {hard.remember: 80, hard.begin: 70, hard.change: 40, hard.places: 30},
+    noted=hard.said_again,
+)
+SIXTH = replace(  # what the fifth costs: lists, and names that look like something else
+    FIFTH,
+    segments=FIFTH.segments | {
+        lists.repeat: 16, lists.reverse: 45, lists.nth: 32, strangers.list_at_once: 16, hard.friends: 12,
+        hard.introduce: 12,
+    },
+)  # fmt: skip
 
 
 def talk(rng: random.Random, exchanges: int, held_out: bool = False, stage: Stage = FIRST) -> Conversation:

@@ -1,9 +1,9 @@
-"""Exchanges of the last stage, more of what is hard: values that a message begins with, before the reader knows what
-they are; facts that change and are asked for after other talk; places in long lists.
+"""Exchanges of the last two stages, more of what is hard: values that a message begins with, before the reader knows
+what they are; facts that change and are asked for after other talk; places in long lists.
 """
 
 from nanokv.training import about_user, lists, small_talk, sums, words
-from nanokv.training.conversation import Conversation, upper_first
+from nanokv.training.conversation import Conversation, lower_first, upper_first
 from nanokv.training.facts import FACTS, PET, draw
 from nanokv.training.phrases import phrases
 
@@ -11,6 +11,16 @@ ASKED_LATER = phrases("requests")["remembered"]["nth"]
 OTHERS = (sums.add, sums.count, small_talk.cache_question, lists.repeat, small_talk.small_talk, small_talk.unknown)
 LENGTHS = (3, 4, 5, 5, 6, 6, 7, 7, 8, 8)
 FIRST = 0.55  # how often a statement begins with its value, where it can
+FIRST_TEXTS = {
+    kind: [text for text in (*fact.told, *fact.changed) if text.startswith("{v}")] for kind, fact in FACTS.items()
+}  # kind → the phrasings that begin with the value
+PET_FIRST = [text for text in PET["told"] if text.startswith("{v}")]
+INTRODUCED = ["This is {v}.", "It's {v} here, by the way.", *FIRST_TEXTS["name"]]
+PROPER = {  # kinds whose values have a capital
+    "name", "friend", "city", "song", "book", "film", "band", "birthplace", "childhood", "workplace", *words.RELATIVES,
+}  # fmt: skip
+POOLED = ("age", "number", "friends", "season")
+BEGINNING = [kind for kind, texts in FIRST_TEXTS.items() if texts and kind not in POOLED]
 
 
 def remember(talk: Conversation):
@@ -25,6 +35,46 @@ def remember(talk: Conversation):
         question = talk.one_of(PET["name_asked"], k=pet)
         answer = PET["name_recalled"].format(k=pet, v=talk.pets[pet])
         talk.say(about_user.asked(talk, question), answer, ("ask pet", pet))
+
+
+def begin(talk: Conversation):
+    """One fact that begins with a value that nobody has used before, now and then asked for at once."""
+    rng = talk.rng
+    if rng.random() < 0.25:
+        kind, name = about_user.animal(talk), _new_value(talk).title()
+        talk.pets.pop(kind, None)
+        talk.pets[kind] = name = talk.cased(name)
+        talk.say(upper_first(talk.one_of(PET_FIRST, k=kind, v=name)), f"{name} the {kind}.", ("pet", kind, name))
+        return
+    kind, value = rng.choice(BEGINNING), _new_value(talk)
+    value = talk.cased(value.title() if kind in PROPER else value)
+    talk.say(*about_user.statement(talk, kind, FIRST_TEXTS[kind], value))
+    if rng.random() < 0.3:
+        about_user.recall(talk, kind)
+
+
+def introduce(talk: Conversation):
+    """This is Ada, or Ada here: by itself or in a longer message. Then, after other talk, who it is."""
+    rng, told = talk.rng, [about_user.statement(talk, "name", INTRODUCED)]
+    if rng.random() < 0.5:
+        told.insert(rng.randrange(2), _statement(talk, draw(rng, ("name",))))
+    talk.say(about_user.joined(talk, [sentence for sentence, _, _ in told]), told[0][1], *(step for _, _, step in told))
+    _others(talk, 1)
+    about_user.recall(talk, "name")
+
+
+def friends(talk: Conversation):
+    """Several friends, a list of words, and then who the friends are."""
+    talk.say(*about_user.statement(talk, "friends"))
+    talk.rng.choice((lists.repeat, lists.reverse, lists.nth, lists.remember))(talk)
+    about_user.recall(talk, "friends")
+
+
+def _new_value(talk: Conversation) -> str:
+    """One word or two, of all the pieces that words have."""
+    rng, make = talk.rng, talk.rng.choice((words.splice, words.splice, words.invent))
+    values = words.distinct(rng, rng.choice((1, 1, 1, 2)), lambda: make(rng, talk.held_out))
+    return " ".join(values)
 
 
 def change(talk: Conversation):
@@ -52,6 +102,27 @@ def places(talk: Conversation):
         talk.say(question, f"The {where} is {item}.", ("nth", where))
 
 
+def said_again(meaning) -> str:
+    """What the user told, all of it, in the words that later answers have; nothing if he asked for something.
+
+    The kind stands before its value there, whatever the order was: a later question only has to find its own words.
+    """
+    if any(name not in _RECALLED for name, *_ in meaning):
+        return ""
+    first, *others = (_RECALLED[name](*values) for name, *values in meaning)
+    return " ".join((f"So {lower_first(first, keep=meaning[0][1:2])}", *others))
+
+
+_RECALLED = {
+    "tell": lambda kind, value: upper_first(FACTS[kind].recalled[0].format(v=value)),
+    "pet": lambda kind, name: PET["name_recalled"].format(k=kind, v=name),
+    "home": lambda person, city: upper_first(f"{person} lives in {city}."),
+    "owner": lambda person, colour, thing: upper_first(f"{person} has a {f'{colour} {thing}'.strip()}."),
+    "object": lambda thing, place: f"The {thing} is in the {place}.",
+    "spot": lambda thing, place: f"The {thing} is {place}.",
+}  # what was told → how it is recalled
+
+
 def _others(talk: Conversation, most: int):
     for _ in range(talk.rng.randint(0, most)):
         talk.rng.choice(OTHERS)(talk)
@@ -72,17 +143,15 @@ def _tell(talk: Conversation, kind: str | None = None) -> list[str]:
 
 def _statement(talk: Conversation, kind: str) -> tuple[str, str, tuple]:
     """As about_user's, oftener with the value first; a change may be told in the words of a first statement."""
-    fact = FACTS[kind]
-    first = [text for text in (*fact.told, *fact.changed) if text.startswith("{v}")] or fact.told
+    first = FIRST_TEXTS[kind] or FACTS[kind].told
     return about_user.statement(talk, kind, first if talk.rng.random() < FIRST else ())
 
 
 def _tell_pet(talk: Conversation) -> str:
     """A pet, its name oftener first than about_user tells it; its kind."""
     kind, name = about_user.animal(talk), talk.name()
-    first = [text for text in PET["told"] if text.startswith("{v}")]
     talk.pets.pop(kind, None)
     talk.pets[kind] = name
-    sentence = talk.one_of(first if talk.rng.random() < FIRST else PET["told"], k=kind, v=name)
+    sentence = talk.one_of(PET_FIRST if talk.rng.random() < FIRST else PET["told"], k=kind, v=name)
     talk.say(upper_first(sentence), upper_first(talk.one_of(PET["noted"], k=kind, v=name)), ("pet", kind, name))
     return kind

@@ -22,7 +22,7 @@ from nanokv.cache import NoCache
 from nanokv.config import Config
 from nanokv.errors import NanoKVError
 from nanokv.model import Transformer
-from nanokv.training.corpus import FIFTH, FOURTH, SECOND, THIRD
+from nanokv.training.corpus import FIFTH, FOURTH, SECOND, SIXTH, THIRD
 from nanokv.training.data import Rows, save_tokenizer, train_tokenizer
 from nanokv.training.run_folder import checkpoints, damaged, drop_old, new_checkpoint, read_state, saving
 from weights_loader import writing
@@ -49,7 +49,7 @@ TINY = Config(  # head_dim · heads = 288 ≠ hidden 192 on purpose: code that d
 class Recipe:
     """Everything that decides the outcome of a run, besides the code and the machine's arithmetic."""
 
-    steps: int = 7100
+    steps: int = 8000
     seed: int = 0
     tokens_per_batch: int = 8192
     learning_rate: float = 3e-3
@@ -66,25 +66,29 @@ class Recipe:
     fourth_rate: float = 0.5  # as above
     kept: float = 0.35  # share of the weights before the fourth stage in those that it ends with
     fifth_stage_from: int = 6700  # step from which there is more of what is hard (corpus.FIFTH)
-    fifth_rate: float = 0.4  # as above
-    kept_at_last: float = 0.5  # share of the weights before the fifth stage in the finished model
+    fifth_rate: float = 0.45  # as above
+    kept_at_fifth: float = 0.25  # share of the weights before the fifth stage in those that it ends with
+    sixth_stage_from: int = 7500  # step from which there is more of what the fifth costs (corpus.SIXTH)
+    sixth_rate: float = 0.4  # as above
+    kept_at_last: float = 0.6  # share of the weights before the sixth stage in the finished model
 
     def rate(self, step: int) -> float:
-        """Factor of the learning rate: linear warm-up, a cosine, then four straight lines to zero."""
+        """Factor of the learning rate: linear warm-up, a cosine, then five straight lines to zero."""
         if step < self.warmup:
             return (step + 1) / self.warmup
         if step < self.second_stage_from:
             return 0.5 * (1 + math.cos(math.pi * (step - self.warmup) / max(1, self.horizon - self.warmup)))
-        stages = (self.second_stage_from, self.third_stage_from, self.fourth_stage_from, self.fifth_stage_from)
+        stages = (self.second_stage_from, self.third_stage_from, self.fourth_stage_from, self.fifth_stage_from,
+                  self.sixth_stage_from)  # fmt: skip
         ends = (*stages, self.steps)
         stage = max(i for i, first in enumerate(ends[:-1]) if step >= first)
-        factor = (self.second_rate, self.third_rate, self.fourth_rate, self.fifth_rate)[stage]
+        factor = (self.second_rate, self.third_rate, self.fourth_rate, self.fifth_rate, self.sixth_rate)[stage]
         return factor * (ends[stage + 1] - step) / (ends[stage + 1] - ends[stage])
 
     def scaled(self, steps: int) -> "Recipe":
         """The same schedule for a shorter or longer run."""
         names = ("warmup", "long_rows_from", "horizon", "second_stage_from", "third_stage_from",
-                 "fourth_stage_from", "fifth_stage_from")  # fmt: skip
+                 "fourth_stage_from", "fifth_stage_from", "sixth_stage_from")  # fmt: skip
         return replace(self, steps=steps, **{name: round(getattr(self, name) * steps / self.steps) for name in names})
 
 
@@ -103,9 +107,9 @@ class Trainer:
         rows = partial(Rows, self.tokenizer, recipe.seed, recipe.tokens_per_batch)
         self.short, self.long = rows(longest=512), rows()
         stages = {recipe.second_stage_from: SECOND, recipe.third_stage_from: THIRD, recipe.fourth_stage_from: FOURTH}
-        stages[recipe.fifth_stage_from] = FIFTH
+        stages |= {recipe.fifth_stage_from: FIFTH, recipe.sixth_stage_from: SIXTH}
         later = {first: rows(stage=stage) for first, stage in stages.items()}
-        self.before: dict[str, torch.Tensor] = {}  # weights at the beginning of the fourth or fifth stage
+        self.before: dict[str, torch.Tensor] = {}  # weights at the beginning of the fourth, fifth or sixth stage
         self.sources = {0: self.short, recipe.long_rows_from: self.long} | later  # step from which → what is drawn from
 
     def _new_optimizers(self) -> list[torch.optim.Optimizer]:
@@ -130,8 +134,8 @@ class Trainer:
         """One batch, one update. Returns the loss."""
         if self.step == self.recipe.fourth_stage_from:
             self.before = self.weights()
-        if self.step == self.recipe.fifth_stage_from:
-            self.begin_fifth_stage()
+        if self.step in (self.recipe.fifth_stage_from, self.recipe.sixth_stage_from):
+            self.begin_anew()
         loss = self.loss(*self.rows().batch(self.step))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip)
@@ -143,7 +147,7 @@ class Trainer:
         self.step += 1
         return loss.item()
 
-    def begin_fifth_stage(self):
+    def begin_anew(self):
         """Go on from what would be exported here, with optimizers that know nothing of the way there."""
         self.before = self.finished()
         self.load(self.before)
@@ -162,8 +166,9 @@ class Trainer:
     def finished(self) -> dict[str, torch.Tensor]:
         """The weights that a stage ends with: with a share of the earlier ones, it costs less of what was learned
         before it (Wortsman et al. 2022, arXiv:2109.01903)."""
-        now = self.weights()
-        kept = self.recipe.kept_at_last if self.step > self.recipe.fifth_stage_from else self.recipe.kept
+        now, recipe, kept = self.weights(), self.recipe, self.recipe.kept
+        if self.step > recipe.fifth_stage_from:
+            kept = recipe.kept_at_last if self.step > recipe.sixth_stage_from else recipe.kept_at_fifth
         return {name: now[name].lerp(self.before[name], kept) for name in now} if self.before else now
 
     def rows(self) -> Rows:
