@@ -57,12 +57,13 @@ def test_a_sum_over_two_hosts_sends_its_bytes_once(tiny_folder):
 
 
 def test_a_slow_cable_takes_bytes_over_speed(tiny_folder):
-    """Within a third, of 262,144 and 1,048,576 bytes at 40 Mbit/s; at full speed the same sum takes a tenth at most."""
+    """Within a third, of 262,144 and 1,048,576 bytes at 40 Mbit/s; at full speed the same sum takes a tenth at most.
+    Other programs only make sums longer, so the shortest one must be short enough."""
     for rank in measured(tiny_folder):
         for slow in rank["slow"]:
             expected = 8 * slow["bytes"] / SPEED
-            assert 0.75 * expected <= slow["seconds"] <= 1.33 * expected
-        assert rank["fast"]["seconds"] < 0.1 * rank["slow"][-1]["seconds"]
+            assert 0.75 * expected <= slow["seconds"] and slow["best"] <= 1.33 * expected
+        assert rank["fast"]["best"] < 0.1 * rank["slow"][-1]["seconds"]
 
 
 def test_a_cable_that_is_cut_ends_both_hosts_within_seconds(tiny_folder):
