@@ -266,7 +266,7 @@ course.show(fig, alt="Bars on a log scale. Shifting all positions by 1000 moves 
 # [RoPE](glossary.md#rope) is how a model knows positions: it turns each query and each key by angles that grow with the
 # position of its token (notebook 03). Shifting *all* positions by 1000 changes nearly nothing: queries and keys are
 # turned alike, and only the distance between them counts. Shifting the answer against its prompt does move the logits:
-# by <!--fig 06.one-->1.7<!--/fig--> if the position is one too high, by <!--fig 06.low-->1.0<!--/fig--> if it is one too
+# by <!--fig 06.one-->2.0<!--/fig--> if the position is one too high, by <!--fig 06.low-->0.8<!--/fig--> if it is one too
 # low. One too low means that the first new token has the position of the last prompt token.
 #
 # Does the text change? With one too high, <!--fig 06.differ-->0<!--/fig--> of the choices differ. Only counting from 0

@@ -389,10 +389,10 @@ course.show(fig, alt="Maps of the memory, slots upwards and steps to the right, 
             "not touch.")
 
 # %% [markdown]
-# In one piece, <!--fig 10.piece-->2.1<!--/fig--> requests run at once, and the ten
-# take <!--fig 10.piecesteps-->135<!--/fig--> steps. Only <!--fig 10.piecefull-->47<!--/fig--> percent of the reserved
+# In one piece, <!--fig 10.piece-->2.0<!--/fig--> requests run at once, and the ten
+# take <!--fig 10.piecesteps-->138<!--/fig--> steps. Only <!--fig 10.piecefull-->47<!--/fig--> percent of the reserved
 # slots hold a token. The pale parts were reserved for answers that turned out short. The white parts are holes that are
-# too small for any request. In pages, <!--fig 10.paged-->3.62<!--/fig--> requests run at once, they
+# too small for any request. In pages, <!--fig 10.paged-->3.66<!--/fig--> requests run at once, they
 # take <!--fig 10.pagesteps-->77<!--/fig--> steps, and <!--fig 10.pagefull-->83<!--/fig--> percent of the slots hold a
 # token. The answers are the same, token for token. A server wants many requests at once, because each step reads all
 # weights once for all of them.
