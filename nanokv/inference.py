@@ -57,8 +57,8 @@ def prefill_chunks(model: Model, tokens: Rows, cache: KVCache, start_pos: Positi
 
 
 def prefill_chunk(model: Model) -> int:
-    """Tokens per forward of a long prompt: of every command, generate, Session, beams, batches, drafts and the bench.
-    (The engine has a budget of tokens per step instead, and prefill_chunks itself takes what it is given.)
+    """Tokens per forward of a long prompt: of every command, generate, Session, beams, batches, drafts and the bench,
+    and the engine's budget of a step. (`nanokv serve` has a smaller one; prefill_chunks takes what it is given.)
 
     Ctrl-C is heard inside a forward, between two operators, so one product must be short: 8 GFLOP, 0.2 s of a slow
     CPU. The longest makes gate and up of all tokens, 4·C·I FLOPs for each. At least 64, because from 33 rows on a

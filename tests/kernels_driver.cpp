@@ -64,13 +64,13 @@ static void run_norm(Sizes n, std::vector<char>& y) {  // M, C, format
     norm_rows(y.data(), x.data(), n[0], n[1], weight.data(), 1e-6f, n[2]);
 }
 
-static void run_split(Sizes n, std::vector<char>& y) {  // B, T, H, Hk, D, format
+static void run_split(Sizes n, std::vector<char>& y) {  // B, T, H, Hk, D, format of qkv, of the rest
     auto qkv = array();
     auto q_norm = array<float>(), k_norm = array<float>(), cos = array<float>(), sin = array<float>();
-    int64_t unit = n[0] * n[1] * n[4] * (n[5] == FP32 ? 4 : 2);
+    int64_t unit = n[0] * n[1] * n[4] * (n[6] == FP32 ? 4 : 2);
     std::vector<char> q(unit * n[2]), k(unit * n[3]), v(unit * n[3]);
     split_rows(qkv.data(), n[0], n[1], n[2], n[3], n[4], q_norm.data(), k_norm.data(), 1e-6f, cos.data(), sin.data(), 0,
-               q.data(), k.data(), v.data(), n[5]);
+               q.data(), k.data(), v.data(), n[5], n[6]);
     y = q;
     y.insert(y.end(), k.begin(), k.end());
     y.insert(y.end(), v.begin(), v.end());

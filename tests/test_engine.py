@@ -17,6 +17,7 @@ import nanokv
 from nanokv.cache import make_cache
 from nanokv.engine import Engine
 from nanokv.errors import CapacityError, ContextError, GenerationError
+from nanokv.inference import prefill_chunk
 from oracle import ANSWER, SAMPLING, SHAPES, defaults, interrupt_at, pair, random_ids
 
 SAMPLED = {"temperature": 0.9, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.3}
@@ -198,11 +199,16 @@ def test_what_can_never_fit_is_refused_with_numbers(model):
 
 
 def test_who_says_nothing_gets_64_greedy_tokens_of_a_pool_of_256_pages():
-    assert defaults(Engine) == {"pages": 256, "page_size": 16, "step_tokens": 256, "max_running": 32}
+    assert defaults(Engine) == {"pages": 256, "page_size": 16, "step_tokens": None, "max_running": 32}
     assert defaults(Engine.submit) == ANSWER | SAMPLING | {
         "seed": None, "salt": "", "top_logprobs": 0, "constrain": None, "on_token": None,
         "prefilled": None,
     }  # fmt: skip
+
+
+def test_a_step_feeds_as_many_tokens_as_a_long_prompts_chunk(model):
+    """One prefill policy; `nanokv serve` alone has another."""
+    assert Engine(model).scheduler.step_tokens == prefill_chunk(model) == 512
 
 
 def test_an_answer_that_the_context_ends_needs_no_pages_for_more(model):

@@ -72,7 +72,7 @@ class Loaded(Plan):
         """An empty cache of the kind that --cache asked for, with room for the whole context."""
         return _make_cache(self, self.dtype)
 
-    def make_engine(self, pages: int, page: int, step_tokens: int, running: int):
+    def make_engine(self, pages: int, page: int, step_tokens: int | None, running: int):
         """An Engine for this model."""
         if self.ranks.size > 1:
             from nanokv.engine.leading import LeadingEngine

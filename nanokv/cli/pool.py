@@ -9,14 +9,17 @@ from nanokv.costs.free_memory import available_memory
 from nanokv.errors import NanoKVError
 
 
-def add_arguments(parser) -> None:
-    """How many requests at a time and tokens in a step; then what applies to all of them."""
+def add_arguments(parser, step_tokens: int | None = None) -> None:
+    """How many requests at a time and tokens in a step (None: as many as the engine takes by itself); then what applies
+    to all of them."""
     parser.add_argument(
         "--running", metavar="N", type=arguments.integer(1, 4096), default=16, help="requests at a time (default: 16)"
     )
+    default = f"{step_tokens}, so that no stream waits for long" if step_tokens else "a long prompt's chunk: 64 to 512"
     parser.add_argument(
-        "--step-tokens", metavar="N", type=arguments.integer(1), default=256, help="tokens per step (default: 256)"
-    )
+        "--step-tokens", metavar="N", type=arguments.integer(1), default=step_tokens,
+        help=f"tokens per step (default: {default})",
+    )  # fmt: skip
     add_thinking_argument(parser, "off: ask the model not to think; otherwise thoughts are in reasoning_content")
     parser.add_argument("--allow-special", action="store_true", help="control tokens spelled out in prompts are meant")
     arguments.add_model_arguments(parser, "prefix")

@@ -63,7 +63,7 @@ def add_arguments(parser) -> None:
         "--grace", metavar="S", type=arguments.real(0), default=10.0,
         help="seconds for running answers when the server is ended (default: 10)",
     )  # fmt: skip
-    pool.add_arguments(parser)
+    pool.add_arguments(parser, step_tokens=256)
 
 
 def key(text: str) -> str:

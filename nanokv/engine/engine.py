@@ -26,18 +26,20 @@ from nanokv.engine.prefilled import Prefilled, taken
 from nanokv.engine.request import FINISHED, RUNNING, Request
 from nanokv.engine.scheduler import Scheduler
 from nanokv.errors import CapacityError, ContextError, GenerationError, HandoverError
-from nanokv.inference import decode
+from nanokv.inference import decode, prefill_chunk
 from nanokv.text.ids import Ids
 
 
 class Engine:
-    """Requests over `pages` pages of `page_size` tokens; at most `step_tokens` tokens are fed in one step.
+    """Requests over `pages` pages of `page_size` tokens; at most `step_tokens` tokens are fed in one step (None: as
+    many as one forward of a long prompt takes, inference.prefill_chunk).
 
     Iterating yields (request, Step) as tokens are drawn, until nothing is left to do. `clock` is for tests.
     """
 
-    def __init__(self, model: Model, pages: int = 256, page_size: int = 16, step_tokens: int = 256,
+    def __init__(self, model: Model, pages: int = 256, page_size: int = 16, step_tokens: int | None = None,
                  max_running: int = 32, clock: Callable[[], float] = perf_counter):  # fmt: skip
+        step_tokens = prefill_chunk(model) if step_tokens is None else step_tokens
         sizes = {"pages": pages, "page_size": page_size, "step_tokens": step_tokens, "max_running": max_running}
         for name, value in sizes.items():
             if type(value) is not int or value < 1:

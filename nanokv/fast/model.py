@@ -19,7 +19,7 @@ from nanokv.attention import Causal, Decode, Packed, row_blocks
 from nanokv.cache.capabilities import Pages
 from nanokv.errors import ConfigError
 from nanokv.fast import choice, native
-from nanokv.fast.weights import FEW_ROWS, FORMATS, Addressed, Dense, Int8, check_dense
+from nanokv.fast.weights import FORMATS, Addressed, Dense, Int8, Matrix, check_dense
 from nanokv.loading import skeleton
 from nanokv.model import Transformer
 from nanokv.rope import apply_rope
@@ -59,7 +59,7 @@ class Block(Addressed):
         kernels = native.kernels() if x.device.type == "cpu" else None
         if kernels and x.shape[1] == 1 and sees_its_row(attend, cache):
             return self.step(kernels, x, rope, cache)
-        if kernels and x.shape[0] * x.shape[1] > FEW_ROWS:
+        if kernels:
             return self.many(kernels, x, rope, cache, attend)
         return self.torch_path(x, rope, cache, attend)
 
@@ -84,32 +84,34 @@ class Block(Addressed):
         return x
 
     def many(self, kernels, x, rope, cache, attend):
-        """Many tokens: torch's products, and kernels for all that is between them; x is written over."""
-        (B, T, _), (H, Hk, D), dtype = x.shape, self.heads, self.dtype
-        q, k, v = (x.new_empty(B, heads, T, D, dtype=dtype) for heads in (H, Hk, Hk))
+        """Any number of tokens: products by the kernels or by torch, whichever is faster for so many rows, and kernels
+        for all that is between them; x is written over. Between torch's products stands the weights' dtype, between the
+        kernels' fp32."""
+        (B, T, _), (H, Hk, D) = x.shape, self.heads
+        few = B * T <= min(matrix.most_rows for matrix in (self.qkv, self.o, self.gate_up, self.down))
+        dtype, product = (torch.float32, Matrix.forward) if few else (self.dtype, Matrix.product)
+        q, k, v = (x.new_empty(B, heads, T, D, dtype=self.dtype) for heads in (H, Hk, Hk))
         (cos, sin), form = (angle.contiguous() for angle in rope), native.FORMATS[dtype]
-        qkv = self.qkv.product(self.rows_normed(kernels, x, self.norm))  # (B,T,(H+2Hk)·D)
+        qkv = product(self.qkv, self.rows_normed(kernels, x, self.norm, dtype))  # (B,T,(H+2Hk)·D)
         kernels.split_rows(
             qkv.data_ptr(), B, T, H, Hk, D, native.pointer(self.q_norm), native.pointer(self.k_norm), self.eps,
             cos.data_ptr(), sin.data_ptr(), T * D if cos.numel() > T * D else 0, q.data_ptr(), k.data_ptr(),
-            v.data_ptr(), form,
+            v.data_ptr(), form, native.FORMATS[self.dtype],
         )  # fmt: skip
         y = self.attended(kernels, attend, q, *cache.append(k, v))  # (B,H,T,D)
-        y = self.o.product(y.transpose(1, 2).reshape(B, T, H * D))  # (B,T,C)
+        y = product(self.o, y.transpose(1, 2).reshape(B, T, H * D))  # (B,T,C)
         kernels.add_rows(x.data_ptr(), y.data_ptr(), x.numel(), form)
-        both = self.gate_up.product(self.rows_normed(kernels, x, self.mlp_norm))  # (B,T,2I)
+        both = product(self.gate_up, self.rows_normed(kernels, x, self.mlp_norm, dtype))  # (B,T,2I)
         hidden = both.new_empty(B, T, both.shape[-1] // 2)
         kernels.gate_rows(hidden.data_ptr(), both.data_ptr(), B * T, hidden.shape[-1], form)
-        y = self.down.product(hidden)
+        y = product(self.down, hidden)
         kernels.add_rows(x.data_ptr(), y.data_ptr(), x.numel(), form)
         return x
 
-    def rows_normed(self, kernels, x, weight):
-        """(B,T,C) fp32 → the same in the weights' dtype."""
-        y, (B, T, C) = torch.empty_like(x, dtype=self.dtype), x.shape
-        kernels.norm_rows(
-            y.data_ptr(), x.data_ptr(), B * T, C, weight.data_ptr(), self.eps, native.FORMATS[self.dtype]
-        )
+    def rows_normed(self, kernels, x, weight, dtype):
+        """(B,T,C) fp32 → the same in `dtype`."""
+        y, (B, T, C) = torch.empty_like(x, dtype=dtype), x.shape
+        kernels.norm_rows(y.data_ptr(), x.data_ptr(), B * T, C, weight.data_ptr(), self.eps, native.FORMATS[dtype])
         return y
 
     def attended(self, kernels, attend, q, k, v):

@@ -20,13 +20,12 @@ from nanokv.fast import native, torch_ops
 
 GROUP = 32  # weights of a row that share a scale in int4, and activations that share one in int8 and int4
 UNPACKED = 1 << 24  # weights made dense at a time: 32 MB of bf16, and torch's product of fewer columns is slower
-FEW_ROWS = 32  # rows of activations up to which the kernels win; above, torch's blocked product does
 
 
 class Addressed(nn.Module):
     """A module whose tensors kernels know by their addresses: what was made from these is dropped when they change."""
 
-    made = "struct", "torch_form"  # cached properties
+    made = "struct", "torch_form", "most_rows"  # cached properties
 
     def forget(self):
         for name in self.made:
@@ -68,25 +67,38 @@ class Matrix(Addressed):
         address, bias, scale = (native.pointer(t) for t in (self.weight, self.bias, self.scale))
         return native.Weight(address, scale, bias, self.N, self.K, native.FORMATS[self.format])
 
+    @functools.cached_property
+    def most_rows(self):
+        """Rows of activations up to which the kernels win, or torch's operators for few; above, torch's blocked product
+        does. More than 32 rows are rounded to bf16 only where the model is in bf16."""
+        kernels = native.kernels()
+        if kernels is None or self.dtype == torch.float32:
+            return 32
+        return kernels.most_rows(ctypes.byref(self.struct))
+
     def forward(self, x):
         rows = x.numel() // self.K
         kernels = native.kernels()
-        if rows > FEW_ROWS or self.weight.device.type != "cpu":
-            return self.many(x)
+        if self.weight.device.type != "cpu" or rows > self.most_rows:
+            return self.product(x).float()
         if kernels is None:
             y = self.few(x)
             return y if self.bias is None else y + self.bias
         x = x.float().contiguous()
         y = x.new_empty(*x.shape[:-1], self.N)
-        kernels.linear(y.data_ptr(), x.data_ptr(), rows, ctypes.byref(self.struct))
+        for first, end in self.at_once(rows):
+            to, from_ = y.data_ptr() + 4 * first * self.N, x.data_ptr() + 4 * first * self.K
+            kernels.linear(to, from_, end - first, ctypes.byref(self.struct))
         return y
 
-    def many(self, x):
-        """One product of torch over the dense weights, fp32."""
-        return self.product(x).float()
+    def at_once(self, rows: int):
+        """(first, end) of the rows that go into one product: at most 2³² multiplications, so that Ctrl-C is heard, but
+        32 rows, which are as fast as fewer."""
+        step = max(32, 2**32 // (self.N * self.K))
+        return [(first, min(first + step, rows)) for first in range(0, rows, step)]
 
     def product(self, x):
-        """The same in the weights' dtype; of many rows at most 2³² products in one call, so that Ctrl-C is heard."""
+        """The same by torch, over dense weights and in their dtype; at most 2³² multiplications in one call."""
         columns = []
         for first, weight in self.parts():  # (n,K)
             bias = None if self.bias is None else self.bias[first : first + len(weight)].to(weight.dtype)
@@ -128,8 +140,10 @@ class Dense(Matrix):
         self.register_buffer("weight", weight.detach().contiguous())  # the memory is shared, the tensor is not
 
     @property
-    def format(self):
+    def dtype(self):
         return self.weight.dtype
+
+    format = dtype
 
     def dense(self):
         return self.weight

@@ -15,8 +15,8 @@ static void norm_all(T* y, const float* x, int64_t M, int64_t C, const float* we
 }
 
 // qkv (B,T,(H+2·Hk),D) → q (B,H,T,D), k and v (B,Hk,T,D): q and k normed and rotated, v as it is
-template <class T>
-static void split_all(const T* qkv, int64_t B, int64_t tokens, int64_t H, int64_t Hk, int64_t D, const float* q_norm,
+template <class In, class T>
+static void split_all(const In* qkv, int64_t B, int64_t tokens, int64_t H, int64_t Hk, int64_t D, const float* q_norm,
                       const float* k_norm, float eps, const float* cos, const float* sin, int64_t batch_stride, T* q, T* k,
                       T* v) {
 #pragma omp parallel if (2 * B * tokens * H * D >= WORTH)
@@ -27,9 +27,10 @@ static void split_all(const T* qkv, int64_t B, int64_t tokens, int64_t H, int64_
             int64_t b = m / tokens, t = m % tokens, heads = H + 2 * Hk;
             const float *c = cos + b * batch_stride + t * D, *s = sin + b * batch_stride + t * D;
             for (int64_t h = 0; h < heads; h++) {
-                const T* from = qkv + (m * heads + h) * D;
+                const In* from = qkv + (m * heads + h) * D;
                 if (h >= H + Hk) {
-                    memcpy(v + ((b * Hk + h - H - Hk) * tokens + t) * D, from, D * sizeof(T));
+                    T* to = v + ((b * Hk + h - H - Hk) * tokens + t) * D;
+                    for (int64_t i = 0; i < D; i++) store(to + i, to_float(from[i]));
                     continue;
                 }
                 place_head(head.data(), from, h < H ? q_norm : k_norm, c, s, D, eps);
@@ -237,16 +238,18 @@ void norm_rows(void* y, const float* x, int64_t M, int64_t C, const float* weigh
     format == FP32 ? norm_all((float*)y, x, M, C, weight, eps) : norm_all((bf16*)y, x, M, C, weight, eps);
 }
 
+// `form` of qkv, and `format` of q, k and v: the same, or fp32 and bf16
 void split_rows(const void* qkv, int64_t B, int64_t T, int64_t H, int64_t Hk, int64_t D, const float* q_norm,
                 const float* k_norm, float eps, const float* cos, const float* sin, int64_t batch_stride, void* q, void* k,
-                void* v, int32_t format) {
+                void* v, int32_t form, int32_t format) {
     Timer timer(BETWEEN);
-    if (format == FP32)
-        split_all((const float*)qkv, B, T, H, Hk, D, q_norm, k_norm, eps, cos, sin, batch_stride, (float*)q, (float*)k,
-                  (float*)v);
-    else
-        split_all((const bf16*)qkv, B, T, H, Hk, D, q_norm, k_norm, eps, cos, sin, batch_stride, (bf16*)q, (bf16*)k,
-                  (bf16*)v);
+    auto split = [&](auto* from, auto* to) {
+        typedef decltype(to) Out;
+        split_all(from, B, T, H, Hk, D, q_norm, k_norm, eps, cos, sin, batch_stride, to, (Out)k, (Out)v);
+    };
+    if (format == FP32) split((const float*)qkv, (float*)q);
+    else if (form == FP32) split((const float*)qkv, (bf16*)q);
+    else split((const bf16*)qkv, (bf16*)q);
 }
 
 // both (M,2·I) → y (M,I) = silu(gate) · up
@@ -291,7 +294,8 @@ void flash_attention(void* y, const void* q, const void* k, const void* v, int64
             for (int64_t block = 0; block < blocks; block++) {
                 int64_t from = row / Hk * batch_stride + row % Hk * head_stride + block * BLOCK * D;
                 int64_t to = (row * blocks + block) * BLOCK * D, n = S - block * BLOCK < BLOCK ? S - block * BLOCK : BLOCK;
-                pack_pairs((const bf16*)k + from, n, BLOCK, D, &keys[to]);
+                for (int64_t s = 0; s < BLOCK; s += 16)
+                    pack_pairs((const bf16*)k + from + s * D, n - s, D, (uint32_t*)&keys[to + s * D]);
                 pack_values((const bf16*)v + from, n, D, &values[to]);
             }
 #pragma omp for schedule(dynamic) collapse(2)

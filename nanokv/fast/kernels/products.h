@@ -184,6 +184,7 @@ struct Weight {  // as nanokv/fast/native.py fills it
 };
 
 const int TILE = 4, AHEAD = 8 * TILE;  // rows, of weights and of activations; and how many of weights come early
+const int PASS = 8;                    // rows of weights where the lanes of a vector are rows of activations
 
 #if defined(__AVX512BF16__)
 // One row of bf16 weights with one of activations in bf16: 64 FLOPs an instruction.
@@ -218,6 +219,33 @@ static inline void tile_bf16(const bf16* w, int64_t rows, const bf16* x, int64_t
     }
     *(f32x16*)y = sums16(sum);
 }
+
+// For more rows of activations than two tiles each lane of a vector is one of them: x holds pairs of inputs of 16 rows side
+// by side, and a pair of weights goes to all lanes. So no sum runs across lanes, and activations, which have outgrown the
+// first-level cache, are loaded once for eight rows of weights instead of four. sums[block][r] = w_r · x of that block.
+template <int BLOCKS>
+static inline void lanes_bf16(const bf16* w, const Line* x, int64_t K, const bf16* ahead, float (*sums)[2 * PASS][16]) {
+    __m512 sum[PASS][BLOCKS] = {};
+    for (int64_t k = 0; k < K; k += 32) {
+#pragma GCC unroll 8
+        for (int r = 0; r < PASS; r++) __builtin_prefetch(ahead + r * K + k, 0, 2);
+        for (int64_t i = k; i < k + 32; i += 2) {
+            __m512bh two[BLOCKS];
+#pragma GCC unroll 2
+            for (int b = 0; b < BLOCKS; b++) two[b] = (__m512bh)_mm512_load_si512(&x[(b * K + i) / 2]);
+#pragma GCC unroll 8
+            for (int r = 0; r < PASS; r++) {
+                int32_t pair;
+                memcpy(&pair, w + r * K + i, 4);
+#pragma GCC unroll 2
+                for (int b = 0; b < BLOCKS; b++)
+                    sum[r][b] = _mm512_dpbf16_ps(sum[r][b], two[b], (__m512bh)_mm512_set1_epi32(pair));
+            }
+        }
+    }
+    for (int r = 0; r < PASS; r++)
+        for (int b = 0; b < BLOCKS; b++) _mm512_storeu_ps(sums[b][r], sum[r][b]);
+}
 #endif
 
 static inline void put(float* y, const Weight& w, int64_t n, float value, bool add) {
@@ -235,33 +263,37 @@ static inline void put4(float* y, const Weight& w, int64_t n, const float* value
     *(f32x4*)(y + n) = add ? *(f32x4*)(y + n) + four : four;
 }
 
+static inline void put16(float* y, const Weight& w, int64_t n, f32x16 values, bool add) {
+    if (w.bias) values += load16(w.bias + n);
+    store16(y + n, add ? load16(y + n) + values : values);
+}
+
 struct Input {  // x in the form that the weights' format wants, made once for all threads
     const float* x;
     int64_t M;
     std::vector<Codes> codes;  // int8 and int4
     std::vector<bf16> half;    // where the processor multiplies bf16: rounded as torch rounds between two products
-    std::vector<Line> paired;  // the same for tiles: blocks of 16 rows
+    std::unique_ptr<Line[]> paired;  // the same in blocks of 16 rows, for tiles and where a lane is a row
     Input(const float* x, int64_t M, const Weight& w) : x(x), M(M) {
+        int64_t K = w.K;
 #if defined(__AVX512BF16__)
-        if (w.K % 32 == 0 && (w.format == BF16 || (w.format >= INT8 && M > 2 * TILE))) {
-            half.resize((M + TILE - 1) / TILE * TILE * w.K);
-#pragma omp parallel for if (M * w.K >= MANY)
+        if (K % 32 == 0 && (w.format == BF16 || (w.format >= INT8 && M > 2 * TILE))) {
+            if (M > (tiles_allowed() ? TILE : 2 * TILE) && w.N >= 32) {  // up to TILE rows the memory is what counts
+                paired.reset(new Line[(M + 15) / 16 * K / 2]);
+#pragma omp parallel for if (M * K >= MANY)
+                for (int64_t m = 0; m < M; m += 16) pack_pairs(x + m * K, M - m, K, (uint32_t*)&paired[m * K / 32]);
+                return;
+            }
+            half.resize((M + TILE - 1) / TILE * TILE * K);
+#pragma omp parallel for if (M * K >= MANY)
             for (int64_t m = 0; m < M; m++)
-                for (int64_t k = 0; k < w.K; k += 16) store16(&half[m * w.K + k], load16(x + m * w.K + k));
-        }
-#endif
-#if defined(TILES)
-        // Up to TILE rows the memory is what counts.
-        if (!half.empty() && M > TILE && w.N >= 32 && tiles_allowed()) {
-            int64_t upto = (M + 15) / 16 * 16;
-            paired.resize(upto * w.K / 32);
-            pack_pairs(half.data(), M, upto, w.K, paired[0].values);
+                for (int64_t k = 0; k < K; k += 16) store16(&half[m * K + k], load16(x + m * K + k));
         }
 #endif
         if (w.format < INT8 || !half.empty()) return;
         codes.resize(M);
-#pragma omp parallel for if (M * w.K >= MANY)
-        for (int64_t m = 0; m < M; m++) codes[m].quantize(x + m * w.K, w.K, w.format);
+#pragma omp parallel for if (M * K >= MANY)
+        for (int64_t m = 0; m < M; m++) codes[m].quantize(x + m * K, K, w.format);
     }
 };
 
@@ -281,8 +313,7 @@ static void unpack(T* to, const Weight& w, int64_t n) {  // row n of int8 or int
 
 #if defined(__AVX512BF16__)
 // A tile of weights stays in the first-level cache while all rows of activations pass over it, four at a time; the passes
-// share the rows that are fetched ahead among them. Codes become bf16 there: for more than eight rows that costs less than
-// a scale for every group and row.
+// share the rows that are fetched ahead among them.
 static void rows_bf16(float* y, const Weight& w, const Input& in, int64_t n0, int64_t n1, bool add) {
     int64_t passes = (in.M + TILE - 1) / TILE, K = w.K;
     std::vector<bf16> unpacked(w.format == BF16 ? 0 : TILE * K);
@@ -296,6 +327,45 @@ static void rows_bf16(float* y, const Weight& w, const Input& in, int64_t n0, in
             tile(data, n1 - n, &in.half[pass * TILE * K], K, ahead, passes == 1 ? K : passes * K, sums);
             for (int64_t m = pass * TILE; m < in.M && m < (pass + 1) * TILE; m++)
                 put4(y + m * w.N, w, n, &sums[m % TILE * TILE], n1 - n, add);
+        }
+    }
+}
+
+// sums[r][m] of 16 rows of weights and 16 of activations → y[m][n … n+15], of those between `from` and `to` and of the
+// first `rows` activations.
+static void put_block(float* y, const Weight& w, int64_t n, const float (*sums)[16], int64_t rows, int64_t from, int64_t to,
+                      bool add) {
+    __m512 turned[16];
+    for (int i = 0; i < 16; i++) turned[i] = _mm512_loadu_ps(sums[i]);
+    turn16(turned);
+    for (int64_t m = 0; m < rows; m++, y += w.N) {
+        if (from <= n && n + 16 <= to) {
+            put16(y, w, n, (f32x16)turned[m], add);
+            continue;
+        }
+        for (int64_t i = from > n ? from : n; i < to && i < n + 16; i++) put(y, w, i, sums[i - n][m], add);
+    }
+}
+
+// Sixteen rows of weights at a time, over all rows of activations: first as bf16 if they are codes. The last block of a
+// matrix is a whole one too, and begins earlier: what it computes twice is put once.
+static void rows_lanes(float* y, const Weight& w, const Input& in, int64_t n0, int64_t n1, bool add) {
+    int64_t K = w.K;
+    std::vector<bf16> unpacked(w.format == BF16 ? 0 : 2 * PASS * K);
+    for (int64_t n = n0; n < n1; n += 2 * PASS) {
+        int64_t first = n + 2 * PASS <= w.N ? n : w.N - 2 * PASS;
+        const bf16* block = w.format == BF16 ? (const bf16*)w.data + first * K : unpacked.data();
+        for (int64_t r = 0; r < 2 * PASS && w.format != BF16; r++) unpack(&unpacked[r * K], w, first + r);
+        for (int64_t m0 = 0; m0 < in.M; m0 += 32) {
+            float sums[2][2 * PASS][16];
+            int64_t left = in.M - m0;
+            auto product = left > 16 ? lanes_bf16<2> : lanes_bf16<1>;
+            for (int64_t r = 0; r < 2 * PASS; r += PASS) {
+                const bf16* ahead = w.format == BF16 && m0 == 0 ? block + (2 * PASS + r) * K : block + r * K;
+                product(block + r * K, &in.paired[m0 * K / 32], K, ahead, (float(*)[2 * PASS][16])sums[0][r]);
+            }
+            for (int64_t b = 0; 16 * b < left && b < 2; b++)
+                put_block(y + (m0 + 16 * b) * w.N, w, first, sums[b], left - 16 * b < 16 ? left - 16 * b : 16, n, n1, add);
         }
     }
 }
@@ -329,17 +399,6 @@ static void multiply_tiles(const bf16* w, const Line* x, int64_t K, float (*sums
     tile_store(3, sums[3], 64);
 }
 
-// What 16 rows of weights give for row m of activations.
-static inline f32x16 column(const float (*tile)[16], int64_t m) {
-    const __m512i row = _mm512_setr_epi32(0, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240);
-    return (f32x16)_mm512_i32gather_ps(row, &tile[0][m], 4);
-}
-
-static inline void put16(float* y, const Weight& w, int64_t n, f32x16 values, bool add) {
-    if (w.bias) values += load16(w.bias + n);
-    store16(y + n, add ? load16(y + n) + values : values);
-}
-
 // The last block of a matrix is a whole one too, and begins earlier: what it computes twice is put once.
 static void rows_tiles(float* y, const Weight& w, const Input& in, int64_t n0, int64_t n1, bool add) {
     Tiles configured;
@@ -352,15 +411,9 @@ static void rows_tiles(float* y, const Weight& w, const Input& in, int64_t n0, i
             alignas(64) float sums[4][16][16];
             auto product = in.M - m0 > 16 ? multiply_tiles<2> : multiply_tiles<1>;
             product(block, &in.paired[m0 * w.K / 32], w.K, sums);
-            for (int64_t m = m0; m < in.M && m < m0 + 32; m++) {
-                const float(*tile)[16][16] = &sums[(m - m0) / 16 * 2];
-                if (end - first == 32 && n == first) {
-                    put16(y + m * w.N, w, n, column(tile[0], m % 16), add);
-                    put16(y + m * w.N, w, n + 16, column(tile[1], m % 16), add);
-                    continue;
-                }
-                for (int64_t i = n, r = n - first; i < end; i++, r++)
-                    put(y + m * w.N, w, i, tile[r / 16][r % 16][m % 16], add);
+            for (int64_t b = 0; b < 4; b++) {  // two blocks of activations, each with two of weights
+                int64_t left = in.M - m0 - b / 2 * 16, at = first + b % 2 * 16;
+                if (left > 0) put_block(y + (m0 + b / 2 * 16) * w.N, w, at, sums[b], left < 16 ? left : 16, n, end, add);
             }
         }
     }
@@ -371,7 +424,7 @@ static void rows_tiles(float* y, const Weight& w, const Input& in, int64_t n0, i
 static void rows(float* y, const Weight& w, const Input& in, int64_t n0, int64_t n1, bool add) {
     if (w.format == FP32) return rows_dense<float>(y, w, in, n0, n1, add);
 #if defined(TILES)
-    if (!in.paired.empty()) return rows_tiles(y, w, in, n0, n1, add);
+    if (in.paired && tiles_allowed()) return rows_tiles(y, w, in, n0, n1, add);
 #endif
 #if defined(__AVX512BF16__)
     const bf16* data = (const bf16*)w.data;
@@ -379,6 +432,7 @@ static void rows(float* y, const Weight& w, const Input& in, int64_t n0, int64_t
         for (int64_t n = n0; n < n1; n++) put(y, w, n, dot_bf16(data + n * w.K, in.half.data(), w.K), add);
         return;
     }
+    if (in.paired) return rows_lanes(y, w, in, n0, n1, add);
     if (!in.half.empty()) return rows_bf16(y, w, in, n0, n1, add);
 #endif
     if (w.format == BF16) return rows_dense<bf16>(y, w, in, n0, n1, add);

@@ -18,27 +18,34 @@
 #include <unistd.h>
 #endif
 
-// Of 16 rows of x (rows,K) at a time pairs of neighbouring inputs, K / 2 · 16 of them; zeros fill up to `upto` rows.
-static inline void pack_pairs(const bf16* x, int64_t rows, int64_t upto, int64_t K, bf16* to) {
-    uint32_t* pairs = (uint32_t*)to;
 #if defined(__AVX512F__)
-    const __m512i step = _mm512_mullo_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
-                                            _mm512_set1_epi32((int)(K / 2)));
-    for (int64_t r = 0; r < upto; r += 16) {
-        const __mmask16 there = rows - r >= 16 ? 0xffff : rows > r ? (1 << (rows - r)) - 1 : 0;
-        for (int64_t k = 0; k < K / 2; k++) {
-            __m512i two = _mm512_mask_i32gather_epi32(_mm512_setzero_si512(), there, step, x + r * K + 2 * k, 4);
-            _mm512_storeu_si512(pairs + (r / 16 * K / 2 + k) * 16, two);
-        }
-    }
-#else
-    for (int64_t r = 0; r < upto; r++)
-        for (int64_t k = 0; k < K / 2; k++) {
-            uint32_t two = 0;
-            if (r < rows) memcpy(&two, x + r * K + 2 * k, 4);
-            pairs[(r / 16 * K / 2 + k) * 16 + r % 16] = two;
-        }
+static inline __m512 pairs16(const bf16* p) { return _mm512_loadu_ps(p); }
+#if defined(__AVX512BF16__)
+static inline __m512 pairs16(const float* p) {
+    return (__m512)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(p + 16), _mm512_loadu_ps(p));
+}
 #endif
+#endif
+
+// Of 16 rows of x (rows,K) pairs of neighbouring inputs as bf16, K / 2 · 16 of them; zeros fill up to 16 rows. K is even,
+// and a multiple of 32 if x is fp32.
+template <class T>
+static inline void pack_pairs(const T* x, int64_t rows, int64_t K, uint32_t* pairs) {
+    int64_t k = 0;
+#if defined(__AVX512F__)
+    for (; k + 32 <= K; k += 32) {
+        __m512 v[16];
+        for (int i = 0; i < 16; i++) v[i] = i < rows ? pairs16(x + i * K + k) : _mm512_setzero_ps();
+        turn16(v);
+        for (int i = 0; i < 16; i++) _mm512_storeu_ps(pairs + (k / 2 + i) * 16, v[i]);
+    }
+#endif
+    for (; k < K; k += 2)
+        for (int64_t i = 0; i < 16; i++) {
+            uint32_t two = 0;
+            if (i < rows) memcpy(&two, x + i * K + k, 4);
+            pairs[k / 2 * 16 + i] = two;
+        }
 }
 
 struct alignas(64) Line { bf16 values[32]; };  // a row of a tile that lies in one cache line is loaded at once
