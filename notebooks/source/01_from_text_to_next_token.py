@@ -11,7 +11,7 @@
 #
 # A language model has never seen a letter. It gets a list of whole numbers, and it gives a score to every number that
 # could come next. Rules before and after the model turn text into numbers and scores into text. These rules decide
-# whether the model understands you at all: ask the bundled model for your name in capitals, and it begins a story.
+# whether the model understands you at all: ask the bundled model for your name in capitals, and it answers nonsense.
 # (Vectors, attention and q, k, v in half an hour, by hand: [00](00_the_bridge.ipynb).)
 #
 # ## What you will be able to do
@@ -92,7 +92,7 @@ course.figure("01.capitals", counts["CAPITALS"])
 # %% [markdown]
 # The usual spelling takes <!--fig 01.usual-->13<!--/fig--> tokens, the capitals <!--fig 01.capitals-->28<!--/fig-->. To
 # the model, a capital letter is another number, not another shape of the same letter. It met few of these numbers in
-# training, and its answers show it. Even a second space, which you hardly see, makes it lose the name.
+# training, and its answers show it.
 #
 # Where do the pieces come from? *Byte pair encoding* begins with single bytes. It has an ordered list of rules; each
 # rule joins two neighbours. Again and again it applies the first rule of the list that fits. The list was learned from
