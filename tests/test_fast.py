@@ -945,3 +945,19 @@ def test_without_kernels_everything_else_here_still_holds():
     assert passed > 100 and skipped > 100
     said = [line for line in done.stdout.splitlines() if line.startswith("SKIPPED")]
     assert said and all("NANOKV_KERNELS=off" in line for line in said)
+
+
+@needs_kernels
+@pytest.mark.parametrize("tokens", [5, 40, 140])
+def test_a_hook_keeps_what_a_layer_was_given_and_gave(tokens):
+    """A block writes over a copy, however many tokens there are."""
+    model, _ = small()
+    ids, kept = torch.arange(tokens)[None] % model.config.vocab_size, []
+    fast = optimize(copy.deepcopy(model))
+    for one in (model, fast):
+        for layer in one.layers:
+            layer.register_forward_hook(lambda _, given, gave: kept.append((given[0], gave)))
+        prefill(one, ids, make_cache("dict", model.config))
+    half = len(kept) // 2
+    for plain, other in zip(kept[:half], kept[half:], strict=True):
+        assert all(gap(a, b) < 1e-4 for a, b in zip(plain, other, strict=True))

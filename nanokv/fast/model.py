@@ -59,8 +59,9 @@ class Block(Addressed):
         kernels = native.kernels() if x.device.type == "cpu" else None
         if kernels and x.shape[1] == 1 and sees_its_row(attend, cache):
             return self.step(kernels, x, rope, cache)
-        if kernels:
-            return self.many(kernels, x, rope, cache, attend)
+        if kernels:  # a copy, which is written over: whoever kept x, a hook for one, still has what it was
+            own = x.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
+            return self.many(kernels, own, rope, cache, attend)
         return self.torch_path(x, rope, cache, attend)
 
     def step(self, kernels, x, rope, cache):

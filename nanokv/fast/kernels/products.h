@@ -351,10 +351,10 @@ static void put_block(float* y, const Weight& w, int64_t n, const float (*sums)[
 // matrix is a whole one too, and begins earlier: what it computes twice is put once.
 static void rows_lanes(float* y, const Weight& w, const Input& in, int64_t n0, int64_t n1, bool add) {
     int64_t K = w.K;
-    std::vector<bf16> unpacked(w.format == BF16 ? 0 : 2 * PASS * K);
+    std::unique_ptr<bf16[]> unpacked(w.format == BF16 ? nullptr : new bf16[2 * PASS * K]);  // not zeroed
     for (int64_t n = n0; n < n1; n += 2 * PASS) {
         int64_t first = n + 2 * PASS <= w.N ? n : w.N - 2 * PASS;
-        const bf16* block = w.format == BF16 ? (const bf16*)w.data + first * K : unpacked.data();
+        const bf16* block = w.format == BF16 ? (const bf16*)w.data + first * K : unpacked.get();
         for (int64_t r = 0; r < 2 * PASS && w.format != BF16; r++) unpack(&unpacked[r * K], w, first + r);
         for (int64_t m0 = 0; m0 < in.M; m0 += 32) {
             float sums[2][2 * PASS][16];
