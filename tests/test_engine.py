@@ -209,6 +209,7 @@ def test_who_says_nothing_gets_64_greedy_tokens_of_a_pool_of_256_pages():
 def test_a_step_feeds_as_many_tokens_as_a_long_prompts_chunk(model):
     """One prefill policy; `nanokv serve` alone has another."""
     assert Engine(model).scheduler.step_tokens == prefill_chunk(model) == 512
+    assert Engine(model, max_running=600).scheduler.max_running == 600  # and never fewer than requests run
 
 
 def test_an_answer_that_the_context_ends_needs_no_pages_for_more(model):

@@ -39,11 +39,13 @@ class Engine:
 
     def __init__(self, model: Model, pages: int = 256, page_size: int = 16, step_tokens: int | None = None,
                  max_running: int = 32, clock: Callable[[], float] = perf_counter):  # fmt: skip
-        step_tokens = prefill_chunk(model) if step_tokens is None else step_tokens
-        sizes = {"pages": pages, "page_size": page_size, "step_tokens": step_tokens, "max_running": max_running}
+        sizes = {"pages": pages, "page_size": page_size, "max_running": max_running}
+        sizes |= {} if step_tokens is None else {"step_tokens": step_tokens}
         for name, value in sizes.items():
             if type(value) is not int or value < 1:
                 raise GenerationError(f"{name} is {value!r}: it must be an integer ≥ 1")
+        if step_tokens is None:
+            step_tokens = max(prefill_chunk(model), max_running)  # at least a token for each that runs
         self.model, self.config, self.clock = model, model.config, clock
         self.device = model.embed_tokens.weight.device
         self.pool = PrefixPool(model.config, pages, page_size)

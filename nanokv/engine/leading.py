@@ -20,8 +20,8 @@ Ranks = Group | Alone
 class LeadingEngine(Engine):
     """Rank 0's. Used as any other engine; a step is a message and the work."""
 
-    def __init__(self, ranks: Ranks, model: Model, pages: int = 256, page_size: int = 16, step_tokens: int = 256,
-                 max_running: int = 32):  # fmt: skip
+    def __init__(self, ranks: Ranks, model: Model, pages: int = 256, page_size: int = 16,
+                 step_tokens: int | None = None, max_running: int = 32):  # fmt: skip
         super().__init__(model, pages, page_size, step_tokens, max_running)
         self.ranks, self.events = ranks, []  # type: ignore[var-annotated]
         ranks.hear(["engine", [pages, page_size, step_tokens, max_running]])
