@@ -3,7 +3,7 @@
 What changes, in order of gain: one row of activations goes through kernels that read every weight once, in the format
 it is stored in; keys and values are read once, where the cache keeps them; q, k and v are one product, gate and up are
 another. Activations and logits are fp32, so sums are rounded less often than in the plain bf16 model, not more.
-Prefill and everything else runs on torch's operators, over the same fused weights.
+Prefill takes the kernels' products for few rows and torch's for many, over the same fused weights.
 """
 
 import ctypes

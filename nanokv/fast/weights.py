@@ -4,8 +4,8 @@
     int8         1 byte per weight and one fp32 scale per row                            ≈ 8.0 bits
     int4         half a byte per weight and one bf16 scale for every 32 of a row      = 4.5 bits
 
-Few rows of activations (decode) go to the native kernels, or to torch's own low-bit operators where no compiler is;
-many rows (prefill) go to torch's matrix product, over weights that are made dense for the moment of use.
+Few rows of activations (decode, short prompts) go to the native kernels, or to torch's own low-bit operators where no
+compiler is; many rows (prefill) go to torch's matrix product, over weights that are made dense for the moment of use.
 """
 
 import ctypes

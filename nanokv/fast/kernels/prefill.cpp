@@ -1,4 +1,5 @@
-// Prefill in C++: what stands between torch's large products. Many rows at once, arithmetic instead of bytes.
+// Prefill in C++: what stands between large products, torch's or those of products.h. Many rows at once, arithmetic
+// instead of bytes.
 //
 // torch's matrix products are as fast as the machine; what it does between them is not: norms, rotation and gating go
 // through memory several times over, and its attention reaches a quarter of what the products do. Here each of them
