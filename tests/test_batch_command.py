@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -11,7 +12,7 @@ import pytest
 
 import nanokv
 from cli_helpers import FakeStdin, choice, spawn_cli, text_of
-from nanokv.cli import main
+from nanokv.cli import batch, main
 from nanokv.cli.batch_lines import check_fields, parse_line
 from nanokv.cli.batch_output import read_output
 from nanokv.errors import NanoKVError
@@ -45,6 +46,15 @@ def jsonl(*objects) -> bytes:
 
 def requests(*prompts, **settings):
     return jsonl(*({"prompt": text} | settings for text in prompts))
+
+
+def test_the_example_of_the_help_that_pipes_gets_an_answer(cli, monkeypatch, capsys):
+    """The bundled model answers messages; a raw text it ends at once."""
+    (line,) = [line for line in batch.EXAMPLES if line.startswith("echo ")]
+    echo, command = line.split(" | ")
+    monkeypatch.setattr("sys.stdin", FakeStdin(shlex.split(echo)[1].encode()))
+    assert main(shlex.split(command)[1:]) == 0
+    assert "prefill" in text_of(json.loads(capsys.readouterr().out)).casefold()
 
 
 def test_answers_equal_generate_in_input_order(cli, loaded):

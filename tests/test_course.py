@@ -3,12 +3,14 @@
 test_notebooks.py executes the notebooks.
 """
 
+import importlib
 import itertools
 import json
 import math
 import os
 import random
 import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -630,6 +632,17 @@ def test_a_prediction_that_is_taken_back_is_gone(capsys):
     assert capsys.readouterr().out.splitlines()[-1] == "x.a: it is 48. You made no prediction."
 
 
+def test_a_negative_prediction_is_refused_where_it_makes_no_sense(capsys):
+    session._PREDICTIONS.clear()
+    session.predict("x.a", 7, unit="lists")
+    session.predict("x.a", "-5", unit="lists")
+    assert not session._PREDICTIONS, "the earlier one is taken back too"
+    assert capsys.readouterr().out.endswith("x.a: no prediction yet. -5 lists cannot be: the number is 0 or more.\n")
+    session.predict("x.a", 0)
+    session.predict("x.b", -5, unit="percent", signed=True)
+    assert session._PREDICTIONS == {"x.a": (0, ""), "x.b": (-5, "percent")}
+
+
 @pytest.mark.parametrize("kind", [set, list, tuple, frozenset, dict.fromkeys, iter])
 def test_a_bet_may_be_collected_in_anything_and_loses_no_name_silently(kind, capsys):
     names = {"start_pos_restarts": 1, "cached_queries": 2}
@@ -739,6 +752,18 @@ def test_no_line_of_the_text_begins_with_a_mark(path):
     text = twins.read(path).prose() if path.suffix == ".py" else path.read_text("utf-8")
     text = re.sub("```.*?```", "", text, flags=re.DOTALL)
     assert [line for line in text.splitlines() if line.lstrip().startswith("<!--")] == []
+
+
+@each_source
+def test_a_command_to_be_typed_is_that_of_the_environment_and_parses(path):
+    """The lines of a bash block: `.venv/bin/nanokv`, as in the README."""
+    from nanokv import cli
+
+    for block in re.findall(r"^```bash\n(.*?)^```", twins.read(path).prose(), re.MULTILINE | re.DOTALL):
+        for line in block.splitlines():
+            program, name, *words = shlex.split(line, comments=True)
+            assert program == ".venv/bin/nanokv", line
+            cli.make_parser(name, importlib.import_module(cli.COMMANDS[name][0])).parse(words)
 
 
 @each_source

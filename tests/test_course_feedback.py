@@ -12,7 +12,7 @@ import torch
 
 from nanokv import course
 from nanokv.cli import main
-from nanokv.course import checking, log, scores, session, trials, twins
+from nanokv.course import checking, exam, log, scores, session, trials, twins
 from nanokv.course.checking import Mistake, function, judged, result_of, value
 from nanokv.errors import CourseError
 
@@ -188,6 +188,7 @@ def flat(value):
 @pytest.mark.parametrize(
     ("id", "change", "words"),
     [
+        ("00.2", lambda right: "half", "this is a text, wanted is 2 numbers, such as (1.5, 2.5)"),
         ("01.1", "|".join, "this is a text, wanted is a list of texts, written as ['b', 'an', 'an', 'a']"),
         ("01.1", lambda right: 4, "this is a number, wanted is a list of texts, such as ['yz', "),
         ("03.1", flat, "wanted is 3 times 2 numbers, written as ((288, 192), (96, 192), (192, 288))"),
@@ -207,6 +208,17 @@ def test_the_form_of_a_value_is_told_before_its_content(id, change, words):
     outcome = told(id, change(right_of(id)))
     assert (outcome.state, outcome.mistake) == ("wrong", "form") and words in outcome.message
     assert checking.find(id).judge(right_of(id), checking.find(id).case()).state == "right"
+
+
+def test_where_a_pair_is_asked_for_the_right_answer_is_one():
+    """Its form is what the hint asks for."""
+    pairs = [(c, exam.asked(twins.read(path), c, c.case())) for path in twins.sources(NOTEBOOKS)
+             for c in checking.exercises(path.stem[:2]).CHECKS if c.key and not c.hidden]  # fmt: skip
+    pairs = [check for check, text in pairs if "with a pair" in text]
+    assert len(pairs) >= 8
+    for check in pairs:
+        right = check.key(check.case())
+        assert isinstance(right, tuple) and len(right) == 2, check.id
 
 
 def test_an_example_of_a_form_does_not_give_the_answer_away():

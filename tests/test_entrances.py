@@ -51,6 +51,22 @@ def test_the_minutes_of_whole_notebooks_are_those_of_the_plans(path, said):
         assert [number for number, _ in found] == [path.stem[:2] for path in twins.sources(NOTEBOOKS)]
 
 
+def test_the_day_says_which_parts_need_notebooks_that_it_leaves_out():
+    """02 and 03 are left out; 05.4, 05.5 and Experiment 2 of 06 explain their words by the glossary."""
+    said = " ".join(PATHS["One day"].split())
+    assert {"02", "03"}.isdisjoint(number for number, _ in rows("One day"))
+    assert "leaves out notebooks 02 and 03" in said
+    assert "Exercises 05.4 and 05.5 and Experiment 2 of notebook 06" in said
+    for number, begin, terms in (
+        ("05", r"\*\*05.4\*\*", ("layer", "mlp", "hidden-state")),
+        ("05", r"\*\*05.5\*\*", ("query", "key", "value", "rope")),
+        ("06", "## Experiment 2", ("embedding", "rmsnorm", "projection", "kv-head", "rope")),
+    ):
+        cells = twins.read(twins.chosen(NOTEBOOKS, [number])[0]).cells
+        (text,) = [cell.text for cell in cells if re.match(begin, cell.text)]
+        assert [term for term in terms if f"(glossary.md#{term})" not in text] == []
+
+
 def test_minutes_are_marked_as_estimated_and_seconds_as_measured():
     text = PARTS["One hour, one day, a term"]
     assert "**estimated**" in text.split("**One hour**")[0]

@@ -132,6 +132,26 @@ def test_the_readme_is_short():
     assert sum(any(letter.isalnum() for letter in word) for word in text.split()) <= 1000
 
 
+def test_prose_of_the_readme_is_80_columns_wide():
+    """Headings, pictures, tables and code may be wider."""
+    prose = re.sub(r"^```.*?^```$", "", readme(), flags=re.MULTILINE | re.DOTALL)
+    assert [line for line in prose.splitlines() if len(line) > 80 and not line.startswith(("#", "!", "|"))] == []
+
+
+def test_the_example_of_a_smaller_cache_takes_half_the_bytes(cli):
+    """As the status line shows it, beside the same command without --cache."""
+    (line,) = [line for line in readme().splitlines() if "--cache quantized" in line and "half the bytes" in line]
+    (words,) = parts(commands(f"```bash\n{line}\n```")[0])
+    sizes = [bytes_shown(cli(*given)) for given in (words[1:], words[1 : words.index("--cache")])]
+    assert 0 < sizes[0] <= 0.55 * sizes[1]
+
+
+def bytes_shown(done) -> float:
+    """The size of the cache in the status line of (exit code, stdout, stderr)."""
+    number, unit = re.search(r" ([\d.,]+) ([kM])B · ", done[2]).groups()
+    return float(number.replace(",", "")) * {"k": 1e3, "M": 1e6}[unit]
+
+
 def test_the_map_of_the_code_is_whole():
     """docs/code.md names every module and every package of nanokv."""
     text = (ROOT / "docs" / "code.md").read_text()

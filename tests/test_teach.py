@@ -219,6 +219,8 @@ def test_an_exam_has_two_sheets_with_other_numbers_and_a_key(tmp_path):
     for item, *pair in zip(items, *tasks, strict=True):
         fixed = item.kind == "open" or item.id == "06.3"
         assert (pair[0] == pair[1]) == fixed and (item.answer["A"] == item.answer["B"]) == fixed, item.id
+    full, common = exam.open_question(TEACH / "open_questions.md", "open.1")[1:]
+    assert full in key and common in key and full not in a and "open_questions.md" in key
     assert "self.key" not in a and "self.key" in key and "last token fed" in key and "last token fed" not in a
     assert "Points: ______ of 16" not in a and f"of {3 * 5 + 1 * 4}" in a
     exam.write(NOTEBOOKS, words, 7, tmp_path / "again")
@@ -240,6 +242,25 @@ def test_no_sheet_holds_the_answer(number):
                 assert not re.search(rf"(?<![\w.]){re.escape(right)}(?![\w.])", item.text[name]), (check.id, right)
                 drawn = {str(getattr(case, parameter)) for parameter in check.parameters}
                 assert not drawn & set(map(str, [right, *texts_in(check.key(case))])), check.id
+
+
+@pytest.mark.parametrize("number", sorted(SOURCES))
+def test_a_sheet_needs_no_screen(number, tmp_path):
+    """What is asked with numbers brings them: nothing is printed by a cell, or at the top of the notebook."""
+    exam.write(NOTEBOOKS, [number], 7, tmp_path)
+    for name in exam.SHEETS:
+        text = (tmp_path / f"{name}.md").read_text("utf-8")
+        assert re.findall(r".*(?:\bprint|\bcells?\b below|at the top).*", text) == []
+
+
+@pytest.mark.parametrize(("id", "numbers"), [
+    ("02.3", ["C = 192", "H = 6", "Hk = 2", "D = 48"]),
+    ("08.5", ["parameters = ", "C = ", "L = ", "H = ", "Hk = 8", "D = 128"]),
+    ("09.3", ["C = ", "L = ", "H = ", "Hk = 8", "D = 128", "width of the MLP = ", "V = "]),
+])  # fmt: skip
+def test_a_sheet_brings_the_sizes_of_a_model(id, numbers):
+    item = exam.chosen(NOTEBOOKS, id, 7)[0]
+    assert all(f"`{number}" in item.text[name] for number in numbers for name in exam.SHEETS)
 
 
 def texts_in(answer) -> list:

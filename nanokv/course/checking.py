@@ -105,6 +105,7 @@ class Check:
     near: tuple = EXACT  # rel, atol
     otherwise: str = ""
     reference: Callable | None = None  # of a function exercise: nanokv's function
+    given: Callable | None = None  # case → {name: number} that paper has to show beside the parameters
 
     def case(self, seed: int | None = None, model=None) -> Case:
         """The course's own numbers without a seed, a draw of them with one: the same for the same seed."""
@@ -152,11 +153,12 @@ def result_of(function, *arguments, like=None):
 
 
 def value(
-    id: str, right, wrong=(), rel=EXACT[0], atol=EXACT[1], parameters=None, otherwise="", names=(), hidden=False
+    id: str, right, wrong=(), rel=EXACT[0], atol=EXACT[1], parameters=None, otherwise="", names=(), hidden=False,
+    given=None,
 ) -> Check:  # fmt: skip
     """An exercise whose answer is a value. `right`: case → value, or a Sealed; `otherwise`: for an unknown mistake.
 
-    `names`: the answer is a set of some of these, and is told so if it is none.
+    `names`: the answer is a set of some of these, and is told so if it is none. `given`: what paper shows besides.
     """
 
     @guarded
@@ -180,7 +182,7 @@ def value(
         return Outcome("wrong", f"{otherwise} Numbers count as right {near}.".lstrip() if near else otherwise)
 
     key = None if isinstance(right, Sealed) else right
-    return Check(id, judge, parameters or {}, key, tuple(wrong), hidden, (rel, atol), otherwise)
+    return Check(id, judge, parameters or {}, key, tuple(wrong), hidden, (rel, atol), otherwise, given=given)
 
 
 def _is_set_of(names, answer) -> bool:

@@ -80,7 +80,8 @@ def asked(source, check, case) -> str:
     task = re.search(rf"^\*\*{re.escape(check.id)}\*\*\s*(.+?)(?=^\*\*\d\d\.|^#|\Z)", source.prose(), re.S | re.M)
     if task is None:
         raise CourseError(f"{source.name} has no text **{check.id}**", "each exercise begins with its id in bold")
-    given = ", ".join(f"`{p} = {getattr(case, p)}`" for p in check.parameters)
+    numbers = {p: getattr(case, p) for p in check.parameters} | (check.given(case) if check.given else {})
+    given = ", ".join(f"`{name} = {number}`" for name, number in numbers.items())
     return task[1].strip() + (f"\n\n{given}" if given else "")
 
 
@@ -133,17 +134,19 @@ def right_letter(question) -> str:
 
 
 def _open(path: Path, id: str) -> Item:
-    text, _ = open_question(path, id)
-    return Item(id, "open", dict.fromkeys(SHEETS, text), dict.fromkeys(SHEETS, f"see {id} in {path.name}"))
+    text, full, common = open_question(path, id)
+    answer = f"{full}\n\n{common}\n\nMarked samples: {id} in {path.name}."
+    return Item(id, "open", dict.fromkeys(SHEETS, text), dict.fromkeys(SHEETS, answer))
 
 
-def open_question(path: Path, id: str) -> tuple[str, str]:
-    """(the question, what a full answer says)."""
-    pattern = rf"^## {re.escape(id)}\n+(.+?)\n\n(\*\*A full answer\*\*.+?)\n\n"
+def open_question(path: Path, id: str) -> tuple[str, str, str]:
+    """(the question, what a full answer says, the common wrong answer)."""
+    full, common = (rf"(\*\*{name}\*\*.+?)\n\n" for name in ("A full answer", "Common wrong answer"))
+    pattern = rf"^## {re.escape(id)}\n+(.+?)\n\n{full}{common}"
     found = re.search(pattern, path.read_text(encoding="utf-8"), re.S | re.M)
     if not found:
         raise CourseError(f"no {id} in {path.name}", "its headings look like ## open.1")
-    return found[1], found[2]
+    return found[1], found[2], found[3]
 
 
 def sheet(name: str, items: list[Item]) -> str:

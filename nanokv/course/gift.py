@@ -66,7 +66,7 @@ def page(entries: list[Entry], number: int) -> str:
 def of_word(folder: Path, word: str, number: int) -> tuple[list[Entry], list[str]]:
     """(entries, ids that GIFT cannot ask). The latter is an error where the id itself was named."""
     if word.startswith("open."):
-        return [essay(word, *exam.open_question(folder / "teach" / "open_questions.md", word))], []
+        return [essay(word, *exam.open_question(folder / "teach" / "open_questions.md", word)[:2])], []
     source, checks, questions = exam.named(folder, word)
     found = {check.id: exercise(source, check, number) for check in checks}
     left = [id for id, entries in found.items() if not entries]

@@ -180,11 +180,15 @@ def progress() -> None:
 # --- predictions --------------------------------------------------------------------------------------------------
 
 
-def predict(id: str, value, unit: str = "") -> None:
-    """Commit to a number before the experiment."""
+def predict(id: str, value, unit: str = "", signed: bool = False) -> None:
+    """Commit to a number before the experiment. signed: it may be negative; a count, a share or a factor may not."""
     number = None if is_blank(value) else as_number(value)
-    log.note("predict", id=id, value=number)
+    negative = number is not None and number < 0 and not signed
+    log.note("predict", id=id, value=None if negative else number)
     _PREDICTIONS.pop(id, None)  # an earlier one is taken back
+    if negative:
+        print(f"{id}: no prediction yet. {quantity(number, unit)} cannot be: the number is 0 or more.")
+        return
     if number is None:
         said = "" if is_blank(value) else f" {checking.shown(value)} is none (a half is 0.5, a thousand 1000 or 1,000)."
         print(f"{id}: no prediction yet. Write a number first: a wrong guess teaches more than none.{said}")

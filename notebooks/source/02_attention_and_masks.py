@@ -451,8 +451,8 @@ course.confirm("3.2", "right", found=f"{reader} looks up the name with {most:.0f
 # %% [markdown]
 # ## Exercises
 #
-# **02.1** A row of three scores, of which the mask forbids the last: `ln a`, `ln b`, `ln c`, with the numbers printed
-# below. What are the three weights? By hand: `e` to the `ln a` is `a`.
+# **02.1** A row of three scores, of which the mask forbids the last: `ln a`, `ln b`, `ln c`, with the numbers below.
+# What are the three weights? By hand: `e` to the `ln a` is `a`.
 
 # %%
 case = course.case("02.1")
@@ -488,7 +488,7 @@ def attend(q, k, v):
 course.check("02.2", attend)
 
 # %% [markdown]
-# **02.3** By which number does *this* model multiply `q·k`? (The line at the top has the sizes.)
+# **02.3** By which number does *this* model multiply `q·k`? You need one of its sizes.
 
 # %% tags=["exercise"]
 scale = ...

@@ -475,8 +475,8 @@ course.confirm("0.12", "right", found=f"normed, then rotated: the {by_hand.shape
 # %% [markdown]
 # ## Exercises
 #
-# **03.1** Give the shapes of the weights of `q_proj`, `k_proj` and `o_proj` for the numbers printed below. PyTorch
-# stores them as (numbers out, numbers in). Answer with three pairs.
+# **03.1** Give the shapes of the weights of `q_proj`, `k_proj` and `o_proj` for the numbers below. PyTorch stores them
+# as (numbers out, numbers in). Answer with three pairs.
 
 # %%
 case = course.case("03.1")

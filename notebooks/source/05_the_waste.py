@@ -140,10 +140,11 @@ course.figure("05.speedup", seconds_without / seconds_cached)
 # more than a sixty-fourth of the time of a step with 64 rows: a small model spends much of a step on starting
 # operations, a large model on reading its weights. Notebook 09 measures time; here we count work.
 #
-# You can walk through such a run step by step. This command, in a terminal, records one and writes it as a web page:
+# You can walk through such a run step by step. This command, in a terminal in the folder of the project, records one
+# and writes it as a web page:
 #
 # ```bash
-# nanokv trace "What is a KV cache?" -o waste.html --open
+# .venv/bin/nanokv trace "What is a KV cache?" -o waste.html --open
 # ```
 #
 # Its tour explains the page. Its tab *Cost* counts the tokens and the time of each step, with the cache and without.
@@ -342,8 +343,8 @@ course.confirm("4.9", "right", found=100 * (1 - 4 / sum(range(1, 5))))
 # %% [markdown]
 # ## Exercises
 #
-# **05.1** A prompt has `P` tokens and an answer `N` (your numbers are printed below). How many token-forwards does it
-# take without a cache, and how many with one? Answer with a pair, by hand.
+# **05.1** A prompt has `P` tokens and an answer `N` (your numbers stand below). How many token-forwards does it take
+# without a cache, and how many with one? Answer with a pair, by hand.
 
 # %%
 case = course.case("05.1")
@@ -394,9 +395,11 @@ computed_and_needed = ((case.n + 1) ** 2, case.n + 1)
 course.check("05.3", computed_and_needed)
 
 # %% [markdown]
-# **05.4** Even *without* a cache there is something to save. After the last layer only the hidden state of the newest
-# token is read. So which parts of the last layer do the old tokens need? Return the number of MLP rows that the next
-# token needs, in all `L` layers together, for a text of `S` tokens.
+# **05.4** Even *without* a cache there is something to save. A [layer](glossary.md#layer) is attention and then an
+# [MLP](glossary.md#mlp). Attention reads other tokens, the MLP treats each token by itself: one row per token. After
+# the last layer only the [hidden state](glossary.md#hidden-state) of the newest token is read. So which parts of the
+# last layer do the old tokens need? Return the number of MLP rows that the next token needs, in all `L` layers
+# together, for a text of `S` tokens.
 
 
 # %% tags=["exercise"]
@@ -415,7 +418,9 @@ course.check("05.4", mlp_rows)
 # %% [markdown]
 # **05.5** Which of `"Q"`, `"K"` and `"V"` keep their values for old tokens when a token is added to a causal model? Look
 # before you answer: `nanokv.debug.record(model, ids)` gives every operation of a forward, among them
-# `(layer, "rope_q")`, `(layer, "rope_k")` and `(layer, "cached_v")`. Answer with a set, such as `{"Q"}`.
+# `(layer, "rope_q")`, `(layer, "rope_k")` and `(layer, "cached_v")`. These are the [query](glossary.md#query) and
+# the [key](glossary.md#key) after their rotation to the token's position ([RoPE](glossary.md#rope)), and the
+# [value](glossary.md#value). Answer with a set, such as `{"Q"}`.
 
 # %% tags=["exercise"]
 unchanged = ...

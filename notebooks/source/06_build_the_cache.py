@@ -90,10 +90,10 @@ course.figure("06.hidden", c.hidden_size)
 # neither is the number of query heads. Two of the articles make their mistake there.
 #
 # The picture below has a page of its own, with a tour. There you move from step to step, see each token's name on its
-# column, and open each cell to see the numbers of its key and value. In a terminal:
+# column, and open each cell to see the numbers of its key and value. In a terminal in the folder of the project:
 #
 # ```bash
-# nanokv trace "My name is Zorbla. What is my name?" -o cache.html --open
+# .venv/bin/nanokv trace "My name is Zorbla. What is my name?" -o cache.html --open
 # ```
 
 # %% tags=["hide-input"]
@@ -115,8 +115,10 @@ course.show(fig, alt=f"Left: {sizes[0] / 1024:.0f} KiB after the prefill of {P} 
 # ## Experiment 2: one key by hand
 #
 # What exactly is stored? Take the first layer and one token of the prompt, and follow the code of `nanokv/model.py`:
-# embed, norm, project, split into heads, norm each head, rotate to the token's position. The rotation is your own of
-# 03.2, or nanokv's where you have none.
+# [embed](glossary.md#embedding), [norm](glossary.md#rmsnorm), [project](glossary.md#projection), split into
+# [KV heads](glossary.md#kv-head), norm each head, rotate to the token's position ([RoPE](glossary.md#rope)). The
+# glossary says what each step does; notebook 03 shows them one by one. The rotation is your own of 03.2, or nanokv's
+# where you have none.
 
 # %%
 rotate = course.mine("rotation")
@@ -263,8 +265,8 @@ course.show(fig, alt="Bars on a log scale. Shifting all positions by 1000 moves 
             f"{moved['from 0 again']:.2f}.")
 
 # %% [markdown]
-# [RoPE](glossary.md#rope) is how a model knows positions: it turns each query and each key by angles that grow with the
-# position of its token (notebook 03). Shifting *all* positions by 1000 changes nearly nothing: queries and keys are
+# RoPE is how a model knows positions: it turns each query and each key by angles that grow with the position of its
+# token (notebook 03). Shifting *all* positions by 1000 changes nearly nothing: queries and keys are
 # turned alike, and only the distance between them counts. Shifting the answer against its prompt does move the logits:
 # by <!--fig 06.one-->2.0<!--/fig--> if the position is one too high, by <!--fig 06.low-->0.8<!--/fig--> if it is one too
 # low. One too low means that the first new token has the position of the last prompt token.

@@ -147,7 +147,8 @@ places = {}
 for name, one in found.items():
     places.setdefault((one.layer, one.token, one.operation), []).append(name)
 for (layer, token, operation), names in sorted(places.items(), key=str):
-    where = "nothing differs" if token is None else f"layer {layer}, token {token}, {operation}"
+    place = "before layer 0" if layer is None else f"layer {layer}"  # the embedding belongs to no layer
+    where = "nothing differs" if token is None else f"{place}, token {token}, {operation}"
     print(f"{where:<42} {', '.join(names)}")
 prompt = len(faults.diagnosis.talk(tokenizer)[0])
 print(f"(the prompt of the first conversation is tokens 0 to {prompt - 1})")
@@ -158,14 +159,18 @@ print(f"(the prompt of the first conversation is tokens 0 to {prompt - 1})")
 #   positions or the mask of a later chunk are wrong.
 # - **Which operation.** `rope_k`: the key that reaches attention is wrong, by its position or because it was stored
 #   wrongly. `attention`: query, key and value of the new token are right and the output is wrong, so the error is in
-#   the numbers that came out of the *cache*, or in the mask.
-# - **Which layer.** Nearly always layer 0, because a wrong cache is wrong in every layer. Later layers inherit the
+#   the numbers that came out of the *cache*, or in the mask. `embed_tokens`: the [embedding](glossary.md#embedding) of
+#   the token differs, so another token was fed in this place. `the pass that failed`: the run ended there, with an
 #   error.
+# - **Which layer.** Nearly always layer 0, because a wrong cache is wrong in every layer. Later layers inherit the
+#   error. `before layer 0`: the input of the layers differs. With `right_padding` the tokens of a short prompt stand in
+#   other columns of the batch, because its padding comes last.
 #
-# To look at a first difference, record the same run twice, right and wrong. In a terminal, with the name of a bug:
+# To look at a first difference, record the same run twice, right and wrong. In a terminal in the folder of the project,
+# with the name of a bug:
 #
 # ```bash
-# nanokv trace "My name is Zorbla. What is my name?" --fault start_pos_restarts -o fault.html --open
+# .venv/bin/nanokv trace "My name is Zorbla. What is my name?" --fault start_pos_restarts -o fault.html --open
 # ```
 #
 # The page opens at the first key, value or attention weight that differs, and a button goes to the next. Bugs that need

@@ -493,7 +493,7 @@ course.check("08.3", repaired)
 # **08.4** Three savings of one cache. The new model has `60` layers, `128` query heads of size `128`, and a latent
 # cache of `576` numbers per layer. The old model has `95` layers, `8` KV heads of size `128`, and sixteen bits. How
 # many percent does the new cache save per token, to a tenth of a percent: (a) against the old model's cache, if the new
-# cache is stored in the few bits printed below; (b) against the old model's cache, both in sixteen bits; (c) against a
+# cache is stored in the few bits given below; (b) against the old model's cache, both in sixteen bits; (c) against a
 # cache of all `128` heads of the new model, in equal bits?
 
 # %%
@@ -512,7 +512,7 @@ course.check("08.4", percents)
 
 # %% [markdown]
 # **08.5** How many full sequences fit beside the weights? Weights and cache in bf16. `costs.parameters(config)` counts
-# the parameters; the cell below prints the rest of what you need.
+# the parameters; the rest of what you need stands below.
 
 # %%
 case = course.case("08.5")

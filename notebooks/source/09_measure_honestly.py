@@ -512,7 +512,7 @@ course.check("09.2", profile)
 
 # %% [markdown]
 # **09.3** At which length of the text does attention in a decode step compute as many FLOPs as all weights together?
-# Answer for the model printed below, to a percent. A multiplication with a weight is two FLOPs per weight. The
+# Answer for the model below, to a percent. A multiplication with a weight is two FLOPs per weight. The
 # embedding is looked up and not multiplied; the output head is a matrix of `V · C`. Attention is two FLOPs per number
 # of a visible key and two per number of a visible value, in every query head.
 

@@ -76,7 +76,7 @@ worse = ...  # percent
 worse = 20  # a common first guess: sixteen steps cannot be enough
 
 # %%
-course.predict("12.b", worse, unit="percent")
+course.predict("12.b", worse, unit="percent", signed=True)
 
 # %% [markdown]
 # ## Experiment 1: rows of different lengths

@@ -8,7 +8,7 @@ NAMES = tuple(f"{letter}{number}" for letter in "qkv" for number in range(6))
 def _softmax(*scores):
     import torch
 
-    return torch.tensor(scores, dtype=torch.float64).softmax(0).tolist()
+    return tuple(torch.tensor(scores, dtype=torch.float64).softmax(0).tolist())
 
 
 def _vectors(letters, numbers):

@@ -198,6 +198,8 @@ CHECKS = (
             Mistake("times", lambda c: c.config.head_dim**0.5, "The scores are divided by it, not multiplied."),
         ),
         otherwise="One over the root of the head size, to three digits.", rel=5e-3,
+        given=lambda case: {"C": case.config.hidden_size, "H": case.config.num_attention_heads,
+                            "Hk": case.config.num_key_value_heads, "D": case.config.head_dim},
     ),
     judged("02.4", _judge_leak_test),
 )  # fmt: skip

@@ -45,6 +45,13 @@ def _published(case):
     return 100 * (1 - (1 - few) * case.bits / 6), 100 * equal, 100 * own
 
 
+def _sizes_of(case):
+    """What paper shows of a model, in the glossary's letters."""
+    c = FAMILY[case.name]
+    return {"parameters": costs.parameters(c), "C": c.hidden_size, "L": c.num_hidden_layers, "H": c.num_attention_heads,
+            "Hk": c.num_key_value_heads, "D": c.head_dim}  # fmt: skip
+
+
 def _fitting(case, memory=None):
     estimate = Estimate(case.name, FAMILY[case.name], "bfloat16", case.tokens)
     return estimate.max_batch(case.gib * GIB if memory is None else memory(case, estimate))
@@ -122,7 +129,7 @@ CHECKS = (
                     "That is the answer for GB. A GiB is 1024³ bytes."),
             Mistake("rounded up", lambda c: _fitting(c) + 1, "The last one does not fit whole: round down."),
         ),
-        otherwise="Memory minus weights, divided by the bytes of one full sequence, rounded down.",
+        otherwise="Memory minus weights, divided by the bytes of one full sequence, rounded down.", given=_sizes_of,
     ),
 )
 

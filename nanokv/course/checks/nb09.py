@@ -17,6 +17,13 @@ def _attention_equals_weights(case):
     return matrices / (costs.decode_flops(config, 1) - matrices)
 
 
+def _sizes(case):
+    """What paper shows of the model, in the glossary's letters."""
+    c = FAMILY[case.name]
+    return {"C": c.hidden_size, "L": c.num_hidden_layers, "H": c.num_attention_heads, "Hk": c.num_key_value_heads,
+            "D": c.head_dim, "width of the MLP": c.intermediate_size, "V": c.vocab_size}  # fmt: skip
+
+
 def _heads(case):
     """Query heads for each KV head."""
     return FAMILY[case.name].num_attention_heads / FAMILY[case.name].num_key_value_heads
@@ -138,6 +145,7 @@ CHECKS = (
                     "A multiplication with a weight is two FLOPs too: multiply and add."),
         ),
         otherwise="FLOPs of all matrices for one row, divided by the FLOPs of attention for one visible token.",
+        given=_sizes,
     ),
     function(
         "09.4", right=_limit, inputs=_server,
