@@ -11,12 +11,14 @@ from functools import cache
 from itertools import pairwise, product
 
 from nanokv.training import words
-from nanokv.training.cache_questions import QUESTIONS
+from nanokv.training.cache_questions import QUESTIONS, YES_OR_NO
 from nanokv.training.conversation import SLIPS
 from nanokv.training.phrases import phrases
 
 STRANGERS, REQUESTS, STORIES = phrases("strangers"), phrases("requests"), phrases("stories")
-FACTS = phrases("facts") | {kind: texts for kind, texts in STRANGERS.items() if "recalled" in texts}
+NEARBY = phrases("nearby")
+MOVED, EDITS = NEARBY["moved"], NEARBY["edits"]
+FACTS = phrases("facts") | {kind: texts for kind, texts in (STRANGERS | NEARBY).items() if "recalled" in texts}
 PET, OWNER, BELONGING, HOME, OBJECT = (FACTS[name] for name in ("pet", "owner", "belonging", "home", "object"))
 LIST, REMEMBERED, NUMBERS = REQUESTS["list"], REQUESTS["remembered"], REQUESTS["numbers"]
 RECALLED = {
@@ -25,7 +27,7 @@ RECALLED = {
     "number": "The number is {v}.", "word": "The word is {v}.", "sibling": "Your {thing} is called {v}.",
     "favourite": "Your favourite {thing} is {v}.", "birthplace": "You were born in {v}.",
     "childhood": "You grew up in {v}.", "workplace": "You work in {v}.", "password": "The password is {v}.",
-    "played": "You play the {v}.", "language": "You speak {v}.",
+    "played": "You play the {v}.", "language": "You speak {v}.", "code": "Your {thing} is {v}.",
 }  # fmt: skip
 NOTES = {
     "colour": "{v} is a lovely colour.", "food": "Mmm, {v}.", "drink": "{v} is good.", "animal": "I like that: {v}.",
@@ -44,6 +46,7 @@ SCENES = (  # what a sentence about two or three at once means, and where it sta
 )
 ORDINALS = "first second third fourth fifth sixth seventh eighth ninth tenth".split()
 SHORT_ORDINALS = "1st 2nd 3rd 4th 5th 6th 7th 8th 9th 10th".split()
+STEPS = {2: "twos", 3: "threes", 5: "fives", 10: "tens"}
 _ONES = "one two three four five six seven eight nine".split()
 _TEENS = "ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen".split()
 _TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
@@ -51,6 +54,9 @@ IN_WORDS = ["zero", *_ONES, *_TEENS, *(f"{ten}-{one}".strip("-") for ten in _TEN
 ACCENTS = {ord(accented): letter for letter, forms in words.ACCENTS.items() for accented in forms}
 SAME = {slip: word for word, slip in SLIPS.items()}  # one spelling of each word
 SAME |= {"an": "a", "color": "colour", "favorite": "favourite", "favorit": "favourite", "favrite": "favourite"}
+
+
+NOW = {*MOVED, *"colour food drink animal sport game instrument sister brother".split()}  # what the corpus changes so
 
 
 class WrongAnswer(AssertionError):
@@ -76,12 +82,15 @@ def says(user: str, texts: Iterable[str], *items, **values) -> bool:
 def shape(text: str) -> re.Pattern:
     """The sentence with anything in its places: numbers at a, b and c."""
     pieces = re.split(r"(\{\w*\})", plain(text))
-    holes = {"{a}": r"\d+", "{b}": r"\d+", "{c}": r"\d+"} | ({"{c}": ".+"} if "{a}" not in pieces else {})
+    number = r"(?:\d+|[a-z ]*?hundred[a-z ]*?|(?:" + "|".join(map(plain, IN_WORDS)) + "))"
+    holes = {"{a}": number, "{b}": number, "{c}": number} | ({"{c}": ".+"} if "{a}" not in pieces else {})
     return re.compile(f" {''.join(holes.get(p, '.+') if p[:1] == '{' else re.escape(p) for p in pieces)} ")
 
 
 def section(kind: str) -> str:
     """Where the sentences of a kind of fact stand."""
+    if kind in words.CODES:
+        return "code"
     if kind in FACTS:
         return kind
     return "sibling" if kind in words.RELATIVES else "favourite"
@@ -152,6 +161,8 @@ class Reader:
         known = {*self.facts.values(), *self.pets.values(), *self.owners, *self.homes, *self.homes.values()}
         if len(steps) == 1 and steps[0][0] == "tell":
             known.discard(self.old(steps[0][1]))  # "olive, not red"
+            if before_and_now(user, *steps[0][1:]):
+                known.discard(self.facts.get(steps[0][1]))  # "I moved from Lima to Turin."
         strange = [value for value in known if not set(plain(value).split()) <= meant | VOCABULARY]
         return [value for value in strange if says(user, [value])]
 
@@ -181,6 +192,9 @@ class Reader:
         if scene := self.scene(user):
             return True, scene
         said = says(user, texts["told"] + texts["changed"], v=value, thing=kind)
+        said |= before_and_now(user, kind, value)
+        if kind in words.CODES:
+            said |= two_codes(user, kind, value)
         if kind in self.corrects:
             said |= says(user, STRANGERS["corrections"]["told"], v=value, w=old)
         return said, noted
@@ -372,13 +386,29 @@ class Reader:
 
     def _add_item(self, user, item):
         self.list = [*self.list, item]
-        said = says(user, LIST["add_item"] + STRANGERS["list"]["add_item"], item)
+        said = says(user, LIST["add_item"] + STRANGERS["list"]["add_item"], item) or says(user, EDITS["append"], v=item)
         return said, [f"Your list is now: {', '.join(self.list)}."]
 
     def _remove_item(self, user, item):
         self.list.remove(item)
         said = says(user, LIST["remove_item"] + STRANGERS["list"]["remove_item"], item)
+        said |= says(user, EDITS["remove_word"], w=item)
         return said, [f"Your list is now: {', '.join(self.list)}."]
+
+    def _put_first(self, user, item):
+        self.list = [item, *self.list]
+        return says(user, EDITS["put_first"], v=item), [f"Your list is now: {', '.join(self.list)}."]
+
+    def _remove_place(self, user, where):
+        i = len(self.list) - 1 if where == "last" else ORDINALS.index(where)
+        spelled = ["last"] if where == "last" else [where, SHORT_ORDINALS[i]]
+        del self.list[i]
+        said = any(says(user, EDITS["remove_place"], o=o) for o in spelled)
+        return said, [f"Your list is now: {', '.join(self.list)}."]
+
+    def _replace_item(self, user, old, new):
+        self.list[self.list.index(old)] = new
+        return says(user, EDITS["replace_item"], w=old, v=new), [f"Your list is now: {', '.join(self.list)}."]
 
     def _member(self, user, word):
         right = f"Yes, {word} is on the list." if word in self.list else f"No, {word} is not on the list."
@@ -404,15 +434,25 @@ class Reader:
         first, last = values[0], values[-1]
         if values != (list(range(first, last + 1)) or list(range(first, last - 1, -1))):
             raise ValueError("not one after the other")
-        texts = [("up" if first < last else "down", first, last)]
+        texts = [("up" if first < last else "down", first, last)] * (first != last)
         texts += [("up_to", last)] * (first == 1) + [("down_from", first)] * (last == 1)
         digits, spelled = (
             any(says(user, NUMBERS[how], *map(form, ends)) for how, *ends in texts)
+            or says(user, NEARBY["counting"]["either"], a=form(first), b=form(last))
             for form in (str, in_words)
         )
         wished = [form for form in ("in_words", "in_digits") if says(user, wishes(form))]
         as_words = wished == ["in_words"] if wished else not digits
         return (digits or spelled) and as_words == (numbers[0] in IN_WORDS), [", ".join(numbers) + "."]
+
+    def _steps(self, user, *numbers):
+        values = list(map(int, numbers))
+        (step,) = {after - before for before, after in pairwise(values)}
+        named = {"a": values[0], "b": values[-1], "n": step}
+        said = any(says(user, NEARBY["counting"]["steps"], s=s, **named) for s in (STEPS[step], f"{step}s"))
+        if values[0] == step:
+            said |= any(says(user, NEARBY["counting"]["steps_to"], s=s, **named) for s in (STEPS[step], f"{step}s"))
+        return said, [", ".join(numbers) + "."]
 
     def _add(self, user, a, b):
         texts = NUMBERS["add"] + STRANGERS["numbers"]["add"]
@@ -430,7 +470,8 @@ class Reader:
     def _cache(self, user, answer):
         """The longest trained phrasing that stands in the line decides which answer is right."""
         line = f" {plain(user)} "
-        said = [(len(p), right) for right, asked in QUESTIONS for p in asked[:-1] if f" {plain(p)} " in line]
+        known = QUESTIONS + YES_OR_NO
+        said = [(len(p), right) for right, asked in known for p in asked[:-1] if f" {plain(p)} " in line]
         return bool(said), [answer] if said and max(said)[1] == answer else []
 
     def _greet(self, user):
@@ -456,6 +497,24 @@ class Reader:
 def talks(user: str, texts: Iterable[str]) -> bool:
     """Does one of the sentences stand in it, with any word as its {t}?"""
     return any(shape(text).search(f" {plain(user)} ") for text in texts)
+
+
+def before_and_now(user: str, kind: str, value: str) -> bool:
+    """Does it name what the fact was and what it is? What it was need not have been told."""
+    texts = MOVED.get(kind) or MOVED["sibling" if kind in words.RELATIVES else "favourite"]
+    if kind == "city" and says(user, NEARBY["settling"]["told"], v=value):
+        return True
+    named = (text.replace("{v}", value).replace("{x}", kind) for text in texts)
+    return kind in NOW and talks(user, (text.replace("{w}", "{t}") for text in named))
+
+
+def two_codes(user: str, kind: str, value: str) -> bool:
+    """Is it one of the two in the sentence, and is the value its own?"""
+    for named, valued in (("{a}", "{x}"), ("{b}", "{y}")):
+        texts = (text.replace(named, kind).replace(valued, value) for text in NEARBY["codes"]["told"])
+        if talks(user, (re.sub(r"\{\w\}", "{t}", text) for text in texts)):
+            return True
+    return False
 
 
 def matched(meanings, steps) -> dict[str, str] | None:

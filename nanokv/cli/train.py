@@ -29,7 +29,7 @@ def add_arguments(parser) -> None:
     """--out starts or continues a run; without it, --evaluate measures --model."""
     parser.add_argument("--out", metavar="DIR", help="folder of the run: checkpoints, metrics.jsonl, loss.png, model/")
     length = parser.add_mutually_exclusive_group()
-    length.add_argument("--steps", type=integer(1), help="optimizer steps (default: 8,000, the bundled model's)")
+    length.add_argument("--steps", type=integer(1), help="optimizer steps (default: 8,800, the bundled model's)")
     length.add_argument("--minutes", type=real(0, above=True), help="as many steps as fit, measured at the start")
     parser.add_argument("--batch-tokens", type=integer(64), help="tokens per step (default: 8,192)")
     parser.add_argument(
@@ -170,6 +170,7 @@ def train(args, out: Path):
     """Run to the last step and return the recipe; None when Ctrl-C stopped it, with everything saved."""
     from nanokv.cli.train_log import Progress, plot
     from nanokv.training import run_folder
+    from nanokv.training.trainer import COMPILED_FROM
 
     trainer = make_trainer(args, out)
     recipe, metrics = trainer.recipe, out / "metrics.jsonl"
@@ -180,7 +181,9 @@ def train(args, out: Path):
     count = sum(p.numel() for p in trainer.model.parameters())
     size = f"{recipe.steps:,} steps of {recipe.tokens_per_batch:,} tokens"
     start = f"from step {trainer.step:,}"
-    terminal.notice(f"{count:,} parameters · {size} · {trainer.device} · {start} · {out}", args)
+    compiled = recipe.steps >= COMPILED_FROM and trainer.compile()
+    way = f"{trainer.device}, compiled" if compiled else trainer.device
+    terminal.notice(f"{count:,} parameters · {size} · {way} · {start} · {out}", args)
     with terminal.Interrupt() as stop, Progress(args, trainer) as progress, open(metrics, "a") as file:
         while trainer.step < recipe.steps and not stop.requested:
             take_step(trainer, args, out, file, progress)

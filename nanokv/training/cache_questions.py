@@ -8,6 +8,7 @@ from nanokv.training.phrases import phrases
 
 _TEXTS = phrases("cache_questions")
 QUESTIONS = tuple((question["answer"], question["asked"]) for question in _TEXTS["question"])
+YES_OR_NO = tuple((question["answer"], question["asked"]) for question in phrases("nearby")["question"])
 WRAPPERS, LATER_WRAPPERS, HELD_OUT_WRAPPERS = map(tuple, _TEXTS["wrappers"].values())
 
 

@@ -14,7 +14,8 @@ A chat model of {parameters:,} parameters in Qwen3 layout, made to be looked at:
 told, so a broken KV cache shows in its words. It recalls names, pets, places and lists, takes the newest of facts that
 change, repeats and reverses words that it has never seen, counts, adds two numbers up to 99, tells small stories and
 answers questions about KV caches. It knows nothing else, and is trained to say so. English only. Not for any use in
-which its answers matter.
+which its answers matter: it takes one fact for another at times, and words of other kinds than those above can lead it
+to an answer that has nothing to do with them.
 
 ## Shape
 
@@ -28,9 +29,9 @@ The cache takes {kv:,} bytes per token in fp32.
 `nanokv train` makes it again from nothing: seed {seed}, {steps:,} steps of {tokens_per_batch:,} tokens
 ({tokens:.1f} M in all), Muon and AdamW, rows of 64 to 2,048 tokens, loss on what the assistant says and on one in ten
 of the tokens that users say. The corpus changes at step {fourth_stage_from:,}, and again at steps
-{fifth_stage_from:,} and {sixth_stage_from:,}, where the optimizers begin anew. {kept:.0%} of the weights at step
-{fifth_stage_from:,} are those of step {fourth_stage_from:,}, {kept_at_fifth:.0%} at step {sixth_stage_from:,} are those
-of step {fifth_stage_from:,}, and {kept_at_last:.0%} of the finished ones are those of step {sixth_stage_from:,}. The
+{fifth_stage_from:,}, {sixth_stage_from:,} and {seventh_stage_from:,}, where the optimizers begin anew. A stage ends
+with a share of the weights that it began with: {kept:.0%} at step {fifth_stage_from:,}, {kept_at_fifth:.0%} at step
+{sixth_stage_from:,}, {kept_at_sixth:.0%} at step {seventh_stage_from:,}, {kept_at_last:.0%} in the finished model. The
 corpus is synthetic: conversations from a seeded generator, no text by anybody else. One word in eight of its names and
 nouns is never trained on.
 
@@ -45,11 +46,15 @@ held-out words. {count} sets of {cases} cases per task; the target is for the lo
 COVERS = {
     "recall": "one of one to six facts told in earlier turns; naming another one is wrong",
     "updates": "a fact that changed; the old value in the answer is wrong",
+    "before and now": "one sentence names what was and what is; what was is wrong",
+    "codes": "one of two or three numbers with names; another one in the answer is wrong",
     "never told": "a fact that was not told among others that were; naming any of them is wrong",
     "repeat": "2 to 8 words, all of them and nothing else",
     "nth": "one word of a list by its place",
     "reverse": "2 to 8 words backwards",
+    "edited lists": "one word put first, added, replaced, removed by its name or its place",
     "count": "up or down, in digits or in words, not one number too far",
+    "other counts": "to one number, downwards without the word, below zero, by steps, up to 100",
     "sums": "0 … 99 + 0 … 99, in digits or in words",
     "other arithmetic refused": "differences, products, three numbers, numbers above 99",
     "cache questions": "a trained phrasing in words around it that training never used",

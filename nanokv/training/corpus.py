@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from nanokv.training import about_user, hard, lists, small_talk, strangers, sums, words
+from nanokv.training import about_user, hard, lists, nearby, small_talk, strangers, sums, words
 from nanokv.training.cache_questions import LATER_WRAPPERS, WRAPPERS
 from nanokv.training.conversation import Conversation
 
@@ -76,6 +76,14 @@ SIXTH = replace(  # what the fifth costs: lists, and names that look like someth
     segments=FIFTH.segments | {
         lists.repeat: 16, lists.reverse: 45, lists.nth: 32, strangers.list_at_once: 16, hard.friends: 12,
         hard.introduce: 12,
+    },
+)  # fmt: skip
+SEVENTH = replace(  # what resembles something older
+    SIXTH,
+    segments=SIXTH.segments | {
+        nearby.codes: 40, nearby.moved: 40, nearby.count: 60, nearby.refuse: 10, nearby.edit: 30, nearby.yes_or_no: 45,
+        small_talk.cache_question: 30, sums.add: 25, sums.count: 12,
+        about_user.recall_pet: 22, about_user.recall_owner: 12,
     },
 )  # fmt: skip
 

@@ -17,9 +17,9 @@ import torch
 from nanokv.cache import KVCache, make_cache
 from nanokv.chat.session import Session
 from nanokv.inference import decode, prefill
-from nanokv.training import about_user, corpus, facts, lists, small_talk, sums, words
-from nanokv.training.cache_questions import HELD_OUT_WRAPPERS, QUESTIONS, ask
-from nanokv.training.conversation import Conversation
+from nanokv.training import about_user, corpus, facts, lists, nearby, small_talk, sums, words
+from nanokv.training.cache_questions import HELD_OUT_WRAPPERS, QUESTIONS, YES_OR_NO, ask
+from nanokv.training.conversation import Conversation, upper_first
 from nanokv.training.facts import FACTS
 
 TARGETS = {
@@ -137,6 +137,30 @@ def update_case(rng: random.Random) -> Case:
     return _recall(talk, talk.facts[kind])
 
 
+def codes_case(rng: random.Random) -> Case:
+    """Two or three numbers with names, one of them asked for; another one in the answer is wrong."""
+    talk = _talk(rng)
+    kinds = rng.sample(list(facts.CODES), rng.choice((2, 3)))
+    for kind in kinds:
+        talk.say(*about_user.statement(talk, kind))
+    _fill(talk, 1)
+    kind = rng.choice(kinds)
+    talk.say(about_user.asked(talk, talk.one_of(FACTS[kind].asked)), "?", ("ask", kind))
+    return _recall(talk, talk.facts[kind])
+
+
+def before_and_now_case(rng: random.Random) -> Case:
+    """A sentence that names what was and what is: what was is wrong."""
+    talk = _talk(rng)
+    kind = rng.choice(nearby.MOVING)
+    while (old := talk.cased(FACTS[kind].value(rng, True))) == (new := talk.cased(FACTS[kind].value(rng, True))):
+        pass
+    talk.say(upper_first(talk.one_of(nearby.before_and_now(kind), v=new, w=old, x=kind)), "?", ("tell", kind, new))
+    _fill(talk, 1)
+    talk.say(about_user.asked(talk, talk.one_of(FACTS[kind].asked)), "?", ("ask", kind))
+    return Case(_script(talk), new, others=(old,))
+
+
 def never_told_case(rng: random.Random) -> Judged:
     """Facts and pets, then a question about something else: lending it one of them is wrong."""
     talk = _talk(rng)
@@ -180,13 +204,13 @@ def digits(step: tuple) -> str:
 
 def cache_case(rng: random.Random) -> Case:
     """A trained phrasing in words around it that training never used."""
-    answer, phrasings = rng.choice(QUESTIONS)
+    answer, phrasings = rng.choice(QUESTIONS + YES_OR_NO)
     return Case((ask(rng, rng.choice(phrasings[:-1]), HELD_OUT_WRAPPERS),), _whole(answer), "")
 
 
 def new_phrasing_case(rng: random.Random) -> Case:
     """A phrasing that training never used."""
-    answer, phrasings = rng.choice(QUESTIONS)
+    answer, phrasings = rng.choice(QUESTIONS + YES_OR_NO)
     return Case((phrasings[-1],), _whole(answer), "")
 
 
@@ -200,11 +224,15 @@ def written_cases(name: str) -> list[Judged]:
 TASKS: dict[str, Callable] = {
     "recall": recall_case,
     "updates": update_case,
+    "before and now": before_and_now_case,
+    "codes": codes_case,
     "never told": never_told_case,
     "repeat": _from_segment(lists.repeat, frame="you said: "),
     "nth": _from_segment(lists.nth, lambda answer: _whole(answer).split(" is ")[1], r"the \w+ is "),
     "reverse": _from_segment(lists.reverse, frame="reversed: "),
+    "edited lists": _from_segment(nearby.edit_once, frame="your list is now: "),
     "count": _from_segment(sums.count),
+    "other counts": _from_segment(nearby.count),
     "sums": _from_segment(sums.add, lambda answer: _whole(answer).split("= ")[1], r"\d+ \+ \d+ = ", digits),
     "other arithmetic refused": _from_segment(sums.refuse),
     "cache questions": cache_case,
@@ -264,7 +292,7 @@ def evaluate(model, tokenizer, count: int = 100, seeds=(0,), done=lambda: None) 
 
 def reply(model, tokenizer, turns) -> str:
     """The greedy answer to the last of these messages."""
-    session = Session(model, tokenizer, params={"max_new_tokens": 100})
+    session = Session(model, tokenizer, params={"max_new_tokens": 400})  # a count to 100 takes 300
     for turn in turns:
         answer = session.ask(turn)
     return answer

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from nanokv.training import words
 from nanokv.training.phrases import phrases
 
-_TEXTS = phrases("strangers") | phrases("facts")
+_TEXTS = phrases("nearby") | phrases("strangers") | phrases("facts")
 PET, OWNER, BELONGING, HOME, OBJECT, EVERYTHING = (
     _TEXTS[name] for name in ("pet", "owner", "belonging", "home", "object", "everything")
 )
@@ -70,6 +70,21 @@ def _number(rng, held_out):
     return str(rng.randint(10 ** (digits - 1), 10**digits - 1))
 
 
+def _code(rng, held_out):
+    """Three to six digits, mostly four."""
+    digits = rng.choice((3, 4, 4, 4, 4, 4, 4, 5, 6))
+    return "".join(rng.choices("0123456789", k=digits))
+
+
+def _login(rng, held_out):
+    """A word, digits, or a word with digits behind it."""
+    kind = rng.random()
+    if kind < 0.4:
+        return _code(rng, held_out)
+    word = words.varied_word(rng, held_out)
+    return word if kind < 0.7 else f"{word}{rng.randint(1, 99)}"
+
+
 def _favourite(thing: str, value: Callable, note: str = "Noted: {v}.") -> Fact:
     """Favourites are told in the same words, favorites too."""
     return _fact("favourite", value, thing=thing, note=note)
@@ -106,7 +121,10 @@ LATE = {  # kinds that resemble others: from the fourth stage of the training on
     "played": _fact("played", _from(words.INSTRUMENTS)),
     "language": _fact("language", _from(words.LANGUAGES)),
 } | {thing: _favourite(thing, words.strange) for thing in words.FAVOURITES}
-FACTS |= LATE
+CODES = {  # from the seventh stage on
+    code: _fact("code", _login if code.endswith("password") else _code, thing=code) for code in words.CODES
+}
+FACTS |= LATE | CODES
 
 # how often a kind comes up; brothers and sisters more than colleagues, colours more than flowers
 WEIGHTS = dict.fromkeys(FACTS, 1.0)
@@ -114,7 +132,7 @@ WEIGHTS |= {kind: 0.5 for kind in words.RELATIVES if kind not in ("sister", "bro
 WEIGHTS |= dict.fromkeys(("season", "fruit", "flower", "instrument", "subject", "song", "book", "film", "band"), 0.5)
 WEIGHTS |= {"name": 5.0, "city": 3.0, "job": 2.0, "colour": 2.0, "food": 1.5, "number": 2.5, "word": 2.0, "hobby": 1.5}
 WEIGHTS |= {"friend": 1.5, "age": 1.5, "friends": 0.5}
-WEIGHTS |= dict.fromkeys(LATE, 0)
+WEIGHTS |= dict.fromkeys((*LATE, *CODES), 0)
 
 
 def draw(rng, but=()) -> str:

@@ -4,7 +4,7 @@ what they are; facts that change and are asked for after other talk; places in l
 
 from nanokv.training import about_user, lists, small_talk, sums, words
 from nanokv.training.conversation import Conversation, lower_first, upper_first
-from nanokv.training.facts import FACTS, PET, draw
+from nanokv.training.facts import CODES, FACTS, PET, draw
 from nanokv.training.phrases import phrases
 
 ASKED_LATER = phrases("requests")["remembered"]["nth"]
@@ -13,6 +13,7 @@ LENGTHS = (3, 4, 5, 5, 6, 6, 7, 7, 8, 8)
 FIRST = 0.55  # how often a statement begins with its value, where it can
 FIRST_TEXTS = {
     kind: [text for text in (*fact.told, *fact.changed) if text.startswith("{v}")] for kind, fact in FACTS.items()
+    if kind not in CODES
 }  # kind → the phrasings that begin with the value
 PET_FIRST = [text for text in PET["told"] if text.startswith("{v}")]
 INTRODUCED = ["This is {v}.", "It's {v} here, by the way.", *FIRST_TEXTS["name"]]

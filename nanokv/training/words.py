@@ -62,6 +62,11 @@ grandmother grandfather colleague roommate""".split()
 FAVOURITES = "place dessert tree bird vegetable planet singer writer toy month shop country".split()
 LANGUAGES = """English French German Spanish Italian Dutch Polish Turkish Arabic Hindi Japanese Korean Greek Swedish
 Portuguese Swahili""".split()
+CODES = (  # what has a number that a user tells
+    "PIN", "door code", "gate code", "locker code", "alarm code", "safe code", "bike lock", "phone code", "wifi code",
+    "room number", "flat number", "house number", "locker number", "bus number", "seat number", "wifi password",
+    "laptop password", "customer number", "lock code", "card PIN", "postcode", "code",
+)  # fmt: skip
 TITLES = ("Dr.", "Captain", "Professor", "Mr.", "Mrs.", "Doctor", "Sir", "Lady")
 BESIDE = (  # where things lie
     "under", "behind", "on", "next to", "beside", "above", "in front of", "in", "on top of", "near",
