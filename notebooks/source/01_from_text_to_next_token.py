@@ -220,7 +220,7 @@ course.show(fig, alt="Bars for the eight likeliest first tokens and for all othe
 
 # %% [markdown]
 # The danger is in the last group. Each of the other tokens is unlikely, but there are many of them. At temperature `2`
-# they have <!--fig 01.others-->67<!--/fig--> percent together, at `0.5` only <!--fig 01.others.half-->2.3<!--/fig-->.
+# they have <!--fig 01.others-->72<!--/fig--> percent together, at `0.5` only <!--fig 01.others.half-->1.2<!--/fig-->.
 # *Top-p* removes them: it keeps the likeliest tokens until their probabilities reach `p` together, and drops all
 # others. We let the model begin twelve stories with each setting:
 
@@ -244,9 +244,9 @@ course.figure("01.mild", likely[1.0, 1.0])
 
 # %% [markdown]
 # At temperature 1.5 the beginnings break: the mean log-probability of a token is <!--fig 01.hot x1.3-->-2.8<!--/fig-->.
-# With top-p `0.9` it is <!--fig 01.hot.cut x1.3-->-1.9<!--/fig-->. That is between it and
-# the <!--fig 01.mild x1.3-->-0.6<!--/fig--> of temperature 1, and most of the words are words again. At temperature 2
-# so many tokens are likely that the first 90 percent still hold broken words.
+# With top-p `0.9` it is <!--fig 01.hot.cut x1.3-->-1.9<!--/fig-->: the unlikeliest tokens are not drawn any more. At
+# temperature 1 it is <!--fig 01.mild x1.3-->-0.9<!--/fig-->. Top-p does not repair every word. So many tokens are likely
+# at a high temperature that the first 90 percent still hold pieces that break words.
 #
 # How much choice does the model have at each token? We let it write one story greedily and compute, for each token, the
 # [entropy](glossary.md#entropy) of the distribution from which it was taken:
@@ -273,9 +273,9 @@ course.show(fig, alt=f"A bar for each token of a story. {sure:.0f} percent of th
             f"{float(entropy.max()):.1f} nats; a dotted line marks the most that is possible.")
 
 # %% [markdown]
-# For <!--fig 01.sure-->62<!--/fig--> percent of the tokens one choice has more than nine tenths of the probability: the
+# For <!--fig 01.sure-->67<!--/fig--> percent of the tokens one choice has more than nine tenths of the probability: the
 # rest of a word, or a name that was given. At the place with the most choice, the model chooses among the equivalent
-# of <!--fig 01.freest-->411<!--/fig--> equally likely words. The same temperature acts on all these places. So a
+# of <!--fig 01.freest-->424<!--/fig--> equally likely words. The same temperature acts on all these places. So a
 # slightly higher temperature varies a story, and a much higher one breaks words.
 
 # %% [markdown]

@@ -132,7 +132,7 @@ course.show(fig, alt="One row a bug, one column a step of the answer, brighter w
 course.figure("07.loudest", max(single[loudest].deltas))
 
 # %% [markdown]
-# The worst bug without a wrong word moves a logit by <!--fig 07.loudest-->14<!--/fig-->. Every word is still right,
+# The worst bug without a wrong word moves a logit by <!--fig 07.loudest-->12<!--/fig-->. Every word is still right,
 # because the largest logit stayed the largest. If two logits were closer together, the word would change. So do not
 # judge a cache by its text. Compare its logits with those of a run without a cache.
 
