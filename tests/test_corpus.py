@@ -262,6 +262,14 @@ def test_a_wrong_meaning_is_noticed(all_talks):
         ("What is RoPE?", "Logits are the raw scores of all tokens for the next position.", ("cache", "RoPE")),
         ("Tell me a story about Ada and Tom.", "Tom went home. He ate. He slept. The end.", ("story", "Ada", "Tom")),
         ("What is 300 + 4?", "300 + 4 = 304.", ("refuse", "arithmetic")),
+        ("One hundred plus one", "100 + 1 = 101.", ("refuse", "arithmetic")),
+        ("Count from 12 to 4.", "12, 13, 14.", ("count", "12", "11", "10", "9", "8", "7", "6", "5", "4")),
+        ("Count from 5 to 5.", "5, 6.", ("count", "5")),
+        ("Count by twos to 8.", "2, 4, 6.", ("steps", "2", "4", "6")),
+        ("Count by threes to 8.", "2, 4, 6, 8.", ("steps", "2", "4", "6", "8")),
+        ("My PIN is 4821, my door code 7733.", "Ok, your PIN is 4821.", ("tell", "PIN", "7733")),
+        ("I moved from Lima to Turin.", "So you live in Lima.", ("tell", "city", "Lima")),
+        ("My name isn't Ada, it's Leo.", "Nice to meet you, Ada.", ("tell", "name", "Ada")),
         ("Hello!", "Hello, Ada!", ("greet",)),
     ],
 )
@@ -324,6 +332,27 @@ def test_the_reader_remembers_other_people(told, noted, user, right, wrong, step
         else:
             with pytest.raises(WrongAnswer):
                 reader.exchange(user, answer.format(**said), [step])
+
+
+@pytest.mark.parametrize(
+    ("user", "step", "right", "wrong"),
+    [
+        ("Replace chair with lamp.", ("replace_item", "chair", "lamp"), "moon, lamp, drum", "moon, drum, lamp"),
+        ("Remove the second one.", ("remove_place", "second"), "moon, drum", "chair, drum"),
+        ("Take the last one off.", ("remove_place", "last"), "moon, chair", "moon, chair, drum"),
+        ("Put lamp first.", ("put_first", "lamp"), "lamp, moon, chair, drum", "moon, chair, drum, lamp"),
+        ("Put lamp last.", ("add_item", "lamp"), "moon, chair, drum, lamp", "lamp, moon, chair, drum"),
+    ],
+)
+def test_the_reader_edits_lists(user, step, right, wrong):
+    for items, passes in ((right, True), (wrong, False)):
+        reader = Reader()
+        reader.list = ["moon", "chair", "drum"]
+        if passes:
+            reader.exchange(user, f"Your list is now: {items}.", [step])
+        else:
+            with pytest.raises(WrongAnswer):
+                reader.exchange(user, f"Your list is now: {items}.", [step])
 
 
 def test_a_statement_says_nothing_else():
