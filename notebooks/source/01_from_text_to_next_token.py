@@ -329,17 +329,17 @@ course.figure("01.turns", turns)
 # ## Exercises
 #
 # **01.1** Byte pair encoding by hand. The rules, in order, are `a+n`, `b+a`, `n+a`. Into which pieces do they split the
-# word below? Answer with a tuple of texts.
+# word below? Answer with a list of texts.
 
 # %%
 case = course.case("01.1")
 print(case.word)
 
 # %% tags=["exercise"]
-parts = ...  # ("…", "…")
+parts = ...  # ["…", "…"]
 
 # %% tags=["solution"]
-parts = tuple(join(list(case.word), {("a", "n"): 0, ("b", "a"): 1, ("n", "a"): 2})[-1])
+parts = join(list(case.word), {("a", "n"): 0, ("b", "a"): 1, ("n", "a"): 2})[-1]
 
 # %%
 course.check("01.1", parts)
