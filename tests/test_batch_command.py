@@ -49,12 +49,12 @@ def requests(*prompts, **settings):
 
 
 def test_the_example_of_the_help_that_pipes_gets_an_answer(cli, monkeypatch, capsys):
-    """The bundled model answers messages; a raw text it ends at once."""
+    """A question as raw text the bundled model ends at once; the beginning of a story it continues."""
     (line,) = [line for line in batch.EXAMPLES if line.startswith("echo ")]
     echo, command = line.split(" | ")
     monkeypatch.setattr("sys.stdin", FakeStdin(shlex.split(echo)[1].encode()))
     assert main(shlex.split(command)[1:]) == 0
-    assert "prefill" in text_of(json.loads(capsys.readouterr().out)).casefold()
+    assert len(text_of(json.loads(capsys.readouterr().out)).split()) > 5
 
 
 def test_answers_equal_generate_in_input_order(cli, loaded):

@@ -21,7 +21,7 @@ from nanokv.config import GenerationConfig
 from nanokv.inference import decode, prefill
 from nanokv.text.tokenizer import Tokenizer
 from nanokv.training import data, evaluate, words
-from nanokv.training.cache_questions import QUESTIONS
+from nanokv.training.cache_questions import QUESTIONS, YES_OR_NO
 from nanokv.training.evaluate import TARGETS, TASKS, WRITTEN, Case, Judged, WrongPosition, broken_recall, cases, faults
 from nanokv.training.sums import LARGEST
 from nanokv.training.trainer import Recipe, Trainer
@@ -151,7 +151,7 @@ def test_what_was_never_told_is_not_in_the_turns():
 
 
 def test_expected_answers_to_cache_questions_are_right():
-    by_answer = {answer.rstrip("."): phrasings for answer, phrasings in QUESTIONS}
+    by_answer = {answer.rstrip("."): phrasings for answer, phrasings in QUESTIONS + YES_OR_NO}
     for case in cases("cache questions", CASES, seed=3):
         bare = re.sub(r"\W", "", case.turns[-1]).lower()
         assert any(re.sub(r"\W", "", phrasing).lower() in bare for phrasing in by_answer[case.expected][:-1]), case

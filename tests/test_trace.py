@@ -494,7 +494,7 @@ def test_open_starts_the_browser_with_the_file(tmp_path, monkeypatch, capsys):
 def test_the_command_of_a_notebook_is_one(number):
     """As it stands in the text: it is parsed, and its fault can be recorded."""
     (source,) = (Path(trace.__file__).parents[2] / "notebooks" / "source").glob(f"{number}_*.py")
-    (command,) = re.findall(r"^# nanokv (trace .*)$", source.read_text(), re.MULTILINE)
+    (command,) = re.findall(r"^# \.venv/bin/nanokv (trace .*)$", source.read_text(), re.MULTILINE)
     args = make_parser("trace", nanokv.cli.trace).parse_args(shlex.split(command)[1:])
     assert args.open and args.out.suffix == ".html" and (number == "07") == (find_fault(args.fault) is not None)
 

@@ -30,7 +30,7 @@ from nanokv.text.thinking import opens_thinking
 EXAMPLES = (
     "nanokv batch prompts.jsonl -o answers.jsonl",
     "nanokv batch prompts.jsonl -n 64 --cache prefix:page=16:pages=512 > answers.jsonl",
-    """echo '{"messages": [{"role": "user", "content": "What is prefill?"}]}' | nanokv batch -""",
+    """echo '{"prompt": "Once upon a time"}' | nanokv batch -""",
 )
 DESCRIPTION = (
     'Answer every line of a JSONL file: {"prompt": …} or {"messages": […]}, each with settings of its own. '
