@@ -130,7 +130,7 @@ class Trainer:
     def compile(self) -> bool:
         """Fuse what each layer does between its products, with torch.compile; says whether that works here.
 
-        A step takes a fifth less time on a CPU. Every length of row is compiled once, 5 to 15 s each. Without a C++
+        A step takes a sixth less time on a CPU. Every length of row is compiled once, 5 to 15 s each. Without a C++
         compiler, layers stay as they are: the losses are those of another machine, not of another recipe.
         """
         torch._dynamo.config.cache_size_limit = 64  # six lengths, for each of six layers
