@@ -258,8 +258,8 @@ def test_the_attention_table_is_what_was_recorded(page, runs):
     assert "layer 3, query head 4, step 2" in caption and head == ["key", "token", f"query {len(runs[2].ids) + 1}"]
     assert len(rows) == len(weights) and all(close(row[2], w) for row, w in zip(rows, weights, strict=True))
     ranked = table(page, visible_figures(page)[2])[2]
-    first = weights[[int(row[0]) for row in ranked[:5]]]  # two weights may be equal to the digits that a page keeps
-    assert torch.allclose(first, weights.topk(5).values, rtol=2e-3, atol=2e-3)
+    first = weights[[int(row[0]) for row in ranked[:5]]]  # two weights may be equal in the half precision of a page
+    assert torch.allclose(first, weights.topk(5).values, rtol=1e-3, atol=1e-6)
 
 
 def test_logits_and_angles_tables_are_what_was_recorded(page, runs):

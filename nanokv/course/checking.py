@@ -152,6 +152,17 @@ def result_of(function, *arguments, like=None):
     return given
 
 
+FIELDS = {  # the glossary's letters → fields of a config
+    "C": "hidden_size", "L": "num_hidden_layers", "H": "num_attention_heads", "Hk": "num_key_value_heads",
+    "D": "head_dim", "V": "vocab_size", "width of the MLP": "intermediate_size",
+}  # fmt: skip
+
+
+def sizes(config, letters) -> dict[str, int]:
+    """What paper shows of a model."""
+    return {letter: getattr(config, FIELDS[letter]) for letter in letters}
+
+
 def value(
     id: str, right, wrong=(), rel=EXACT[0], atol=EXACT[1], parameters=None, otherwise="", names=(), hidden=False,
     given=None,

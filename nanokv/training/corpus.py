@@ -86,6 +86,7 @@ SEVENTH = replace(  # what resembles something older
         about_user.recall_pet: 22, about_user.recall_owner: 12,
     },
 )  # fmt: skip
+PHASES = (SECOND, THIRD, FOURTH, FIFTH, SIXTH, SEVENTH)  # of a training, after FIRST
 
 
 def talk(rng: random.Random, exchanges: int, held_out: bool = False, stage: Stage = FIRST) -> Conversation:

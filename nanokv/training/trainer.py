@@ -22,7 +22,7 @@ from nanokv.cache import NoCache
 from nanokv.config import Config
 from nanokv.errors import NanoKVError
 from nanokv.model import Transformer
-from nanokv.training.corpus import FIFTH, FOURTH, SECOND, SEVENTH, SIXTH, THIRD
+from nanokv.training.corpus import PHASES
 from nanokv.training.data import Rows, save_tokenizer, train_tokenizer
 from nanokv.training.run_folder import checkpoints, damaged, drop_old, new_checkpoint, read_state, saving
 from weights_loader import writing
@@ -47,6 +47,15 @@ TINY = Config(  # head_dim · heads = 288 ≠ hidden 192 on purpose: code that d
 
 
 @dataclass(frozen=True)
+class Phase:
+    """A part of a run with a corpus of its own; its learning rate falls to zero in a straight line."""
+
+    first: int  # step with which it begins
+    rate: float  # factor of the learning rate there
+    kept: float = 0.0  # share of the weights that it began with in those that it ends with
+
+
+@dataclass(frozen=True)
 class Recipe:
     """Everything that decides the outcome of a run, besides the code and the machine's arithmetic."""
 
@@ -58,43 +67,34 @@ class Recipe:
     weight_decay: float = 0.1
     clip: float = 1.0
     long_rows_from: int = 1100  # step from which rows of more than 512 tokens appear
-    horizon: int = 4500  # where the cosine of the first stage would reach zero
-    second_stage_from: int = 3000  # step from which lists hold stranger words (corpus.SECOND)
-    second_rate: float = 0.4  # factor of the learning rate there; it falls to zero in a straight line
-    third_stage_from: int = 4500  # step from which list answers begin with a word or two (corpus.THIRD)
-    third_rate: float = 0.3  # as above
-    fourth_stage_from: int = 5400  # step from which users type as strangers do (corpus.FOURTH)
-    fourth_rate: float = 0.5  # as above
-    kept: float = 0.35  # share of the weights before the fourth stage in those that it ends with
-    fifth_stage_from: int = 6700  # step from which there is more of what is hard (corpus.FIFTH)
-    fifth_rate: float = 0.45  # as above
-    kept_at_fifth: float = 0.25  # share of the weights before the fifth stage in those that it ends with
-    sixth_stage_from: int = 7500  # step from which there is more of what the fifth costs (corpus.SIXTH)
-    sixth_rate: float = 0.4  # as above
-    kept_at_sixth: float = 0.6  # share of the weights before the sixth stage in those that it ends with
-    seventh_stage_from: int = 8000  # step from which there is what resembles something older (corpus.SEVENTH)
-    seventh_rate: float = 0.4  # as above
-    kept_at_last: float = 0.12  # share of the weights before the seventh stage in the finished model
+    horizon: int = 4500  # where the cosine before the first phase would reach zero
+    phases: tuple[Phase, ...] = (  # what each draws from: corpus.PHASES
+        Phase(3000, 0.4), Phase(4500, 0.3), Phase(5400, 0.5, kept=0.35), Phase(6700, 0.45, kept=0.25),
+        Phase(7500, 0.4, kept=0.6), Phase(8000, 0.4, kept=0.12),
+    )  # fmt: skip
 
     def rate(self, step: int) -> float:
-        """Factor of the learning rate: linear warm-up, a cosine, then six straight lines to zero."""
+        """Factor of the learning rate: linear warm-up, a cosine, then a straight line to zero in each phase."""
         if step < self.warmup:
             return (step + 1) / self.warmup
-        if step < self.second_stage_from:
+        if step < self.phases[0].first:
             return 0.5 * (1 + math.cos(math.pi * (step - self.warmup) / max(1, self.horizon - self.warmup)))
-        stages = (self.second_stage_from, self.third_stage_from, self.fourth_stage_from, self.fifth_stage_from,
-                  self.sixth_stage_from, self.seventh_stage_from)  # fmt: skip
-        ends = (*stages, self.steps)
-        stage = max(i for i, first in enumerate(ends[:-1]) if step >= first)
-        rates = (self.second_rate, self.third_rate, self.fourth_rate, self.fifth_rate, self.sixth_rate,
-                 self.seventh_rate)  # fmt: skip
-        return rates[stage] * (ends[stage + 1] - step) / (ends[stage + 1] - ends[stage])
+        ends = [*(phase.first for phase in self.phases[1:]), self.steps]
+        phase, end = [(p, end) for p, end in zip(self.phases, ends, strict=True) if p.first <= step][-1]
+        return phase.rate * (end - step) / (end - phase.first)
+
+    def kept(self, step: int) -> float:
+        """Share of the earlier weights in those of a run that ends before this step."""
+        return [0.0, *(phase.kept for phase in self.phases if phase.first < step)][-1]
 
     def scaled(self, steps: int) -> "Recipe":
         """The same schedule for a shorter or longer run."""
-        names = ("warmup", "long_rows_from", "horizon", "second_stage_from", "third_stage_from",
-                 "fourth_stage_from", "fifth_stage_from", "sixth_stage_from", "seventh_stage_from")  # fmt: skip
-        return replace(self, steps=steps, **{name: round(getattr(self, name) * steps / self.steps) for name in names})
+
+        def at(step: int) -> int:
+            return round(step * steps / self.steps)
+
+        moved = {name: at(getattr(self, name)) for name in ("warmup", "long_rows_from", "horizon")}
+        return replace(self, steps=steps, phases=tuple(replace(p, first=at(p.first)) for p in self.phases), **moved)
 
 
 class Trainer:
@@ -112,10 +112,8 @@ class Trainer:
         self.optimizers = self._new_optimizers()
         rows = partial(Rows, self.tokenizer, recipe.seed, recipe.tokens_per_batch)
         self.short, self.long = rows(longest=512), rows()
-        stages = {recipe.second_stage_from: SECOND, recipe.third_stage_from: THIRD, recipe.fourth_stage_from: FOURTH}
-        stages |= {recipe.fifth_stage_from: FIFTH, recipe.sixth_stage_from: SIXTH, recipe.seventh_stage_from: SEVENTH}
-        later = {first: rows(stage=stage) for first, stage in stages.items()}
-        self.before: dict[str, torch.Tensor] = {}  # weights at the beginning of a stage, from the fourth on
+        later = {phase.first: rows(stage=stage) for phase, stage in zip(recipe.phases, PHASES, strict=True)}
+        self.before: dict[str, torch.Tensor] = {}  # weights with which the phase began, where it keeps a share of them
         self.sources = {0: self.short, recipe.long_rows_from: self.long} | later  # step from which → what is drawn from
 
     def _new_optimizers(self) -> list[torch.optim.Optimizer]:
@@ -130,15 +128,17 @@ class Trainer:
     def compile(self) -> bool:
         """Fuse what each layer does between its products, with torch.compile; says whether that works here.
 
-        A step takes a sixth less time on a CPU. Every length of row is compiled once, 5 to 15 s each. Without a C++
-        compiler, layers stay as they are: the losses are those of another machine, not of another recipe.
+        A step takes a sixth less time on a CPU; GPUs are left alone, nobody has measured them. Every length of row is
+        compiled once, 5 to 15 s each. Without a C++ compiler layers stay as they are, and only rounding differs.
         """
+        if torch.device(self.device).type != "cpu":
+            return False
         torch._dynamo.config.cache_size_limit = 64  # six lengths, for each of six layers
         for layer in self.model.layers:
             layer.compile(dynamic=False)
         try:
             self.loss(*self.short.held_out(2, 16)).backward()
-        except Exception:  # no compiler, no headers: torch has an exception for each, and none for all of them
+        except torch._dynamo.exc.TorchDynamoException:  # no compiler, no headers
             for layer in self.model.layers:
                 layer._compiled_call_impl = None
             return False
@@ -156,10 +156,7 @@ class Trainer:
 
     def train_step(self) -> float:
         """One batch, one update. Returns the loss."""
-        if self.step == self.recipe.fourth_stage_from:
-            self.before = self.weights()
-        recipe = self.recipe
-        if self.step in (recipe.fifth_stage_from, recipe.sixth_stage_from, recipe.seventh_stage_from):
+        if any(phase.kept and phase.first == self.step for phase in self.recipe.phases):
             self.begin_anew()
         loss = self.loss(*self.rows().batch(self.step))
         loss.backward()
@@ -173,10 +170,11 @@ class Trainer:
         return loss.item()
 
     def begin_anew(self):
-        """Go on from what would be exported here, with optimizers that know nothing of the way there."""
-        self.before = self.finished()
-        self.load(self.before)
-        self.optimizers = self._new_optimizers()
+        """Go on from what would be exported here. Where that is a mixture, the optimizers know nothing of the way."""
+        mixed, self.before = bool(self.before), self.finished()
+        if mixed:
+            self.load(self.before)
+            self.optimizers = self._new_optimizers()
 
     def load(self, weights: dict[str, torch.Tensor]):
         """Copy weights, by name, into the model."""
@@ -189,13 +187,9 @@ class Trainer:
         return {name: p.detach().cpu().clone() for name, p in self.model.named_parameters()}
 
     def finished(self) -> dict[str, torch.Tensor]:
-        """The weights that a stage ends with: with a share of the earlier ones, it costs less of what was learned
+        """The weights that a phase ends with: with a share of the earlier ones, it costs less of what was learned
         before it (Wortsman et al. 2022, arXiv:2109.01903)."""
-        now, recipe, kept = self.weights(), self.recipe, self.recipe.kept
-        if self.step > recipe.fifth_stage_from:
-            kept = recipe.kept_at_sixth if self.step > recipe.sixth_stage_from else recipe.kept_at_fifth
-        if self.step > recipe.seventh_stage_from:
-            kept = recipe.kept_at_last
+        now, kept = self.weights(), self.recipe.kept(self.step)
         return {name: now[name].lerp(self.before[name], kept) for name in now} if self.before else now
 
     def rows(self) -> Rows:
@@ -235,8 +229,7 @@ class Trainer:
         try:
             weights = load_file(newest / "weights.safetensors", device=self.device)
             optimizers = load_file(newest / "optimizer.safetensors", device=self.device)
-            late = state["step"] > self.recipe.fourth_stage_from
-            before = load_file(newest / "before.safetensors") if late else {}
+            before = load_file(newest / "before.safetensors") if self.recipe.kept(state["step"]) else {}
         except (OSError, SafetensorError) as error:
             raise damaged(newest, error) from error
         self.load(weights)
@@ -316,7 +309,8 @@ def newest_checkpoint(folder) -> Path:
 def stored_recipe(checkpoint: Path) -> Recipe:
     """The recipe that a checkpoint was started with."""
     try:
-        return Recipe(**read_state(checkpoint)["recipe"])
+        stored = read_state(checkpoint)["recipe"]
+        return Recipe(**stored | {"phases": tuple(Phase(**phase) for phase in stored["phases"])})
     except (KeyError, TypeError) as error:
         raise damaged(checkpoint, f"its recipe is not one that this version knows ({error})") from error
 

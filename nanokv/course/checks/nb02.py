@@ -2,7 +2,7 @@
 
 import math
 
-from nanokv.course.checking import RIGHT, Mistake, function, judged, questions, result_of, value, wrong
+from nanokv.course.checking import RIGHT, Mistake, function, judged, questions, result_of, sizes, value, wrong
 from nanokv.course.trials import tensor
 
 
@@ -198,8 +198,7 @@ CHECKS = (
             Mistake("times", lambda c: c.config.head_dim**0.5, "The scores are divided by it, not multiplied."),
         ),
         otherwise="One over the root of the head size, to three digits.", rel=5e-3,
-        given=lambda case: {"C": case.config.hidden_size, "H": case.config.num_attention_heads,
-                            "Hk": case.config.num_key_value_heads, "D": case.config.head_dim},
+        given=lambda case: sizes(case.config, ("C", "H", "Hk", "D")),
     ),
     judged("02.4", _judge_leak_test),
 )  # fmt: skip

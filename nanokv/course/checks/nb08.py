@@ -2,7 +2,7 @@
 
 from nanokv import costs
 from nanokv.costs.memory import FAMILY, Estimate
-from nanokv.course.checking import Mistake, function, questions, value
+from nanokv.course.checking import Mistake, function, questions, sizes, value
 from nanokv.course.claims.article1 import TABLE, kib_a_token
 from nanokv.course.claims.shapes import LLAMA_2_70B, LLAMA_2_70B_MHA, shape
 from nanokv.study.mla import deepseek_v2_savings, values_per_token
@@ -45,11 +45,10 @@ def _published(case):
     return 100 * (1 - (1 - few) * case.bits / 6), 100 * equal, 100 * own
 
 
-def _sizes_of(case):
-    """What paper shows of a model, in the glossary's letters."""
+def _sizes(case):
+    """What paper shows of a model."""
     c = FAMILY[case.name]
-    return {"parameters": costs.parameters(c), "C": c.hidden_size, "L": c.num_hidden_layers, "H": c.num_attention_heads,
-            "Hk": c.num_key_value_heads, "D": c.head_dim}  # fmt: skip
+    return {"parameters": costs.parameters(c)} | sizes(c, ("C", "L", "H", "Hk", "D"))
 
 
 def _fitting(case, memory=None):
@@ -129,7 +128,8 @@ CHECKS = (
                     "That is the answer for GB. A GiB is 1024³ bytes."),
             Mistake("rounded up", lambda c: _fitting(c) + 1, "The last one does not fit whole: round down."),
         ),
-        otherwise="Memory minus weights, divided by the bytes of one full sequence, rounded down.", given=_sizes_of,
+        otherwise="Memory minus weights, divided by the bytes of one full sequence, rounded down.",
+        given=_sizes,
     ),
 )
 

@@ -6,7 +6,7 @@ import statistics
 from nanokv import costs
 from nanokv.costs.memory import FAMILY
 from nanokv.course.answers import same
-from nanokv.course.checking import RIGHT, Mistake, function, judged, questions, result_of, value, wrong
+from nanokv.course.checking import RIGHT, Mistake, function, judged, questions, result_of, sizes, value, wrong
 from nanokv.course.claims.article1 import profiled_rate
 
 
@@ -15,13 +15,6 @@ def _attention_equals_weights(case):
     config = FAMILY[case.name]
     matrices = costs.decode_flops(config, 0)
     return matrices / (costs.decode_flops(config, 1) - matrices)
-
-
-def _sizes(case):
-    """What paper shows of the model, in the glossary's letters."""
-    c = FAMILY[case.name]
-    return {"C": c.hidden_size, "L": c.num_hidden_layers, "H": c.num_attention_heads, "Hk": c.num_key_value_heads,
-            "D": c.head_dim, "width of the MLP": c.intermediate_size, "V": c.vocab_size}  # fmt: skip
 
 
 def _heads(case):
@@ -145,7 +138,7 @@ CHECKS = (
                     "A multiplication with a weight is two FLOPs too: multiply and add."),
         ),
         otherwise="FLOPs of all matrices for one row, divided by the FLOPs of attention for one visible token.",
-        given=_sizes,
+        given=lambda c: sizes(FAMILY[c.name], ("C", "L", "H", "Hk", "D", "width of the MLP", "V")),
     ),
     function(
         "09.4", right=_limit, inputs=_server,
