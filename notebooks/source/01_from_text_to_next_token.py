@@ -243,8 +243,8 @@ course.figure("01.hot.cut", likely[1.5, 0.9])
 course.figure("01.mild", likely[1.0, 1.0])
 
 # %% [markdown]
-# At temperature 1.5 the beginnings break: the mean log-probability of a token is <!--fig 01.hot x1.3-->-2.8<!--/fig-->.
-# With top-p `0.9` it is <!--fig 01.hot.cut x1.3-->-1.9<!--/fig-->: the unlikeliest tokens are not drawn any more. At
+# At temperature 1.5 the beginnings break: the mean log-probability of a token is <!--fig 01.hot x1.3-->-2.5<!--/fig-->.
+# With top-p `0.9` it is <!--fig 01.hot.cut x1.3-->-1.6<!--/fig-->: the unlikeliest tokens are not drawn any more. At
 # temperature 1 it is <!--fig 01.mild x1.3-->-0.9<!--/fig-->. Top-p does not repair every word. So many tokens are likely
 # at a high temperature that the first 90 percent still hold pieces that break words.
 #
