@@ -159,6 +159,17 @@ def long_functions(source: str, limit: int = LONGEST_FUNCTION) -> list[str]:
     return [f"line {line}: {name} has {size} lines, limit {limit}" for name, size, line in sizes if size > limit]
 
 
+def defined_twice(source: str) -> list[str]:
+    """A second `def` of a name takes the place of the first, also where the first was meant."""
+    bodies = [tree(source).body, *(n.body for n in ast.walk(tree(source)) if isinstance(n, ast.ClassDef))]
+    again = []
+    for body in bodies:
+        plain = [n for n in body if isinstance(n, ast.FunctionDef | ast.ClassDef) and not n.decorator_list]
+        names = [n.name for n in plain]
+        again += [f"line {n.lineno}: {n.name} again" for i, n in enumerate(plain) if n.name in names[:i]]
+    return again
+
+
 def missing_docstring(source: str) -> list[str]:
     said = len(ast.get_docstring(tree(source)) or "")
     return [] if said >= 40 else [f"its docstring of {said} characters does not say what the file is"]
@@ -261,6 +272,10 @@ def test_a_function_fits_on_a_screen():
     assert complaints(long_functions, SOURCES) == []
 
 
+def test_no_name_is_defined_twice():
+    assert complaints(defined_twice, SOURCES + TESTS) == []
+
+
 def test_lines_fit_in_120_columns():
     files = {path.relative_to(ROOT): path.read_text().splitlines() for path in SOURCES + TESTS}
     assert [f"{path}:{n}" for path, lines in files.items() for n, line in enumerate(lines, 1) if len(line) > 120] == []
@@ -306,6 +321,9 @@ def test_the_other_rules_can_fail():
     assert unsafe_loading("import torch\nw = torch.load('w.bin')") == ["line 2: torch.load"]
     assert unsafe_loading("from pickle import loads") == ["line 1: pickle"]
     assert long_functions("def f():\n" + "    x = 1\n" * 50) == ["line 1: f has 51 lines, limit 50"]
+    assert defined_twice("def f(): ...\nx = f\ndef f(): ...\nclass A:\n    def g(self): ...\n    def g(self): ...") == [
+        "line 3: f again", "line 6: g again",
+    ]  # fmt: skip
     assert missing_docstring('"""A file."""') == ["its docstring of 7 characters does not say what the file is"]
     assert missing_docstring("import json") and not missing_docstring(f'"""{"x" * 40}"""')
     assert {"PagedCache", "DictCache", "make_cache"} <= concrete_caches()

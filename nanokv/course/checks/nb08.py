@@ -45,7 +45,7 @@ def _published(case):
     return 100 * (1 - (1 - few) * case.bits / 6), 100 * equal, 100 * own
 
 
-def _sizes(case):
+def _given(case):
     """What paper shows of a model."""
     c = FAMILY[case.name]
     return {"parameters": costs.parameters(c)} | sizes(c, ("C", "L", "H", "Hk", "D"))
@@ -129,7 +129,7 @@ CHECKS = (
             Mistake("rounded up", lambda c: _fitting(c) + 1, "The last one does not fit whole: round down."),
         ),
         otherwise="Memory minus weights, divided by the bytes of one full sequence, rounded down.",
-        given=_sizes,
+        given=_given,
     ),
 )
 
