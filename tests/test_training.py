@@ -155,30 +155,40 @@ def spans_of_answers(messages) -> list[bool]:
     return marks
 
 
+def said_by_the_assistant(ids) -> list[bool]:
+    """By a walk over the tokens: from a header of the assistant to the end of the message."""
+    tokenizer, said, answering = small_tokenizer(), [], False
+    header, end = tokenizer.encode("<|im_start|>assistant\n").ids, tokenizer.token_to_id("<|im_end|>")
+    for i, token in enumerate(ids):
+        said.append(answering)
+        answering = token != end if answering else ids[max(0, i - len(header) + 1) : i + 1] == header
+    return said
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_answers_are_exactly_what_the_assistant_says(seed):
-    """Compared by character offsets, not by the token search that `answers` does."""
+    """Compared by character offsets of the whole text; `encode` counts the tokens of each message."""
     tokenizer = small_tokenizer()
-    rows = data.Rows(tokenizer, 0, 512)
     messages = list(MESSAGES) if seed == 0 else corpus.conversation(trainer_rng(seed), 12)
     encoded, marks = tokenizer.encode(data.render(messages)), spans_of_answers(messages)
-    expected = [marks[start] for start, _ in encoded.offsets]
-    assert rows.answers(encoded.ids) == expected
-    assert {True, False} == set(expected)
+    ids, said = data.Rows(tokenizer, 0, 512).encode(messages)
+    assert ids == encoded.ids and said == [marks[start] for start, _ in encoded.offsets]
+    assert {True, False} == set(said)
 
 
-def test_all_answers_count_and_a_tenth_of_the_rest():
+def test_all_answers_count_and_a_tenth_of_the_rest(monkeypatch):
     """Another tenth in every row: no token of a user is left out for ever, none is learnt by heart."""
-    rows, rng = data.Rows(small_tokenizer(), 0, 1024), random.Random(0)
-    rest = []
-    for _ in range(40):
-        ids, counts = rows.row(rng, 512)
-        assert len(ids) == len(counts) == 513
-        if rows.assistant[0] in ids:
-            said = rows.answers(ids)
-            assert all(counted for counted, answered in zip(counts, said, strict=True) if answered)
-            rest += [counted for counted, answered in zip(counts, said, strict=True) if not answered]
-    assert len(rest) > 5000 and 0.08 < sum(rest) / len(rest) < 0.12 and data.USER_SHARE == 0.1
+    rows, rest = data.Rows(small_tokenizer(), 0, 1024), []
+    assert data.USER_SHARE == 0.1
+    for i in range(40):
+        ids, counts = rows.row(random.Random(i), 512)
+        with monkeypatch.context() as patched:
+            patched.setattr(data, "USER_SHARE", 0)
+            same, said = rows.row(random.Random(i), 512)
+        assert len(ids) == len(counts) == 513 and same == ids and any(said)
+        assert all(counted for counted, answered in zip(counts, said, strict=True) if answered)
+        rest += [counted for counted, answered in zip(counts, said, strict=True) if not answered]
+    assert len(rest) > 5000 and 0.08 < sum(rest) / len(rest) < 0.12
 
 
 def test_a_few_rows_are_stories_without_a_chat(monkeypatch):
@@ -245,13 +255,13 @@ def test_rows_are_short_at_first_and_long_later():
 def test_validation_uses_held_out_words(monkeypatch):
     """The curve must show what the model can do with words that it never saw."""
     asked, tokenizer = [], small_tokenizer()  # made of conversations too
-    original = data.conversation
+    original = data.begin
 
-    def spy(rng, exchanges, held_out=False, *stage):
+    def spy(rng, held_out, stage):
         asked.append(held_out)
-        return original(rng, exchanges, held_out, *stage)
+        return original(rng, held_out, stage)
 
-    monkeypatch.setattr(data, "conversation", spy)
+    monkeypatch.setattr(data, "begin", spy)
     run = Trainer(Recipe(steps=2, tokens_per_batch=256), config=SMALL, tokenizer=tokenizer)
     first = run.validate()
     assert asked and all(asked)
@@ -268,7 +278,7 @@ def test_validation_counts_what_the_assistant_says():
     run.validate()
     ((inputs, targets, counts),) = seen
     rows = torch.cat([inputs[:, :1], targets], 1).tolist()
-    assert counts.tolist() == [run.long.answers(ids)[1:] for ids in rows]
+    assert counts.tolist() == [said_by_the_assistant(ids)[1:] for ids in rows]
 
 
 def test_the_loss_is_the_mean_over_what_counts():

@@ -89,13 +89,25 @@ SEVENTH = replace(  # what resembles something older
 PHASES = (SECOND, THIRD, FOURTH, FIFTH, SIXTH, SEVENTH)  # of a training, after FIRST
 
 
-def talk(rng: random.Random, exchanges: int, held_out: bool = False, stage: Stage = FIRST) -> Conversation:
-    """A conversation with so many exchanges, its words and what they mean; now and then with a system prompt."""
+def begin(rng: random.Random, held_out: bool = False, stage: Stage = FIRST) -> Conversation:
+    """A conversation without exchanges; now and then with a system prompt."""
     said = Conversation(rng, held_out, stage)
     if rng.random() < 0.12:
         said.messages.append({"role": "system", "content": rng.choice(small_talk.SYSTEM_PROMPTS)})
+    return said
+
+
+def grow(said: Conversation, exchanges: int):
+    """Go on until there are so many exchanges, or one or two more."""
     while len(said.log) < exchanges:
-        rng.choices(list(stage.segments), list(stage.segments.values()))[0](said)
+        rng, segments = said.rng, said.stage.segments
+        rng.choices(list(segments), list(segments.values()))[0](said)
+
+
+def talk(rng: random.Random, exchanges: int, held_out: bool = False, stage: Stage = FIRST) -> Conversation:
+    """A conversation with so many exchanges, its words and what they mean."""
+    said = begin(rng, held_out, stage)
+    grow(said, exchanges)
     return said
 
 

@@ -12,7 +12,7 @@ import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from nanokv.text.tokenizer_file import write_tokenizer
-from nanokv.training.corpus import FIRST, Stage, conversation, plain_story
+from nanokv.training.corpus import FIRST, Stage, begin, conversation, grow, plain_story
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 # Qwen's split: contractions, words with their leading space, single digits, punctuation, line breaks, spaces.
@@ -26,6 +26,7 @@ CHAT_TEMPLATE = (
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
 USER_SHARE = 0.1  # of the user's tokens count in the loss: the model is to answer, not to guess what users say
+TOKENS_AN_EXCHANGE = 36  # about
 PLAIN_SHARE = 0.03  # of the rows are stories without a chat
 ROW_LENGTHS = ((64, 2), (128, 5), (256, 8), (512, 3), (1024, 1.5), (2048, 0.5))  # (tokens per row, how often)
 
@@ -78,7 +79,6 @@ class Rows:
         self.stage: Stage = stage
         self.lengths = [(length, weight) for length, weight in ROW_LENGTHS if length <= min(longest, tokens_per_batch)]
         self.assistant = tokenizer.encode("<|im_start|>assistant\n").ids
-        self.end = tokenizer.token_to_id("<|im_end|>")
 
     def batch(self, step: int):
         """(B,T) inputs, (B,T) targets, (B,T) bool: which targets count in this step's loss."""
@@ -91,16 +91,18 @@ class Rows:
         return self.rows([self.row(random.Random(f"held out:{i}"), length, held_out=True) for i in range(count)])
 
     def row(self, rng, length: int, held_out: bool = False) -> tuple[list[int], list[bool]]:
-        """length + 1 ids and whether each counts, from one conversation."""
+        """length + 1 ids and whether each counts, from a conversation that grows until it fills the row."""
         if not held_out and rng.random() < PLAIN_SHARE:
             return self.plain_row(rng, length)
-        exchanges = max(2, length // 20)
+        talk, done = begin(rng, held_out, self.stage), 0
         ids: list[int] = []
-        while len(ids) <= length:  # too short a conversation is drawn again, longer
-            ids = self.tokenizer.encode(render(conversation(rng, exchanges, held_out, self.stage))).ids
-            exchanges *= 2
+        said: list[bool] = []
+        while len(ids) <= length:
+            grow(talk, len(talk.log) + max(2, (length - len(ids)) // TOKENS_AN_EXCHANGE))
+            more, answers = self.encode(talk.messages[done:])
+            ids, said, done = ids + more, said + answers, len(talk.messages)
         share = 0 if held_out else USER_SHARE
-        return ids[: length + 1], [said or rng.random() < share for said in self.answers(ids)][: length + 1]
+        return ids[: length + 1], [answered or rng.random() < share for answered in said[: length + 1]]
 
     def plain_row(self, rng, length: int) -> tuple[list[int], list[bool]]:
         """Stories, each ended by <|endoftext|>; every token counts."""
@@ -109,16 +111,17 @@ class Rows:
             ids += self.tokenizer.encode(plain_story(rng) + "<|endoftext|>").ids
         return ids[: length + 1], [True] * (length + 1)
 
-    def answers(self, ids: list[int]) -> list[bool]:
-        """Is it a token that the assistant says, its end included?"""
-        said, answering, header = [], False, len(self.assistant)
-        for i, token in enumerate(ids):
-            said.append(answering)
-            if answering and token == self.end:
-                answering = False
-            elif not answering and ids[i - header + 1 : i + 1] == self.assistant:
-                answering = True
-        return said
+    def encode(self, messages) -> tuple[list[int], list[bool]]:
+        """Ids of the messages in ChatML; is each a token that the assistant says, its end included?"""
+        ids: list[int] = []
+        said: list[bool] = []
+        header = len(self.assistant)
+        encoded = self.tokenizer.encode_batch_fast([render([message]) for message in messages])  # a thread a core
+        for message, new in zip(messages, (encoding.ids for encoding in encoded), strict=True):
+            ids += new
+            answer = message["role"] == "assistant"
+            said += [False] * header + [answer] * (len(new) - header - 1) + [False]  # the last one is a line break
+        return ids, said
 
     @staticmethod
     def rows(rows):
