@@ -33,7 +33,7 @@ from nanokv import course
 model, tokenizer = course.start("00")
 
 # %% [markdown]
-# The cell above has loaded a small language model. It printed some of the model's sizes. You will know each of these
+# The cell above has loaded a small language model. It printed some of the model's sizes. You will know most of these
 # words at the end.
 
 # %% [markdown]
@@ -199,7 +199,7 @@ print("mix", [round(number, 2) for number in mix(weights, values)])
 # %% [markdown]
 # Half of `[10, 0]` and half of `[0, 10]` is `[5, 5]`. This is attention. Everything else in a transformer works on one
 # token at a time. At the end the last token's vector becomes one number for each of the `V` ids, the
-# [logits](glossary.md#logits). The largest belongs to the likeliest next token. Notebook 01 begins there.
+# [logits](glossary.md#logits). The largest belongs to the likeliest next token. Notebook 01 goes on from there.
 
 # %% [markdown]
 # ## Step 7: a token arrives, and the cache helps
@@ -290,8 +290,9 @@ print("q, the queries     (B,T,H,D)", tuple(q.shape))
 # %% [markdown]
 # ## What the articles say
 #
-# This course audits five articles on the KV cache, claim by claim. They take q, k and v as known and begin after this
-# page. So none of their claims is checked here. You can now read them. `nanokv course claims` prints all verdicts.
+# This course audits five articles on the KV cache, claim by claim. Most of them take q, k and v as known, and begin
+# after this page. So none of their claims is checked here. You can now read them. `nanokv course claims` prints all
+# verdicts.
 
 # %% [markdown]
 # ## Exercises

@@ -21,7 +21,7 @@
 # - choose a token from [logits](glossary.md#logits): temperature, top-p, argmax;
 # - say what makes a model stop, and recognise the bug when it does not stop.
 #
-# Letters: `V` entries of the vocabulary, `N` tokens of the answer ([all of them](glossary.md#letters)).
+# Letters: `V` entries of the vocabulary, `N` tokens of the answer ([all letters](glossary.md#letters)).
 
 # %%
 import json
@@ -243,10 +243,11 @@ course.figure("01.hot.cut", likely[1.5, 0.9])
 course.figure("01.mild", likely[1.0, 1.0])
 
 # %% [markdown]
-# At temperature 1.5 the beginnings break: the mean log-probability of a token is <!--fig 01.hot x1.3-->-2.5<!--/fig-->.
-# With top-p `0.9` it is <!--fig 01.hot.cut x1.3-->-1.6<!--/fig-->: the unlikeliest tokens are not drawn any more. At
-# temperature 1 it is <!--fig 01.mild x1.3-->-0.9<!--/fig-->. Top-p does not repair every word. So many tokens are likely
-# at a high temperature that the first 90 percent still hold pieces that break words.
+# The higher the temperature, the more beginnings break. At 1.5 the mean log-probability of a token
+# is <!--fig 01.hot x1.3-->-2.5<!--/fig-->. With top-p `0.9` it is <!--fig 01.hot.cut x1.3-->-1.6<!--/fig-->: the
+# unlikeliest tokens are not drawn any more. At temperature 1 it is <!--fig 01.mild x1.3-->-0.9<!--/fig-->. Top-p does
+# not repair every word. So many tokens are likely at a high temperature that the first 90 percent still hold pieces
+# that break words.
 #
 # How much choice does the model have at each token? We let it write one story greedily and compute, for each token, the
 # [entropy](glossary.md#entropy) of the distribution from which it was taken:
@@ -274,7 +275,7 @@ course.show(fig, alt=f"A bar for each token of a story. {sure:.0f} percent of th
 
 # %% [markdown]
 # For <!--fig 01.sure-->67<!--/fig--> percent of the tokens one choice has more than nine tenths of the probability: the
-# rest of a word, or a name that was given. At the place with the most choice, the model chooses among the equivalent
+# rest of a word or of a phrase. At the place with the most choice, the model chooses among the equivalent
 # of <!--fig 01.freest-->424<!--/fig--> equally likely words. The same temperature acts on all these places. So a
 # slightly higher temperature varies a story, and a much higher one breaks words.
 

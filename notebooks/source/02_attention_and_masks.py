@@ -22,7 +22,7 @@
 # - say what the square root of the [head size](glossary.md#head-size) is for.
 #
 # Letters: `B` rows of the batch, `T` tokens that are fed at once, `H` query heads, `Hk` KV heads, `D` numbers of a
-# head, `L` layers, `V` entries of the vocabulary ([all of them](glossary.md#letters)).
+# head, `L` layers, `V` entries of the vocabulary ([all letters](glossary.md#letters)).
 
 # %%
 import math
@@ -142,8 +142,8 @@ axes[0].set_ylabel("query of")
 reader, most = "layer {}, head {}".format(*best[0]), 100 * float(looks[best[0]])
 course.figure("02.most", most)
 course.show(fig, alt=f"Three attention maps, nothing above the diagonal. In {reader} the last row has one bright cell: "
-            f"{most:.0f} percent on {pieces[name]!r}. The second head does the same with {100 * looks[best[1]]:.0f} "
-            f"percent; the third looks at other tokens.")
+            f"{most:.0f} percent on {pieces[name]!r}. The second head gives it {100 * looks[best[1]]:.0f} percent; the "
+            f"third looks at other tokens.")
 
 # %% [markdown]
 # One head takes <!--fig 02.most-->69<!--/fig--> percent of its mix from the first piece of the name. The output of a
@@ -225,10 +225,10 @@ course.figure("02.choices", choices["multiplied"])
 
 # %% [markdown]
 # The loss goes from <!--fig 02.loss-->1.474<!--/fig-->
-# to <!--fig 02.loss.multiplied-->1.475<!--/fig-->, <!--fig 02.choices-->99<!--/fig--> of 100 first choices are the
-# same, and so is the answer. Most scores of the trained model are far from 0, so the leak is small after the first few
-# tokens. With no mask at all the name is right too, and the loss even falls, to <!--fig 02.loss.none-->1.074<!--/fig-->:
-# each token of the text sees the one that it has to predict.
+# to <!--fig 02.loss.multiplied-->1.475<!--/fig-->, <!--fig 02.choices-->99<!--/fig--> of 100 first choices are the same, and so is the answer. The first token gives most
+# of its attention to later ones; of the others only a few leak much. With no mask at all the name is right too, and the
+# loss even falls, to <!--fig 02.loss.none-->1.074<!--/fig-->: each token of the text sees the one that it has to
+# predict.
 #
 # How can you notice such a leak? In a causal model an *earlier* output cannot depend on a later input. So change the
 # last token of the text, and see which logits before it move.
@@ -416,12 +416,11 @@ course.show(fig, alt=f"Two curves over the factor on the scores. The loss is low
 
 # %% [markdown]
 # It is <!--fig 02.spread.root-->1.7<!--/fig--> tokens: attention nearly picks a single token. The loss
-# is <!--fig 02.loss.root-->2.21<!--/fig-->. The answer above is right all the same: it is short, and hardly needs more
-# than one token at a time. A model needs the scale with which it was trained, but not to the last digit. At `0.8` the
-# loss is hardly higher, <!--fig 02.loss.less-->1.481<!--/fig-->, and for <!--fig 02.better x1.3-->7<!--/fig-->
-# of <!--fig 02.talks-->30<!--/fig--> other texts it is lower than with the right scale. The two sides
-# differ: with half the scores the loss is <!--fig 02.loss.half-->1.85<!--/fig-->, with double
-# scores <!--fig 02.loss.double-->1.54<!--/fig-->.
+# is <!--fig 02.loss.root-->2.21<!--/fig-->. A model needs the scale with which it was trained, but not to the last
+# digit. At `0.8` the loss is hardly higher, <!--fig 02.loss.less-->1.481<!--/fig-->, and
+# for <!--fig 02.better x1.3-->7<!--/fig--> of <!--fig 02.talks-->30<!--/fig--> other texts it is lower than with the
+# right scale. The two sides differ: with half the scores the loss is <!--fig 02.loss.half-->1.85<!--/fig-->, with
+# double scores <!--fig 02.loss.double-->1.54<!--/fig-->.
 #
 # A missing root is seen in the loss at once, so somebody finds it. A multiplied mask is not.
 
@@ -441,7 +440,7 @@ ahead = (scores * visible / 10**0.5).softmax(-1).triu(1).sum(-1).mean(0)  # (5,)
 masked = scores.masked_fill(visible == 0, -torch.inf)
 apart = float((masked.softmax(-1) - (masked / 10**0.5).softmax(-1)).abs().amax((1, 2)).mean())
 course.claim("2.3", "wrong", found=f"the first row gives {100 * ahead[0]:.0f} percent to the future on average, "
-             f"the first four together {100 * ahead[:4].mean():.0f}")
+             f"the first four on average {100 * ahead[:4].mean():.0f}")
 course.claim("2.4", "wrong", found=f"the largest difference of a weight is {apart:.2f} on average")
 course.claim("3.1", "misleading", found=f"multiplied by the root instead, the loss here is {points[-1][0]:.2f}")
 

@@ -24,7 +24,7 @@
 # Keep `nanokv/model.py` open beside this page: it is the whole architecture, and every cell here runs it.
 #
 # Letters: `B` rows of the batch, `T` tokens that are fed at once, `C` numbers of a hidden state, `H` query heads, `Hk`
-# KV heads, `D` numbers of a head, `V` entries of the vocabulary ([all of them](glossary.md#letters)).
+# KV heads, `D` numbers of a head, `V` entries of the vocabulary ([all letters](glossary.md#letters)).
 
 # %%
 import random
@@ -169,9 +169,9 @@ course.show(fig, alt="Two lines over the layers, on a log scale. The residual st
             "in the median.")
 
 # %% [markdown]
-# The stream grows by a factor of <!--fig 03.grow-->54<!--/fig--> from the bottom to the top, most of it in the first
-# layer. The other layers do not see this growth: after the norm, their input has the size of the norm's weights, for
-# every token.
+# The stream grows by a factor of <!--fig 03.grow-->54<!--/fig--> from the bottom to the top. The first layer alone
+# makes it several times as large. The other layers do not see this growth: after the norm, their input has the size of
+# the norm's weights, for every token.
 
 # %% [markdown]
 # ## Experiment 3: rotation
@@ -336,13 +336,12 @@ course.show(fig, alt="Lines over the positions of the text, on a log scale. At p
 # The wrong pairs keep <!--fig 03.pairs.same-->56<!--/fig--> of 100 first choices. Many tokens are determined by their
 # neighbours, and at a small distance the wrong rotation is still close to the right one. The loss shows the
 # damage: <!--fig 03.pairs.loss-->2.56<!--/fig--> instead of <!--fig 03.loss-->1.47<!--/fig-->. At position 0 every
-# variant is exact, because the angle is zero and the first token attends only to itself. So a test with a single token
-# passes.
+# variant is exact, because the first token attends only to itself. So a test with a single token passes.
 #
 # The norm after the rotation is the hardest to see. Its logits are off by up to <!--fig 03.late.gap-->5.7<!--/fig-->,
-# but <!--fig 03.late.same-->96<!--/fig--> of 100 choices stay, and the loss hardly changes
-# (<!--fig 03.late.loss-->1.50<!--/fig-->). No text will show this mistake; a comparison of numbers does. Exercise 03.5 asks why its effect is so
-# small.
+# but <!--fig 03.late.same-->96<!--/fig--> of 100 choices stay, and the loss hardly
+# changes (<!--fig 03.late.loss-->1.50<!--/fig-->). Hardly any text will show this mistake; a comparison of numbers
+# does. Exercise 03.5 asks why its effect is so small.
 #
 # The last line is no mistake: with all positions shifted by 1,000 the logits move
 # by <!--fig 03.shift.gap x10-->1e-4<!--/fig-->. That is the rounding of large angles.
@@ -365,8 +364,8 @@ with changed_model(rope_angles=lambda config, *rest: rope_angles(replace(config,
     print("base 10,000:        ", answer())
 
 # %% [markdown]
-# With the wrong pairs, the bundled model answers in good English and denies what it was told a moment ago. If you only
-# look at fluency, you take it for a weak model. With the wrong base it even gets this question right.
+# With the wrong pairs, the bundled model answers in good English, and the name is wrong or missing. If you only look at
+# fluency, you take it for a weak model. With the wrong base it even gets this question right.
 
 # %% [markdown]
 # ## Experiment 5: who shares what, and what each part is worth
@@ -442,10 +441,10 @@ course.show(fig, alt="Bars for each layer: the loss that is added when its atten
             f"{dear[2]}; the smallest is {min(min(values) for values in worth.values()):.3f}.")
 
 # %% [markdown]
-# One part matters most: without the first MLP the loss rises by <!--fig 03.dear-->6.1<!--/fig--> nats, nearly to
-# that of guessing evenly (<!--fig 03.uniform-->7.6<!--/fig-->). The upper layers were trained on the output of the first MLP; they cannot use
-# the embedding alone. In the middle, a missing part hardly changes the loss. So a port that still writes good text may
-# have a missing part.
+# One part matters most: without the first MLP the loss rises by <!--fig 03.dear-->6.1<!--/fig--> nats, nearly to that
+# of guessing evenly (<!--fig 03.uniform-->7.6<!--/fig-->). The upper layers were trained on the output of the first
+# MLP; they cannot use the embedding alone. In the middle, some parts hardly change the loss. So a port that still
+# writes good text may have a missing part.
 
 # %% [markdown]
 # ## What the articles say

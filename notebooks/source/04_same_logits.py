@@ -9,10 +9,10 @@
 # %% [markdown]
 # # 04 · Same logits as transformers
 #
-# You get three copies of a model. Each is wrong in one place. The first writes nonsense, so you know at once. The
-# second still tells you your name. The third does not change a single word. How do you find out that it is wrong, and
-# how do you find the place? You compare its numbers with those of a program that you trust, operation by operation. And
-# you need to know how large a difference is allowed.
+# You get three copies of a model. Each is wrong in one place. The first writes nonsense, so you know at once. The other
+# two do not change a single word. How do you find out that they are wrong, and how do you find the place? You compare
+# their numbers with those of a program that you trust, operation by operation. And you need to know how large a
+# difference is allowed.
 #
 # ## What you will be able to do
 #
@@ -22,7 +22,7 @@
 # - say how little it proves that two models write the same words.
 #
 # Letters: `T` tokens that are fed at once, `L` layers, `C` numbers of a hidden state, `V` entries of the vocabulary
-# ([all of them](glossary.md#letters)).
+# ([all letters](glossary.md#letters)).
 
 # %%
 import os
@@ -172,7 +172,7 @@ course.figure("04.ratio", noise_half / noise)
 
 # %% [markdown]
 # In fp32, rounding moves the logits by about <!--fig 04.noise x4-->1e-5<!--/fig-->, in bf16
-# by <!--fig 04.noise_half x4-->0.12<!--/fig-->: about <!--fig 04.ratio x5-->11,000<!--/fig--> times as much. For one
+# by <!--fig 04.noise_half x4-->0.12<!--/fig-->: about <!--fig 04.ratio x5-->7,300<!--/fig--> times as much. For one
 # number, sixteen bits fewer are a factor of `2**16 = 65,536`. How much of this factor reaches the logits depends on the
 # sums in between.
 #

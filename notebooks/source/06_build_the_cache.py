@@ -22,7 +22,7 @@
 #
 # Letters: `B` rows of the batch, `T` tokens that are fed at once, `S` keys that a query may see, the cached ones
 # included, `C` numbers of a hidden state, `H` query heads, `Hk` KV heads, `D` numbers of a head, `L` layers, `V`
-# entries of the vocabulary, `P` tokens of the prompt ([all of them](glossary.md#letters)).
+# entries of the vocabulary, `P` tokens of the prompt ([all letters](glossary.md#letters)).
 
 # %%
 import torch
@@ -86,8 +86,8 @@ course.figure("06.hidden", c.hidden_size)
 # %% [markdown]
 # Only the third axis grows, by one per step, in every layer. Per token the cache
 # keeps <!--fig 06.numbers-->1,152<!--/fig--> numbers: a key and a value (`2`) in every layer (`L`) and every KV head
-# (`Hk`), each of `D` numbers. The hidden size, <!--fig 06.hidden-->192<!--/fig-->, is not a factor of that product, and
-# neither is the number of query heads. Two of the articles make their mistake there.
+# (`Hk`), each of `D` numbers. The hidden size, <!--fig 06.hidden-->192<!--/fig-->, does not appear in that product, and
+# neither does the number of query heads. Three of the articles go wrong there.
 #
 # The picture below has a page of its own, with a tour. There you move from step to step, see each token's name on its
 # column, and open each cell to see the numbers of its key and value. In a terminal in the folder of the project:

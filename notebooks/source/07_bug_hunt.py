@@ -22,7 +22,7 @@
 # - find and fix the bugs of a cache that you have never seen.
 #
 # Letters: `B` rows of the batch, `T` tokens that are fed at once, `H` query heads, `Hk` KV heads, `D` numbers of a
-# head, `P` tokens of the prompt ([all of them](glossary.md#letters)).
+# head, `P` tokens of the prompt ([all letters](glossary.md#letters)).
 
 # %%
 import copy
@@ -101,8 +101,8 @@ course.figure("07.bytes", count["bytes"])
 # Of <!--fig 07.all-->22<!--/fig--> bugs, <!--fig 07.errors-->2<!--/fig--> stop with an error
 # and <!--fig 07.words-->9<!--/fig--> change words. Some of these answers are still clean sentences, for example the
 # answer to the question of another user. With the other <!--fig 07.silent-->11<!--/fig--> every word is right. Of
-# those, <!--fig 07.bytes-->2<!--/fig--> change no value at all and only cost memory. The plot shows what the others
-# change:
+# those, <!--fig 07.bytes-->2<!--/fig--> change no value at all and only cost memory. The plot shows how far the logits
+# move, for all bugs but those of batches and beams and those that stop:
 
 # %% tags=["hide-input"]
 single = {name: one for name, one in found.items() if one.deltas and one.fault.scenario not in ("batch", "beams")}
@@ -132,9 +132,9 @@ course.show(fig, alt="One row a bug, one column a step of the answer, brighter w
 course.figure("07.loudest", max(single[loudest].deltas))
 
 # %% [markdown]
-# The worst bug without a wrong word moves a logit by <!--fig 07.loudest-->12<!--/fig-->. Every word is still right,
-# because the largest logit stayed the largest. If two logits were closer together, the word would change. So do not
-# judge a cache by its text. Compare its logits with those of a run without a cache.
+# The worst bug without a wrong word in the plot moves a logit by <!--fig 07.loudest-->12<!--/fig-->. Every word is
+# still right, because the largest logit stayed the largest. If two logits were closer together, the word would change.
+# So do not judge a cache by its text. Compare its logits with those of a run without a cache.
 
 # %% [markdown]
 # ## Experiment 2: read the first difference
@@ -156,7 +156,7 @@ print(f"(the prompt of the first conversation is tokens 0 to {prompt - 1})")
 # %% [markdown]
 # - **Which token.** Token 0: something is wrong from the start, in what is stored or in what the cache held before. The
 #   first token after the prompt: the prompt was right, and decoding is wrong. The first token of the second chunk: the
-#   positions or the mask of a later chunk are wrong.
+#   positions or the mask of a later chunk are wrong. (With `reorder_ignored` it is the first token after two prompts.)
 # - **Which operation.** `rope_k`: the key that reaches attention is wrong, by its position or because it was stored
 #   wrongly. `attention`: query, key and value of the new token are right and the output is wrong, so the error is in
 #   the numbers that came out of the *cache*, or in the mask. `embed_tokens`: the [embedding](glossary.md#embedding) of
@@ -298,8 +298,9 @@ course.figure("07.logit_test", logits)
 
 # %% [markdown]
 # Checking shapes notices <!--fig 07.shapes-->1<!--/fig--> of them, comparing words <!--fig 07.word_test-->6<!--/fig-->,
-# comparing logits <!--fig 07.logit_test-->10<!--/fig-->. One situation cannot show more. A test that passes proves
-# something only if it fails on wrong code. The survivors, the bugs that it missed, say which test to write next:
+# comparing logits <!--fig 07.logit_test-->10<!--/fig-->. In this one situation logits cannot show more. A test that
+# passes proves something only if it fails on wrong code. The survivors, the bugs that it missed, say which test to
+# write next:
 
 # %%
 print(grades["logits_are_right"])
@@ -352,7 +353,8 @@ course.figure("07.token", failed[0].token)
 # Here <!--fig 07.failed-->6<!--/fig--> cases fail. Read the first one: it differs from
 # token <!--fig 07.token-->32<!--/fig--> on, without an error. A single new token is written after the end of the block,
 # into an empty slice. torch allows that: it broadcasts a row of length one to a slice of length zero. The position
-# moves on, and the newest tokens are lost. One of the five articles has the same bug in its contiguous cache.
+# moves on, and the newest tokens are lost. (The case "Beyond its capacity" passes, because it feeds fewer tokens than
+# the slab has places.) One of the five articles has the same bug in its contiguous cache.
 
 # %% [markdown]
 # ## What the articles say

@@ -21,12 +21,12 @@
 #   rotation;
 # - say how many bytes a step has to read and how much it has to compute, and compare its time with the least time that
 #   the machine allows;
-# - explain why a tiny model gains less from a cache than the count says, and why a batch is nearly free for a large
-#   one;
+# - explain why a tiny model gains less from a cache than the count says, and why a batch costs a large one far less
+#   than its rows one by one;
 # - read a benchmark and name what is missing.
 #
 # Letters: `S` keys that a query may see, the cached ones included, `C` numbers of a hidden state, `V` entries of the
-# vocabulary ([all of them](glossary.md#letters)).
+# vocabulary ([all letters](glossary.md#letters)).
 
 # %%
 import statistics
@@ -429,8 +429,8 @@ course.show(fig, alt=f"Left: {intensity[0]:.1f} FLOPs per byte for one row, risi
 
 # %% [markdown]
 # One row computes <!--fig 09.one-->1.0<!--/fig--> FLOP per byte. That is below the balance of every machine, so
-# decoding is bound by memory. A prompt of some hundred rows is above it, so the prefill is bound by arithmetic. The two
-# problems need different solutions.
+# decoding is bound by memory. A prompt of several hundred rows is above it, so the prefill is bound by arithmetic. The
+# two problems need different solutions.
 #
 # How large is the cache's part of a step? It reaches half of the FLOPs at <!--fig 09.flops-->5,197<!--/fig--> tokens
 # and half of the bytes at <!--fig 09.bytes-->10,394<!--/fig-->. In shorter texts, "decoding is slow because of the

@@ -23,7 +23,7 @@
 # - check guesses in one forward ([speculative decoding](glossary.md#speculative-decoding)) and
 #   [truncate](glossary.md#truncate) the wrong ones, at the right place.
 #
-# Letters: `T` tokens that are fed at once, `P` tokens of the prompt ([all of them](glossary.md#letters)).
+# Letters: `T` tokens that are fed at once, `P` tokens of the prompt ([all letters](glossary.md#letters)).
 
 # %%
 import time
@@ -155,11 +155,11 @@ course.show(fig, alt=f"Three masks for a chunk of {T} queries after {held} cache
 
 # %% [markdown]
 # With the right mask every split gives the logits of the whole, up to rounding (<!--fig 11.chunk x5-->1e-5<!--/fig-->).
-# With the top-left mask, a later chunk cannot see the earlier ones: the logits move by at
-# least <!--fig 11.topleft-->15<!--/fig-->. Without a mask they move by at least <!--fig 11.nomask-->2<!--/fig-->,
-# because each token of a chunk sees the tokens after it. Both wrong masks pass a test that feeds one token at a time
-# (the first column). The top-left mask also passes a test that feeds everything at once (the last column). So test a
-# cache with *several* splits.
+# With the top-left mask, a token of a later chunk sees only the first few keys. It misses most of the cache, and even
+# itself: the logits move by at least <!--fig 11.topleft-->15<!--/fig-->. Without a mask they move by at
+# least <!--fig 11.nomask-->2<!--/fig-->, because each token of a chunk sees the tokens after it. Both wrong masks pass
+# a test that feeds one token at a time (the first column). The top-left mask also passes a test that feeds everything
+# at once (the last column). So test a cache with *several* splits.
 
 # %% [markdown]
 # ## Experiment 2: the next request begins with the same words
@@ -307,8 +307,8 @@ course.show(fig, alt=f"Bars for four turns of three chats. In the fourth turn {w
 # turn <!--fig 11.think-->67<!--/fig--> percent is kept. The first difference is where the *latest* answer begins. The
 # older answers were rewritten a turn before, and are cached in their final form. So a turn loses one answer, not the
 # conversation. Clock: one changed digit near the beginning leaves <!--fig 11.clock-->4<!--/fig--> tokens, and
-# all <!--fig 11.clockfed-->119<!--/fig--> others are computed again, although their words are the same. The keys of a
-# token depend on everything before it. So put text that changes at the end of a prompt.
+# all <!--fig 11.clockfed-->119<!--/fig--> others are fed, although most of their words had been in the cache. The keys
+# of a token depend on everything before it. So put text that changes at the end of a prompt.
 #
 # A chat that skips the comparison and appends the new turn to the cached tokens is fast and wrong: the model then reads
 # another text than the one that the template wrote.
@@ -316,11 +316,11 @@ course.show(fig, alt=f"Bars for four turns of three chats. In the fourth turn {w
 # %% [markdown]
 # ## Experiment 4: guess, check, truncate
 #
-# For a large model, a forward over five tokens takes about as long as a forward over one: the weights are read once in
-# both cases (notebook 09). So a cheap method can guess tokens, and the model *checks* them: `verify_draft` gives the
-# logits after each of the tokens. The guesses are kept up to the first one with which the model does not agree. There
-# the model's own choice is taken. Here we write one round by hand. The guesser is the model itself without its last
-# layer.
+# For a large model, a forward over five tokens takes much less than five times as long as one over a single token: the
+# weights are read once in both cases (notebook 09). So a cheap method can guess tokens, and the model *checks* them:
+# `verify_draft` gives the logits after each of the tokens. The guesses are kept up to the first one with which the
+# model does not agree. There the model's own choice is taken. Here we write the rounds by hand. The guesser is the
+# model itself without its last layer.
 
 # %% tags=["hide-input"]
 course.show(course.drawings.speculation())

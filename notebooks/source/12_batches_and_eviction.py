@@ -27,7 +27,7 @@
 #
 # Letters: `B` rows of the batch, `T` tokens that are fed at once, `S` keys that a query may see, the cached ones
 # included, `C` numbers of a hidden state, `H` query heads, `Hk` KV heads, `D` numbers of a head, `V` entries of the
-# vocabulary ([all of them](glossary.md#letters)).
+# vocabulary ([all letters](glossary.md#letters)).
 
 # %%
 import time
@@ -268,9 +268,10 @@ course.show(fig, alt=f"Left: perplexity falls from {ppl[0][0]:.2f} at a window o
 # The conversation has <!--fig 12.tokens-->339<!--/fig--> tokens. From a window of 64 to one of 256, memory grows four
 # times. Perplexity falls from <!--fig 12.w64-->2.50<!--/fig--> to <!--fig 12.w256-->2.48<!--/fig-->,
 # by <!--fig 12.gain-->1.0<!--/fig--> percent. That looks as if nothing important stood further back. But the name
-# stands there: the window that reaches the first line recalls it, and <!--fig 12.recalled-->0<!--/fig--> of the smaller
-# ones do. With those, the model answers fluently and politely that it was not told. A mean over all tokens hardly shows
-# an error in a few of them. So test a cache that drops tokens with questions about what it may have dropped.
+# stands there, as only the loss over the whole text shows: the window that reaches the first line recalls it,
+# and <!--fig 12.recalled-->0<!--/fig--> of the smaller ones do. With those, the model answers fluently and politely
+# that it was not told. A mean over all tokens hardly shows an error in a few of them. So test a cache that drops tokens
+# with questions about what it may have dropped.
 #
 # Sinks hardly help this model: at a window of 16, perplexity is <!--fig 12.w16-->4.2<!--/fig--> without them
 # and <!--fig 12.w16sinks-->4.4<!--/fig--> with them. Papers report the opposite for large models, which were trained
@@ -350,7 +351,7 @@ course.figure("12.rise", rise)
 course.figure("12.smaller", saved[4])
 
 # %% [markdown]
-# Perplexity rises by less than <!--fig 12.rise below-->0.1<!--/fig--> percent, for a cache that
+# Perplexity changes by less than <!--fig 12.rise below-->0.1<!--/fig--> percent, for a cache that
 # is <!--fig 12.smaller-->3.6<!--/fig--> times smaller. It is not eight times smaller, because the scales take memory
 # and the newest tokens are exact; in a short text these are a large part. The exact tokens are also one reason why the
 # loss is so small. But this is a mean, as in experiment 2. The next experiment looks at the worst token.
@@ -387,7 +388,7 @@ course.show(fig, alt="Bars on a log scale. All caches that keep exact values sta
 
 # %% [markdown]
 # There is a wide gap. The rounding of sums in another order ends at <!--fig 12.exact x10-->1e-5<!--/fig-->. The
-# smallest change of the *values* begins at <!--fig 12.q8 x2-->9e-3<!--/fig-->. The tolerance must lie in this gap, here
+# smallest change of the *values* begins at <!--fig 12.q8 x2-->7e-3<!--/fig-->. The tolerance must lie in this gap, here
 # `1e-4`: small enough to catch a wrong position, large enough to accept another order of sums. For a cache that rounds
 # its values there is no such tolerance. There you measure the likelihood, and the answers that matter to you.
 

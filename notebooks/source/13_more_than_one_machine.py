@@ -11,8 +11,8 @@
 #
 # A model or its cache can be too large for one machine. Then both are cut into parts, and each part lies on a machine
 # of its own. The machines must exchange results before the next token is known. In this notebook two processes stand
-# for two machines. You cut a model in three ways, count the bytes that are sent, and check that the logits stay the
-# same. At the end a prompt is computed by one process and continued by the other.
+# for two machines. You cut a model, and then only its cache, count the bytes that are sent, and check that the logits
+# stay the same. At the end a prompt is computed by one process and continued by the other.
 #
 # ## What you will be able to do
 #
@@ -24,7 +24,7 @@
 #
 # Letters: `B` rows of the batch, `T` tokens that are fed at once, `S` keys that a query may see, `C` numbers of a
 # hidden state, `H` query heads, `Hk` KV heads, `D` numbers of a head, `L` layers, `V` entries of the vocabulary, and
-# new: `n` ranks ([all of them](glossary.md#letters)).
+# new: `n` ranks ([all letters](glossary.md#letters)).
 
 # %%
 import torch
@@ -270,7 +270,7 @@ course.figure("13.merged", errors["merged"])
 course.figure("13.count", errors["weighted by the number of keys"])
 
 # %% [markdown]
-# Merged, the result is torch's, to <!--fig 13.merged x10-->1e-7<!--/fig-->. Weighted by the number of keys it is off
+# Merged, the result is torch's, to <!--fig 13.merged x10-->2e-7<!--/fig-->. Weighted by the number of keys it is off
 # by <!--fig 13.count x2-->0.04<!--/fig-->: what counts is how large the scores are, not how many there are.
 
 # %% [markdown]
@@ -327,8 +327,8 @@ course.figure("13.keys", whole / 2 / long)
 
 # %% [markdown]
 # A rank receives <!--fig 13.received-->7,104<!--/fig--> bytes per token, and as many behind a thousand tokens as behind
-# a hundred: the factor is <!--fig 13.growth-->1<!--/fig-->. It receives results, `H·(D+1)` numbers per layer, and those
-# do not grow with the sequence. Sending the keys and values of the other rank instead would
+# a hundred: the factor is <!--fig 13.growth-->1<!--/fig-->. It receives results, `H·(D+1)` numbers per layer and a few
+# bytes of a check, and those do not grow with the sequence. Sending the keys and values of the other rank instead would
 # be <!--fig 13.keys-->325<!--/fig--> times as many bytes at this length. The larger share of the cache
 # is <!--fig 13.unequal-->1.01<!--/fig--> of a half, because a rank may be a page ahead.
 
@@ -337,7 +337,7 @@ course.figure("13.keys", whole / 2 / long)
 #
 # A prefill is bound by arithmetic, and a decode by memory bandwidth. So some servers prefill on one machine and decode
 # on another, and send the cache in between. Keys that were sent are the same bits as keys that were computed there.
-# Rank 0 prefills and never decodes. Rank 1 decodes and has never seen the prompt.
+# Rank 0 prefills and never decodes. Rank 1 decodes; of the prompt it is fed only the last token.
 
 
 # %%
