@@ -347,7 +347,7 @@ rise = 100 * (total[4] / full - 1)
 course.reveal("12.b", rise)
 
 # %% tags=["hide-input"]
-course.figure("12.rise", rise)
+course.figure("12.rise", abs(rise))
 course.figure("12.smaller", saved[4])
 
 # %% [markdown]
