@@ -26,7 +26,7 @@ CHAT_TEMPLATE = (
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
 USER_SHARE = 0.1  # of the user's tokens count in the loss: the model is to answer, not to guess what users say
-TOKENS_AN_EXCHANGE = 36  # about
+TOKENS_AN_EXCHANGE = 36  # about: more exchanges are drawn where a row is not full
 PLAIN_SHARE = 0.03  # of the rows are stories without a chat
 ROW_LENGTHS = ((64, 2), (128, 5), (256, 8), (512, 3), (1024, 1.5), (2048, 0.5))  # (tokens per row, how often)
 
