@@ -29,12 +29,14 @@ from nanokv.cache import BatchCache, PagePool, make_cache
 from nanokv.cache.base import NoCache
 from nanokv.cache.capabilities import Pages
 from nanokv.cache.paged_batch import PagedBatch
+from nanokv.config import Yarn
 from nanokv.errors import ConfigError
 from nanokv.fast import building, choice, native, optimize, private, torch_ops, weights
 from nanokv.fast import model as fast_model
-from nanokv.fast.model import alike, sees_its_row
+from nanokv.fast.model import FastTransformer, alike, sees_its_row
 from nanokv.inference import decode, prefill, prefill_chunks, score, verify_draft
 from nanokv.model import Transformer
+from nanokv.rope import rope_angles
 from nanokv.study.quality import log_likelihood
 from nanokv.training.corpus import conversation
 from nanokv.training.data import render
@@ -515,6 +517,7 @@ import resource, sys, torch
 import nanokv
 from nanokv.config import Config
 from nanokv.model import Transformer
+from nanokv.rope import rope_angles
 config = Config(vocab_size=512, hidden_size=1024, intermediate_size=3072, num_hidden_layers=2, num_attention_heads=16,
                 num_key_value_heads=8, head_dim=128, max_position_embeddings=2048, torch_dtype="bfloat16")
 model, ids = nanokv.optimize(Transformer(config).bfloat16().eval()), torch.zeros(1, 1024, dtype=torch.long)
@@ -564,7 +567,8 @@ def test_times_of_the_kernels_are_told_apart(monkeypatch, name):
 @needs_kernels
 @pytest.mark.parametrize("name", ["static", "growing", "paged", "prefix"])
 def test_a_step_is_one_call_until_somebody_listens(name, monkeypatch):
-    """A hook on a block, a block with another forward, a cache with another append: each is asked, and tokens stay."""
+    """A hook on a block, the embedding or the last norm, a block with another forward, other angles, a cache with
+    another append: each is asked, and tokens stay."""
     (model, ids), layers = small(), []
     fast, right = optimize(model), Transformer.run_layers
     monkeypatch.setattr(
@@ -583,11 +587,16 @@ def test_a_step_is_one_call_until_somebody_listens(name, monkeypatch):
     def nobody(cache):
         yield
 
-    @contextmanager
-    def hook(cache):
-        handle = fast.layers[1].register_forward_hook(lambda *args: None)
-        yield
-        handle.remove()
+    def hook(part):
+        @contextmanager
+        def heard(cache):
+            calls = []
+            handle = part.register_forward_hook(lambda *args: calls.append(1))
+            yield
+            handle.remove()
+            assert calls == [1]
+
+        return heard
 
     @contextmanager
     def forward(cache):
@@ -603,15 +612,63 @@ def test_a_step_is_one_call_until_somebody_listens(name, monkeypatch):
         yield
 
     @contextmanager
+    def angles(cache):
+        calls = []
+        with monkeypatch.context() as patch:
+            patch.setattr(nanokv.model, "rope_angles", lambda *args: calls.append(1) or rope_angles(*args))
+            yield
+        assert calls == [1]
+
+    @contextmanager
     def everywhere(cache):
         handle = torch.nn.modules.module.register_module_forward_hook(lambda *args: None)
         yield
         handle.remove()
 
     assert listened(nobody)[0] == 0
-    for where in (hook, forward, append, everywhere):
+    hooks = map(hook, (fast.layers[1], fast.embed_tokens, fast.norm))
+    for where in (*hooks, forward, append, angles, everywhere):
         calls, difference = listened(where)
         assert calls == 1 and difference < 2e-5, where.__name__
+
+
+STRETCHED = {"yarn": Yarn(factor=4.0, original_max_position_embeddings=128)}  # cos and sin have a factor
+
+
+@needs_kernels
+@pytest.mark.parametrize("changes", [{}, STRETCHED, {"tie_word_embeddings": False, "attention_bias": True}])
+@pytest.mark.parametrize("lengths", [[9], [9, 9], [9, 4, 7]])
+@pytest.mark.parametrize("format", [None, "int8", "int4"])
+def test_one_call_is_what_module_after_module_gives(monkeypatch, format, lengths, changes):
+    """To the bit, for rows of one length and of several, over three steps."""
+    model, ids = small(torch.bfloat16, **changes)
+    fast, calls, asked = optimize(model, format), [], FastTransformer.is_one_call
+
+    def three_steps():
+        pool = make_cache("paged", model.config, page=4).pool
+        rows = [make_cache("paged", model.config, pool=pool) for _ in lengths]
+        for row, n in zip(rows, lengths, strict=True):
+            prefill(fast, ids[:, :n], row)
+        batch = PagedBatch(rows, model.config)
+        return [decode(fast, ids[:, i : i + len(rows)].mT, batch, batch.length) for i in range(3)]
+
+    monkeypatch.setattr(FastTransformer, "is_one_call", lambda *args: calls.append(asked(*args)) or calls[-1])
+    found = three_steps()
+    assert calls == [True] * 3
+    monkeypatch.setattr(FastTransformer, "is_one_call", lambda *args: False)
+    assert all(map(torch.equal, found, three_steps()))
+
+
+@needs_kernels
+@pytest.mark.parametrize("id", [-1, 97, 2**40])
+def test_an_id_that_the_table_does_not_have_is_refused_before_the_cache_changes(id):
+    """By a model that is called by itself: `decode` looks at ids before."""
+    model, ids = small()
+    fast, cache = optimize(model), make_cache("static", model.config, capacity=64)
+    prefill(fast, ids, cache)
+    with pytest.raises(IndexError, match="out of range"):
+        fast(torch.tensor([[id]]), cache, 40, Decode())
+    assert cache.length == 40
 
 
 def decode_plain(model, ids, name):

@@ -58,6 +58,9 @@ SIGNATURES = {  # name: (arguments, result)
     "add_rows": ((POINTER, POINTER, LONG, INT), None),
     "has_flash": ((LONG,), INT),
     "flash_attention": ((*[POINTER] * 4, *[LONG] * 8), None),
+    "forward_step": (
+        (POINTER, POINTER, POINTER, LONG, POINTER, LONG, POINTER, POINTER, LONG, POINTER, POINTER, FLOAT), None,
+    ),
     "steps": ((POINTER, LONG, POINTER, LONG, POINTER, POINTER, LONG, POINTER), None),
 }
 

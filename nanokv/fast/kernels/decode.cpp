@@ -1,9 +1,9 @@
 // A decode step in C++: what PyTorch is several times slower at than the memory, and nothing else.
 //
-// One token per row through all layers is one call, `steps`, or two for a layer where a cache wants the key and the value itself:
-// `before_cache` and `after_cache`. Activations are fp32 throughout; weights and cached keys and values are read once, in
-// the format in which they are stored. Every matrix is (N,K) row-major, as nn.Linear keeps it, so that one copy serves
-// these kernels and torch's own large products alike.
+// One token per row through the model is one call, `forward_step`, and another for its head. `steps` is the layers alone.
+// Where a cache wants the key and the value itself, a layer is two calls: `before_cache` and `after_cache`. Activations are
+// fp32 throughout; weights and cached keys and values are read once, in the format in which they are stored. Every matrix
+// is (N,K) row-major, as nn.Linear keeps it, so that one copy serves these kernels and torch's own large products alike.
 //
 //     M rows of activations · N outputs · K inputs · H query heads · Hk KV heads · G = H / Hk · D head dim
 
@@ -308,6 +308,16 @@ static void layer_step(const Layer* layer, float* x, int64_t M, const float* cos
 void steps(const Layer* const* layers, int64_t L, float* x, int64_t M, const float* cos, const float* sin,
            int64_t rope_stride, const Pages* const* pages) {
     for (int64_t i = 0; i < L; i++) layer_step(layers[i], x, M, cos, sin, rope_stride, pages[i]);
+}
+
+// The whole model but its head: ids (M) → x (M,C). Their rows of the table, L layers, the last norm.
+void forward_step(const Weight* table, const int64_t* ids, const Layer* const* layers, int64_t L, float* x, int64_t M,
+                  const float* cos, const float* sin, int64_t rope_stride, const Pages* const* pages, const float* norm,
+                  float eps) {
+    int64_t C = table->K;
+    for (int64_t m = 0; m < M; m++) table_row(x + m * C, *table, ids[m]);
+    steps(layers, L, x, M, cos, sin, rope_stride, pages);
+    for (int64_t m = 0; m < M; m++) rms_norm(x + m * C, x + m * C, norm, C, eps);
 }
 
 }  // extern "C"
