@@ -376,7 +376,7 @@ def test_codes_made_dense_by_the_kernels_are_those_of_torch(monkeypatch, dtype, 
 @needs_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 4, 5, 16, 17, 32, 49])
-@pytest.mark.parametrize(("N", "K"), [(31, 64), (32, 32), (101, 288), (600, 1024)])
+@pytest.mark.parametrize(("N", "K"), [(31, 64), (32, 32), (40, 96), (101, 288), (40, 480), (600, 1024)])
 def test_products_with_whole_numbers_are_exact(dtype, rows, N, K):
     """No sum reaches 2²⁴: every order of additions and every width of vectors gives the same bits."""
     g = torch.Generator().manual_seed(0)
