@@ -255,11 +255,10 @@ class FastTransformer(Transformer):
         layers = native.addresses([layer.struct for layer in self.layers])
         reserved = cache.reserve_layers(like if B == 1 else like.expand(B, -1, -1, -1))
         pages = native.addresses([native.pages_struct(pages) for pages in reserved])
-        kernels.forward_step(
-            ctypes.byref(self.embed_tokens.table.struct), tokens.data_ptr(), layers, len(layers), x.data_ptr(), B,
-            cos.data_ptr(), sin.data_ptr(), D if cos.numel() > D else 0, pages, self.norm.weight.data_ptr(),
-            self.norm.eps,
-        )  # fmt: skip
+        rows = ctypes.byref(self.embed_tokens.table.struct), tokens.data_ptr()
+        angles = cos.data_ptr(), sin.data_ptr(), D if cos.numel() > D else 0
+        norm = self.norm.weight.data_ptr(), self.norm.eps
+        kernels.forward_step(*rows, layers, len(layers), x.data_ptr(), B, *angles, pages, *norm)
         return x
 
     def is_one_call(self, cache, attend) -> bool:
