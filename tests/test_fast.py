@@ -30,7 +30,7 @@ from nanokv.cache.base import NoCache
 from nanokv.cache.capabilities import Pages
 from nanokv.cache.paged_batch import PagedBatch
 from nanokv.config import Yarn
-from nanokv.errors import ConfigError
+from nanokv.errors import CacheError, ConfigError
 from nanokv.fast import building, choice, native, optimize, private, torch_ops, weights
 from nanokv.fast import model as fast_model
 from nanokv.fast.model import FastTransformer, alike, sees_its_row
@@ -242,6 +242,74 @@ def test_optimizing_twice_and_what_cannot_be_optimized():
     for name in (None, "int8"):
         with pytest.raises(ConfigError, match="float16"):
             optimize(small(torch.float16)[0], name)
+
+
+class Larger(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(x) + 1
+
+
+def replace_class(model):
+    model.layers[1].self_attn.q_proj.__class__ = Larger
+
+
+def replace_forward(model):
+    model.layers[1].mlp.forward = lambda x: x
+
+
+def listen(model):
+    model.layers[1].mlp.register_forward_hook(lambda *args: None)
+
+
+@pytest.mark.parametrize("change", [replace_class, replace_forward, listen])
+def test_what_a_caller_put_in_the_place_of_a_part_is_not_left_out_in_silence(change):
+    """Only weights are fused: an adapter, or the sum over ranks of a shard, would be gone."""
+    model, _ = small()
+    change(model)
+    with pytest.raises(ConfigError, match=r"layers\.1.* kernels would leave them out"):
+        optimize(model)
+
+
+def test_a_model_of_two_dtypes_is_named():
+    model, _ = small(tie_word_embeddings=False)
+    model.layers[1].bfloat16()
+    with pytest.raises(ConfigError, match=r"lm_head\.weight is torch\.float32 and layers\.1.* is torch\.bfloat16"):
+        optimize(model)
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_weights_that_do_not_lie_row_after_row(code, name):
+    model, ids = small()
+    expected = score(optimize(model, name), ids)
+    model, _ = small()
+    for weight in model.parameters():
+        weight.data = weight.data.t().contiguous().t()
+    assert gap(score(optimize(model, name), ids), expected) <= 1e-5
+
+
+@pytest.mark.parametrize("name", ["static", "growing", "paged"])
+def test_steps_inside_and_outside_of_inference_mode(code, name):
+    """`decode` is inside of it; whoever calls the model by itself may not be."""
+    model, ids = small()
+    fast, caches = optimize(model), [make_cache(name, model.config, capacity=64) for _ in range(2)]
+    for cache in caches:
+        prefill(fast, ids, cache)
+    decode(fast, ids[:, :1], caches[0], 40)
+    fast(ids[:, :1], caches[1], 40, Decode())
+    inside = decode(fast, ids[:, 1:2], caches[1], 41)
+    outside = fast.lm_head(fast(ids[:, 1:2], caches[0], 41, Decode()))[:, -1]
+    assert [cache.length for cache in caches] == [42, 42] and gap(outside, inside) <= 1e-5
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", ["static", "dict"])
+def test_positions_of_other_rows_are_refused(name):
+    """Kernels would read behind the last angle."""
+    model, _ = small()
+    fast, cache = optimize(model), make_cache(name, model.config, capacity=64)
+    rope = rope_angles(model.config, torch.tensor([[40], [40]]), torch.float32)
+    with pytest.raises(CacheError, match="each of 2 rows, and the tokens have 3"):
+        fast.layers[0](torch.zeros(3, 1, model.config.hidden_size), rope, cache[0], Decode())
 
 
 def test_the_default_dtype_of_torch_does_not_matter(code):
@@ -660,10 +728,12 @@ def test_one_call_is_what_module_after_module_gives(monkeypatch, format, lengths
 
 
 @needs_kernels
-@pytest.mark.parametrize("id", [-1, 97, 2**40])
+@pytest.mark.parametrize("id", [-1, 97, 2**40, 50])
 def test_an_id_that_the_table_does_not_have_is_refused_before_the_cache_changes(id):
-    """By a model that is called by itself: `decode` looks at ids before."""
-    model, ids = small()
+    """By a model that is called by itself: `decode` looks at ids before. The table may have fewer rows than config."""
+    model, ids = small(tie_word_embeddings=False)
+    if id == 50:
+        model.embed_tokens.weight.data, ids = model.embed_tokens.weight[:50].clone(), ids % 50
     fast, cache = optimize(model), make_cache("static", model.config, capacity=64)
     prefill(fast, ids, cache)
     with pytest.raises(IndexError, match="out of range"):

@@ -62,7 +62,10 @@ class Pages:
     table: torch.Tensor | None = None  # (B,n) int32
 
     def __post_init__(self):
-        self.lengths = torch.as_tensor(self.lengths, dtype=torch.int32)
+        if not isinstance(self.lengths, torch.Tensor):
+            with torch.inference_mode(False):  # or a later step outside of that mode could not count on
+                self.lengths = torch.tensor(self.lengths, dtype=torch.int32, device="cpu")
+        self.lengths = self.lengths.to(torch.int32)
 
 
 class LayerCapabilities(FirstNames):

@@ -43,8 +43,8 @@ class StaticCache(LayerCache):
             self.make_room(self.length + 1, like)
             self.pages = pages = Pages(self.keys, self.values, [0] * like.shape[0])
             self.made_for, self.slots = made_for, self.keys.shape[2]
+        pages.lengths.fill_(self.length + 1)
         self.length += 1
-        pages.lengths.fill_(self.length)
         return pages
 
     def slab(self, like):

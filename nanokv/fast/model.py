@@ -18,7 +18,7 @@ from torch.nn.modules import module
 from nanokv import model as plain_model
 from nanokv.attention import Causal, Decode, Packed, row_blocks
 from nanokv.cache.capabilities import Pages
-from nanokv.errors import ConfigError
+from nanokv.errors import CacheError, ConfigError
 from nanokv.fast import choice, native
 from nanokv.fast.weights import FORMATS, Addressed, Dense, Int8, Matrix, check_dense
 from nanokv.loading import skeleton
@@ -68,11 +68,11 @@ class Block(Addressed):
     def step(self, kernels, x, rope, cache):
         """One token per row; x is written over. A cache that stores in place reserves the slot, and the kernel writes
         key and value there."""
-        layer, B, (cos, sin), (H, Hk, D) = ctypes.byref(self.struct), x.shape[0], rope, self.heads
-        angles = cos.data_ptr(), sin.data_ptr(), D if cos.numel() > D else 0
+        struct, B, (cos, sin), (H, Hk, D) = self.struct, x.shape[0], rope, self.heads
+        layer, angles = ctypes.byref(struct), (cos.data_ptr(), sin.data_ptr(), stride(cos, B, D))
         if cache.in_place:
             pages = cache.reserve(self.like if B == 1 else self.like.expand(B, -1, -1, -1))
-            pointers = native.addresses([self.struct]), native.addresses([native.pages_struct(pages)])
+            pointers = native.addresses([struct]), native.addresses([native.pages_struct(pages)])
             kernels.steps(pointers[0], 1, x.data_ptr(), B, *angles, pointers[1])
             return x
         q = x.new_empty(B, H, D)
@@ -97,7 +97,7 @@ class Block(Addressed):
         qkv = product(self.qkv, self.rows_normed(kernels, x, self.norm, dtype))  # (B,T,(H+2Hk)·D)
         kernels.split_rows(
             qkv.data_ptr(), B, T, H, Hk, D, native.pointer(self.q_norm), native.pointer(self.k_norm), self.eps,
-            cos.data_ptr(), sin.data_ptr(), T * D if cos.numel() > T * D else 0, q.data_ptr(), k.data_ptr(),
+            cos.data_ptr(), sin.data_ptr(), stride(cos, B, T * D), q.data_ptr(), k.data_ptr(),
             v.data_ptr(), form, native.FORMATS[self.dtype],
         )  # fmt: skip
         y = self.attended(kernels, attend, q, *cache.append(k, v))  # (B,H,T,D)
@@ -178,6 +178,16 @@ def sees_its_row(attend, cache) -> bool:
     return bool((attend.lengths == torch.as_tensor(cache.length) + 1).all())
 
 
+def stride(cos, rows: int, each: int) -> int:
+    """Numbers between two rows' angles; 0 where all rows share theirs. Kernels would read behind the end of others."""
+    if cos.numel() not in (each, rows * each):
+        raise CacheError(
+            f"start_pos has a position for each of {cos.numel() // each} rows, and the tokens have {rows}",
+            hint="give one for all rows, or one for each",
+        )
+    return 0 if cos.numel() == each else each
+
+
 def alike(new, keys, values) -> bool:
     """Are these (B,Hk,S,D) keys and values of the rows, heads and dtype of `new` (B,Hk,T,D)? Kernels take that on
     trust. torch repeats rows and heads that are missing, and refuses the rest."""
@@ -205,7 +215,7 @@ class Norm(Addressed):
 
     def __init__(self, plain):
         super().__init__()
-        self.register_buffer("weight", plain.weight.detach().float())
+        self.register_buffer("weight", plain.weight.detach().float().contiguous())
         self.eps = plain.eps
 
     def forward(self, x):
@@ -219,6 +229,10 @@ class Norm(Addressed):
         return y
 
 
+PLAIN = (
+    plain_model.Block, plain_model.Attention, plain_model.MLP, plain_model.RMSNorm, nn.Linear, nn.Embedding,
+    nn.ModuleList, nn.Identity,
+)  # fmt: skip
 FORWARDS = {kind: kind.forward for kind in (Block, Embedding, Norm)}
 
 
@@ -251,12 +265,13 @@ class FastTransformer(Transformer):
         self.check(cache, start_pos)
         B, C, D, like = len(tokens), self.config.hidden_size, self.config.head_dim, self.layers[0].like
         cos, sin = self.angles(start_pos)  # (D,) or (B,D) ×2
+        angles = cos.data_ptr(), sin.data_ptr(), stride(cos, B, D)
         tokens, x = tokens.contiguous(), tokens.new_empty(B, 1, C, dtype=torch.float32)
-        layers = native.addresses([layer.struct for layer in self.layers])
+        structs = [layer.struct for layer in self.layers]
+        layers = native.addresses(structs)
         reserved = cache.reserve_layers(like if B == 1 else like.expand(B, -1, -1, -1))
         pages = native.addresses([native.pages_struct(pages) for pages in reserved])
         rows = ctypes.byref(self.embed_tokens.table.struct), tokens.data_ptr()
-        angles = cos.data_ptr(), sin.data_ptr(), D if cos.numel() > D else 0
         norm = self.norm.weight.data_ptr(), self.norm.eps
         kernels.forward_step(*rows, layers, len(layers), x.data_ptr(), B, *angles, pages, *norm)
         return x
@@ -268,7 +283,7 @@ class FastTransformer(Transformer):
 
     def knows(self, tokens) -> bool:
         """Are these ids of its vocabulary? Kernels take that on trust; torch refuses what is not."""
-        return tokens.dtype == torch.int64 and all(0 <= id < self.config.vocab_size for (id,) in tokens.tolist())
+        return tokens.dtype == torch.int64 and all(0 <= id < self.embed_tokens.table.N for (id,) in tokens.tolist())
 
     def angles(self, start_pos):
         """`rope_angles` of one position for all rows, (D,) ×2, or of one for each, (B,D) ×2. The speeds are kept."""
@@ -276,7 +291,9 @@ class FastTransformer(Transformer):
             speed, scale = rope_frequencies(self.config, self.norm.weight.device)
             self.speeds = self.config, torch.cat((speed, speed)), scale
         _, speed, scale = self.speeds
-        angle = start_pos * speed if type(start_pos) is int else torch.as_tensor(start_pos)[..., None].float() * speed
+        if type(start_pos) is not int:
+            start_pos = torch.as_tensor(start_pos, device=speed.device)[..., None].float()  # (1) or (B,1)
+        angle = start_pos * speed
         cos, sin = angle.cos(), angle.sin()
         return (cos, sin) if scale == 1 else (cos * scale, sin * scale)
 
@@ -336,13 +353,27 @@ def optimize(model: Transformer, weights: str | None = None, compile: int | None
 
 
 def check_plain(model) -> None:
-    """ConfigError for what has no plain blocks, or has experts."""
+    """ConfigError for what has no plain blocks, has experts, parts of the caller's own or weights of several dtypes."""
     if not all(hasattr(layer, "self_attn") for layer in getattr(model, "layers", [None])):
         raise ConfigError(
             f"{type(model).__name__} has no plain blocks to fuse: it is optimized already, or not a Transformer",
             hint="optimize the model that nanokv.load returns",
         )
     check_dense(model.config)
+    for name, part in model.named_modules():
+        own = "forward" in vars(part) or part._forward_hooks or part._forward_pre_hooks
+        if name and (own or type(part) not in PLAIN):
+            raise ConfigError(
+                f"{name} is a {type(part).__name__} with a forward or hooks of its own: kernels would leave them out",
+                hint="use the plain model; hooks that only listen can be put on the optimized one",
+            )
+    dtypes = {weight.dtype: name for name, weight in model.named_parameters() if weight.dim() == 2}
+    if len(dtypes) > 1:
+        (one, first), (other, second) = list(dtypes.items())[:2]
+        raise ConfigError(
+            f"{first} is {one} and {second} is {other}: an optimized model has one dtype",
+            hint="bring the model into one dtype: model.to(torch.bfloat16)",
+        )
 
 
 def fused(*linears):

@@ -164,7 +164,7 @@ class Int8(Matrix):
         check_width(weight, GROUP)
         super().__init__(*weight.shape, bias)
         scale = weight.abs().amax(1).float() / 127  # (N,)
-        codes = torch.empty_like(weight, dtype=torch.int8)
+        codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)  # row after row, as kernels read
         for part in range(0, self.N, 4096):  # an fp32 copy of a whole vocabulary would cost gigabytes
             s = scale[part : part + 4096, None].clamp(min=1e-30)
             codes[part : part + 4096] = (weight[part : part + 4096].float() / s).round_().to(torch.int8)
