@@ -21,11 +21,11 @@ from nanokv.training.phrases import phrases
 
 CONVERSATIONS, EXCHANGES = 400, 20
 STAGES = {"first": corpus.FIRST, "second": corpus.SECOND, "third": corpus.THIRD, "fourth": corpus.FOURTH,
-          "fifth": corpus.FIFTH, "sixth": corpus.SIXTH, "seventh": corpus.SEVENTH}  # fmt: skip
-TRIED = ("seventh", "sixth", "fourth", "third", "first")
-LAST = ("fifth", "sixth", "seventh")  # what is told is said again there
-FEWER = {"fifth": 0.2, "sixth": 0.2, "seventh": 0.12}  # of the older exchanges: most is what the stage is for
-ADDED = {"seventh": {"put_first", "remove_place", "replace_item", "steps"}}  # kinds that come often since a stage
+          "fifth": corpus.FIFTH}  # fmt: skip
+TRIED = ("fifth", "fourth", "third", "first")
+LAST = ("fifth",)  # what is told is said again there
+FEWER = {"fifth": 0.1}  # of the older exchanges: most is what the stage is for
+ADDED = {"fifth": {"put_first", "remove_place", "replace_item", "steps"}}  # kinds that come often since a stage
 SPLITS = (*STAGES, "held_out")
 OFTEN = (  # kinds of exchange, as kind_of calls them: at least 50 of 8,000 in every split
     "tell", "ask", "pet", "ask pet", "object", "owner", "ask object", "list again", "list backwards", "list nth",

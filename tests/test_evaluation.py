@@ -273,7 +273,7 @@ class Stub(torch.nn.Module):
         for layer in cache:
             layer.append(*torch.zeros(2, 1, SMALL.num_key_value_heads, tokens.shape[1], SMALL.head_dim))
         text = self.bpe.decode(self.seen, skip_special_tokens=False)
-        turns = tuple(re.findall(r"<\|im_start\|>user\n(.*?)<\|im_end\|>", text))
+        turns = tuple(re.findall(r"<\|im_start\|>user\n (.*?)<\|im_end\|>", text))
         said = text.rpartition("<|im_start|>assistant\n")[2]
         ids = self.bpe.encode(self.say(turns)).ids
         position = len(self.bpe.encode(said).ids)

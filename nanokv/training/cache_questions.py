@@ -8,8 +8,36 @@ from nanokv.training.phrases import phrases
 
 _TEXTS = phrases("cache_questions")
 QUESTIONS = tuple((question["answer"], question["asked"]) for question in _TEXTS["question"])
-YES_OR_NO = tuple((question["answer"], question["asked"]) for question in phrases("nearby")["question"])
+PLURAL = ("more ", "fewer ", "many ", "twice ", "half ", "larger heads", "smaller heads")  # Do, not Does
 WRAPPERS, LATER_WRAPPERS, HELD_OUT_WRAPPERS = map(tuple, _TEXTS["wrappers"].values())
+
+
+def depending() -> dict[str, list[str]]:
+    """Answer → ways to ask it: on what the size of the cache depends, and whether more or less of that changes it."""
+    depends = phrases("nearby")["depends"]
+    return {
+        thing["answer"]: [
+            way.format(**{letter: value, "do": "Do" if value.startswith(PLURAL) else "Does"})
+            for letter, ways in (("x", depends["on"]), ("m", depends["more"]), ("l", depends["less"]))
+            for value in thing[letter] for way in ways
+        ]
+        for thing in depends["thing"]
+    }  # fmt: skip
+
+
+def yes_or_no() -> tuple[tuple[str, list[str]], ...]:
+    """Questions of the last stage: the written ways, and before the last one those of `depending`."""
+    written = {question["answer"]: question["asked"] for question in phrases("nearby")["question"]}
+    every, made = [*QUESTIONS, *written.items()], depending()
+    taken = {way.lower() for _, ways in every for way in ways}
+    for answer, ways in made.items():
+        new = [way for way in dict.fromkeys(ways) if way.lower() not in taken]
+        old = written.get(answer, [])
+        written[answer] = [*old[:-1], *new, *old[-1:]]
+    return tuple(written.items())
+
+
+YES_OR_NO = yes_or_no()
 
 
 def ask(rng, phrasing: str, wrappers=WRAPPERS) -> str:

@@ -66,27 +66,23 @@ FOURTH = replace(  # what strangers type
         strangers.list_at_once: 8, strangers.list_later: 5, strangers.story: 1, strangers.goodbye: 1,
     },
 )  # fmt: skip
-FIFTH = replace(
+FIFTH = replace(  # what the model took for something else: stranger values, and what resembles something older
     FOURTH,
-    segments=FOURTH.segments | {hard.remember: 80, hard.begin: 70, hard.change: 40, hard.places: 30},
-    noted=hard.said_again,
-)
-SIXTH = replace(  # what the fifth costs: lists, and names that look like something else
-    FIFTH,
-    segments=FIFTH.segments | {
-        lists.repeat: 16, lists.reverse: 45, lists.nth: 32, strangers.list_at_once: 16, hard.friends: 12,
-        hard.introduce: 12,
-    },
-)  # fmt: skip
-SEVENTH = replace(  # what resembles something older
-    SIXTH,
-    segments=SIXTH.segments | {
-        nearby.codes: 40, nearby.moved: 40, nearby.count: 60, nearby.refuse: 10, nearby.edit: 30, nearby.yes_or_no: 45,
-        small_talk.cache_question: 30, sums.add: 25, sums.count: 12,
+    segments=FOURTH.segments | {
+        hard.remember: 120, hard.begin: 55, hard.change: 40, hard.places: 36, hard.friends: 14, hard.introduce: 16,
+        hard.backwards: 45, lists.repeat: 18, lists.reverse: 45, lists.nth: 42, strangers.list_at_once: 20,
+        nearby.codes: 45, nearby.moved: 36, nearby.count: 70, nearby.refuse: 14, nearby.edit: 45, nearby.yes_or_no: 60,
+        small_talk.cache_question: 36, sums.add: 25, sums.count: 15,
         about_user.recall_pet: 22, about_user.recall_owner: 12,
+        strangers.tell_late: 8, strangers.recall_late: 14, strangers.correct: 12, strangers.together: 6,
+        strangers.titled: 6, strangers.chat: 18, strangers.ask_name: 8, strangers.follow_up: 8, strangers.two_pets: 12,
+        strangers.relative_home: 8, strangers.ask_relative: 8, strangers.tell_spots: 5, strangers.recall_spot: 10,
+        strangers.count: 14, strangers.add: 6, strangers.list_later: 10,
     },
+    word=hard.word,
+    noted=hard.said_again,
 )  # fmt: skip
-PHASES = (SECOND, THIRD, FOURTH, FIFTH, SIXTH, SEVENTH)  # of a training, after FIRST
+PHASES = (SECOND, THIRD, FOURTH, FIFTH)  # of a training, after FIRST
 
 
 def begin(rng: random.Random, held_out: bool = False, stage: Stage = FIRST) -> Conversation:

@@ -19,9 +19,10 @@ SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-CHAT_TEMPLATE = (
+CHAT_TEMPLATE = (  # a space before a user's text: his first word has the token that it has inside of a sentence
     "{%- for message in messages %}"
-    "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
+    "{{- '<|im_start|>' + message.role + '\\n' + (' ' if message.role == 'user' else '') + message.content }}"
+    "{{- '<|im_end|>\\n' }}"
     "{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
@@ -33,7 +34,9 @@ ROW_LENGTHS = ((64, 2), (128, 5), (256, 8), (512, 3), (1024, 1.5), (2048, 0.5)) 
 
 def render(messages) -> str:
     """ChatML, exactly what CHAT_TEMPLATE gives."""
-    return "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
+    return "".join(
+        f"<|im_start|>{m['role']}\n{' ' if m['role'] == 'user' else ''}{m['content']}<|im_end|>\n" for m in messages
+    )
 
 
 def train_tokenizer(seed: int, vocab_size: int, conversations: int = 6000) -> Tokenizer:

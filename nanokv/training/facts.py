@@ -121,7 +121,7 @@ LATE = {  # kinds that resemble others: from the fourth stage of the training on
     "played": _fact("played", _from(words.INSTRUMENTS)),
     "language": _fact("language", _from(words.LANGUAGES)),
 } | {thing: _favourite(thing, words.strange) for thing in words.FAVOURITES}
-CODES = {  # from the seventh stage on
+CODES = {  # from the fifth stage on
     code: _fact("code", _login if code.endswith("password") else _code, thing=code) for code in words.CODES
 }
 FACTS |= LATE | CODES

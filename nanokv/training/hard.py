@@ -1,12 +1,16 @@
-"""Exchanges of the last two stages, more of what is hard: values that a message begins with, before the reader knows
-what they are; facts that change and are asked for after other talk; places in long lists.
+"""Exchanges of the fifth stage, more of what is hard: values that a message begins with, before the reader knows
+what they are; many facts at once; facts that change and are asked for after other talk; long lists.
 """
+
+import re
 
 from nanokv.training import about_user, lists, small_talk, sums, words
 from nanokv.training.conversation import Conversation, lower_first, upper_first
 from nanokv.training.facts import CODES, FACTS, PET, draw
 from nanokv.training.phrases import phrases
 
+SENTENCES = " ".join(str(phrases(name)) for name in ("facts", "requests", "nearby"))
+EVERY_WORD = sorted(set(re.findall("[a-z]{4,}", SENTENCES.lower())))  # "withme" begins with a token that no list has
 ASKED_LATER = phrases("requests")["remembered"]["nth"]
 OTHERS = (sums.add, sums.count, small_talk.cache_question, lists.repeat, small_talk.small_talk, small_talk.unknown)
 LENGTHS = (3, 4, 5, 5, 6, 6, 7, 7, 8, 8)
@@ -15,6 +19,7 @@ FIRST_TEXTS = {
     kind: [text for text in (*fact.told, *fact.changed) if text.startswith("{v}")] for kind, fact in FACTS.items()
     if kind not in CODES
 }  # kind → the phrasings that begin with the value
+UNKNOWN = 0.25  # how often something that was not told is asked for, among what was
 PET_FIRST = [text for text in PET["told"] if text.startswith("{v}")]
 INTRODUCED = ["This is {v}.", "It's {v} here, by the way.", *FIRST_TEXTS["name"]]
 PROPER = {  # kinds whose values have a capital
@@ -25,17 +30,22 @@ BEGINNING = [kind for kind, texts in FIRST_TEXTS.items() if texts and kind not i
 
 
 def remember(talk: Conversation):
-    """One to six facts in one to three messages, perhaps a pet, other talk, then questions about some of them."""
-    kinds = [kind for _ in range(talk.rng.randint(1, 3)) for kind in _tell(talk)]
-    pet = _tell_pet(talk) if talk.rng.random() < 0.35 else None
+    """Facts and pets in one to three messages, other talk, then questions about some of them, now and then about one
+    that was not told.
+    """
+    rng, before = talk.rng, dict(talk.pets)
+    kinds = [kind for _ in range(rng.randint(1, 3)) for kind in _tell(talk, pets=0.3)]
     _others(talk, 2)
     kinds = list(dict.fromkeys(kinds))
-    for kind in talk.rng.sample(kinds, min(len(kinds), talk.rng.choice((1, 2, 2, 3)))):
+    questions = rng.sample(kinds, min(len(kinds), rng.choice((1, 2, 2, 3))))
+    if rng.random() < UNKNOWN:
+        questions.insert(rng.randrange(len(questions) + 1), draw(rng, talk.facts))
+    for kind in questions:
         about_user.recall(talk, kind)
-    if pet:
-        question = talk.one_of(PET["name_asked"], k=pet)
-        answer = PET["name_recalled"].format(k=pet, v=talk.pets[pet])
-        talk.say(about_user.asked(talk, question), answer, ("ask pet", pet))
+    pets = [kind for kind, name in talk.pets.items() if before.get(kind) != name]
+    if pets:
+        unknown = rng.random() < UNKNOWN
+        _ask_pet(talk, rng.choice([kind for kind in words.ANIMALS if kind not in talk.pets] if unknown else pets))
 
 
 def begin(talk: Conversation):
@@ -73,9 +83,19 @@ def friends(talk: Conversation):
 
 def _new_value(talk: Conversation) -> str:
     """One word or two, of all the pieces that words have."""
-    rng, make = talk.rng, talk.rng.choice((words.splice, words.splice, words.invent))
+    rng, make = talk.rng, talk.rng.choice((words.splice, of_any_pieces, words.invent))
     values = words.distinct(rng, rng.choice((1, 1, 1, 2)), lambda: make(rng, talk.held_out))
     return " ".join(values)
+
+
+def of_any_pieces(rng, held_out: bool) -> str:
+    """A word of pieces of any words: secrai, withme, favouton."""
+    return words.splice(rng, held_out, EVERY_WORD)
+
+
+def word(rng, held_out: bool) -> str:
+    """A word of a list, now and then of pieces that nouns do not have."""
+    return of_any_pieces(rng, held_out) if rng.random() < 0.15 else words.varied_word(rng, held_out)
 
 
 def change(talk: Conversation):
@@ -101,6 +121,12 @@ def places(talk: Conversation):
         where, item = lists.position(talk.rng, talk.list)
         question = talk.one_of(ASKED_LATER, o=lists.digits(talk.rng, where))
         talk.say(question, f"The {where} is {item}.", ("nth", where))
+
+
+def backwards(talk: Conversation):
+    """A long list backwards."""
+    talk.list = words.distinct(talk.rng, talk.rng.choice(LENGTHS), talk.word)
+    lists.ask_backwards(talk)
 
 
 def said_again(meaning) -> str:
@@ -129,13 +155,15 @@ def _others(talk: Conversation, most: int):
         talk.rng.choice(OTHERS)(talk)
 
 
-def _tell(talk: Conversation, kind: str | None = None) -> list[str]:
-    """One to three facts in one message; their kinds."""
+def _tell(talk: Conversation, kind: str | None = None, pets: float = 0.0) -> list[str]:
+    """One to three facts in one message, a pet among them so often; the kinds of the facts."""
     rng, kinds = talk.rng, [kind] if kind else []
     for _ in range(rng.choice((1, 1, 2, 3)) - len(kinds)):
         kinds.append(rng.choice(words.RELATIVES) if rng.random() < 0.3 else draw(rng))
     kinds = list(dict.fromkeys(kinds))
     told = [_statement(talk, kind) for kind in kinds]
+    if rng.random() < pets:
+        told.insert(rng.randrange(len(told) + 1), _pet(talk))
     noted = told[0][1] if len(told) == 1 or rng.random() < 0.3 else "Thank you, I will remember that."
     message = about_user.joined(talk, [sentence for sentence, _, _ in told])
     talk.say(message, noted, *(step for _, _, step in told))
@@ -144,15 +172,24 @@ def _tell(talk: Conversation, kind: str | None = None) -> list[str]:
 
 def _statement(talk: Conversation, kind: str) -> tuple[str, str, tuple]:
     """As about_user's, oftener with the value first; a change may be told in the words of a first statement."""
-    first = FIRST_TEXTS[kind] or FACTS[kind].told
-    return about_user.statement(talk, kind, first if talk.rng.random() < FIRST else ())
+    first, value = FIRST_TEXTS[kind] or FACTS[kind].told, ""
+    if kind in BEGINNING and talk.rng.random() < 0.15:
+        value = of_any_pieces(talk.rng, talk.held_out)
+        value = talk.cased(value.title() if kind in PROPER else value)
+    return about_user.statement(talk, kind, first if talk.rng.random() < FIRST else (), value)
 
 
-def _tell_pet(talk: Conversation) -> str:
-    """A pet, its name oftener first than about_user tells it; its kind."""
+def _ask_pet(talk: Conversation, kind: str):
+    """The name of a pet, or that it was not told."""
+    question, name = talk.one_of(PET["name_asked"], k=kind), talk.pets.get(kind)
+    answer = PET["name_recalled"].format(k=kind, v=name) if name else talk.one_of(PET["kind_missing"], k=kind)
+    talk.say(about_user.asked(talk, question), answer, ("ask pet", kind))
+
+
+def _pet(talk: Conversation) -> tuple[str, str, tuple]:
+    """A pet, its name oftener first than about_user tells it: what is said, what could be answered, what it means."""
     kind, name = about_user.animal(talk), talk.name()
     talk.pets.pop(kind, None)
     talk.pets[kind] = name
     sentence = talk.one_of(PET_FIRST if talk.rng.random() < FIRST else PET["told"], k=kind, v=name)
-    talk.say(upper_first(sentence), upper_first(talk.one_of(PET["noted"], k=kind, v=name)), ("pet", kind, name))
-    return kind
+    return upper_first(sentence), upper_first(talk.one_of(PET["noted"], k=kind, v=name)), ("pet", kind, name)

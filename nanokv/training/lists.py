@@ -51,6 +51,11 @@ def repeat(talk: Conversation):
 def reverse(talk: Conversation):
     """Say them backwards."""
     new_list(talk)
+    ask_backwards(talk)
+
+
+def ask_backwards(talk: Conversation):
+    """Say the list and ask for it from its end."""
     _ask(talk, "reverse", backwards(talk), ("backwards",))
 
 

@@ -1,4 +1,4 @@
-"""Exchanges of the seventh stage: requests that resemble older ones and mean something else.
+"""Exchanges of the fifth stage: requests that resemble older ones and mean something else.
 
 Several codes at once, facts with what they were before, counts to one number, downwards, by steps or below zero, lists
 that change, numbers in words that are too large to add, and questions about caches for yes or no.
@@ -105,7 +105,7 @@ def count(talk: Conversation):
     rng, dice = talk.rng, talk.rng.random()
     if dice < 0.25:
         return _count_steps(talk)
-    in_words = rng.random() < 0.35
+    in_words = rng.random() < 0.45
     said = words.number if in_words else str
     if dice < 0.5:  # from 1
         last = rng.choice(ROUND) if rng.random() < 0.4 else rng.randint(1, 40)

@@ -4,6 +4,7 @@ import torch
 
 from nanokv.cache import make_cache
 from nanokv.inference import decode, prefill
+from nanokv.training.data import render
 
 QUESTIONS = (
     "What is a KV cache?",
@@ -17,7 +18,8 @@ QUESTIONS = (
 def reply(trainer, question: str, limit: int = 40) -> str:
     """The answer to a first message, greedy, on the weights as they are."""
     tokenizer, model = trainer.tokenizer, trainer.model
-    ids = tokenizer.encode(f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n").ids
+    asked = render([{"role": "user", "content": question}])
+    ids = tokenizer.encode(f"{asked}<|im_start|>assistant\n").ids
     cache, answer = make_cache("dict", model.config), []
     logits = prefill(model, torch.tensor([ids]), cache)
     while (token := int(logits.argmax())) != tokenizer.token_to_id("<|im_end|>") and len(answer) < limit:

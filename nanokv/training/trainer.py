@@ -59,7 +59,7 @@ class Phase:
 class Recipe:
     """Everything that decides the outcome of a run, besides the code and the machine's arithmetic."""
 
-    steps: int = 8800
+    steps: int = 8400
     seed: int = 0
     tokens_per_batch: int = 8192
     learning_rate: float = 3e-3
@@ -69,9 +69,8 @@ class Recipe:
     long_rows_from: int = 1100  # step from which rows of more than 512 tokens appear
     horizon: int = 4500  # where the cosine before the first phase would reach zero
     phases: tuple[Phase, ...] = (  # what each draws from: corpus.PHASES
-        Phase(3000, 0.4), Phase(4500, 0.3), Phase(5400, 0.5, kept=0.35), Phase(6700, 0.45, kept=0.25),
-        Phase(7500, 0.4, kept=0.6), Phase(8000, 0.4, kept=0.12),
-    )  # fmt: skip
+        Phase(3000, 0.4), Phase(4500, 0.3), Phase(5400, 0.5, kept=0.35), Phase(6700, 0.6, kept=0.1),
+    )
 
     def rate(self, step: int) -> float:
         """Factor of the learning rate: linear warm-up, a cosine, then a straight line to zero in each phase."""

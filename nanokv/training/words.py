@@ -65,7 +65,8 @@ Portuguese Swahili""".split()
 CODES = (  # what has a number that a user tells
     "PIN", "door code", "gate code", "locker code", "alarm code", "safe code", "bike lock", "phone code", "wifi code",
     "room number", "flat number", "house number", "locker number", "bus number", "seat number", "wifi password",
-    "laptop password", "customer number", "lock code", "card PIN", "postcode", "code",
+    "laptop password", "customer number", "lock code", "card PIN", "postcode", "code", "alarm", "locker", "tablet code",
+    "suitcase lock", "shed code", "mailbox code", "garage code", "ticket number", "table number", "garden lock",
 )  # fmt: skip
 TITLES = ("Dr.", "Captain", "Professor", "Mr.", "Mrs.", "Doctor", "Sir", "Lady")
 BESIDE = (  # where things lie
@@ -118,10 +119,10 @@ def invent(rng, held_out: bool, most: int = 3) -> str:
             return word
 
 
-def splice(rng, held_out: bool) -> str:
+def splice(rng, held_out: bool, pool=tuple(NOUNS + NAMES)) -> str:
     """The front of one word and the back of another: sooner or later every piece of a word, every token, is copied."""
     while True:
-        front, back = rng.choice(NOUNS + NAMES).lower(), rng.choice(NOUNS + NAMES).lower()
+        front, back = rng.choice(pool).lower(), rng.choice(pool).lower()
         word = front[: rng.randint(1, len(front) - 1)] + back[rng.randint(1, len(back) - 1) :]
         if 3 <= len(word) <= 12 and word not in COMMON and is_held_out(word) == held_out:
             return word

@@ -220,7 +220,7 @@ course.show(fig, alt="Bars for the eight likeliest first tokens and for all othe
 
 # %% [markdown]
 # The danger is in the last group. Each of the other tokens is unlikely, but there are many of them. At temperature `2`
-# they have <!--fig 01.others-->72<!--/fig--> percent together, at `0.5` only <!--fig 01.others.half-->1.2<!--/fig-->.
+# they have <!--fig 01.others-->74<!--/fig--> percent together, at `0.5` only <!--fig 01.others.half-->1.5<!--/fig-->.
 # *Top-p* removes them: it keeps the likeliest tokens until their probabilities reach `p` together, and drops all
 # others. We let the model begin twelve stories with each setting:
 
@@ -274,9 +274,9 @@ course.show(fig, alt=f"A bar for each token of a story. {sure:.0f} percent of th
             f"{float(entropy.max()):.1f} nats; a dotted line marks the most that is possible.")
 
 # %% [markdown]
-# For <!--fig 01.sure-->67<!--/fig--> percent of the tokens one choice has more than nine tenths of the probability: the
+# For <!--fig 01.sure-->71<!--/fig--> percent of the tokens one choice has more than nine tenths of the probability: the
 # rest of a word or of a phrase. At the place with the most choice, the model chooses among the equivalent
-# of <!--fig 01.freest-->424<!--/fig--> equally likely words. The same temperature acts on all these places. So a
+# of <!--fig 01.freest-->381<!--/fig--> equally likely words. The same temperature acts on all these places. So a
 # slightly higher temperature varies a story, and a much higher one breaks words.
 
 # %% [markdown]

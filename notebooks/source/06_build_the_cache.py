@@ -170,7 +170,7 @@ course.figure("06.size", size)
 
 # %% [markdown]
 # The largest difference is about <!--fig 06.gap x5-->1e-5<!--/fig-->, on logits of up
-# to <!--fig 06.size-->23<!--/fig-->. That is rounding: products of matrices with another shape are summed in another
+# to <!--fig 06.size-->22<!--/fig-->. That is rounding: products of matrices with another shape are summed in another
 # order. A test that demands a difference of zero fails although the cache is right. A test that compares only texts
 # passes although a cache may be wrong. `nanokv.equality` has a whole suite of such comparisons; exercise 06.3 uses it.
 
@@ -268,11 +268,11 @@ course.show(fig, alt="Bars on a log scale. Shifting all positions by 1000 moves 
 # RoPE is how a model knows positions: it turns each query and each key by angles that grow with the position of its
 # token (notebook 03). Shifting *all* positions by 1000 changes nearly nothing: queries and keys are
 # turned alike, and only the distance between them counts. Shifting the answer against its prompt does move the logits:
-# by <!--fig 06.one-->2.6<!--/fig--> if the position is one too high, by <!--fig 06.low-->1.2<!--/fig--> if it is one too
+# by <!--fig 06.one-->1.3<!--/fig--> if the position is one too high, by <!--fig 06.low-->1.9<!--/fig--> if it is one too
 # low. One too low means that the first new token has the position of the last prompt token.
 #
 # Does the text change? With one too high, <!--fig 06.differ-->0<!--/fig--> of the choices differ. Only counting from 0
-# again changes words here, <!--fig 06.restart-->1<!--/fig--> of them. A bug that you cannot see in this text still
+# again changes words here, <!--fig 06.restart-->2<!--/fig--> of them. A bug that you cannot see in this text still
 # changes every probability, and it can change the words of another prompt or of a longer answer. That is why the caller
 # states the position *and* nanokv checks it against the cache.
 

@@ -99,8 +99,8 @@ course.figure("07.bytes", count["bytes"])
 
 # %% [markdown]
 # Of <!--fig 07.all-->22<!--/fig--> bugs, <!--fig 07.errors-->2<!--/fig--> stop with an error
-# and <!--fig 07.words-->9<!--/fig--> change words. Some of these answers are still clean sentences, for example the
-# answer to the question of another user. With the other <!--fig 07.silent-->11<!--/fig--> every word is right. Of
+# and <!--fig 07.words-->10<!--/fig--> change words. Some of these answers are still clean sentences, for example the
+# answer to the question of another user. With the other <!--fig 07.silent-->10<!--/fig--> every word is right. Of
 # those, <!--fig 07.bytes-->2<!--/fig--> change no value at all and only cost memory. The plot shows how far the logits
 # move, for all bugs but those of batches and beams and those that stop:
 
@@ -132,7 +132,7 @@ course.show(fig, alt="One row a bug, one column a step of the answer, brighter w
 course.figure("07.loudest", max(single[loudest].deltas))
 
 # %% [markdown]
-# The worst bug without a wrong word in the plot moves a logit by <!--fig 07.loudest-->12<!--/fig-->. Every word is
+# The worst bug without a wrong word in the plot moves a logit by <!--fig 07.loudest-->16<!--/fig-->. Every word is
 # still right, because the largest logit stayed the largest. If two logits were closer together, the word would change.
 # So do not judge a cache by its text. Compare its logits with those of a run without a cache.
 
@@ -297,7 +297,7 @@ course.figure("07.word_test", words)
 course.figure("07.logit_test", logits)
 
 # %% [markdown]
-# Checking shapes notices <!--fig 07.shapes-->1<!--/fig--> of them, comparing words <!--fig 07.word_test-->6<!--/fig-->,
+# Checking shapes notices <!--fig 07.shapes-->1<!--/fig--> of them, comparing words <!--fig 07.word_test-->7<!--/fig-->,
 # comparing logits <!--fig 07.logit_test-->10<!--/fig-->. In this one situation logits cannot show more. A test that
 # passes proves something only if it fails on wrong code. The survivors, the bugs that it missed, say which test to
 # write next:

@@ -390,11 +390,11 @@ course.show(fig, alt="Maps of the memory, slots upwards and steps to the right, 
 
 # %% [markdown]
 # In one piece, <!--fig 10.piece-->2.0<!--/fig--> requests run at once, and the ten
-# take <!--fig 10.piecesteps-->137<!--/fig--> steps. Only <!--fig 10.piecefull-->47<!--/fig--> percent of the reserved
+# take <!--fig 10.piecesteps-->138<!--/fig--> steps. Only <!--fig 10.piecefull-->47<!--/fig--> percent of the reserved
 # slots hold a token. The pale parts were reserved for answers that turned out short. The white parts are holes that are
 # too small for the request that waits next; towards the end nobody waits any more. In
-# pages, <!--fig 10.paged-->3.68<!--/fig--> requests run at once, they take <!--fig 10.pagesteps-->76<!--/fig--> steps,
-# and <!--fig 10.pagefull-->83<!--/fig--> percent of the slots hold a token. The answers are the same, token for token.
+# pages, <!--fig 10.paged-->3.66<!--/fig--> requests run at once, they take <!--fig 10.pagesteps-->77<!--/fig--> steps,
+# and <!--fig 10.pagefull-->84<!--/fig--> percent of the slots hold a token. The answers are the same, token for token.
 # A server wants many requests at once, because each step reads all weights once for all of them.
 #
 # The pages can run out in the middle of an answer. Then the youngest request gives its pages back and starts again
