@@ -51,7 +51,7 @@ def _character_owners(text, messages):
         if start < 0:                                    # the template left it out or changed it: no span of its own
             continue
         gap = text[position:start]
-        split = gap.find("\n") + 1 if owners else gap.rstrip("\n").rfind("\n") + 1
+        split = gap.find("\n") + 1 if owners else gap.rstrip().rfind("\n") + 1
         owner = (message["role"][0], turn)
         owners += [before] * split + [owner] * (len(gap) - split + len(content))
         position, before = start + len(content), owner

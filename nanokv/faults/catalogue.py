@@ -72,7 +72,7 @@ def start_pos_off_by_one():
     "the offset is advanced twice",
     "Cache and loop both add what was fed, so after a prompt of 6 tokens the offset says 12, and it grows by two from "
     "there.",
-    "skyzh/tiny-llm#46", "logits",
+    "skyzh/tiny-llm#46", "words",
 )  # fmt: skip
 def start_pos_advanced_twice():
     """2·start."""
