@@ -62,10 +62,9 @@ class Pages:
     table: torch.Tensor | None = None  # (B,n) int32
 
     def __post_init__(self):
-        if not isinstance(self.lengths, torch.Tensor):
-            with torch.inference_mode(False):  # or a later step outside of that mode could not count on
-                self.lengths = torch.tensor(self.lengths, dtype=torch.int32, device="cpu")
-        self.lengths = self.lengths.to(torch.int32)
+        device = getattr(self.lengths, "device", "cpu")
+        with torch.inference_mode(False):  # steps outside of that mode write to it too
+            self.lengths = torch.as_tensor(self.lengths, dtype=torch.int32, device=device)
 
 
 class LayerCapabilities(FirstNames):

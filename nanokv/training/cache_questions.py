@@ -28,9 +28,8 @@ def depending() -> dict[str, list[str]]:
 def yes_or_no() -> tuple[tuple[str, list[str]], ...]:
     """Questions of the last stage: the written ways, and before the last one those of `depending`."""
     written = {question["answer"]: question["asked"] for question in phrases("nearby")["question"]}
-    every, made = [*QUESTIONS, *written.items()], depending()
-    taken = {way.lower() for _, ways in every for way in ways}
-    for answer, ways in made.items():
+    taken = {way.lower() for _, ways in (*QUESTIONS, *written.items()) for way in ways}
+    for answer, ways in depending().items():
         new = [way for way in dict.fromkeys(ways) if way.lower() not in taken]
         old = written.get(answer, [])
         written[answer] = [*old[:-1], *new, *old[-1:]]

@@ -115,7 +115,7 @@ def change(talk: Conversation):
 
 def places(talk: Conversation):
     """One word of a long list by its place, then others of it."""
-    talk.list = words.distinct(talk.rng, talk.rng.choice(LENGTHS), talk.word)
+    lists.new_list(talk, LENGTHS)
     lists.ask_place(talk)
     for _ in range(talk.rng.choice((0, 1, 2))):
         where, item = lists.position(talk.rng, talk.list)
@@ -125,7 +125,7 @@ def places(talk: Conversation):
 
 def backwards(talk: Conversation):
     """A long list backwards."""
-    talk.list = words.distinct(talk.rng, talk.rng.choice(LENGTHS), talk.word)
+    lists.new_list(talk, LENGTHS)
     lists.ask_backwards(talk)
 
 
@@ -156,7 +156,7 @@ def _others(talk: Conversation, most: int):
 
 
 def _tell(talk: Conversation, kind: str | None = None, pets: float = 0.0) -> list[str]:
-    """One to three facts in one message, a pet among them so often; the kinds of the facts."""
+    """One to three facts in one message; the kinds of these. `pets` is how often a pet is told among them."""
     rng, kinds = talk.rng, [kind] if kind else []
     for _ in range(rng.choice((1, 1, 2, 3)) - len(kinds)):
         kinds.append(rng.choice(words.RELATIVES) if rng.random() < 0.3 else draw(rng))

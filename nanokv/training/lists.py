@@ -18,9 +18,9 @@ def typed(rng, items) -> str:
     return f"{', '.join(items[:-1])} and {items[-1]}"
 
 
-def new_list(talk: Conversation) -> list[str]:
+def new_list(talk: Conversation, lengths=LENGTHS) -> list[str]:
     """`The list` is always the latest one that the user gave."""
-    talk.list = words.distinct(talk.rng, talk.rng.choice(LENGTHS), talk.word)
+    talk.list = words.distinct(talk.rng, talk.rng.choice(lengths), talk.word)
     return talk.list
 
 
