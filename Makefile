@@ -68,7 +68,7 @@ bench: $(VENV)/.chat ## how fast is it here: tokens per second, beside the memor
 	@$(BIN)/nanokv bench $(ARGS)
 
 .PHONY: train
-train: $(VENV)/.dev ## when you want to make the bundled model yourself: over an hour on 2 cores, OUT=runs/tiny
+train: $(VENV)/.dev ## when you want to make the bundled model yourself: about two hours on 2 cores, OUT=runs/tiny
 	@$(BIN)/nanokv train --out $(OUT) $(ARGS)
 
 .PHONY: notebooks

@@ -205,10 +205,10 @@ def test_a_click_on_a_token_goes_to_its_step(page):
 
 def test_ids_on_demand_and_letters_always(page, runs):
     chip = page.find_elements("css selector", ".token")[4]
-    assert chip.text.split() == ["My", "u"]
+    assert chip.text.split() == ["␣My", "u"]
     tab_to(page, "#show-ids")
     press(page, "SPACE")
-    assert chip.text.split() == ["My", "u", str(runs[2].ids[4])]
+    assert chip.text.split() == ["␣My", "u", str(runs[2].ids[4])]
 
 
 def test_tabs_by_keyboard(page):
