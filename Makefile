@@ -5,6 +5,8 @@
 #   make chat ARGS="--model Qwen/Qwen3-0.6B"      more flags for the command behind a target
 #   make test ARGS="-k cache -x" JOBS=4           more processes, about 2 GiB each; -n 0 in ARGS: in this one, for --pdb
 #   make setup PYTHON=python3.12                  another interpreter
+#   make fuzz ARGS="--seconds 3600"               hours instead of minutes; mutants has --count, soak --minutes
+#   make load ARGS="--servers nanokv,transformers"
 
 PYTHON ?= python3
 VENV   := .venv
@@ -39,36 +41,36 @@ test: $(VENV)/.dev ## after every change: all tests but the slow ones, minutes
 	@$(PYTEST) -m "not slow" $(ARGS)
 
 .PHONY: check
-check: $(VENV)/.dev ## before you hand it on: the slow tests (true sizes, the built wheel, a training run)
+check: $(VENV)/.dev ## before you hand it on: the slow tests, half an hour
 	@$(PYTEST) -m slow $(ARGS)
 
 .PHONY: fuzz
-fuzz: $(VENV)/.fuzz ## when you changed what reads files: hostile input, minutes; ARGS="--seconds 3600" for hours
+fuzz: $(VENV)/.fuzz ## when you changed what reads files: hostile input, minutes
 	@$(BIN)/python tests/fuzz/runner.py $(ARGS)
 
 .PHONY: mutants
-mutants: $(VENV)/.dev ## to see what the tests miss: plants small faults in a copy, an hour; ARGS="--count 40" for minutes
+mutants: $(VENV)/.dev ## to see what the tests miss: plants small faults, an hour
 	@$(BIN)/python tests/mutants.py $(ARGS)
 
 .PHONY: soak
-soak: $(VENV)/.dev ## when you changed the server: strangers by the thousand, ten minutes; ARGS="--minutes 60"
+soak: $(VENV)/.dev ## when you changed the server: strangers by the thousand
 	@$(BIN)/python tests/soak.py $(ARGS)
 
 .PHONY: load
-load: $(VENV)/.dev ## when you changed the server: many clients at once, minutes; ARGS="--servers nanokv,transformers"
+load: $(VENV)/.dev ## when you changed the server: many clients at once
 	@$(BIN)/python tests/load.py $(ARGS)
 
 .PHONY: lint
-lint: $(VENV)/.dev ## while you write: style, unused names, import order, types, seconds
+lint: $(VENV)/.dev ## while you write: style, unused names, types, seconds
 	@$(BIN)/ruff check $(ARGS)
 	@$(BIN)/mypy
 
 .PHONY: bench
-bench: $(VENV)/.chat ## how fast is it here: tokens per second, beside the memory bandwidth
+bench: $(VENV)/.chat ## how fast is it here: tokens per second, beside the memory
 	@$(BIN)/nanokv bench $(ARGS)
 
 .PHONY: train
-train: $(VENV)/.dev ## when you want to make the bundled model yourself: about two hours on 2 cores, OUT=runs/tiny
+train: $(VENV)/.dev ## to make the bundled model: OUT=runs/tiny, about two hours
 	@$(BIN)/nanokv train --out $(OUT) $(ARGS)
 
 .PHONY: notebooks
@@ -78,24 +80,24 @@ notebooks: $(VENV)/.course ## to learn: opens the course in JupyterLab
 	@$(BIN)/jupyter lab --notebook-dir notebooks $(ARGS)
 
 .PHONY: book
-book: $(VENV)/.course ## to read instead: runs every solved notebook and writes web pages, book/index.html
+book: $(VENV)/.course ## to read instead: the solved notebooks in book/index.html
 	@$(BIN)/nanokv course book --force $(ARGS)
 
 .PHONY: site
-site: $(VENV)/.course ## to publish: the book, docs, API and recorded runs as one static folder, site/index.html
+site: $(VENV)/.course ## to publish: book, docs, API and runs in site/index.html
 	@$(BIN)/nanokv course site --force $(ARGS)
 
 .PHONY: setup
-setup: $(VENV)/.course ## once, before you go offline: everything that chat, tests and notebooks need
+setup: $(VENV)/.course ## once, before you go offline: for chat, tests and notebooks
 	@echo "ready: $(BIN)/nanokv chat, or make chat"
 
 .PHONY: clean
-clean: ## when something looks stale: removes build output and tool caches; keeps .venv and runs
+clean: ## removes build output and tool caches; keeps .venv and runs
 	@rm -rf build dist book site *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	@find . -path ./$(VENV) -prune -o -path ./.git -prune -o -type d -name __pycache__ -prune -exec rm -rf {} +
 
 .PHONY: distclean
-distclean: clean ## to start over as after git clone: removes .venv as well; still keeps runs
+distclean: clean ## as after git clone: removes .venv as well; still keeps runs
 	@rm -rf $(VENV)
 
 # --- what installs; messages go to stderr and stdin is left alone, so `echo hi | make chat` stays a clean pipe ---------

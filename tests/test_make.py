@@ -81,6 +81,7 @@ def test_make_alone_says_when_you_want_each_target(clone):
     assert done.returncode == 0
     assert [name for name, _ in listed] == TARGETS
     assert all(len(text) > 10 for _, text in listed)
+    assert max(map(len, done.stdout.splitlines())) <= 80
     assert clone.calls() == []
 
 
