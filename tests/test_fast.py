@@ -431,6 +431,7 @@ def test_products_with_dense_weights(code, dtype, rows, N, K):
 @pytest.mark.parametrize(("N", "K"), [(8, 32), (37, 96), (101, 288), (5, 544)])
 def test_codes_made_dense_by_the_kernels_are_those_of_torch(monkeypatch, dtype, name, N, K):
     """To the bit, and however many rows are made at a time."""
+    monkeypatch.setattr(native, "multiplies_bf16", lambda kernels: True)
     matrix = weights.FORMATS[name](torch.randn(N, K).to(dtype))
     for count in (K, 3 * K, weights.UNPACKED):
         monkeypatch.setattr(weights, "UNPACKED", count)
@@ -439,6 +440,35 @@ def test_codes_made_dense_by_the_kernels_are_those_of_torch(monkeypatch, dtype, 
         assert torch.equal(torch.cat([part for _, part in parts]), matrix.dense())
     x = torch.randn(40, K)
     assert gap(matrix(x), F.linear(x.to(dtype), matrix.dense()).float()) < (1e-5 if dtype == torch.float32 else 0.02)
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize(("N", "K"), [(8, 32), (37, 96), (101, 288), (40, 480)])
+def test_many_rows_are_products_of_fp32_where_the_processor_has_none_of_bf16(monkeypatch, name, N, K):
+    """Neither weights nor activations are rounded then, however many rows of weights are widened at a time."""
+    monkeypatch.setattr(native, "multiplies_bf16", lambda kernels: False)
+    g = torch.Generator().manual_seed(0)
+    matrix = weights.FORMATS[name](torch.randn(N, K, generator=g).bfloat16(), torch.ones(N))
+    x, (_, whole) = torch.randn(140, K, generator=g), next(matrix.parts())
+    whole = whole.clone()
+    assert whole.shape == (N, K) and gap(whole.double(), matrix.dense().double()) <= (0 if name == "bf16" else 0.004)
+    for count in (K, 3 * K, weights.WIDENED):
+        monkeypatch.setattr(weights, "WIDENED", count)
+        assert gap(matrix.product(x).double(), x.double() @ whole.double().T + 1) <= 1e-6
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", ["bf16", "int8", "int4"])
+def test_a_prefill_in_products_of_fp32_agrees_with_one_in_bf16(monkeypatch, name):
+    model, ids = small(torch.bfloat16)
+    ids, logits = ids.repeat(1, 200 // ids.shape[1]), []  # more than any kernel takes
+    for narrow in (True, False):
+        monkeypatch.setattr(native, "multiplies_bf16", lambda kernels, narrow=narrow: narrow)
+        fast = optimize(model, name)
+        assert fast.layers[0].qkv.product_dtype == (torch.bfloat16 if narrow else torch.float32)
+        logits.append(prefill(fast, ids, make_cache("dict", fast.config)))
+    assert 0 < gap(logits[0].double(), logits[1].double()) <= 0.03
 
 
 @needs_kernels

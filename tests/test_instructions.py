@@ -57,9 +57,10 @@ def test_kernels_compiled_for_another_processor(tmp_path, flags, needs, expected
     skipped = [line for line in done.stdout.splitlines() if line.startswith("SKIPPED")]
     assert all("does not multiply bf16" in line for line in skipped) and ("bf16" in expected) == (not skipped)
     library, = tmp_path.glob("nanokv/kernels-*.so")
-    instructions = ctypes.CDLL(str(library)).instructions
-    instructions.restype = ctypes.c_char_p
-    assert re.fullmatch(expected, instructions().decode())
+    kernels = ctypes.CDLL(str(library))
+    kernels.instructions.restype = ctypes.c_char_p
+    assert re.fullmatch(expected, kernels.instructions().decode())
+    assert native.multiplies_bf16(kernels) is (expected not in ("AVX2", "AVX-512"))
 
 
 # --- recorded inputs, for a program without Python --------------------------------------------------------------------

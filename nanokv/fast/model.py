@@ -91,7 +91,7 @@ class Block(Addressed):
         kernels' fp32."""
         (B, T, _), (H, Hk, D) = x.shape, self.heads
         few = B * T <= min(matrix.most_rows for matrix in (self.qkv, self.o, self.gate_up, self.down))
-        dtype, product = (torch.float32, Matrix.forward) if few else (self.dtype, Matrix.product)
+        dtype, product = (torch.float32, Matrix.forward) if few else (self.qkv.product_dtype, Matrix.product)
         q, k, v = (x.new_empty(B, heads, T, D, dtype=self.dtype) for heads in (H, Hk, Hk))
         (cos, sin), form = (angle.contiguous() for angle in rope), native.FORMATS[dtype]
         qkv = product(self.qkv, self.rows_normed(kernels, x, self.norm, dtype))  # (B,T,(H+2Hk)·D)

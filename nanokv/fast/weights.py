@@ -5,7 +5,8 @@
     int4         half a byte per weight and one bf16 scale for every 32 of a row      = 4.5 bits
 
 Few rows of activations (decode, short prompts) go to the native kernels, or to torch's own low-bit operators where no
-compiler is; many rows (prefill) go to torch's matrix product, over weights that are made dense for the moment of use.
+compiler is; many rows (prefill) go to torch's matrix product, over weights that are made dense for the moment of use,
+and made fp32 where the processor does not multiply bf16.
 """
 
 import ctypes
@@ -20,12 +21,13 @@ from nanokv.fast import native, torch_ops
 
 GROUP = 32  # weights of a row that share a scale in int4, and activations that share one in int8 and int4
 UNPACKED = 1 << 24  # weights made dense at a time: 32 MB of bf16, and torch's product of fewer columns is slower
+WIDENED = 1 << 20  # weights made fp32 at a time: 4 MB, which the product finds in the processor's cache
 
 
 class Addressed(nn.Module):
     """A module whose tensors kernels know by their addresses: what was made from these is dropped when they change."""
 
-    made = "struct", "torch_form", "most_rows"  # cached properties
+    made = "struct", "torch_form", "most_rows", "product_dtype"  # cached properties
 
     def forget(self):
         for name in self.made:
@@ -76,6 +78,12 @@ class Matrix(Addressed):
             return 32
         return kernels.most_rows(ctypes.byref(self.struct))
 
+    @functools.cached_property
+    def product_dtype(self):
+        """What torch multiplies many rows in: the weights' dtype, or fp32 where the processor multiplies no bf16."""
+        kernels = native.kernels() if self.weight.device.type == "cpu" and self.dtype == torch.bfloat16 else None
+        return self.dtype if kernels is None or native.multiplies_bf16(kernels) else torch.float32
+
     def forward(self, x):
         rows = x.numel() // self.K
         kernels = native.kernels()
@@ -98,27 +106,28 @@ class Matrix(Addressed):
         return [(first, min(first + step, rows)) for first in range(0, rows, step)]
 
     def product(self, x):
-        """The same by torch, over dense weights and in their dtype; at most 2³² multiplications in one call."""
-        columns = []
+        """The same by torch, over dense weights and in `product_dtype`; at most 2³² multiplications in one call."""
+        columns, flat = [], x.to(self.product_dtype).reshape(-1, self.K)  # (rows,K)
         for first, weight in self.parts():  # (n,K)
             bias = None if self.bias is None else self.bias[first : first + len(weight)].to(weight.dtype)
-            rows = x.to(weight.dtype).reshape(-1, x.shape[-1]).split(max(1, 2**32 // weight.numel()))
+            rows = flat.split(max(1, 2**32 // weight.numel()))
             y = [F.linear(part, weight, bias).to(weight.dtype) for part in rows]  # torch.autocast gives another dtype
             columns.append(y[0] if len(y) == 1 else torch.cat(y))  # (rows,n)
         return (columns[0] if len(columns) == 1 else torch.cat(columns, 1)).view(*x.shape[:-1], -1)
 
     def parts(self):
         """(first row, those rows as a dense tensor), all of them one after the other; each is read before the next."""
-        kernels = native.kernels() if self.weight.device.type == "cpu" and self.format in ("int8", "int4") else None
+        dtype = self.product_dtype
+        kernels = native.kernels() if self.weight.device.type == "cpu" and self.weight.dtype != dtype else None
         if kernels is None:
             yield 0, self.dense()
             return
-        step = max(1, UNPACKED // self.K)
-        room = torch.empty(min(step, self.N), self.K, dtype=self.dtype)
+        step = max(1, (UNPACKED if dtype == self.dtype else WIDENED) // self.K)
+        room = torch.empty(min(step, self.N), self.K, dtype=dtype)
         for first in range(0, self.N, step):
             part = room[: self.N - first]  # (n,K)
             kernels.dense_rows(
-                part.data_ptr(), ctypes.byref(self.struct), first, first + len(part), native.FORMATS[self.dtype]
+                part.data_ptr(), ctypes.byref(self.struct), first, first + len(part), native.FORMATS[dtype]
             )
             yield first, part
 

@@ -244,12 +244,12 @@ int64_t most_rows(const Weight* w) {
     return lanes ? 128 : 32;
 }
 
-// Rows n0 … n1−1 of int8 or int4 weights → (n1−n0,K) in `format`, for a product that wants them dense.
+// Rows n0 … n1−1 of weights → (n1−n0,K) in `format`, for a product that wants them so: of codes in either, of bf16 in fp32.
 void dense_rows(void* to, const Weight* w, int64_t n0, int64_t n1, int32_t format) {
     int64_t K = w->K;
 #pragma omp parallel for if ((n1 - n0) * K >= WORTH)
     for (int64_t n = n0; n < n1; n++)
-        format == FP32 ? unpack((float*)to + (n - n0) * K, *w, n) : unpack((bf16*)to + (n - n0) * K, *w, n);
+        format == FP32 ? table_row((float*)to + (n - n0) * K, *w, n) : unpack((bf16*)to + (n - n0) * K, *w, n);
 }
 
 // x (M,C) → q (M,H,D) fp32 and k, v (M,Hk,D) in the cache's format: norm, one product, head norms, rotation

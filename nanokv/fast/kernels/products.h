@@ -20,6 +20,22 @@ static inline float dot(const T* w, const float* x, int64_t K) {
     return y;
 }
 
+// The same with COUNT rows of activations, each K after the other: y[c] = w · x_c. What is loaded of w, and made wide, serves
+// all of them.
+template <int COUNT, class T>
+static inline void dots(const T* w, const float* x, int64_t K, float* y) {
+    f32x16 sum[COUNT] = {};
+    int64_t k = 0;
+    for (; k + 16 <= K; k += 16) {
+        f32x16 wk = load16(w + k);
+#pragma GCC unroll 4
+        for (int c = 0; c < COUNT; c++) sum[c] += wk * load16(x + c * K + k);
+    }
+    for (int c = 0; c < COUNT; c++) y[c] = sum16(sum[c]);
+    for (; k < K; k++)
+        for (int c = 0; c < COUNT; c++) y[c] += to_float(w[k]) * x[c * K + k];
+}
+
 static inline int64_t pairs_of(int64_t K) { return (K + 2 * GROUP - 1) / (2 * GROUP); }  // int4 packs groups in pairs
 
 // Activations in 8 bits, a scale for each group: x ≈ codes · scale. Filled up with zeros to whole blocks.
@@ -104,16 +120,16 @@ static inline float dot_int4(const uint8_t* w, const bf16* scale, const Codes& x
 }
 #else
 #if defined(__AVX2__)
-// Of one group, signed: widened to 16 bits, because _mm256_maddubs_epi16 would add two products of up to 255 · 127 there.
+// Of one group. Two products of bytes are added up in 16 bits, then two of these in 32. Of unsigned weights (`mask`: int4)
+// they are at most 2 · 15 · 127; of signed ones the sign goes to the activations first: 2 · 128 · 127 fits as well.
 typedef __m256 f32x8;
 static inline f32x8 zero8() { return _mm256_setzero_ps(); }
 static inline void add_products(f32x8& sum, const uint8_t* w, int shift, int mask, const int8_t* x, float scale) {
     __m256i codes = _mm256_loadu_si256((const __m256i*)x), weights = _mm256_loadu_si256((const __m256i*)w);
     if (mask) weights = _mm256_and_si256(_mm256_srli_epi16(weights, shift), _mm256_set1_epi8(mask));
-    auto low = [](__m256i v) { return _mm256_cvtepi8_epi16(_mm256_castsi256_si128(v)); };
-    auto high = [](__m256i v) { return _mm256_cvtepi8_epi16(_mm256_extracti128_si256(v, 1)); };
-    __m256i products = _mm256_add_epi32(_mm256_madd_epi16(low(weights), low(codes)),
-                                        _mm256_madd_epi16(high(weights), high(codes)));
+    else codes = _mm256_sign_epi8(codes, weights), weights = _mm256_abs_epi8(weights);
+    __m256i pairs = _mm256_maddubs_epi16(weights, codes);
+    __m256i products = _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
     sum += _mm256_cvtepi32_ps(products) * _mm256_set1_ps(scale);
 }
 static inline float sum8(f32x8 a, f32x8 b) {
@@ -307,8 +323,15 @@ struct Input {  // x in the form that the weights' format wants, made once for a
 template <class T>
 static void rows_dense(float* y, const Weight& w, const Input& in, int64_t n0, int64_t n1, bool add) {
     const T* data = (const T*)w.data;
-    for (int64_t n = n0; n < n1; n++)
-        for (int64_t m = 0; m < in.M; m++) put(y + m * w.N, w, n, dot(data + n * w.K, in.x + m * w.K, w.K), add);
+    for (int64_t n = n0; n < n1; n++) {
+        int64_t m = 0;
+        for (; m + TILE <= in.M && sizeof(T) == 2; m += TILE) {
+            float four[TILE];
+            dots<TILE>(data + n * w.K, in.x + m * w.K, w.K, four);
+            for (int c = 0; c < TILE; c++) put(y + (m + c) * w.N, w, n, four[c], add);
+        }
+        for (; m < in.M; m++) put(y + m * w.N, w, n, dot(data + n * w.K, in.x + m * w.K, w.K), add);
+    }
 }
 
 template <class T>
