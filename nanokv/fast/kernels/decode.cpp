@@ -233,15 +233,18 @@ void linear(float* y, const float* x, int64_t M, const Weight* w) {
     multiply(y, x, M, *w, false);
 }
 
-// Rows of activations up to which `linear` is faster than torch's product of dense weights. Where a lane is a row, a prefill
-// of 64 tokens is faster by a quarter and one of 128 by 7 % (bf16, Qwen3-0.6B's matrices), one of 256 as fast. With tiles
-// nobody has measured more than 32.
+// Rows of activations up to which `linear` is faster than torch's product of dense weights (Qwen3-0.6B's matrices). Where a
+// lane is a row, a prefill of 64 tokens is faster by a quarter and one of 128 by 7 %, one of 256 as fast. Without
+// instructions for bf16 it is 64 rows by a quarter, 128 by 5 to 20 %. With tiles nobody has measured more than 32.
 int64_t most_rows(const Weight* w) {
-    bool lanes = false;
 #if defined(__AVX512BF16__)
-    lanes = w->K % 32 == 0 && w->N >= 32 && !tiles_allowed();
+    bool many = w->K % 32 == 0 && w->N >= 32 && !tiles_allowed();
+#elif defined(__AVX2__)
+    bool many = w->format == BF16;
+#else
+    bool many = false;
 #endif
-    return lanes ? 128 : 32;
+    return many ? 128 : 32;
 }
 
 // Rows n0 … n1−1 of weights → (n1−n0,K) in `format`, for a product that wants them so: of codes in either, of bf16 in fp32.

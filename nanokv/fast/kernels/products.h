@@ -20,20 +20,28 @@ static inline float dot(const T* w, const float* x, int64_t K) {
     return y;
 }
 
-// The same with COUNT rows of activations, each K after the other: y[c] = w · x_c. What is loaded of w, and made wide, serves
-// all of them.
-template <int COUNT, class T>
-static inline void dots(const T* w, const float* x, int64_t K, float* y) {
-    f32x16 sum[COUNT] = {};
+// The same of R rows of weights and C of activations, each K after the other: y[r][c] = w_r · x_c. What is loaded serves C or
+// R products, and 3 · 4 sums fit into sixteen registers.
+template <int R, int C, class T>
+static inline void dots(const T* w, const float* x, int64_t K, float (*y)[C]) {
+    floats sum[R][C] = {};
     int64_t k = 0;
-    for (; k + 16 <= K; k += 16) {
-        f32x16 wk = load16(w + k);
+    for (; k + LANES <= K; k += LANES) {
+        floats wk[R];
 #pragma GCC unroll 4
-        for (int c = 0; c < COUNT; c++) sum[c] += wk * load16(x + c * K + k);
+        for (int r = 0; r < R; r++) load(wk[r], w + r * K + k);
+#pragma GCC unroll 4
+        for (int c = 0; c < C; c++) {
+            floats xk = *(const floats*)(x + c * K + k);
+#pragma GCC unroll 4
+            for (int r = 0; r < R; r++) sum[r][c] += wk[r] * xk;
+        }
     }
-    for (int c = 0; c < COUNT; c++) y[c] = sum16(sum[c]);
-    for (; k < K; k++)
-        for (int c = 0; c < COUNT; c++) y[c] += to_float(w[k]) * x[c * K + k];
+    for (int r = 0; r < R; r++)
+        for (int c = 0; c < C; c++) {
+            y[r][c] = sum16(sum[r][c]);
+            for (int64_t i = k; i < K; i++) y[r][c] += to_float(w[r * K + i]) * x[c * K + i];
+        }
 }
 
 static inline int64_t pairs_of(int64_t K) { return (K + 2 * GROUP - 1) / (2 * GROUP); }  // int4 packs groups in pairs
@@ -320,18 +328,19 @@ struct Input {  // x in the form that the weights' format wants, made once for a
     }
 };
 
-template <class T>
-static void rows_dense(float* y, const Weight& w, const Input& in, int64_t n0, int64_t n1, bool add) {
-    const T* data = (const T*)w.data;
-    for (int64_t n = n0; n < n1; n++) {
-        int64_t m = 0;
-        for (; m + TILE <= in.M && sizeof(T) == 2; m += TILE) {
-            float four[TILE];
-            dots<TILE>(data + n * w.K, in.x + m * w.K, w.K, four);
-            for (int c = 0; c < TILE; c++) put(y + (m + c) * w.N, w, n, four[c], add);
-        }
-        for (; m < in.M; m++) put(y + m * w.N, w, n, dot(data + n * w.K, in.x + m * w.K, w.K), add);
+// R rows of weights from n on, with all rows of activations.
+template <int R, class T>
+static void rows_dense(float* y, const Weight& w, const Input& in, int64_t n, bool add) {
+    const T* data = (const T*)w.data + n * w.K;
+    int64_t m = 0;
+    for (; m + TILE <= in.M && sizeof(T) == 2; m += TILE) {
+        float sums[R][TILE];
+        dots<R, TILE>(data, in.x + m * w.K, w.K, sums);
+        for (int c = 0; c < TILE; c++)
+            for (int r = 0; r < R; r++) put(y + (m + c) * w.N, w, n + r, sums[r][c], add);
     }
+    for (; m < in.M; m++)
+        for (int r = 0; r < R; r++) put(y + m * w.N, w, n + r, dot(data + r * w.K, in.x + m * w.K, w.K), add);
 }
 
 template <class T>
@@ -459,7 +468,8 @@ static void rows_tiles(float* y, const Weight& w, const Input& in, int64_t n0, i
 
 // Rows n0 … n1−1 of the weights; called by every thread with a part of its own.
 static void rows(float* y, const Weight& w, const Input& in, int64_t n0, int64_t n1, bool add) {
-    if (w.format == FP32) return rows_dense<float>(y, w, in, n0, n1, add);
+    for (int64_t n = n0; n < n1 && w.format == FP32; n++) rows_dense<1, float>(y, w, in, n, add);
+    if (w.format == FP32) return;
 #if defined(TILES)
     if (in.paired && tiles_allowed()) return rows_tiles(y, w, in, n0, n1, add);
 #endif
@@ -472,9 +482,11 @@ static void rows(float* y, const Weight& w, const Input& in, int64_t n0, int64_t
     if (in.paired) return rows_lanes(y, w, in, n0, n1, add);
     if (!in.half.empty()) return rows_bf16(y, w, in, n0, n1, add);
 #endif
-    if (w.format == BF16) return rows_dense<bf16>(y, w, in, n0, n1, add);
+    int64_t n = n0;
+    for (; n + 3 <= n1 && w.format == BF16; n += 3) rows_dense<3, bf16>(y, w, in, n, add);
+    for (; n < n1 && w.format == BF16; n++) rows_dense<1, bf16>(y, w, in, n, add);
     int64_t bytes = pairs_of(w.K) * GROUP;
-    for (int64_t n = n0; n < n1; n++)
+    for (; n < n1; n++)
         for (int64_t m = 0; m < in.M; m++) {
             float value = w.format == INT8
                 ? dot_int8((const uint8_t*)w.data + n * w.K, ((const float*)w.scale)[n], in.codes[m], w.K)
