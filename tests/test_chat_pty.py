@@ -20,6 +20,8 @@ from chat_terminal import Terminal, chat_argv
 from tiny_checkpoint import write_tiny_checkpoint
 
 READY = r"^> *$"
+# Behind an answer this word may break over two lines of the screen.
+STOPPED = "|".join(r"\n?".join(word) for word in ("Stopped", "Suspended"))
 STATUS = (
     r"^  [\d,]+ new \+ [\d,]+ reused → [\d,]+ out · first token [\d.]+ m?s( · [\d,]+ tok/s)? · cache {}/{} · "
     r"[\d.]+ k?M?B"
@@ -543,9 +545,9 @@ def test_hang_up_at_the_prompt_and_ctrl_z_with_fg(start, tiny_folder, tmp_path):
         shell.send("half a line")
         shell.see("> half a line")
         shell.send("\x1a")
-        shell.see("Stopped")
+        shell.see(STOPPED)
         shell.send("clear; fg; echo code=$?\r")
-        shell.see("> half a line", unseen="Stopped")
+        shell.see("> half a line", unseen=STOPPED)
         pid = int(next(p for p in children(shell.child.pid)))
         os.kill(pid, signal.SIGHUP)
         shell.see(r"code=143")
@@ -710,20 +712,20 @@ def test_ctrl_z_during_an_answer_hands_the_terminal_back_and_fg_takes_it_again(s
     shell.see(r"everything\.\n.{60}")
     shell.send("ahead")
     shell.send("\x1a")
-    shell.see(r"Stopped|Suspended")
+    shell.see(STOPPED)
     assert modes(shell) == before
     shell.send("clear; fg\r")
-    shell.see(r"(?s)\A.*-m nanokv chat", unseen="Stopped|Suspended")
+    shell.see(r"(?s)\A.*-m nanokv chat", unseen=STOPPED)
     while modes(shell)[3] & COOKED:
         shell.pump()
     shell.send(" more")
     shell.see(r"(?s)→ 600 out.*^> ahead more$")
     assert b"ahead" not in shell.raw[:shell.raw.index(b"reused")], "typed text was echoed into the answer"
     shell.send("\x1a")                                   # at the prompt
-    shell.see(r"Stopped|Suspended")
+    shell.see(STOPPED)
     assert modes(shell) == before
     shell.send("clear; fg; echo code=$?\r")
-    shell.see("> ahead more", unseen="Stopped|Suspended")
+    shell.see("> ahead more", unseen=STOPPED)
     shell.send("\x03\x04")
     shell.see(r"code=0")
     assert modes(shell) == before
@@ -737,7 +739,7 @@ def test_an_answer_goes_on_in_the_background_and_its_prompt_waits_for_fg(shell, 
     shell.send("Tell me everything.\r")
     shell.see(r"everything\.\n.{60}")
     shell.send("\x1a")
-    shell.see(r"Stopped|Suspended")
+    shell.see(STOPPED)
     shell.send("clear; bg\r")
     shell.see(r"→ 600 out")
     assert modes(shell) == before, "a job in the background changed the shell's terminal"
