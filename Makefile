@@ -66,7 +66,7 @@ lint: $(VENV)/.dev ## while you write: style, unused names, types, seconds
 	@$(BIN)/mypy
 
 .PHONY: bench
-bench: $(VENV)/.chat ## how fast is it here: tokens per second, beside the memory
+bench: $(VENV)/.chat ## how fast is it here: tokens per second, beside the bandwidth
 	@$(BIN)/nanokv bench $(ARGS)
 
 .PHONY: train

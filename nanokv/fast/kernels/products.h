@@ -328,12 +328,13 @@ struct Input {  // x in the form that the weights' format wants, made once for a
     }
 };
 
-// R rows of weights from n on, with all rows of activations.
+// R rows of weights from n on. Where they are fp32 each product is a `dot`: a row of activations gives the same bits alone
+// and among others.
 template <int R, class T>
-static void rows_dense(float* y, const Weight& w, const Input& in, int64_t n, bool add) {
+static void block_dense(float* y, const Weight& w, const Input& in, int64_t n, bool add) {
     const T* data = (const T*)w.data + n * w.K;
     int64_t m = 0;
-    for (; m + TILE <= in.M && sizeof(T) == 2; m += TILE) {
+    for (; m + TILE <= in.M && w.format == BF16; m += TILE) {
         float sums[R][TILE];
         dots<R, TILE>(data, in.x + m * w.K, w.K, sums);
         for (int c = 0; c < TILE; c++)
@@ -341,6 +342,13 @@ static void rows_dense(float* y, const Weight& w, const Input& in, int64_t n, bo
     }
     for (; m < in.M; m++)
         for (int r = 0; r < R; r++) put(y + m * w.N, w, n + r, dot(data + r * w.K, in.x + m * w.K, w.K), add);
+}
+
+template <class T>
+static void rows_dense(float* y, const Weight& w, const Input& in, int64_t n0, int64_t n1, bool add) {
+    int64_t n = n0;
+    for (; n + 3 <= n1; n += 3) block_dense<3, T>(y, w, in, n, add);
+    for (; n < n1; n++) block_dense<1, T>(y, w, in, n, add);
 }
 
 template <class T>
@@ -468,8 +476,7 @@ static void rows_tiles(float* y, const Weight& w, const Input& in, int64_t n0, i
 
 // Rows n0 … n1−1 of the weights; called by every thread with a part of its own.
 static void rows(float* y, const Weight& w, const Input& in, int64_t n0, int64_t n1, bool add) {
-    for (int64_t n = n0; n < n1 && w.format == FP32; n++) rows_dense<1, float>(y, w, in, n, add);
-    if (w.format == FP32) return;
+    if (w.format == FP32) return rows_dense<float>(y, w, in, n0, n1, add);
 #if defined(TILES)
     if (in.paired && tiles_allowed()) return rows_tiles(y, w, in, n0, n1, add);
 #endif
@@ -482,11 +489,9 @@ static void rows(float* y, const Weight& w, const Input& in, int64_t n0, int64_t
     if (in.paired) return rows_lanes(y, w, in, n0, n1, add);
     if (!in.half.empty()) return rows_bf16(y, w, in, n0, n1, add);
 #endif
-    int64_t n = n0;
-    for (; n + 3 <= n1 && w.format == BF16; n += 3) rows_dense<3, bf16>(y, w, in, n, add);
-    for (; n < n1 && w.format == BF16; n++) rows_dense<1, bf16>(y, w, in, n, add);
+    if (w.format == BF16) return rows_dense<bf16>(y, w, in, n0, n1, add);
     int64_t bytes = pairs_of(w.K) * GROUP;
-    for (; n < n1; n++)
+    for (int64_t n = n0; n < n1; n++)
         for (int64_t m = 0; m < in.M; m++) {
             float value = w.format == INT8
                 ? dot_int8((const uint8_t*)w.data + n * w.K, ((const float*)w.scale)[n], in.codes[m], w.K)
