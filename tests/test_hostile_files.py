@@ -3,6 +3,7 @@
 Each is refused with an error that names the file and the numbers, before it costs time or memory.
 """
 
+import gc
 import json
 import os
 import struct
@@ -71,6 +72,24 @@ VALUES = st.recursive(
 def test_honest_json_is_read_as_json_reads_it(value):
     text = json.dumps(value)
     assert strict.loads(text) == json.loads(text) == strict.loads(text.encode())
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_no_garbage_is_collected_while_json_is_read(collects):
+    """It would find none, and take as long as reading; afterwards the collector is as it was, after an error too."""
+    began, was = [], gc.isenabled()
+    text = json.dumps([["Ġa", "b"]] * 50_000)
+    (gc.enable if collects else gc.disable)()
+    gc.callbacks.append(lambda phase, info: began.append(phase))
+    try:
+        assert len(strict.loads(text)) == 50_000 and gc.isenabled() is collects
+        assert began.count("start") <= 3  # of over 70, and these after the end
+        with pytest.raises(ValueError, match="Expecting value"):
+            strict.loads("[1, x]")
+        assert gc.isenabled() is collects
+    finally:
+        gc.callbacks.pop()
+        (gc.enable if was else gc.disable)()
 
 
 def test_the_deepest_json_that_is_read():

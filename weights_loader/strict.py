@@ -5,6 +5,8 @@ and each ends here as an error that names the file. nanokv reads its own JSON (s
 same functions. Before anything is parsed the bytes are counted: what a file may cost is decided by LIMITS. No torch.
 """
 
+import contextlib
+import gc
 import json
 import math
 from pathlib import Path
@@ -61,21 +63,34 @@ def quote(text) -> str:
 def loads(data: bytes | str):
     """The one JSON value in `data`. ValueError says what is wrong; the caller says where.
 
-    Costs what json.loads costs, and a walk over the containers for their depth: 0.1 s for Qwen3's tokenizer.json.
+    Costs what json.loads costs, and a walk over the containers for their depth: 0.1 s for Qwen3's tokenizer.json. Its
+    150,000 lists set off Python's garbage collector again and again, which finds nothing and takes as long as the rest.
     """
     text = data if isinstance(data, str) else data.decode("utf-8")
     count = text.count("[") + text.count("{")
     if count > CONTAINERS:
         raise ValueError(f"{count:,} lists and objects, at most {CONTAINERS:,} are read")
     try:
-        value = json.loads(text, object_pairs_hook=_no_repeats, parse_constant=_finite, parse_float=_finite,
-                           parse_int=_integer)  # fmt: skip
-        deep = count > DEEPEST and _too_deep([value])
+        with _collector_paused():
+            value = json.loads(text, object_pairs_hook=_no_repeats, parse_constant=_finite, parse_float=_finite,
+                               parse_int=_integer)  # fmt: skip
+            deep = count > DEEPEST and _too_deep([value])
     except RecursionError:
         deep = True
     if deep:
         raise ValueError(f"nested more than {DEEPEST} levels deep")
     return value
+
+
+@contextlib.contextmanager
+def _collector_paused():
+    was = gc.isenabled()
+    try:
+        gc.disable()
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 def parse_object(data: bytes, where: str, error: type = CheckpointError) -> dict:
