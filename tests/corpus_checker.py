@@ -17,7 +17,7 @@ from nanokv.training.phrases import phrases
 
 STRANGERS, REQUESTS, STORIES = phrases("strangers"), phrases("requests"), phrases("stories")
 NEARBY = phrases("nearby")
-MOVED, EDITS = NEARBY["moved"], NEARBY["edits"]
+MOVED, EDITS, INTRODUCTION = NEARBY["moved"], NEARBY["edits"], phrases("introductions")
 FACTS = phrases("facts") | {kind: texts for kind, texts in (STRANGERS | NEARBY).items() if "recalled" in texts}
 PET, OWNER, BELONGING, HOME, OBJECT = (FACTS[name] for name in ("pet", "owner", "belonging", "home", "object"))
 LIST, REMEMBERED, NUMBERS = REQUESTS["list"], REQUESTS["remembered"], REQUESTS["numbers"]
@@ -98,6 +98,34 @@ def section(kind: str) -> str:
 
 _SECTIONS = (*FACTS.values(), *STRANGERS.values())
 VOCABULARY = {word for part in _SECTIONS for texts in part.values() for word in plain(" ".join(texts)).split()}
+
+
+def introduces(user: str, steps: list[tuple]) -> bool:
+    """Is the message an introduction that tells the last of these facts, in their order, and all of it?"""
+    for sentence in INTRODUCTION["told"]:
+        places = re.findall(r"\{(\w+)\}", sentence)
+        meant = steps[-len(places) :]
+        if len(meant) == len(places) and all(map(stands_for, places, meant)):
+            ways = product(*(clauses(place, step) for place, step in zip(places, meant, strict=True)))
+            filled = {plain(sentence.format(**dict(zip(places, way, strict=True)))) for way in ways}
+            if any(f" {plain(user)} ".endswith(f" {text} ") for text in filled):
+                return True
+    return False
+
+
+def stands_for(place: str, step: tuple) -> bool:
+    """May the step be told in this place of an introduction?"""
+    name, kind, _ = step if len(step) == 3 else ("", "", "")
+    return name == "pet" if place == "pet" else name == "tell" and (kind == place or place == "other")
+
+
+def clauses(place: str, step: tuple) -> list[str]:
+    """The ways to tell it there."""
+    _, kind, value = step
+    if place in ("pet", "name"):
+        return [text.format(k=kind, v=value) for text in INTRODUCTION[place]]
+    texts = FACTS[section(kind)]["told"][:3] if place == "other" else ["{v}"]
+    return [text.rstrip(".").format(v=value, thing=kind) for text in texts]
 
 
 class Reader:
@@ -192,7 +220,7 @@ class Reader:
         if scene := self.scene(user):
             return True, scene
         said = says(user, texts["told"] + texts["changed"], v=value, thing=kind)
-        said |= before_and_now(user, kind, value)
+        said = said or before_and_now(user, kind, value) or introduces(user, self.steps)
         if kind in words.CODES:
             said |= two_codes(user, kind, value)
         if kind in self.corrects:
@@ -235,7 +263,7 @@ class Reader:
         self.pets[kind] = name
         if scene := self.scene(user):
             return True, scene
-        said = says(user, PET["told"] + PET["changed"], k=kind, v=name)
+        said = says(user, PET["told"] + PET["changed"], k=kind, v=name) or introduces(user, self.steps)
         return said, [text.format(k=kind, v=name) for text in PET["noted"]]
 
     def _ask_pet(self, user, kind):

@@ -234,21 +234,22 @@ def test_batches_depend_on_their_number_alone():
 def test_rows_are_short_at_first_and_long_later():
     """Curriculum: no row longer than 512 at first; then the whole context; what strangers type; what is hard."""
     phases = tuple(replace(phase, first=2 * i + 4) for i, phase in enumerate(Recipe.phases))
-    recipe = Recipe(steps=12, tokens_per_batch=2048, long_rows_from=2, phases=phases)
+    recipe = Recipe(steps=14, tokens_per_batch=2048, long_rows_from=2, phases=phases)
     run = Trainer(recipe, config=SMALL, tokenizer=small_tokenizer())
     assert {length for length, _ in run.short.lengths} == {64, 128, 256, 512}
     later = [rows for first, rows in sorted(run.sources.items()) if first]
     assert later[0] is run.long and all(rows.lengths == run.long.lengths for rows in later)
     assert 2048 in dict(run.long.lengths)
     stages = [rows.stage for rows in (run.short, *later)]
-    assert stages == [corpus.FIRST, corpus.FIRST, corpus.SECOND, corpus.THIRD, corpus.FOURTH, corpus.FIFTH]
+    assert stages == [corpus.FIRST, corpus.FIRST, *corpus.PHASES]
+    assert corpus.PHASES == (corpus.SECOND, corpus.THIRD, corpus.FOURTH, corpus.FIFTH, corpus.SIXTH)
     used, batch = [], run.short.batch(0)
     for i, rows in enumerate((run.short, *later)):
         rows.batch = lambda step, i=i: used.append((i, step)) or batch
     run.loss = lambda *batch: sum(p.sum() for p in run.model.parameters())
-    for _ in range(12):
+    for _ in range(14):
         run.train_step()
-    assert used == [(step // 2, step) for step in range(12)]
+    assert used == [(step // 2, step) for step in range(14)]
 
 
 def test_validation_uses_held_out_words(monkeypatch):
@@ -378,7 +379,7 @@ def test_every_parameter_is_trained_by_exactly_one_optimizer():
 
 @pytest.mark.parametrize("steps", [Recipe.steps, 20_000, 700])
 def test_the_rate_warms_up_and_ends_near_zero(steps):
-    """Up, down along a cosine, then four straight lines down from lower starts; any length looks alike."""
+    """Up, down along a cosine, then five straight lines down from lower starts; any length looks alike."""
     recipe = Recipe().scaled(steps)
     rates = [recipe.rate(step) for step in range(steps)]
     warm, firsts = recipe.warmup, [phase.first for phase in recipe.phases]
@@ -386,8 +387,8 @@ def test_the_rate_warms_up_and_ends_near_zero(steps):
     assert sorted(rates[:warm]) == rates[:warm]
     for first, end in pairwise((warm, *firsts, steps)):
         part = rates[first:end]
-        assert sorted(part, reverse=True) == part and len(part) > 0.1 * steps
-    assert [rates[first] for first in firsts] == pytest.approx([0.4, 0.3, 0.5, 0.6])
+        assert sorted(part, reverse=True) == part and len(part) > 0.03 * steps
+    assert [rates[first] for first in firsts] == pytest.approx([0.4, 0.3, 0.5, 0.6, 0.35])
     assert abs(firsts[0] / steps - Recipe.phases[0].first / Recipe.steps) < 1e-3
 
 
@@ -397,12 +398,12 @@ def test_the_shortest_runs_have_a_rate_too(steps):
     assert [step for step in range(steps) if not 0 < recipe.rate(step) <= 1] == []
 
 
-@pytest.mark.parametrize("phase", [2, 3])
+@pytest.mark.parametrize("phase", [2, 3, 4])
 def test_the_last_phases_begin_anew_from_the_finished_weights(phase):
     """The start is what a run of the phases before it exports; its optimizers have taken one step after one step."""
-    shares = (0, 0.3, 0.4, 0.5)
+    shares = (0, 0.3, 0.4, 0.5, 0)  # the last one keeps nothing of what it begins with, which is a mixture
     phases = tuple(replace(phase, kept=kept) for phase, kept in zip(Recipe.phases, shares, strict=True))
-    recipe = replace(Recipe(phases=phases), tokens_per_batch=256).scaled(STEPS)
+    recipe = replace(Recipe(phases=phases), tokens_per_batch=256).scaled(30)
     run = Trainer(recipe, config=SMALL, tokenizer=small_tokenizer())
     while run.step < recipe.phases[phase].first:
         run.train_step()
@@ -412,7 +413,8 @@ def test_the_last_phases_begin_anew_from_the_finished_weights(phase):
     assert any(not torch.equal(start[name], ended[name]) for name in ended)
     run.loss = lambda *batch: sum(p.sum() for p in run.model.parameters()) * 0  # no gradient: what moves is decay
     run.train_step()
-    assert all(torch.equal(run.before[name], start[name]) for name in start)
+    assert run.before.keys() == (start.keys() if shares[phase] else set())
+    assert all(torch.equal(run.before[name], start[name]) for name in run.before)
     assert all(torch.allclose(run.weights()[name], start[name], rtol=2e-3) for name in start)
     steps = [state["step"].item() for state in run.optimizers[1].state.values()]
     assert steps and set(steps) == {1.0}
@@ -669,7 +671,7 @@ def test_quiet_says_nothing(tmp_path, small, capsys):
     assert capsys.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize(("steps", "cases"), [(1, 5), (6, 5), (840, 10), (4200, 50), (8400, 100), (9000, 100)])
+@pytest.mark.parametrize(("steps", "cases"), [(1, 5), (6, 5), (870, 10), (4350, 50), (8700, 100), (9000, 100)])
 def test_a_short_run_is_evaluated_shortly(steps, cases):
     from nanokv.cli.train import cases_after
 

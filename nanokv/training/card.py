@@ -28,10 +28,11 @@ The cache takes {kv:,} bytes per token in fp32.
 
 `nanokv train` makes it again from nothing: seed {seed}, {steps:,} steps of {tokens_per_batch:,} tokens
 ({tokens:.1f} M in all), Muon and AdamW, rows of 64 to 2,048 tokens, loss on what the assistant says and on one in ten
-of the tokens that users say. The corpus changes at steps {changes}. In the end,
-and at some of these steps, weights of the change before are mixed in, and the optimizers begin anew: {shares}. The
-corpus is synthetic: conversations from a seeded generator, no text by anybody else. One word in eight of its names and
-nouns is never trained on.
+of the tokens that users say. The corpus changes at steps {changes}.
+A part between two of these steps may end with a share of the weights that it began with, and the optimizers begin
+anew: {shares}.
+The corpus is synthetic: conversations from a seeded generator, no text by anybody else. One word in eight of its names
+and nouns is never trained on.
 
 ## Evaluation
 
@@ -43,6 +44,7 @@ held-out words. {count} sets of {cases} cases per task; the target is for the lo
 """
 COVERS = {
     "recall": "one of one to six facts told in earlier turns; naming another one is wrong",
+    "introductions": "a name and one to three facts in one message, one of them asked for",
     "updates": "a fact that changed; the old value in the answer is wrong",
     "before and now": "one sentence names what was and what is; what was is wrong",
     "codes": "one of two or three numbers with names; another one in the answer is wrong",

@@ -82,7 +82,10 @@ FIFTH = replace(  # what the model took for something else: stranger values, and
     word=hard.word,
     noted=hard.said_again,
 )  # fmt: skip
-PHASES = (SECOND, THIRD, FOURTH, FIFTH)  # of a training, after FIRST
+SIXTH = replace(  # who the user is and more, in one sentence
+    FIFTH, segments=FIFTH.segments | {hard.introduce_at_once: 150, hard.remember: 150, hard.backwards: 75}
+)
+PHASES = (SECOND, THIRD, FOURTH, FIFTH, SIXTH)  # of a training, after FIRST
 
 
 def begin(rng: random.Random, held_out: bool = False, stage: Stage = FIRST) -> Conversation:

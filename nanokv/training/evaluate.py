@@ -17,7 +17,7 @@ import torch
 from nanokv.cache import KVCache, make_cache
 from nanokv.chat.session import Session
 from nanokv.inference import decode, prefill
-from nanokv.training import about_user, corpus, facts, lists, nearby, small_talk, sums, words
+from nanokv.training import about_user, corpus, facts, hard, lists, nearby, small_talk, sums, words
 from nanokv.training.cache_questions import HELD_OUT_WRAPPERS, QUESTIONS, YES_OR_NO, ask
 from nanokv.training.conversation import Conversation, upper_first
 from nanokv.training.facts import FACTS
@@ -137,6 +137,16 @@ def update_case(rng: random.Random) -> Case:
     return _recall(talk, talk.facts[kind])
 
 
+def introduction_case(rng: random.Random) -> Case:
+    """Who the user is and more, told in one message; then a question about one of it."""
+    talk = _talk(rng)
+    kinds = hard.tell_at_once(talk)
+    _fill(talk, 1)
+    kind = rng.choice(kinds)
+    talk.say(about_user.asked(talk, talk.one_of(FACTS[kind].asked)), "?", ("ask", kind))
+    return _recall(talk, talk.facts[kind])
+
+
 def codes_case(rng: random.Random) -> Case:
     """Two or three numbers with names, one of them asked for; another one in the answer is wrong."""
     talk = _talk(rng)
@@ -223,6 +233,7 @@ def written_cases(name: str) -> list[Judged]:
 
 TASKS: dict[str, Callable] = {
     "recall": recall_case,
+    "introductions": introduction_case,
     "updates": update_case,
     "before and now": before_and_now_case,
     "codes": codes_case,

@@ -19,6 +19,7 @@ FIRST_TEXTS = {
     kind: [text for text in (*fact.told, *fact.changed) if text.startswith("{v}")] for kind, fact in FACTS.items()
     if kind not in CODES
 }  # kind → the phrasings that begin with the value
+INTRODUCTION = phrases("introductions")
 UNKNOWN = 0.25  # how often something that was not told is asked for, among what was
 PET_FIRST = [text for text in PET["told"] if text.startswith("{v}")]
 INTRODUCED = ["This is {v}.", "It's {v} here, by the way.", *FIRST_TEXTS["name"]]
@@ -72,6 +73,39 @@ def introduce(talk: Conversation):
     talk.say(about_user.joined(talk, [sentence for sentence, _, _ in told]), told[0][1], *(step for _, _, step in told))
     _others(talk, 1)
     about_user.recall(talk, "name")
+
+
+def introduce_at_once(talk: Conversation):
+    """I'm Ada, 29, a nurse from Oslo: a name and what else there is to say in one message, often asked for at once."""
+    told = tell_at_once(talk)
+    _others(talk, 1)
+    for kind in talk.rng.sample(told, min(len(told), talk.rng.choice((0, 1, 1, 2)))):
+        about_user.recall(talk, kind)
+
+
+def tell_at_once(talk: Conversation) -> list[str]:
+    """The message of an introduction, and its answer. Returns the kinds of facts that it tells."""
+    rng, sentence = talk.rng, talk.rng.choice(INTRODUCTION["told"])
+    filled, steps = {}, []
+    for place in re.findall(r"{(\w+)}", sentence):
+        if place == "pet":
+            kind, name = about_user.animal(talk), talk.name()
+            talk.pets.pop(kind, None)
+            talk.pets[kind] = name
+            filled[place], step = talk.one_of(INTRODUCTION["pet"], k=kind, v=name), ("pet", kind, name)
+        else:
+            kind = draw(rng, ("name", "city", "age", "job", "friends")) if place == "other" else place
+            value = about_user.told_value(talk, kind)
+            about_user.keep(talk, kind, value)
+            texts = {"name": INTRODUCTION["name"], "other": FACTS[kind].told[:3]}.get(place, ["{v}"])
+            clause = talk.one_of(texts, v=value).rstrip(".")
+            filled[place] = lower_first(clause, talk.capitals) if place == "other" else clause
+            step = ("tell", kind, value)
+        steps.append(step)
+    sentence = rng.choice(INTRODUCTION["hello"]) + sentence.format(**filled)
+    said = re.sub(r"(?:^|[.!] )\w", lambda first: first[0].upper(), sentence)
+    talk.say(said, "Thank you, I will remember that.", *steps)
+    return [kind for name, kind, _ in steps if name == "tell"]
 
 
 def friends(talk: Conversation):

@@ -59,7 +59,7 @@ class Phase:
 class Recipe:
     """Everything that decides the outcome of a run, besides the code and the machine's arithmetic."""
 
-    steps: int = 8400
+    steps: int = 8700
     seed: int = 0
     tokens_per_batch: int = 8192
     learning_rate: float = 3e-3
@@ -70,6 +70,7 @@ class Recipe:
     horizon: int = 4500  # where the cosine before the first phase would reach zero
     phases: tuple[Phase, ...] = (  # what each draws from: corpus.PHASES
         Phase(3000, 0.4), Phase(4500, 0.3), Phase(5400, 0.5, kept=0.35), Phase(6700, 0.6, kept=0.1),
+        Phase(8400, 0.35),
     )
 
     def rate(self, step: int) -> float:
@@ -107,6 +108,7 @@ class Trainer:
         self.recipe, self.device, self.config, self.step = recipe, device, config, 0
         self.tokenizer = tokenizer or train_tokenizer(recipe.seed, config.vocab_size)
         self.model = initialise(Transformer(config)).to(device).train()
+        self.cross_entropy = cross_entropy
         self.attend = causal_in_blocks if torch.device(device).type == "cpu" else Causal()
         self.optimizers = self._new_optimizers()
         rows = partial(Rows, self.tokenizer, recipe.seed, recipe.tokens_per_batch)
@@ -135,11 +137,13 @@ class Trainer:
         torch._dynamo.config.cache_size_limit = 64  # six lengths, for each of six layers
         for layer in self.model.layers:
             layer.compile(dynamic=False)
+        self.cross_entropy = torch.compile(cross_entropy, dynamic=True)
         try:
             self.loss(*self.short.held_out(2, 16)).backward()
         except torch._dynamo.exc.TorchDynamoException:  # no compiler, no headers
             for layer in self.model.layers:
                 layer._compiled_call_impl = None
+            self.cross_entropy = cross_entropy
             return False
         finally:
             self.model.zero_grad(set_to_none=True)
@@ -151,11 +155,11 @@ class Trainer:
         with torch.autocast(torch.device(self.device).type, torch.bfloat16):
             hidden = self.model(inputs, NoCache(self.config.num_hidden_layers), 0, self.attend)  # (B,T,C)
             logits = self.model.lm_head(hidden[counts])  # (N,V), only where somebody looks
-        return F.cross_entropy(logits.float(), targets[counts])
+        return self.cross_entropy(logits, targets[counts])
 
     def train_step(self) -> float:
         """One batch, one update. Returns the loss."""
-        if any(phase.kept and phase.first == self.step for phase in self.recipe.phases):
+        if any(phase.first == self.step and (phase.kept or self.before) for phase in self.recipe.phases):
             self.begin_anew()
         loss = self.loss(*self.rows().batch(self.step))
         loss.backward()
@@ -170,10 +174,11 @@ class Trainer:
 
     def begin_anew(self):
         """Go on from what would be exported here. Where that is a mixture, the optimizers know nothing of the way."""
-        mixed, self.before = bool(self.before), self.finished()
-        if mixed:
-            self.load(self.before)
+        start = self.finished()
+        if self.before:
+            self.load(start)
             self.optimizers = self._new_optimizers()
+        self.before = start if self.recipe.kept(self.step + 1) else {}
 
     def load(self, weights: dict[str, torch.Tensor]):
         """Copy weights, by name, into the model."""
@@ -266,6 +271,11 @@ class Trainer:
         generation = {"do_sample": False, "eos_token_id": [end, pad], "pad_token_id": pad}
         writing.write_checkpoint(folder, config, tensors, generation)
         save_tokenizer(self.tokenizer, folder)
+
+
+def cross_entropy(logits, targets):
+    """Mean over N positions in nats, logits (N,V) in bf16, targets (N). Compiled, it writes no copy of N·V in fp32."""
+    return F.cross_entropy(logits.float(), targets)
 
 
 def causal_in_blocks(q, k, v):

@@ -146,7 +146,7 @@ course.show(fig, alt=f"Three attention maps, nothing above the diagonal. In {rea
             f"third looks at other tokens.")
 
 # %% [markdown]
-# One head takes <!--fig 02.most-->32<!--/fig--> percent of its mix from the first piece of the name. The output of a
+# One head takes <!--fig 02.most-->20<!--/fig--> percent of its mix from the first piece of the name. The output of a
 # head is a weighted mean: this head gives a large share to one token, others spread it. The dark triangle above the
 # diagonal is the mask.
 
@@ -187,8 +187,8 @@ course.show(fig, alt="Three attention maps of layer 0. Mask added: nothing above
             f"there. No mask: filled, with {100 * first['none']:.0f} percent of the first row.")
 
 # %% [markdown]
-# Here <!--fig 02.first-->43<!--/fig--> percent of the attention of the first token goes to later tokens. In a text of
-# 160 tokens it is <!--fig 02.first.longer-->79<!--/fig-->, because every forbidden token adds its `e⁰`. What does that
+# Here <!--fig 02.first-->47<!--/fig--> percent of the attention of the first token goes to later tokens. In a text of
+# 160 tokens it is <!--fig 02.first.longer-->80<!--/fig-->, because every forbidden token adds its `e⁰`. What does that
 # do to the model? We measure the loss on a conversation with words that the model never saw, count the first choices
 # that stay the same, and read the answer.
 
@@ -224,10 +224,10 @@ course.figure("02.loss.none", losses["none"])
 course.figure("02.choices", choices["multiplied"])
 
 # %% [markdown]
-# The loss goes from <!--fig 02.loss-->1.551<!--/fig-->
-# to <!--fig 02.loss.multiplied-->1.553<!--/fig-->, <!--fig 02.choices-->99<!--/fig--> of 100 first choices are the same, and so is the answer. The first token gives most
+# The loss goes from <!--fig 02.loss-->1.612<!--/fig-->
+# to <!--fig 02.loss.multiplied-->1.614<!--/fig-->, <!--fig 02.choices-->99<!--/fig--> of 100 first choices are the same, and so is the answer. The first token gives most
 # of its attention to later ones; of the others only a few leak much. With no mask at all the name is right too, and the
-# loss even falls, to <!--fig 02.loss.none-->1.213<!--/fig-->: each token of the text sees the one that it has to
+# loss even falls, to <!--fig 02.loss.none-->1.325<!--/fig-->: each token of the text sees the one that it has to
 # predict.
 #
 # How can you notice such a leak? In a causal model an *earlier* output cannot depend on a later input. So change the
@@ -416,11 +416,11 @@ course.show(fig, alt=f"Two curves over the factor on the scores. The loss is low
 
 # %% [markdown]
 # It is <!--fig 02.spread.root-->1.8<!--/fig--> tokens: attention nearly picks a single token. The loss
-# is <!--fig 02.loss.root-->2.82<!--/fig-->. A model needs the scale with which it was trained, but not to the last
-# digit. At `0.8` the loss is hardly higher, <!--fig 02.loss.less-->1.589<!--/fig-->, and
+# is <!--fig 02.loss.root-->2.79<!--/fig-->. A model needs the scale with which it was trained, but not to the last
+# digit. At `0.8` the loss is hardly higher, <!--fig 02.loss.less-->1.654<!--/fig-->, and
 # for <!--fig 02.better x1.3-->16<!--/fig--> of <!--fig 02.talks-->30<!--/fig--> other texts it is lower than with the
-# right scale. The two sides differ: with half the scores the loss is <!--fig 02.loss.half-->2.05<!--/fig-->, with
-# double scores <!--fig 02.loss.double-->1.69<!--/fig-->.
+# right scale. The two sides differ: with half the scores the loss is <!--fig 02.loss.half-->2.25<!--/fig-->, with
+# double scores <!--fig 02.loss.double-->1.73<!--/fig-->.
 #
 # A missing root is seen in the loss at once, so somebody finds it. A multiplied mask is not.
 

@@ -212,10 +212,10 @@ course.figure("04.theta", gaps["theta"])
 course.figure("04.eps", gaps["eps"])
 
 # %% [markdown]
-# The first question shows <!--fig 04.words-->1<!--/fig--> of the three by other words, and both questions together
-# show <!--fig 04.more_words-->1<!--/fig-->. The wrong theta moves the logits by <!--fig 04.theta-->8.1<!--/fig--> and
+# The first question shows <!--fig 04.words-->2<!--/fig--> of the three by other words, and both questions together
+# show <!--fig 04.more_words-->2<!--/fig-->. The wrong theta moves the logits by <!--fig 04.theta-->8.1<!--/fig--> and
 # still knows the name. The wrong eps writes no wrong word here, but its logits move
-# by <!--fig 04.eps-->0.002<!--/fig-->. That is more than a hundred times the rounding of fp32, and a fraction of the rounding
+# by <!--fig 04.eps-->0.001<!--/fig-->. That is more than a hundred times the rounding of fp32, and a fraction of the rounding
 # of bf16. In bf16 you could not see this error.
 #
 # The plot shows the errors layer by layer, beside the rounding of both types:

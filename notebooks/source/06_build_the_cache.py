@@ -268,7 +268,7 @@ course.show(fig, alt="Bars on a log scale. Shifting all positions by 1000 moves 
 # RoPE is how a model knows positions: it turns each query and each key by angles that grow with the position of its
 # token (notebook 03). Shifting *all* positions by 1000 changes nearly nothing: queries and keys are
 # turned alike, and only the distance between them counts. Shifting the answer against its prompt does move the logits:
-# by <!--fig 06.one-->1.3<!--/fig--> if the position is one too high, by <!--fig 06.low-->1.9<!--/fig--> if it is one too
+# by <!--fig 06.one-->1.1<!--/fig--> if the position is one too high, by <!--fig 06.low-->1.6<!--/fig--> if it is one too
 # low. One too low means that the first new token has the position of the last prompt token.
 #
 # Does the text change? With one too high, <!--fig 06.differ-->0<!--/fig--> of the choices differ. Only counting from 0

@@ -281,7 +281,7 @@ course.figure("08.moved_down", moved[1])
 # takes <!--fig 08.up-->3<!--/fig--> times the bytes. So a cache that stores keys for *query* heads gives right answers
 # and wastes memory. No comparison of answers finds it; a measurement of bytes does. Averaged heads
 # take <!--fig 08.down-->2<!--/fig--> times fewer bytes, but they make another model: the logits move
-# by <!--fig 08.moved_down-->18<!--/fig-->, and the name is lost. The number of KV heads is chosen *before* training. To
+# by <!--fig 08.moved_down-->21<!--/fig-->, and the name is lost. The number of KV heads is chosen *before* training. To
 # change it later, the model needs some more training, as Ainslie and others showed.
 
 # %% [markdown]
