@@ -323,6 +323,15 @@ def test_attention_in_blocks_keeps_the_type_of_autocast():
     assert ours.dtype == torch.bfloat16 and (ours - Causal()(q, k, v)).abs().max() < 0.05
 
 
+def test_the_loss_is_the_mean_of_minus_the_log_probabilities():
+    """Of logits in bf16, as by hand in fp64."""
+    logits = torch.randn(50, 33, generator=torch.Generator().manual_seed(0)).bfloat16()
+    targets = torch.arange(50) % 33
+    exact = logits.double()
+    by_hand = sum(exact[i].exp().sum().log() - exact[i, token] for i, token in enumerate(targets)) / 50
+    assert trainer.cross_entropy(logits, targets).item() == pytest.approx(by_hand.item(), rel=1e-6)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 def test_compiled_layers_learn_the_same():
