@@ -93,6 +93,12 @@ def keep(talk: Conversation, kind: str, value: str):
     talk.facts[kind] = value
 
 
+def keep_pet(talk: Conversation, kind: str, name: str):
+    """Remember a pet; the newest is the last."""
+    talk.pets.pop(kind, None)
+    talk.pets[kind] = name
+
+
 def told_value(talk: Conversation, kind: str) -> str:
     """A value that this user has not told of this kind."""
     while (value := talk.cased(FACTS[kind].value(talk.rng, talk.held_out))) == talk.facts.get(kind):
@@ -202,8 +208,7 @@ def _pet_statement(talk: Conversation) -> tuple[str, str, tuple]:
     while (name := talk.name()) == talk.pets.get(kind):
         pass
     sentence = talk.one_of(PET["changed" if kind in talk.pets else "told"], k=kind, v=name)
-    talk.pets.pop(kind, None)
-    talk.pets[kind] = name
+    keep_pet(talk, kind, name)
     return upper_first(sentence), upper_first(talk.one_of(PET["noted"], k=kind, v=name)), ("pet", kind, name)
 
 

@@ -44,7 +44,7 @@ held-out words. {count} sets of {cases} cases per task; the target is for the lo
 """
 COVERS = {
     "recall": "one of one to six facts told in earlier turns; naming another one is wrong",
-    "introductions": "a name and one to three facts in one message, one of them asked for",
+    "introductions": "two to four facts in one message, mostly a name among them; one of them asked for",
     "updates": "a fact that changed; the old value in the answer is wrong",
     "before and now": "one sentence names what was and what is; what was is wrong",
     "codes": "one of two or three numbers with names; another one in the answer is wrong",

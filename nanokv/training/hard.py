@@ -1,5 +1,6 @@
-"""Exchanges of the fifth stage, more of what is hard: values that a message begins with, before the reader knows
-what they are; many facts at once; facts that change and are asked for after other talk; long lists.
+"""Exchanges of the fifth and sixth stages, more of what is hard: values that a message begins with, before the reader
+knows what they are; many facts at once; who the user is and more in one sentence; facts that change and are asked for
+after other talk; long lists.
 """
 
 import re
@@ -53,9 +54,8 @@ def begin(talk: Conversation):
     """One fact that begins with a value that nobody has used before, now and then asked for at once."""
     rng = talk.rng
     if rng.random() < 0.25:
-        kind, name = about_user.animal(talk), _new_value(talk).title()
-        talk.pets.pop(kind, None)
-        talk.pets[kind] = name = talk.cased(name)
+        kind, name = about_user.animal(talk), talk.cased(_new_value(talk).title())
+        about_user.keep_pet(talk, kind, name)
         talk.say(upper_first(talk.one_of(PET_FIRST, k=kind, v=name)), f"{name} the {kind}.", ("pet", kind, name))
         return
     kind, value = rng.choice(BEGINNING), _new_value(talk)
@@ -85,27 +85,27 @@ def introduce_at_once(talk: Conversation):
 
 def tell_at_once(talk: Conversation) -> list[str]:
     """The message of an introduction, and its answer. Returns the kinds of facts that it tells."""
-    rng, sentence = talk.rng, talk.rng.choice(INTRODUCTION["told"])
-    filled, steps = {}, []
-    for place in re.findall(r"{(\w+)}", sentence):
-        if place == "pet":
-            kind, name = about_user.animal(talk), talk.name()
-            talk.pets.pop(kind, None)
-            talk.pets[kind] = name
-            filled[place], step = talk.one_of(INTRODUCTION["pet"], k=kind, v=name), ("pet", kind, name)
-        else:
-            kind = draw(rng, ("name", "city", "age", "job", "friends")) if place == "other" else place
-            value = about_user.told_value(talk, kind)
-            about_user.keep(talk, kind, value)
-            texts = {"name": INTRODUCTION["name"], "other": FACTS[kind].told[:3]}.get(place, ["{v}"])
-            clause = talk.one_of(texts, v=value).rstrip(".")
-            filled[place] = lower_first(clause, talk.capitals) if place == "other" else clause
-            step = ("tell", kind, value)
-        steps.append(step)
-    sentence = rng.choice(INTRODUCTION["hello"]) + sentence.format(**filled)
-    said = re.sub(r"(?:^|[.!] )\w", lambda first: first[0].upper(), sentence)
+    sentence = talk.rng.choice(INTRODUCTION["told"])
+    clauses = {place: _clause(talk, place) for place in re.findall(r"{(\w+)}", sentence)}
+    steps = [step for _, step in clauses.values()]
+    sentence = sentence.format(**{place: text for place, (text, _) in clauses.items()})
+    said = re.sub(r"(?:^|[.!] )\w", lambda first: first[0].upper(), talk.rng.choice(INTRODUCTION["hello"]) + sentence)
     talk.say(said, "Thank you, I will remember that.", *steps)
     return [kind for name, kind, _ in steps if name == "tell"]
+
+
+def _clause(talk: Conversation, place: str) -> tuple[str, tuple]:
+    """What stands in a place of an introduction, and what it means."""
+    if place == "pet":
+        kind, name = about_user.animal(talk), talk.name()
+        about_user.keep_pet(talk, kind, name)
+        return talk.one_of(INTRODUCTION["pet"], k=kind, v=name), ("pet", kind, name)
+    kind = draw(talk.rng, ("name", "city", "age", "job", "friends")) if place == "other" else place
+    value = about_user.told_value(talk, kind)
+    about_user.keep(talk, kind, value)
+    texts = {"name": INTRODUCTION["name"], "other": FACTS[kind].told[:3]}.get(place, ["{v}"])
+    text = talk.one_of(texts, v=value).rstrip(".")
+    return lower_first(text, talk.capitals) if place == "other" else text, ("tell", kind, value)
 
 
 def friends(talk: Conversation):
@@ -223,7 +223,6 @@ def _ask_pet(talk: Conversation, kind: str):
 def _pet(talk: Conversation) -> tuple[str, str, tuple]:
     """A pet, its name oftener first than about_user tells it: what is said, what could be answered, what it means."""
     kind, name = about_user.animal(talk), talk.name()
-    talk.pets.pop(kind, None)
-    talk.pets[kind] = name
+    about_user.keep_pet(talk, kind, name)
     sentence = talk.one_of(PET_FIRST if talk.rng.random() < FIRST else PET["told"], k=kind, v=name)
     return upper_first(sentence), upper_first(talk.one_of(PET["noted"], k=kind, v=name)), ("pet", kind, name)
