@@ -13,7 +13,7 @@ import pytest
 
 from nanokv.course import book, site
 from nanokv.course.site import api, links, recordings, search
-from nanokv.course.site.pages import PARTS, Page, write
+from nanokv.course.site.pages import PARTS, Page, markdown, write
 from nanokv.errors import CourseError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -84,6 +84,15 @@ def check_pages(out: Path) -> None:
 def test_every_page_of_a_small_site(small):
     check_pages(small)
     assert len(links.pages_of(small)) > 20
+
+
+def test_what_the_hub_reads_of_a_model_card_is_not_on_its_page(small):
+    """Markdown takes lines of YAML before a rule for a heading."""
+    card = (small / "docs/model-card.html").read_text(encoding="utf-8")
+    assert "pipeline_tag" not in card and re.search(r"<main.*?<h(\d)", card, re.DOTALL)[1] == "1"
+    for text in ("---\na: b\n---\n# One\n\nTwo\n\n---\n", "# One\n\nTwo\n\n---\n"):
+        body = markdown("one.html", text, "Docs", "one.md").body
+        assert re.match(r"\s*<h1", body) and "Two" in body and body.count("<hr") == 1
 
 
 def test_a_link_into_the_repository_leads_to_the_page_that_shows_the_file(small):

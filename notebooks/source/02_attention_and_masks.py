@@ -11,8 +11,8 @@
 #
 # `softmax(q·kᵀ / √D + M)·v` is one line. One of the five articles that this course checks gets it wrong twice: the mask
 # in its formula is wrong, and the square root is missing in its code. You will run both errors on a trained model.
-# Without the root, the model breaks at once. With the wrong mask, hardly anything changes that you can see. That makes
-# the wrong mask the worse error.
+# Without the root, the loss rises at once. With the wrong mask, hardly anything changes that you can see. That makes the
+# wrong mask the worse error.
 #
 # ## What you will be able to do
 #
@@ -116,15 +116,16 @@ def logits_with(attend, ids):
 
 
 maps = []
-gap = float((logits_with(attention(keep=maps), ids) - nanokv.score(model, ids)).abs().max())
+begun = torch.tensor([tokenizer.encode(question + "Your name is")])  # (1,T), the name comes next
+gap = float((logits_with(attention(keep=maps), begun) - nanokv.score(model, begun)).abs().max())
 print(f"the formula and the kernel agree: max |Δ| of the logits {gap:.0e}")
 
 # %% [markdown]
-# It does. Now look for heads that fetch the name. In such a head the last token, which has to begin the answer, looks
-# at the first piece of `Zorbla`.
+# It does. Now look for heads that fetch the name. The answer is written up to `Your name is`, so the name comes next. In
+# such a head the last token looks at the first piece of `Zorbla`.
 
 # %% tags=["hide-input"]
-pieces = tokenizer.pieces(ids[0].tolist())
+pieces = tokenizer.pieces(begun[0].tolist())
 starts = [len("".join(pieces[:i])) for i in range(len(pieces) + 1)]
 name = max(i for i in range(len(pieces)) if starts[i] <= question.index("Zorbla"))  # the token that holds the Z
 looks = torch.stack(maps)[:, :, -1, name]  # (L,H): how much the last token takes of the name
@@ -146,9 +147,9 @@ course.show(fig, alt=f"Three attention maps, nothing above the diagonal. In {rea
             f"third looks at other tokens.")
 
 # %% [markdown]
-# One head takes <!--fig 02.most-->20<!--/fig--> percent of its mix from the first piece of the name. The output of a
-# head is a weighted mean: this head gives a large share to one token, others spread it. The dark triangle above the
-# diagonal is the mask.
+# One head takes <!--fig 02.most-->97<!--/fig--> percent of its mix from the first piece of the name. The output of a
+# head is a weighted mean: this head puts most of its weight on one token, others spread it. The dark triangle above
+# the diagonal is the mask.
 
 # %% [markdown]
 # ## Experiment 2: the multiplied mask

@@ -203,7 +203,7 @@ course.figure("12.batch", rate[-1] / rate[0])
 
 # %%
 talk = [
-    "My name is Zorbla.", "Nice to meet you, Zorbla.", "I have a cat called Miso.", "A cat called Miso, how nice.",
+    "My name is Zorbla.", "So your name is Zorbla.", "I have a cat called Miso.", "So your cat is called Miso.",
     "What is 12 + 30?", "12 + 30 = 42.", "Count from 3 to 14.", "3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14.",
     "Tell me a story.", "The fox had a dream about a shed and told the owl. They wanted a cork, but it was high up in a "
     "tree. The fox asked the owl for help. Then the cork began to shine, and all was well.",
@@ -246,6 +246,7 @@ course.figure("12.w16", ppl[0][0])
 course.figure("12.w16sinks", ppl[4][0])
 course.figure("12.gain", abs(100 * (1 - ppl[0][-2] / ppl[0][2])))
 course.figure("12.recalled", sum(recalled[:-1]))
+course.figure("12.whole", sum(recalled[-1:]))
 fig, (left, right) = course.subplots(1, 2, width=9.5)
 for sinks, mark in ((0, "o-"), (4, "s--")):
     left.plot(windows, ppl[sinks], mark, label=f"{sinks} sinks", color=course.COLORS[sinks and 3])
@@ -265,16 +266,16 @@ course.show(fig, alt=f"Left: perplexity falls from {ppl[0][0]:.2f} at a window o
             f"name is recalled with windows {known} only. Right: the bytes are proportional to the window.")
 
 # %% [markdown]
-# The conversation has <!--fig 12.tokens-->342<!--/fig--> tokens. From a window of 64 to one of 256, memory grows four
-# times. Perplexity goes from <!--fig 12.w64-->2.54<!--/fig--> to <!--fig 12.w256-->2.56<!--/fig-->, a change
+# The conversation has <!--fig 12.tokens-->340<!--/fig--> tokens. From a window of 64 to one of 256, memory grows four
+# times. Perplexity goes from <!--fig 12.w64-->2.33<!--/fig--> to <!--fig 12.w256-->2.34<!--/fig-->, a change
 # of <!--fig 12.gain-->0.5<!--/fig--> percent. That looks as if nothing important stood further back. But the name
-# stands there, as only the loss over the whole text shows: the window that reaches the first line recalls it,
-# and <!--fig 12.recalled-->0<!--/fig--> of the smaller ones do. With those, the model answers fluently and politely
-# that it was not told. A mean over all tokens hardly shows an error in a few of them. So test a cache that drops tokens
-# with questions about what it may have dropped.
+# stands there, as only the loss over the whole text shows: <!--fig 12.whole-->1<!--/fig--> window recalls it, the one
+# that reaches the first line, and <!--fig 12.recalled-->0<!--/fig--> of the smaller ones do. With those, the model
+# answers fluently and politely that it was not told. A mean over all tokens hardly shows an error in a few of them. So
+# test a cache that drops tokens with questions about what it may have dropped.
 #
-# Sinks hardly help this model: at a window of 16, perplexity is <!--fig 12.w16-->4.0<!--/fig--> without them
-# and <!--fig 12.w16sinks-->4.3<!--/fig--> with them. Papers report the opposite for large models, which were trained
+# Sinks hardly help this model: at a window of 16, perplexity is <!--fig 12.w16-->3.2<!--/fig--> without them
+# and <!--fig 12.w16sinks-->3.6<!--/fig--> with them. Papers report the opposite for large models, which were trained
 # for long on long texts. SmolLM2-135M behaves as in the papers: on English prose, a window of 64 with four sinks is
 # better than one of 256 without (docs/real-models.md has the command). So measure on your own model what helps another
 # one.
@@ -352,7 +353,7 @@ course.figure("12.smaller", saved[4])
 
 # %% [markdown]
 # Perplexity changes by less than <!--fig 12.rise below-->0.2<!--/fig--> percent, for a cache that
-# is <!--fig 12.smaller-->3.5<!--/fig--> times smaller. It is not eight times smaller, because the scales take memory
+# is <!--fig 12.smaller-->3.6<!--/fig--> times smaller. It is not eight times smaller, because the scales take memory
 # and the newest tokens are exact; in a short text these are a large part. The exact tokens are also one reason why the
 # loss is so small. But this is a mean, as in experiment 2. The next experiment looks at the worst token.
 
@@ -388,7 +389,7 @@ course.show(fig, alt="Bars on a log scale. All caches that keep exact values sta
 
 # %% [markdown]
 # There is a wide gap. The rounding of sums in another order ends at <!--fig 12.exact x10-->1e-5<!--/fig-->. The
-# smallest change of the *values* begins at <!--fig 12.q8 x2-->1e-2<!--/fig-->. The tolerance must lie in this gap, here
+# smallest change of the *values* begins at <!--fig 12.q8 x2-->5e-3<!--/fig-->. The tolerance must lie in this gap, here
 # `1e-4`: small enough to catch a wrong position, large enough to accept another order of sums. For a cache that rounds
 # its values there is no such tolerance. There you measure the likelihood, and the answers that matter to you.
 

@@ -37,7 +37,11 @@ class Page:
 
 
 def markdown(path: str, text: str, part: str, source: str, title: str = "") -> Page:
-    """A text of the repository as a page, with the anchors that GitHub gives its headings, and its own title."""
+    """A text of the repository as a page, with the anchors that GitHub gives its headings, and its own title.
+
+    What a model card tells the hub in lines of YAML before its text is left out.
+    """
+    text = re.sub(r"\A---\n.*?^---\n", "", text, flags=re.DOTALL | re.MULTILINE)
     body = book.anchored(book.markdown(text))
     return Page(path, title or plain(re.search(r"<h1[^>]*>(.*?)</h1>", body, re.DOTALL)[1]), body, part, source)
 
