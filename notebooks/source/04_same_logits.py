@@ -255,8 +255,8 @@ for name, one in wrong.items():
 # %% [markdown]
 # Each time, the first operation that differs is the one that reads the wrong number. A wrong theta does not change
 # projections and head norms; it shows in the first rotation. A wrong eps shows in the very first norm. A wrong head
-# shows only in the head. The *largest* difference misleads: for theta it is in the last layer, for eps at the other end
-# of the first layer, because every operation after a wrong value passes it on. Orange frames mark the beginning:
+# shows only in the head. The *largest* difference misleads: for theta and for eps it is in a later layer, because every
+# operation after a wrong value passes it on. Orange frames mark the beginning:
 
 # %%
 import numpy as np
