@@ -138,6 +138,7 @@ def test_resume_reads_a_saved_session_and_leaves_it_alone(talk, tmp_path):
     from nanokv.cli import transcript
 
     folder = tmp_path / "nanokv" / "sessions"
+    assert talk(b"", "--list") == (0, "", f"no saved session in {folder}\n")
     file = transcript.Transcript(folder / "20260101-000000-aaaa.jsonl", transcript.header("tiny", "x"))
     file.append({"user": "My name is Zorbla.", "answer": "Nice.", "finish_reason": "stop"})
     before = file.path.read_bytes()

@@ -244,7 +244,7 @@ def test_context_full_before_a_turn_refuses_with_numbers_and_keeps_the_message(f
     fresh.paste("word " * 300)
     fresh.send("\r")
     fresh.see(r"needs [\d,]+ of 512 tokens \(history \d+ \+ message [\d,]+\)")
-    fresh.see(r"hint: a shorter message, or a larger --context N")
+    fresh.see(r"hint: a shorter message$")              # 512 is all that the model has
     fresh.see(r"^> word word")
     fresh.send("\x03")
     fresh.ask("Two.", STATUS.format(r"\d+", 512))
@@ -282,6 +282,34 @@ def test_cache_draws_a_row_a_layer_and_its_total_is_measured(fresh):
     fresh.ask('/system ""', "system prompt removed")
 
 
+def test_tokens_break_between_two_tokens_and_settings_show_the_limit_that_holds(fresh):
+    fresh.ask("My name is Zorbla and I live in Lisbon, by the sea.", STATUS.format(r"\d+", 512))
+    fresh.ask("/tokens", r"^\d+ tokens$")
+    rows = re.search(r"> /tokens\n(.*?)\n\d+ tokens$", fresh.text, re.DOTALL | re.MULTILINE)[1].split("\n")
+    assert len(rows) > 1 and all(re.match(r"\d+:", row) for row in rows)
+    fresh.ask("/set", r"max_new_tokens\s+12 ")
+
+
+def test_memory_that_an_empty_cache_keeps_is_said(start, tiny_folder):
+    chat = start(tiny_folder, "-n", "4")
+    chat.ask("/cache", r"^cache empty: 0 tokens, 0 B$")
+    chat.ask("Hello there.", STATUS.format(r"\d+", 512))
+    chat.ask("/clear", "history and cache are empty")
+    chat.ask("/cache", r"^cache empty: 0 tokens \([\d.]+ k?B of memory kept for the next tokens\)$")
+
+
+def test_a_setting_without_a_value_is_shown(fresh):
+    fresh.ask("/set max_new_tokens", r"^max_new_tokens 12$")
+    fresh.ask("/set thinking", r"^thinking show$")
+    fresh.ask("/set stop_nothing", "no setting")
+
+
+def test_thinking_is_refused_where_the_template_has_none(start):
+    chat = start("tiny")
+    for command in ("/think", "/nothink"):
+        chat.ask(command, "this model cannot be asked to think")
+
+
 def test_typo_gets_the_nearest_name_and_a_path_is_text(fresh):
     fresh.ask("/hlep", r"no command /hlep\nhint: did you mean /help\?")
     fresh.ask("/etc/hosts is a file", STATUS.format(r"\d+", 512))
@@ -289,6 +317,7 @@ def test_typo_gets_the_nearest_name_and_a_path_is_text(fresh):
     fresh.ask("   ", READY)                              # an empty message is ignored
     fresh.ask("/undo", "forgot the last turn; 1 left")
     fresh.ask("/drop 5", "cannot drop 5 of 1 turns")
+    fresh.ask("/drop 1", r"dropped the oldest turn; the cache keeps 0 tokens$")
     fresh.ask("/set top_p 7", "7.* is not")
     fresh.ask("/help", r"/retry \(=/regen\)")
 
@@ -729,6 +758,42 @@ def test_ctrl_z_during_an_answer_hands_the_terminal_back_and_fg_takes_it_again(s
     shell.send("\x03\x04")
     shell.see(r"code=0")
     assert modes(shell) == before
+
+
+STOPPED_WHILE_READING = """
+import select, signal
+from nanokv.cli.chat_keyboard import open_keyboard
+
+with open_keyboard() as keyboard:
+    read_keys = keyboard.input.read_keys
+
+    def stopped():
+        taken = read_keys()
+        print("half", flush=True)
+        select.select([keyboard.fd], [], [])
+        signal.raise_signal(signal.SIGTSTP)
+        keyboard.input.read_keys = read_keys
+        return taken
+
+    keyboard.input.read_keys = stopped
+    print("reads", flush=True)
+    while True:
+        keyboard.poll()
+"""
+
+
+def test_ctrl_z_while_keys_are_read_leaves_none_of_them_to_the_shell(shell, tmp_path):
+    """The keyboard stopped at once, and what it had not read yet became the beginning of the next command line."""
+    (tmp_path / "reads.py").write_text(STOPPED_WHILE_READING)
+    shell.send(f"{sys.executable} {tmp_path / 'reads.py'}\r")
+    shell.see("^reads")
+    shell.send("typed ")
+    shell.see("^half")
+    shell.send("ahead")
+    shell.see(STOPPED)
+    shell.send("echo a clean line\r")
+    shell.see("^a clean line")
+    assert "not found" not in shell.text
 
 
 @pytest.mark.slow

@@ -4,7 +4,10 @@ Models are tiny and random; what they say is nonsense, so equality is asked of i
 """
 
 import itertools
+import re
+import sys
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +17,8 @@ from nanokv import inference
 from nanokv.cache import CACHES
 from nanokv.chat.history import why_broken
 from nanokv.chat.session import Session
+from nanokv.cli import chat_commands, inspector
+from nanokv.cli.terminal import Style
 from nanokv.decoding.generation import StopStrings
 from nanokv.decoding.speculative import PromptLookup, Speculation
 from nanokv.errors import ContextError, SessionError, UnsupportedError
@@ -233,6 +238,35 @@ def test_why_names_a_text_that_encodes_differently(loaded):
     assert "encodes to other tokens" in why_broken(tokenizer, split, whole, [("a", 3)] * 9, 0)
 
 
+# --- what is shown -------------------------------------------------------------------------------------------------
+
+
+def test_the_drawing_of_a_sliding_cache_marks_what_left_the_window(loaded):
+    model, tokenizer = loaded
+    for name, of, sinks in (("sliding", {}, 0), ("sliding", {}, 4), ("batch", {"of": "sliding"}, 4)):
+        cache = nanokv.make_cache(name, model.config, **of, window=16, sinks=sinks)
+        session = Session(model, tokenizer, cache=cache, params={"max_new_tokens": 20})
+        session.ask("My name is Zorbla.")
+        seen, held = cache.length, sinks + 15
+        lines = inspector.draw(session, Style(sys.stderr, "never"), 200).splitlines()
+        row = re.fullmatch(r"layer  0 (\S+)  .*", lines[1])[1]
+        assert len(row) == seen and set(row[sinks : -15]) == {"·"} and "·" not in row[:sinks] + row[-15:]
+        assert f"· dropped {seen - held}" in lines[0]
+        assert f"× {held} tokens = {cache.nbytes:,} B · measured {cache.nbytes:,} B" in lines[-1]
+
+
+def test_settings_show_the_limit_that_holds_where_none_was_set(loaded):
+    said = []
+    view = SimpleNamespace(say=said.append, thinking="show", markdown="off")
+    chat_commands.set_value(SimpleNamespace(session=Session(*loaded), view=view), "")
+    assert "max_new_tokens 1024 · " in said[0]
+
+
+def test_a_template_that_knows_no_thinking_is_found_out(loaded):
+    _, tokenizer = loaded
+    assert chat_commands.can_think(tokenizer) and not chat_commands.can_think(nanokv.load("tiny")[1])
+
+
 # --- limits -------------------------------------------------------------------------------------------------------
 
 
@@ -246,6 +280,10 @@ def test_context_error_comes_before_any_work_with_numbers(loaded, fed):
     needs = len(session.prompt([*before, {"role": "user", "content": "word " * 60}]))
     assert str(caught.value) == f"needs {needs} of 80 tokens (history {history} + message {needs - history})"
     assert caught.value.hint == "a shorter message, or a larger --context N", "the message alone is too long"
+    whole = Session(*loaded)
+    with pytest.raises(ContextError) as caught:
+        whole.ask("word " * whole.context)
+    assert caught.value.hint == "a shorter message", "the model has no more positions"
     assert (session.messages, session.cached_ids, fed) == (before, cached, [])
     with pytest.raises(ContextError) as caught:
         session.ask("word " * 12)

@@ -151,6 +151,22 @@ def test_newest_session_is_found_and_a_prefix_is_enough(tmp_path):
     assert next(row[0] for row in transcript.listing(tmp_path)) == "20260102-2-cc"
 
 
+def test_the_newest_session_to_resume_is_none_that_was_cleared(tmp_path):
+    """The chat was left after /clear, and `--resume` brought back 0 turns instead of the talk before it."""
+    told, cleared = (transcript.Transcript(tmp_path / f"{n}.jsonl", transcript.header("tiny", "x")) for n in "ab")
+    told.append(TURN)
+    cleared.append(TURN)
+    cleared.append({"history": []})
+    for modified, file in enumerate((told, cleared)):
+        os.utime(file.path, (modified, modified))
+    assert transcript.find(tmp_path, "") == told.path
+    assert transcript.find(tmp_path, "b") == cleared.path, "by its name it is still found"
+    told.path.unlink()
+    assert transcript.find(tmp_path, "") == cleared.path
+    (tmp_path / "c.jsonl").write_text("no session\n")
+    assert transcript.find(tmp_path, "").stem == "c", "whoever opens it says what is wrong"
+
+
 WRONG = {
     "model": 5, "fingerprint": ["a"], "system": 7, "kv": "../other.kv", "settings": "hot",
     "settings.stop": 5, "settings.temperature": "warm", "settings.top_k": 1.5, "settings.seed": -1,

@@ -457,4 +457,6 @@ def _nearest(source: str, known: tuple[str, ...]) -> str:
     names = {re.sub("[^a-z0-9]", "", name.split("/")[-1].lower()): name for name in (*SHORT, *known, *FAMILY)}
     wanted = re.sub("[^a-z0-9]", "", source.split("/")[-1].lower())
     close = difflib.get_close_matches(wanted, names, n=1, cutoff=0.5)
-    return f"did you mean {names[close[0]]}?" if close else f"known: {', '.join(known)}, {FAMILY[0]}, ..."
+    if close:
+        return f"did you mean {names[close[0]]}?"
+    return f"nanokv models lists names; for example {', '.join([*known, FAMILY[0]])}"

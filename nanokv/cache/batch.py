@@ -46,6 +46,10 @@ class BatchLayer(LayerCache):
     def max_rollback(self) -> int | None:
         return min((row.max_rollback for row in self.parts if row.max_rollback is not None), default=None)
 
+    @property
+    def sinks(self) -> int:
+        return self.parts[0].sinks
+
     def width(self, T: int) -> int:
         return max(row.width(T) for row in self.parts)
 

@@ -75,6 +75,7 @@ class LayerCapabilities(FirstNames):
     renamed = {"rollback": "max_rollback", "room": "reserve", "mark": "snapshot", "back": "rollback",
                "rows": "batch_size", "expects": "expected"}  # fmt: skip
     capacity: int | None = None  # the most tokens that fit; None = as memory allows
+    sinks: int = 0  # first tokens that stay when later ones leave the cache
     batch_size: int | None = None  # rows stored; None while any number may come
     in_place = False  # can `reserve` be asked? Then a decode step needs no mask either: the pages say each row's length
     max_rollback: int | None = None  # tokens that one append may bring and truncate undo without a trace; None = any

@@ -208,10 +208,12 @@ class Session:
         if len(ids) > self.context:
             history = len(self.prompt(messages[:-1], add_generation_prompt=False))
             message, turns = len(first) - history, len(messages) // 2
-            dropping = f"/drop {min(turns, 3)}, /clear, --context N or --overflow drop"
+            wider = self.context < context_limit(self.model, self.cache)
+            dropping = f"/drop {min(turns, 3)}, /clear,{' --context N' * wider} or --overflow drop"
+            shorter = "a shorter message" + ", or a larger --context N" * wider
             raise ContextError(
                 f"needs {len(first):,} of {self.context:,} tokens (history {history:,} + message {message:,})",
-                hint=dropping if turns and message <= self.context else "a shorter message, or a larger --context N")
+                hint=dropping if turns and message <= self.context else shorter)
         return kept, ids, (dropped, len(first) - len(ids))
 
     def _reserve(self):

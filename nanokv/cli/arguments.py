@@ -56,6 +56,10 @@ class Parser(argparse.ArgumentParser):
         found = re.fullmatch(r"argument (?P<flag>[^:]+): (?P<rest>.*)", message, re.DOTALL)
         if found:
             message = f"{found['flag']}: {found['rest']}"
+        head, colon, missing = message.partition("the following arguments are required: ")
+        if colon:  # parse_known_intermixed_args also names those that may be left out
+            free = {action.metavar for action in self._actions if action.nargs in ("*", "?")}
+            message = head + colon + ", ".join(name for name in missing.split(", ") if name not in free)
         raise NanoKVError(message, f"{self.prog} --help")
 
     def flags(self) -> list[str]:
@@ -182,7 +186,7 @@ SETTINGS = {  # flag name without dashes → (type, help); /set in the chat uses
     "top_p": (real(0, 1, above=True), "sample from the fewest tokens whose probabilities reach P; 1 = all"),
     "min_p": (real(0, 1), "drop tokens below P × the best probability; 0 = none"),
     "repetition_penalty": (real(0, 100, above=True), "divide the logits of tokens seen before; 1 = off"),
-    "max_new_tokens": (integer(1, 100_000_000), "stop after this many tokens"),
+    "max_new_tokens": (integer(1, 100_000_000), f"stop after this many tokens (default {DEFAULT_NEW_TOKENS:,})"),
     "seed": (integer(0, 2**63 - 1), "makes a sampled run repeatable; drawn and printed when not given"),
 }
 
@@ -241,7 +245,7 @@ def add_model_arguments(parser, cache: str = "dict") -> None:
         default="auto",
         metavar="TYPE",
         type=lambda name: DTYPE_NAMES.get(name, name),
-        help="float32, bfloat16 or float16 (default: the checkpoint's own)",
+        help="float32, bfloat16, float16, or auto: the checkpoint's own (default)",
     )
     group.add_argument(
         "--device", metavar="NAME", default="auto", help="cpu, cuda, cuda:1 (default: cuda if there is one)"
@@ -279,7 +283,7 @@ def add_speed_arguments(parser) -> None:
     group.add_argument("--fast", action="store_true", help="wait until the kernels are built, and say what runs")
     group.add_argument("--plain", action="store_true", help="the plain model, without fused weights and kernels")
     group.add_argument(
-        "--quantize", choices=("int8", "int4"), metavar="BITS", help="weights in int8 or int4; implies --fast"
+        "--quantize", choices=("int8", "int4"), metavar="TYPE", help="weights in int8 or int4; implies --fast"
     )
 
 

@@ -14,7 +14,7 @@ from nanokv.cli.arguments import (
     add_speed_arguments,
     add_system_argument,
 )
-from nanokv.cli.terminal import is_interactive, loading, sanitize_line, write_out
+from nanokv.cli.terminal import is_interactive, loading, sanitize_line, write_err, write_out
 
 EXAMPLES = (
     "nanokv chat",
@@ -46,7 +46,8 @@ def add_arguments(parser):
     group.add_argument("--overflow", choices=("stop", "drop"), default="stop",
                        help="context full: refuse with numbers (default), or drop the oldest turns")
     answer.add_thinking_argument(group)
-    group.add_argument("--stats", choices=("on", "off"), default="on", help="the line after each answer (default on)")
+    group.add_argument("--stats", choices=("on", "off"), default="on",
+                       help="the line after each answer, in a terminal (default on)")
     group.add_argument("--markdown", action="store_true", help="format finished blocks of an answer")
     group.add_argument("--jsonl", "--json", action="store_true", help="an OpenAI chat.completion per turn, lossless")
     group.add_argument("--allow-special", action="store_true", help="typed control tokens become control tokens")
@@ -72,9 +73,13 @@ def list_sessions() -> int:
 
     from nanokv.cli.transcript import listing, state_folder
 
-    for name, modified, turns, model, words in listing(state_folder() / "sessions"):
+    folder = state_folder() / "sessions"
+    rows = listing(folder)
+    if not rows:
+        write_err(f"no saved session in {sanitize_line(str(folder))}\n")
+    for name, modified, turns, model, words in rows:
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(modified))
         name, model, words = map(sanitize_line, (name, model, words[:50]))
-        line = f"{name}  {when}  {turns:>3} turns  {model}  {words}"
+        line = f"{name}  {when}  {turns:>3} turn{'s' if turns != 1 else ' '}  {model}  {words}"
         write_out(layout.paragraph(line, layout.columns(sys.stdout, None), rest="    ") + "\n")
     return 0

@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 from nanokv.cli import chat_files, inspector, layout
-from nanokv.cli.arguments import SETTINGS, nearest, parse_setting
+from nanokv.cli.arguments import DEFAULT_NEW_TOKENS, SETTINGS, nearest, parse_setting
 from nanokv.cli.beams import refuse_draw
 from nanokv.cli.files import ask_to_replace, user_path
 from nanokv.cli.terminal import bytes_text, is_tty, sanitize, sanitize_line, write_err
@@ -109,24 +109,45 @@ def system(chat, rest):
 
 
 def think(chat, rest):
+    _check_thinking(chat)
     chat.session.template_kwargs["enable_thinking"] = True
     chat.view.thinking = "show" if chat.view.thinking == "off" else chat.view.thinking
     chat.view.say("thinking on")
 
 
+def _check_thinking(chat):
+    if not can_think(chat.session.tokenizer):
+        raise NanoKVError("this model cannot be asked to think", "its chat template has no enable_thinking")
+
+
+def can_think(tokenizer) -> bool:
+    """Whether the chat template says something else when it is asked for thinking."""
+    hello = [{"role": "user", "content": "Hi"}]
+    said = {tokenizer.render(hello, add_generation_prompt=True, enable_thinking=flag) for flag in (True, False)}
+    return len(said) == 2
+
+
 def no_think(chat, rest):
+    _check_thinking(chat)
     chat.session.template_kwargs["enable_thinking"] = False
     chat.view.say("thinking off")
+
+
+def _setting(chat, name):
+    """What /set shows as its value now."""
+    if name in CHOICES:
+        return getattr(chat.session if name in OF_SESSION else chat.view, name)
+    now = chat.session.params.get(name) or (DEFAULT_NEW_TOKENS if name == "max_new_tokens" else None)
+    return "none" if now is None else now
 
 
 def set_value(chat, rest):
     """Numbers go to the session's parameters, words to whoever owns them."""
     name, _, value = rest.partition(" ")
     name = name.replace("-", "_")
-    if not rest:
-        numbers = {key: chat.session.params.get(key) for key in SETTINGS}
-        words = {key: getattr(chat.session if key in OF_SESSION else chat.view, key) for key in CHOICES}
-        chat.view.say(" · ".join(f"{key} {'none' if now is None else now}" for key, now in (numbers | words).items()))
+    if not value.strip() and (not rest or name in (*SETTINGS, *CHOICES)):
+        shown = [name] if rest else [*SETTINGS, *CHOICES]
+        chat.view.say(" · ".join(f"{key} {_setting(chat, key)}" for key in shown))
     elif name in CHOICES:
         if value.strip() not in CHOICES[name]:
             raise NanoKVError(f"{name} {value.strip()!r} is not {' or '.join(CHOICES[name])}")
@@ -139,8 +160,6 @@ def set_value(chat, rest):
         close = nearest(name, known)
         raise NanoKVError(f"no setting {name!r}", f"did you mean {close}?" if close else f"one of {', '.join(known)}")
     else:
-        if not value.strip():
-            raise NanoKVError(f"/set {name} needs a value", f"now {chat.session.params.get(name)}")
         new = parse_setting(name, value)
         if chat.args.beams:
             refuse_draw(name, new, name)
@@ -160,7 +179,7 @@ def show_cache(chat, rest):
 
 
 def show_tokens(chat, rest):
-    chat.write(inspector.tokens_text(chat.session))
+    chat.write(inspector.tokens_text(chat.session, chat.width()))
 
 
 def save(chat, rest):
@@ -205,11 +224,11 @@ def resume(chat, rest):
 def drop(chat, rest):
     if not rest.isdecimal() or len(rest) > 9:
         raise SessionError(f"/drop needs a number of turns, not {sanitize_line(rest[:20])!r}", "/drop 1")
-    before = chat.session.cache.length
-    chat.session.drop(int(rest))
-    chat.view.say(
-        f"dropped {int(rest)} of the oldest turns; {before - chat.session.cache.length:,} tokens left the cache"
-    )
+    turns = int(rest)
+    chat.session.drop(turns)
+    what = "the oldest turn" if turns == 1 else f"the {turns} oldest turns"
+    again = " · the turns left move to other positions and are computed again" * bool(chat.session.messages)
+    chat.view.say(f"dropped {what}; the cache keeps {chat.session.cache.length:,} tokens{again}")
 
 
 def read(chat, rest):

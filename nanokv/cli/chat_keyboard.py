@@ -69,7 +69,8 @@ class PosixKeyboard(Keyboard):
 
     def __init__(self):
         super().__init__()
-        self.fd, self.front, self.reading, self.handlers = self.input.fileno(), True, False, {}
+        self.fd, self.front, self.handlers = self.input.fileno(), True, {}
+        self.reading, self.stopping = False, None  # a signal to stop that came while keys were read
 
     def __enter__(self):
         self.shell = termios.tcgetattr(self.fd)
@@ -97,9 +98,14 @@ class PosixKeyboard(Keyboard):
         if front and not before:  # `fg` of a job that ran in the background sends no signal
             self._take()
         self.reading = True
-        while front and not self.input.closed and select.select([self.fd], [], [], 0)[0]:
-            store_typeahead(self.input, self.input.read_keys())
-        self.reading = False
+        try:
+            while front and not self.input.closed and select.select([self.fd], [], [], 0)[0]:
+                store_typeahead(self.input, self.input.read_keys())
+        finally:
+            self.reading = False
+        if self.stopping is not None:
+            number, self.stopping = self.stopping, None
+            self._stop(number, None)
 
     @contextlib.contextmanager
     def prompt(self):
@@ -148,8 +154,11 @@ class PosixKeyboard(Keyboard):
 
     def _stop(self, number, frame):
         """Ctrl-Z, Ctrl-\\: the shell's modes first, then what the signal does to every other program."""
+        if self.reading:  # the parser of keys cannot be entered twice: `poll` stops when it has read them all
+            self.stopping = number
+            return
         mode = self.mode
-        if mode is self.own and not self.reading:  # the parser of keys cannot be entered twice
+        if mode is self.own:  # what is left in the kernel would go to the shell
             self.poll()
         if mode is not None:
             self._give_back()

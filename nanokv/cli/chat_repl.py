@@ -219,5 +219,5 @@ class Chat:
                 self.file.flush()
             except NanoKVError as error:
                 self.view.problem(error)
-        if self.file and self.file.saved:
+        if self.file and self.file.saved and self.recorded:
             self.view.say("session saved · nanokv chat --resume")

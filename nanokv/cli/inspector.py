@@ -1,8 +1,9 @@
 """The drawing behind /cache: what the cache holds, a row per layer, and the arithmetic that gives its bytes.
 
 Every cell stands for the same number of tokens and carries the letter of the role that most of them have: s(ystem),
-u(ser), a(ssistant); colour repeats the letter, it never stands alone. The total is the measured `nbytes`, not the
-formula's value; the two are printed side by side so that a difference shows. /tokens prints ids and pieces.
+u(ser), a(ssistant), or · for what the cache dropped. Colour repeats the letter, it never stands alone. The total is the
+measured `nbytes`, not the formula's value; the two are printed side by side so that a difference shows. /tokens prints
+ids and pieces.
 """
 
 from collections import Counter
@@ -11,6 +12,7 @@ from nanokv.cli import layout
 from nanokv.cli.terminal import bytes_text, sanitize_line
 
 COLOURS = {"s": "magenta", "u": "cyan", "a": "green"}
+NAMES = {"s": "system", "u": "user", "a": "assistant", "·": "dropped"}
 
 
 def cells(roles, width):
@@ -23,21 +25,29 @@ def cells(roles, width):
 def draw(session, style, width=80) -> str:
     """Text of /cache for a Session; lines are at most `width` cells wide."""
     config, cache = session.model.config, session.cache
-    roles, length = session.roles(), cache.length
+    length = cache.length
     if not length:
-        return "cache empty: 0 tokens, 0 B"
+        kept = f" ({bytes_text(cache.nbytes)} of memory kept for the next tokens)" if cache.nbytes else ""
+        return layout.paragraph(f"cache empty: 0 tokens{kept or ', 0 B'}", width)
+    held = cache[0].width(1) - 1  # of a sliding cache fewer than it has seen
+    roles = held_roles(session.roles()[:length], held, cache[0].sinks)
     label = len(f"layer {len(cache) - 1:>2} ")
-    letters, per = cells(roles[:length], max(width - label - 12, 10))
-    painted = "".join(getattr(style, COLOURS[letter])(letter) for letter in letters)
-    counts = Counter(letter for letter, _ in roles[:length])
+    letters, per = cells(roles, max(width - label - 12, 10))
+    painted = "".join(getattr(style, COLOURS[letter])(letter) if letter in COLOURS else letter for letter in letters)
+    counts = Counter(letter for letter, _ in roles)
     parts = [f"{length:,} of {session.context:,} tokens", f"1 cell = {per:,} token{'s' * (per > 1)}"]
-    parts += [f"{letter} {name} {counts[letter]:,}" for letter, name in
-              (("s", "system"), ("u", "user"), ("a", "assistant")) if counts[letter]]  # fmt: skip
+    parts += [f"{letter} {name} {counts[letter]:,}" for letter, name in NAMES.items() if counts[letter]]
     lines = [layout.joined(parts, width)]
     for i, layer in enumerate(cache):
         lines.append(f"layer {i:>2} ".ljust(label) + painted + "  " + bytes_text(layer.nbytes))
-    lines.append(layout.joined(formula(config, cache, length).split(" · "), width))
+    lines.append(layout.joined(formula(config, cache, held).split(" · "), width))
     return "\n".join([*lines, *([layout.paragraph(session.why, width)] if session.why else [])])
+
+
+def held_roles(roles, held, sinks):
+    """The roles of all tokens that were seen, with a dot for those that left the window: between sinks and window."""
+    gone = len(roles) - held
+    return [*roles[:sinks], *[("·", 0)] * gone, *roles[sinks + gone:]] if gone else roles
 
 
 def formula(config, cache, length) -> str:
@@ -57,7 +67,7 @@ def element_size(cache) -> int:
     return next((t.element_size() for t in tensors if t.is_floating_point()), 4)
 
 
-def tokens_text(session, limit=400) -> str:
+def tokens_text(session, width=None, limit=400) -> str:
     """Ids and pieces of the last prompt, sanitised, the oldest left out when there are more than `limit`."""
     ids = session.prompt_ids
     if not ids:
@@ -65,4 +75,4 @@ def tokens_text(session, limit=400) -> str:
     shown = ids[-limit:]
     left = f"… {len(ids) - len(shown):,} earlier tokens\n" if len(shown) < len(ids) else ""
     pieces = (f"{i}:{sanitize_line(p)}" for i, p in zip(shown, session.tokenizer.pieces(shown), strict=True))
-    return f"{left}{' '.join(pieces)}\n{len(ids):,} tokens"
+    return f"{left}{layout.joined(pieces, width, between=' ')}\n{len(ids):,} tokens"

@@ -49,11 +49,11 @@ def wrapped(text: str, width: int | None, rest: str = "") -> str:
     return "\n".join(paragraph(line, width, rest=rest) for line in text.split("\n"))
 
 
-def joined(parts, width: int | None, indent: str = "") -> str:
-    """Parts with ` · ` between them; where a line is full, the next one begins at such a place and without the dot."""
+def joined(parts, width: int | None, indent: str = "", between: str = " · ") -> str:
+    """Parts with ` · ` between them; where a line is full, the next one begins between two parts, without the dot."""
     lines = []
     for part in parts:
-        longer = f"{lines[-1]} · {part}" if lines else part
+        longer = f"{lines[-1]}{between}{part}" if lines else part
         if lines and (width is None or cells(indent + longer) <= width):
             lines[-1] = longer
         else:

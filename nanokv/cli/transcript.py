@@ -222,7 +222,8 @@ def _entries(data, path):
         elif number == len(lines):
             notices.append(f"{path.name}: the last line was torn, {len(line):,} bytes dropped")
         else:
-            raise SessionError(f"{path}, line {number}: not a line of a session", hint=CUT)
+            hint = CUT if entries else "/save FILE and nanokv chat write such files"
+            raise SessionError(f"{path}, line {number}: not a line of a session", hint=hint)
     return entries, good, notices
 
 
@@ -239,14 +240,22 @@ def listing(folder):
 
 
 def find(folder, wanted):
-    """Path of the session that is called `wanted` (its start is enough); "" is the newest one."""
+    """Path of the session that is called `wanted` (its start is enough); "" is the newest that was not cleared."""
     paths = sorted(Path(folder).glob("*.jsonl"), key=lambda p: p.stat().st_mtime, reverse=True)
     if not paths:
         raise SessionError(f"no saved session in {folder}", hint="nanokv chat starts a new one")
     matches = [p for p in paths if p.stem.startswith(wanted)]
     if not wanted:
-        return paths[0]
+        return next((path for path in paths if not _cleared(path)), paths[0])
     if len(matches) != 1:
         found = len(matches) or "no"
         raise SessionError(f"{found} sessions begin with {wanted!r}", hint="nanokv chat --list shows them")
     return matches[0]
+
+
+def _cleared(path) -> bool:
+    """A file that cannot be read is none: whoever opens it says what is wrong with it."""
+    try:
+        return not read(path)[1]
+    except SessionError:
+        return False
