@@ -189,6 +189,8 @@ def driver(tmp_path_factory):
         pytest.skip("needs chromium and chromedriver: apt-get install chromium chromium-driver")
     from selenium import webdriver
 
+    from waiting import goes_on_when_drawn
+
     options = webdriver.ChromeOptions()
     options.binary_location = browser
     for flag in (*BROWSER_FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('browser')}"):
@@ -196,5 +198,6 @@ def driver(tmp_path_factory):
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     os.environ["SE_OFFLINE"] = "true"
     driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(control))
+    goes_on_when_drawn(driver)
     yield driver
     driver.quit()

@@ -80,13 +80,13 @@ def test_what_is_stated_is_what_happens(name, bundled):
 @pytest.mark.parametrize(
     ("name", "layer", "token", "operation"),
     [
-        ("start_pos_off_by_one", 0, 47, "rope_k"),  # the prompt has 47 tokens: 0 … 46
+        ("start_pos_off_by_one", 0, 46, "rope_k"),  # the prompt has 46 tokens: 0 … 45
         ("first_token_unwritten", 0, 0, "rope_k"),
-        ("one_dict_for_all_layers", 0, 47, "attention"),
+        ("one_dict_for_all_layers", 0, 46, "attention"),
         ("top_left_mask", 0, 8, "attention"),  # the second chunk
-        ("static_overflow", 0, 51, "rope_k"),  # room for 47 + 4
+        ("static_overflow", 0, 50, "rope_k"),  # room for 46 + 4
         ("not_cleared", 0, 0, "attention"),
-        ("wrong_axis", 0, 47, "the pass that failed"),
+        ("wrong_axis", 0, 46, "the pass that failed"),
     ],
 )
 def test_the_first_difference_is_where_the_bug_is(name, layer, token, operation, bundled):

@@ -14,6 +14,7 @@ import torch
 import nanokv
 from nanokv import faults, trace
 from nanokv.trace import difference
+from waiting import until
 
 pytestmark = pytest.mark.slow
 
@@ -184,9 +185,7 @@ def test_the_slider_moves_the_cache_by_keyboard(page, runs):
     assert state(page)["step"] == len(right.steps) - 3
     press(page, "HOME", "SPACE")
     assert state(page)["playing"] and find(page, "#play").text == "Pause"
-    from selenium.webdriver.support.ui import WebDriverWait
-
-    WebDriverWait(page, 20).until(lambda page: state(page)["step"] >= 2)
+    until(page, lambda page: state(page)["step"] >= 2)
     press(page, "SPACE")
     assert not state(page)["playing"]
 
@@ -340,11 +339,11 @@ def test_the_fault_toggle_marks_where_the_runs_part(page, runs):
     right, wrong = runs[2:]
     first = next(n for n, (a, b) in enumerate(zip(right.steps, wrong.steps, strict=False)) if a.chosen != b.chosen)
     note = find(page, "#fault-note").text
-    assert "The logits part at step 1" in note and f"The words part at step {first}" in note
+    assert "The logits differ from step 1 on" in note and f"The words differ from step {first} on." in note
     assert [mark.text for mark in page.find_elements("css selector", "#marks span")] == ["≠ logits", "≠ words"]
     page.execute_script(f"goTo({first})")
     here = find(page, "#now").text
-    assert here.endswith("logits and words part here" if first == 1 else " · words part here")
+    assert here.endswith("logits and words differ from here on" if first == 1 else " · words differ from here on")
     chosen = find(page, ".token.out .piece").text
     tab_to(page, "#runs input")
     press(page, "ARROW_RIGHT")
@@ -367,6 +366,8 @@ def test_a_page_with_a_fault_opens_at_the_first_difference(opened, runs):
     assert said.startswith(f"First difference: step 1, layer 0, position {len(right.ids)} “") and "of " in said
     assert float(re.search(r"key differs by ([\d.]+)", said)[1]) == pytest.approx(key, rel=0.06)
     assert "First difference" in find(opened, "#fault-note").text
+    gaps = [(right.steps[1].attention[0][h, 0] - wrong.steps[1].attention[0][h, 0]).abs().max() for h in range(6)]
+    assert opened.execute_script("return other.head") == int(torch.stack(gaps).argmax())
 
 
 @pytest.mark.parametrize("width", [390, 1200])
@@ -409,6 +410,46 @@ def test_the_difference_tables_are_right_minus_wrong(opened, runs):
     assert all(close(row[4], a[int(row[0])] - b[int(row[0])]) for row in logits)
     chosen = {row[5]: int(row[0]) for row in logits if row[5]}
     assert chosen in ({"both": right.steps[1].chosen}, {"right": right.steps[1].chosen, "wrong": wrong.steps[1].chosen})
+
+
+@pytest.mark.parametrize(("kind", "name"), enumerate(("key", "value", "attention")))
+def test_show_goes_to_the_first_difference_of_its_kind(opened, runs, kind, name):
+    places = difference.places(runs[2], runs[3], torch.float32)
+    step, layer, position = next(place[:3] for place in places if place[3 + kind] != 0)
+    opened.execute_script("goTo(1); other.layer = other.position = 0; other.kind = -1; refreshTab()")
+    opened.execute_script("""
+        const [select, kind] = arguments;
+        select.value = kind;
+        select.dispatchEvent(new Event("change"));
+    """, find(opened, "#panel-5 select"), kind)  # fmt: skip
+    said = find(opened, "#panel-5 .fact").text
+    assert f"step {step}, layer {layer}, position {position} “" in said and name in said
+
+
+def test_the_largest_logit_difference_is_said(opened, runs):
+    right, wrong = (run.steps[1].logits for run in runs[2:])
+    shown = sorted({*right.topk(5).indices.tolist(), *wrong.topk(5).indices.tolist()})
+    gap = max((right[id] - wrong[id]).abs().item() for id in shown)
+    said = opened.execute_script("return differencePanel.logits.title.textContent")
+    assert close(abs(float(re.search(r"The largest difference is that of “.*”: (−?-?[\d.e-]+)\.", said)[1])), gap)
+
+
+def test_keys_are_named_by_position_also_behind_rows_that_were_left(driver, runs, tmp_path):
+    model, _, right, _ = runs
+    with faults.inject("not_cleared"):
+        list(nanokv.generate(model, right.ids[:7], max_new_tokens=1))
+        wrong = trace.record(model, right.ids, 3)
+    driver.get(write(tmp_path / "left.html", (*runs[:3], wrong)))
+    driver.execute_script("document.querySelectorAll('#runs input')[1].click(); openTab(1); goTo(1)")
+    left = driver.execute_script("return now().looks[1][0].S") - len(right.ids) - 1
+    assert left > 0
+    keys = driver.execute_script("return attentionTable().rows.map((row) => row[0])")
+    assert keys == [*(f"row {n}" for n in range(left)), *map(str, range(len(right.ids) + 1))]
+    labels = driver.execute_script("return weightBars().items.map(({label}) => label)")
+    assert all(re.match(r"row \d+ left over$|\d+ ", label) for label in labels)
+    assert all(int(label.split()[0]) <= len(right.ids) for label in labels if not label.startswith("row"))
+    said = driver.execute_script("return attentionGrid().describe(newest(), now().looks[1][0].S - 1)")
+    assert f"key {len(right.ids)} “" in said
 
 
 def test_a_fault_that_changes_no_value_says_so(driver, runs, tmp_path):
@@ -467,7 +508,7 @@ def test_the_tour_by_keyboard(driver, runs, tmp_path, width, fault):
         assert driver.execute_script("return document.documentElement.scrollWidth") <= width
         seen[title] = text, state(driver)
         press(driver, "ENTER" if n % 2 else "ARROW_RIGHT")
-    check_figures(seen, right, fault)
+    check_figures(seen, right, fault, runs[1].pieces(right.tokens))
     assert not find(driver, "#tour").is_displayed()
     assert driver.switch_to.active_element.get_attribute("id") == "tour-start"
     assert driver.find_elements("css selector", ".lit") == [] and find(driver, "#tour-start").text == "Tour again"
@@ -481,7 +522,16 @@ def test_the_tour_by_keyboard(driver, runs, tmp_path, width, fault):
     assert driver.get_log("browser") == []
 
 
-def check_figures(seen, right, fault):
+def clearest_look(right, pieces):
+    """(weight, position, key): the answer's hardest look at a word of the prompt, a copied token among them."""
+    prompt, word = len(right.ids), re.compile(r"[^\W_]")
+    keys = [k for k in range(1, prompt - 4) if word.search(pieces[k]) and pieces[k - 1] != "<|im_start|>"]
+    asking = [n for n in range(1, len(right.steps)) if word.search(pieces[prompt + n - 1])]
+    return max((right.steps[n].attention[layer][:, -1, k].max().item(), prompt + n - 1, k)
+               for n in asking for layer in right.layers for k in keys)
+
+
+def check_figures(seen, right, fault, pieces):
     """The numbers of the stops, from the recording."""
     fed, last = len(right.ids) + len(right.steps) - 1, len(right.steps) - 1
     texts = {title: text for title, (text, _) in seen.items()}
@@ -496,9 +546,12 @@ def check_figures(seen, right, fault):
     again = sum(len(right.ids) + n for n in range(len(right.steps)))
     assert f"{again:,} tokens" in texts["What reuse saves"] and f"{fed} tokens" in texts["What reuse saves"]
     tab, t = states["Attention reads the cache"]
-    weight = max(step.attention[layer][:, -1, 1:-1].max().item() for step in right.steps[1:] for layer in right.layers)
-    assert tab == "Attention" and t > 0
-    assert close(re.search(r"gets ([\d.e-]+)\.(?: |$)", texts["Attention reads the cache"])[1], weight)
+    weight, position, key = clearest_look(right, pieces)
+    said = texts["Attention reads the cache"]
+    assert tab == "Attention" and t > 0 and weight > 0.3
+    assert f"position {position} “" in said and f"Position {key} “" in said
+    assert ("the same token" in said) == (right.tokens[position + 1] == right.tokens[key])
+    assert close(re.search(r"gets ([\d.e-]+)\.(?: |$)", said)[1], weight)
     assert states["A fault"] == (("Right − wrong", 1) if fault else ("Logits", last))
     assert ("First difference: step 1, layer 0" if fault else "--fault start_pos_restarts") in texts["A fault"]
 

@@ -19,7 +19,7 @@ from nanokv.errors import ContextError, NanoKVError
 EXAMPLES = (
     'nanokv trace "What is a KV cache?" --open',
     'nanokv trace --prompt "What is a KV cache?" -n 40 -o trace.html --layers 0,5',
-    'nanokv trace "Reverse: moon, kettle, blorf" --fault start_pos_restarts',
+    'nanokv trace "Reverse: moon, kettle, blorf" --fault start_pos_restarts -o fault.html',
 )
 DESCRIPTION = "Record a greedy run and write one self-contained HTML page, with a tour. stdout carries its path only."
 MOST_TOKENS = 512  # attention weights grow with the square: at 512 the bundled model's page has about 15 MB

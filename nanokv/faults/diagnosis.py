@@ -17,8 +17,8 @@ from nanokv.study.debug import compare, earliest, watch
 SHORTEST = 10  # tokens of a prompt: a chunk of 8 and one that needs a mask
 SEEN = 1e-3  # max |Δ logits| that is no rounding: equal code on another path differs by 1e-4 at most
 TALK = (  # conversations that the bundled model answers well; the first one is watched
-    ["My name is Zorbla.", "Nice to meet you, Zorbla.", "What is my name?"],
-    ["My name is Tilda.", "Nice to meet you, Tilda.", "Reverse the list: cat, dog, fish, bird"],
+    ["My name is Zorbla.", "So your name is Zorbla.", "What is my name?"],
+    ["My name is Tilda.", "So your name is Tilda.", "Reverse the list: cat, dog, fish, bird"],
     ["Count from 3 to 12."],
 )
 

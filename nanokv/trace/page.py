@@ -56,7 +56,7 @@ def build(model, tokenizer, run: Run, costs: Costs, *, name: str, prompt: str, r
             "kvHeads": config.num_key_value_heads, "headDim": config.head_dim, "vocabulary": config.vocab_size,
             "ropeTheta": config.rope_theta, "fingerprint": fingerprint(model), "itemsize": dtype.itemsize,
             "bytesPerToken": kv_bytes_per_token(config, dtype.itemsize),
-            "weightBytes": parameters(config) * dtype.itemsize,
+            "weightBytes": parameters(config) * dtype.itemsize, "context": config.max_position_embeddings,
             "ropeSpeeds": rope_frequencies(config)[0].tolist(),  # radians per position
         },
         "version": __version__,

@@ -44,8 +44,11 @@ function look(query, key) { // weight that a query gave to a row of the cache wh
   return t > view.step ? undefined : now().weight(t, view.layer, query - now().before[t], view.head, key);
 }
 
-function keyPiece(query, key) { // a row that was read by a query: the token whose key it is
-  const token = now().token(now().stepOf[query], view.layer, key);
+const keyToken = (query, key) => now().token(now().stepOf[query], view.layer, key); // of a row that a query read
+const keyName = (query, key) => (keyToken(query, key) < 0 ? `row ${key}` : String(keyToken(query, key)));
+
+function keyPiece(query, key) {
+  const token = keyToken(query, key);
   return token < 0 ? "left from before" : now().tokens[token]?.[1] ?? "";
 }
 
@@ -62,7 +65,7 @@ function attentionGrid() {
     rowName: (r) => `${tokenText(r)} ${r}`, colName: rowName, colText: rowText, mark: [first, last, 0, Math.max(0, keys - 1)],
     describe: (r, c) => {
       const x = look(r, c), query = `query ${place(r)}`;
-      return x === undefined ? `${query}: row ${c} was not read` : `${query}, key ${c} ${quoted(keyPiece(r, c))}: weight ${figures(x)}`;
+      return x === undefined ? `${query}: ${keyName(last, c)} was not read` : `${query}, key ${keyName(r, c)} ${quoted(keyPiece(r, c))}: weight ${figures(x)}`;
     },
   };
 }
@@ -74,7 +77,7 @@ function attentionTable() {
     caption: `Attention of layer ${DATA.layers[view.layer]}, query head ${view.head}, step ${view.step}: ` +
       `queries ${from} to ${last}, a column each`,
     head: ["key", "token", ...span(last - from + 1).map((i) => `query ${from + i}`)],
-    rows: span(keys).map((key) => [key, keyPiece(last, key),
+    rows: span(keys).map((key) => [keyName(last, key), keyPiece(last, key),
       ...span(last - from + 1).map((i) => figures(look(from + i, key)))]),
   };
 }
@@ -88,7 +91,7 @@ function weightBars() {
   return {
     most: 1,
     items: weights().slice(0, 10).map(([key, x]) => ({
-      label: `${key} ${short(keyPiece(chosenQuery(), key), 14)}`, value: x, text: figures(x, 3), marked: false,
+      label: `${keyName(chosenQuery(), key)} ${keyToken(chosenQuery(), key) < 0 ? "left over" : short(keyPiece(chosenQuery(), key), 14)}`, value: x, text: figures(x, 3), marked: false,
     })),
   };
 }
@@ -98,6 +101,6 @@ function weightTable() {
     caption: `Weights of query ${place(chosenQuery())}, layer ${DATA.layers[view.layer]}, query head ${view.head}, ` +
       "most first; keys that are not listed have weight 0",
     head: ["key", "token", "weight"],
-    rows: weights().map(([key, x]) => [key, keyPiece(chosenQuery(), key), figures(x)]),
+    rows: weights().map(([key, x]) => [keyName(chosenQuery(), key), keyPiece(chosenQuery(), key), figures(x)]),
   };
 }

@@ -21,7 +21,11 @@ const differencePanel = {
     this.back.addEventListener("click", () => goToPlace(DIFFERENT.findLast((one) => order(one, here()) < 0)));
     this.next.addEventListener("click", () => goToPlace(DIFFERENT.find((one) => order(one, here()) > 0)));
     const controls = make("div", { className: "controls" }, this.first, this.back, this.next);
-    this.kind = choice(controls, "Show", ["keys", "values", "attention weights"], 0, (i) => { other.kind = i; });
+    this.kind = choice(controls, "Show", ["keys", "values", "attention weights"], 0, (i) => {
+      other.kind = i;
+      const at = DIFFERENT.find((one) => order(one, here()) === 0), differs = ({ amounts }) => amounts[i] !== 0;
+      if (!at || !differs(at)) goToPlace(DIFFERENT.find(differs));
+    });
     this.head = choice(controls, "Query head", span(MODEL.heads).map(String), 0, (i) => { other.head = i; });
     host.append(this.fact, controls);
     this.map = new HeatMap(host, "How far each token is off, layer by layer", {
@@ -35,7 +39,7 @@ const differencePanel = {
     this.kind.value = other.kind, this.head.value = other.head;
     if (DIFFERENT.length) this.map.cursor = [other.layer, other.position];
     this.map.refresh();
-    this.logits.title.textContent = `Logits after step ${commonStep()}, right − wrong: the highest of both runs`;
+    this.logits.title.textContent = `Logits after step ${commonStep()}, right − wrong: the highest of both runs. ${logitsText()}`;
     this.logits.refresh();
     this.showPlace();
   },
@@ -63,10 +67,11 @@ function tokenAt(position) {
 function goToPlace(one) {
   if (!one) return; // there is no further one
   const kind = one.amounts.findIndex((x) => x !== 0);
-  Object.assign(other, { layer: one.layer, position: one.position, head: loudestHead(one) });
+  Object.assign(other, { layer: one.layer, position: one.position });
   if (one.amounts[other.kind] === 0) other.kind = kind;
   play(false);
   goTo(one.step);
+  other.head = loudestHead(one); // its weights are known at its step, not before
   openTab(PANELS.indexOf(differencePanel));
   differencePanel.map.reveal(one.position);
 }
@@ -225,6 +230,12 @@ const logitRows = () => DATA.fault.logits[commonStep()].map(([id, piece, right, 
   chosen: RUNS.map((run) => run.steps[commonStep()].chosen === id),
 }));
 const choosers = ({ chosen: [right, wrong] }) => (right && wrong ? "both" : right ? "right" : wrong ? "wrong" : "");
+
+function logitsText() { // the logit that differs most, in words
+  const known = logitRows().filter(({ gap }) => Number.isFinite(gap));
+  const most = known.reduce((a, b) => (Math.abs(b.gap) > Math.abs(a.gap) ? b : a), { gap: 0 });
+  return most.gap ? `The largest difference is that of ${quoted(most.piece)}: ${figures(most.gap, 3)}.` : "They are equal.";
+}
 
 function logitGapBars() {
   const rows = logitRows();

@@ -31,7 +31,7 @@ function parts() { // {what: the first step at which it differs between the two 
 
 function differs(n) { // what is special about step n of two runs
   const parted = Object.entries(parts()).filter(([, at]) => at === n).map(([what]) => what);
-  return parted.length ? `${parted.join(" and ")} part here` : "";
+  return parted.length ? `${parted.join(" and ")} differ from here on` : "";
 }
 
 function play(on) {
@@ -115,10 +115,10 @@ function faultText() {
     return button;
   };
   const logits = logitsStep === null ? [`The logits stay within ${figures(tolerance, 2)} of the right run.`]
-    : ["The logits part at ", link(logitsStep), ` (max |Δ| ${figures(deltas[logitsStep], 3)}).`];
+    : ["The logits differ from ", link(logitsStep), ` on (max |Δ| ${figures(deltas[logitsStep], 3)}).`];
   const end = RUNS[1].steps.length, broke = RUNS[1].stopped && wordsStep === end;
   const words = wordsStep === null ? [" The words stay the same."]
-    : broke ? [` The run breaks off before step ${end}: ${RUNS[1].stopped}`] : [" The words part at ", link(wordsStep), "."];
+    : broke ? [` The run breaks off before step ${end}: ${RUNS[1].stopped}`] : [" The words differ from ", link(wordsStep), " on."];
   const [right, wrong] = RUNS.map((run) => count(run.steps[bytesStep ?? 0].nbytes));
   const sizes = bytesStep === null ? [] : [" The cache has ", `${wrong} B instead of ${right} B at `, link(bytesStep), "."];
   return [make("strong", { textContent: `Fault ${name}` }), `: ${about} `, ...logits, ...words, ...sizes, " ", ...firstLink()];

@@ -28,7 +28,7 @@ const positionPanel = {
     const right = positions.every((p, i) => p === now().before[view.step] + i);
     this.fact.textContent = `The model was called with start_pos ${start} for ${plural(fed, "token")}; ` +
       `the angles it used are those of position ${range(positions[0], fed)}. ` +
-      (right ? "They are the tokens' own positions." : `The tokens stand at ${range(now().before[view.step], fed)}: these angles are wrong.`) +
+      (right ? "They are the tokens' own positions." : `Their own ${fed > 1 ? "positions are" : "position is"} ${range(now().before[view.step], fed)}: these angles are wrong.`) +
       ` Dimensions i and i + ${PAIRS} form pair i and turn by θ^(−2i/${MODEL.headDim}) radians per position, θ = ${count(MODEL.ropeTheta)}.`;
     this.draw();
     this.map.refresh();

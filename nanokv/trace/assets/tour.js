@@ -26,14 +26,21 @@ function largestKey() { // [layer, row] of the largest key norm at the end of th
 
 let clearest = null;
 
+function telling(position, key) { // the answer looks back at a word of the prompt
+  const [asks, read] = [position, key].map((at) => run0.tokens[at]), word = /[\p{L}\p{N}]/u;
+  return position >= run0.promptLength && ["u", "p"].includes(read[2]) && word.test(asks[1]) && word.test(read[1]) &&
+    run0.tokens[key - 1]?.[1] !== "<|im_start|>";
+}
+
 function clearestLook() { // the query that looks hardest at one earlier token; the first token draws weight everywhere
   if (clearest) return clearest;
   let best = null;
   run0.looks.forEach((layers, t) => layers.forEach(({ counts }, layer) => counts.forEach((n, query) => {
     if (t < Math.min(1, lastStep)) return;
     for (let head = 0; head < MODEL.heads; head++) for (let key = Math.min(1, n - 1); key < Math.max(1, n - 1); key++) {
-      const weight = run0.weight(t, layer, query, head, key);
-      if (!best || weight > best.weight) best = { t, layer, head, key, weight, position: run0.before[t] + query };
+      const weight = run0.weight(t, layer, query, head, key), position = run0.before[t] + query;
+      const worth = weight + (weight > 0.3 && telling(position, key)); // a telling look first, if there is a clear one
+      if (!best || worth > best.worth) best = { t, layer, head, key, weight, position, worth };
     }
   })));
   return (clearest = best);
@@ -53,8 +60,8 @@ const STOPS_OF_TOUR = [
     say: () => {
       const [layer, row] = largestKey();
       return [`The key of position ${row} ${piece(row)} in layer ${DATA.layers[layer]} has ${count(vectorSize)} numbers, ` +
-          `${plural(MODEL.kvHeads, "KV head")} of ${MODEL.headDim}. A cell has room for one.`,
-        `That one is the norm, the length of the vector: here ${figures(run0.norm(lastStep, layer, row, 0, -1))}, the largest of all keys.`,
+          `${plural(MODEL.kvHeads, "KV head")} of ${MODEL.headDim}. A cell has room for one number.`,
+        `It is the norm, the length of the vector: here ${figures(run0.norm(lastStep, layer, row, 0, -1))}, the largest of all keys.`,
         "The longer a key is, the further it can move the scores of attention.",
         `A norm does not show a direction, so all ${count(vectorSize)} numbers of the chosen cell are drawn below the maps.`];
     },
@@ -87,7 +94,7 @@ const STOPS_OF_TOUR = [
     title: "What each token adds",
     say: () => [`A token adds 2 (key and value) × ${MODEL.layers} layers × ${plural(MODEL.kvHeads, "KV head")} × ${MODEL.headDim} numbers × ${MODEL.itemsize} B = ${count(MODEL.bytesPerToken)} B.`,
       `The cache has ${count(run0.steps[0].nbytes)} B after step 0 and ${count(run0.steps[lastStep].nbytes)} B at the end, for ${plural(run0.fed, "token")}.`,
-      `The weights have ${bytes(MODEL.weightBytes)}. A cache of ${count(Math.ceil(MODEL.weightBytes / MODEL.bytesPerToken))} tokens is as large.`],
+      `The weights have ${bytes(MODEL.weightBytes)}. ${asLarge()}`],
     show: () => show(cachePanel, lastStep, cachePanel.bytes.element, cachePanel.fact),
   },
   {
@@ -106,7 +113,8 @@ const STOPS_OF_TOUR = [
     say: () => {
       const { t, layer, head, key, weight, position } = clearestLook();
       return [`At step ${t} position ${position} ${piece(position)} compares its query with ${plural(run0.looks[t][layer].counts[position - run0.before[t]], "key")}, here in layer ${DATA.layers[layer]}, query head ${head}.`,
-        `Each key gets a weight, and the weights add up to 1. Position ${key} ${piece(key)} gets ${figures(weight, 3)}.`,
+        `Each key gets a weight, and the weights add up to 1. Position ${key} ${piece(key)} gets ${figures(weight, 3)}.` +
+          (run0.tokens[position + 1]?.[0] === run0.tokens[key][0] ? " This step then chooses the same token: the head helps to copy it." : ""),
         "The head's output is the sum of the values, each times its weight."];
     },
     show: () => {
@@ -124,11 +132,11 @@ const STOPS_OF_TOUR = [
     title: "A fault",
     say: () => (DATA.fault ? [`This page holds the run a second time, under a known bug: ${DATA.fault.about.split(/\. (?=[A-Z])/)[0].replace(/\.$/, "")}.`, firstText(),
       wordsText()]
-      : ["A wrong cache often still writes fluent text, so a bug is found by comparing numbers.",
-        "To see one, run the command that made this page again and add --fault start_pos_restarts.",
-        "That page holds this run twice, right and wrong, and opens at the first key, value or weight that differs."]),
+      : ["A wrong cache often still writes fluent text, so a bug is found by comparing numbers, such as these logits.",
+        "The command nanokv trace \"What is a KV cache?\" --fault start_pos_restarts records a run twice: right, and under a known bug.",
+        "Its page opens at the first key, value or weight that differs."]),
     show: () => {
-      if (!DATA.fault) return show(logitPanel, lastStep, $("tabs"));
+      if (!DATA.fault) return show(logitPanel, lastStep, logitPanel.bars.element);
       show(differencePanel, DIFFERENT[0]?.step ?? 0);
       goToPlace(DIFFERENT[0]);
       return [differencePanel.fact, differencePanel.map.element];
@@ -136,12 +144,17 @@ const STOPS_OF_TOUR = [
   },
 ];
 
+function asLarge() { // how many tokens would have the bytes of the weights
+  const tokens = Math.ceil(MODEL.weightBytes / MODEL.bytesPerToken);
+  return `A cache of ${count(tokens)} tokens ${tokens > MODEL.context ? `would be as large; this model's context ends at ${count(MODEL.context)}` : "is as large"}.`;
+}
+
 function wordsText() { // a broken run has words only up to where it broke off
   const { wordsStep } = DATA.fault, [right, wrong] = RUNS.map((run) => run.steps[wordsStep]?.chosen);
   if (wordsStep === null) return "The words are the same in both runs, so the answer does not show the bug.";
   if (right === undefined || wrong === undefined) return `The words are the same up to step ${wordsStep}, where one of the runs ends.`;
   const [a, b] = RUNS.map((run) => quoted(run.tokens[run.promptLength + wordsStep][1]));
-  return `The words part at step ${wordsStep}: right ${a}, wrong ${b}.`;
+  return `The words differ from step ${wordsStep} on: right ${a}, wrong ${b}.`;
 }
 
 const tour = {
@@ -156,6 +169,7 @@ const tour = {
     $("tour").hidden = false;
     this.light(stop.show());
     if (stop.map) this.lift(stop.map());
+    this.dim();
     $("tour-count").textContent = `${n + 1} of ${STOPS_OF_TOUR.length}`;
     $("tour-title").textContent = stop.title;
     $("tour-text").textContent = stop.say().join(" ");
@@ -172,6 +186,13 @@ const tour = {
   lift(map) { // the row under discussion moves out from behind the card
     const { top, height } = map.layout, y = map.canvas.getBoundingClientRect().top + top + height * map.cursor[0];
     if (y > innerHeight * 0.45) scrollBy(0, y - innerHeight * 0.3);
+  },
+  dim() { // of several lit parts, those that are out of sight
+    const top = $("tour").getBoundingClientRect().top;
+    this.lit.slice(1).forEach((element) => {
+      const box = element.getBoundingClientRect();
+      if (box.bottom < 40 || box.top > top - 40) element.classList.remove("lit");
+    });
   },
   close() {
     this.at = null;
