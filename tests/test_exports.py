@@ -227,7 +227,10 @@ def test_shapes_are_short_answers_and_both_sheets_are_in_one_category():
         for i, shape in enumerate(check.key(case)):
             (found,) = [rest for _, name, *rest in read if name == f"06.1 {sheet} {i + 1} of 3"]
             right = [answer for percent, answer, _ in found[2] if percent == 100]
-            assert right == [str(tuple(shape)), str(tuple(shape)).replace(" ", "")] and found[1] == "short"
+            inside = str(shape)[1:-1]
+            texts = [text for form in (f"({inside})", f"[{inside}]", inside) for text in (form, form.replace(" ", ""))]
+            assert right == texts and found[1] == "short"
+            assert f"written like `{tuple(range(9, 9 - len(shape), -1))}`" in found[0]
 
 
 HOSTILE = "~a=b #c {d} e:f \\n \\\\ \\= %50%x -> y // z $CATEGORY: q ::w:: ####\n\n[html] <b>&amp;</b> é\t[plain]"
@@ -247,6 +250,26 @@ def test_hostile_characters_come_back_as_they_were(text, option, comment):
     assert (name, asked, kind) == ("05.q1", texts[0], "choice")
     assert answers == [(0, HOSTILE, texts[2]), (100, "%50%" + texts[1], HOSTILE)]
     assert not set("~=#{}:\n\\") & set(ESCAPE.sub("", gift.escaped(text + HOSTILE))), "each of them has its backslash"
+
+
+def test_of_two_mistakes_with_one_number_the_one_whose_other_parts_are_right_is_told():
+    check = checking.find("05.3")
+    ((_, _, _, _, answers, _),) = [one for one in exported("05.3") if one[1] == "05.3 A 2 of 2"]
+    case = exam.draw(check, 7)["A"]
+    wrong = next(mistake for mistake in check.mistakes if mistake.name == "without itself")
+    told = {answer.partition(":")[0]: feedback for percent, answer, feedback in answers if percent == 0}
+    assert told[str(wrong.gives(case)[1])] == wrong.message
+
+
+def test_what_is_named_twice_is_asked_once_and_all_that_is_left_out_is_named(tmp_path, capsys):
+    out = tmp_path / "q.gift"
+    assert main(["course", "gift", "06", "06.1", "06", "--folder", str(NOTEBOOKS), "-o", str(out)]) == 0
+    names = [name for _, name, *_ in read_gift(out.read_text("utf-8"))]
+    assert len(names) == len(set(names)) and "06.1 A 1 of 3" in names
+    left, asked = capsys.readouterr().err, {name.partition(" ")[0] for name in names}
+    assert [c.id for c in checking.exercises("06").CHECKS if c.id not in asked and c.id not in left] == []
+    assert main(["course", "exam", "06.1", "06.1", "--folder", str(NOTEBOOKS), "-o", str(tmp_path)]) == 0
+    assert (tmp_path / "A.md").read_text("utf-8").count("(3 points)") == 1
 
 
 def test_an_open_question_is_an_essay_with_its_full_answer():

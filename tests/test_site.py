@@ -15,6 +15,7 @@ from nanokv.course import book, site
 from nanokv.course.site import api, links, recordings, search
 from nanokv.course.site.pages import PARTS, Page, markdown, write
 from nanokv.errors import CourseError
+from waiting import drawn, leave, until
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = ROOT / "notebooks"
@@ -309,7 +310,9 @@ def press(driver, *keys):
 def test_the_search_finds_terms_and_names_from_any_page(page):
     driver = page("docs/code.html")
     press(driver, "/")
+    leave(driver)
     press(driver, "start_pos", "ENTER")
+    until(driver, drawn)
     assert driver.current_url.endswith("search.html?q=start_pos") and "for “start_pos”" in driver.page_source
     assert results(driver)[0] == ("start_pos", "book/glossary.html#start_pos")
     assert {"api", "docs", "book"} <= {address.split("/")[0] for _, address in results(driver)}
@@ -320,6 +323,11 @@ def test_the_search_finds_terms_and_names_from_any_page(page):
     ):  # fmt: skip
         page(f"search.html?q={question}")
         assert first in [address for _, address in results(driver)][:3], question
+    for question, typed in (("kv cache", "kv-cache"), ("quantized", "quantised"), ("rope", "positional encoding")):
+        page(f"search.html?q={question}")
+        wanted = results(driver)[0]
+        page(f"search.html?q={typed}")
+        assert wanted in results(driver), typed
     page("search.html?q=zzzqq")
     assert results(driver) == [] and "Nothing found" in driver.find_element("id", "found").text
     page("search.html?q=<img src=x onerror=alert(1)>[(")
@@ -352,8 +360,6 @@ def test_the_dark_switch_reaches_a_recording_which_alone_follows_the_system(page
     recordings.record(replace(ONE[0], tokens=4), alone)
     driver = page(f"traces/{ONE[0].name}.html")
 
-    from selenium.webdriver.support.ui import WebDriverWait
-
     def frame(code):
         driver.switch_to.frame(0)
         try:
@@ -362,7 +368,7 @@ def test_the_dark_switch_reaches_a_recording_which_alone_follows_the_system(page
             driver.switch_to.default_content()
 
     def colour(theme):
-        WebDriverWait(driver, 5).until(lambda _: frame(background) == theme)
+        until(driver, lambda _: frame(background) == theme)
         return frame("return document.querySelector('canvas.map').toDataURL()")
 
     background = "return getComputedStyle(document.body).backgroundColor"

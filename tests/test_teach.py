@@ -532,7 +532,7 @@ def test_a_deck_holds_headings_plots_and_tasks_and_no_answers(number):
     assert titles[0] == source.title and {"Predict", "Next"} <= set(titles)
     module = checking.exercises(number)
     assert {f"Exercise {c.id}" for c in module.CHECKS} | {f"Quiz {q.id}" for q in module.QUESTIONS} <= set(titles)
-    assert "output " in page and page.count("<img") == page.count("<figcaption>") == source.code().count("course.show(")
+    assert "output " in page and page.count("<img") == page.count("<figure>") == source.code().count("course.show(")
     assert all(slide.body for slide in deck[1:]) and "In words" not in page and "<!--fig" not in page
     assert 'src="http' not in page and page.count("<script") == 1 and not re.search(r'href="(?!https://)', page)
     for question in module.QUESTIONS:
@@ -560,10 +560,37 @@ def test_a_text_becomes_slides_at_headings_and_exercises():
     assert "06_x" not in made[1].body[0] and 'href="https://a.b"' in made[1].body[0] and "Do it" in made[2].body[0]
 
 
-def test_what_is_too_long_goes_to_the_notes():
-    long = "First one. " + " ".join(["Word"] * slides.WORDS) + ". Last one."
-    (cut,), (whole,) = slides.of_text(long, "T"), slides.of_text(long, "T", whole=True)
-    assert [len(cut.body), len(cut.notes)] == [1, 2] and [len(whole.body), len(whole.notes)] == [3, 0]
+def test_a_long_text_goes_on_on_slides_of_the_same_title():
+    sentence = " ".join(["Word"] * (slides.WORDS // 2)) + "."
+    text = f"## H\n\nFirst. {sentence} {sentence} {sentence} Last one."
+    made, (whole,) = slides.of_text(text, "T"), slides.of_text(text, "T", whole=True)
+    assert [slide.title for slide in made] == ["H", "H"] and not any(slide.notes for slide in (*made, whole))
+    assert [text for slide in made for text in slide.body] == whole.body and len(whole.body) == 5
+    assert all(len(re.sub("<[^>]*>", "", "".join(slide.body)).split()) <= slides.WORDS + slides.REST for slide in made)
+    full, rest = " ".join(["Word"] * slides.WORDS), " ".join(["Rest"] * slides.REST)
+    assert [len(slides.of_text(f"## H\n\n{full}. {rest}{more}.", "T")) for more in ("", " more")] == [1, 2]
+
+
+def test_a_plot_has_its_slide_to_itself_and_long_words_are_notes():
+    picture = {"data": {"image/png": PIXEL}, "metadata": {"image/png": {"alt": "short words"}}}
+    long = {"data": {"image/png": PIXEL}, "metadata": {"image/png": {"alt": "word " * (slides.CAPTION + 1)}}}
+    made = [slides.Slide("T", ["<p>x</p>"])]
+    slides._add_outputs(made, [picture, {"text": "printed\n"}, long, {"text": "y\n" * (slides.LINES + 1)}])
+    assert [slide.title for slide in made] == ["T"] * 4
+    assert "<figcaption>short words" in made[1].body[0] and len(made[1].body) == 1 and "printed" in made[2].body[0]
+    assert "<figcaption>" not in made[3].body[0] and "word word" in made[3].notes[0] and "y" in made[3].notes[1]
+
+
+def test_a_question_stands_before_its_answer_and_what_is_said_to_one_learner_is_not_shown():
+    made = [slides.Slide("T", ["<p>Predict first: how many?</p>"])]
+    slides._add_outputs(made, [{"text": "8 of 8\n06.b: you predicted 8 tokens, it is 8 tokens: exactly right.\n"}])
+    assert len(made) == 2 and made[1].body == ["<pre>8 of 8</pre>"]
+    alone = "06.a: it is 3 tokens. You made no prediction.\nrotation: the reference (none)\n"
+    slides._add_outputs(made, [{"text": alone}])
+    assert len(made) == 2 and len(made[1].body) == 1
+
+
+def test_long_output_goes_to_the_notes():
     made = [slides.Slide("T")]
     slides._add_outputs(made, [{"text": "x\n" * slides.LINES}, {"text": "y\n" * (slides.LINES + 1)}, {"text": " \n"}])
     assert len(made[0].body) == 1 and "y" in made[0].notes[0] and len(made[0].notes) == 1
@@ -644,9 +671,11 @@ def test_a_deck_is_used_with_the_keyboard(driver, tmp_path):
         assert len(shown()) == 1 and shown()[0].get_attribute("aria-label").startswith(f"{number} of {last}: ")
         assert driver.switch_to.active_element == shown()[0], "a screen reader is taken along"
     assert not [note for note in driver.find_elements("tag name", "aside") if note.is_displayed()]
+    driver.execute_script("show(slides.findIndex((slide) => slide.querySelector('aside')))")
     body.send_keys("n")
     assert [note for note in driver.find_elements("tag name", "aside") if note.is_displayed()]
     body.send_keys("n")
+    body.send_keys(Keys.HOME)
     for number in range(1, last + 1):
         height = driver.execute_script("return [arguments[0].scrollHeight, arguments[0].clientHeight]", shown()[0])
         assert height[0] <= height[1] + 1, f"slide {number} does not fit"

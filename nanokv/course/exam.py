@@ -32,7 +32,7 @@ class Item:
 
 def write(folder: Path, words: list[str], number: int, out: Path) -> list[Path]:
     """A.md, B.md and key.md. `words`: notebooks (05), ids of exercises or questions (05.1, 05.q2), open.1."""
-    items = [item for word in words for item in chosen(Path(folder), word, number)]
+    items = list({item.id: item for word in words for item in chosen(Path(folder), word, number)}.values())
     if not items:
         raise CourseError("an exam of what?", "nanokv course exam 05 06.1 open.1 --seed 7 -o exam")
     out.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
 
-from nanokv.course import exam
+from nanokv.course import checking, exam
 from nanokv.course.answers import plain
 from nanokv.course.checking import EXACT
 from nanokv.errors import CourseError
@@ -46,6 +46,7 @@ def write(folder: Path, words: list[str], number: int, out: Path) -> list[str]:
         entries, unasked = of_word(Path(folder), word, number)
         found += entries
         left += unasked
+    found = list({entry.name: entry for entry in found}.values())  # named twice, asked once
     if not found:
         raise CourseError("which questions?", "nanokv course gift 05 06.2 open.1 --seed 7 -o questions.gift")
     out.write_text(page(found, number), encoding="utf-8")
@@ -69,7 +70,8 @@ def of_word(folder: Path, word: str, number: int) -> tuple[list[Entry], list[str
         return [essay(word, *exam.open_question(folder / "teach" / "open_questions.md", word)[:2])], []
     source, checks, questions = exam.named(folder, word)
     found = {check.id: exercise(source, check, number) for check in checks}
-    left = [id for id, entries in found.items() if not entries]
+    of_all = checking.exercises(source.number).CHECKS if word in (source.number, source.name) else checks
+    left = [check.id for check in of_all if not found.get(check.id)]
     if word in left:
         raise CourseError(f"{word}: its answer is no number and no list of numbers", "nanokv course exam takes it")
     return [e for entries in found.values() for e in entries] + [choice(question) for question in questions], left
@@ -99,12 +101,18 @@ def exercise(source, check, number: int) -> list[Entry]:
         right, task = parts(check.key(case)), exam.asked(source, check, case)
         slips = [(parts(mistake.gives(case)), mistake.message) for mistake in check.mistakes]
         for i, part in enumerate(right):
-            known = [(values[i], message) for values, message in slips if len(values) == len(right)]
+            known = [(values[i], message) for values, message in _likeliest(slips, right, i)]
             which = f" {i + 1} of {len(right)}" if len(right) > 1 else ""
             text = f"{task}\n\n{_asks(part, which)}"
             lines = _shapes(part, known) if isinstance(part, list) else _numbers(part, known, check)
             found.append(Entry(category(check.id) + which, f"{check.id} {sheet}{which}", formatted(text), tuple(lines)))
     return sorted(found, key=lambda entry: entry.category)
+
+
+def _likeliest(slips, right, i) -> list:
+    """Mistakes that answer as many parts, first those with which the most other parts are right: only i is asked."""
+    fitting = [slip for slip in slips if len(slip[0]) == len(right)]
+    return sorted(fitting, key=lambda slip: -sum(slip[0][j] == right[j] for j in range(len(right)) if j != i))
 
 
 def category(id: str) -> str:
@@ -125,8 +133,8 @@ def _is_number(value) -> bool:
 
 def _asks(part, which: str) -> str:
     if isinstance(part, list):
-        return f"Give tuple{which or ' only'}, written like `(2, 3)`."
-    return f"Give number{which} of the answer." if which else "Give one number."
+        return f"Enter tuple{which or ' only'} of the answer, written like `{tuple(range(9, 9 - len(part), -1))}`."
+    return f"Enter number{which} of the answer." if which else "Enter one number."
 
 
 def _numbers(right, known, check) -> list[str]:
@@ -151,7 +159,7 @@ def _tolerance(value, check) -> float:
 
 
 def _shapes(right, known) -> list[str]:
-    """A short answer, with and without spaces."""
+    """A short answer, with and without spaces, in any brackets or none."""
     wrong = {}
     for shape, message in known:
         if shape != right:
@@ -162,7 +170,9 @@ def _shapes(right, known) -> list[str]:
 
 
 def _spellings(shape: str) -> tuple[str, ...]:
-    return tuple(dict.fromkeys((shape, shape.replace(" ", ""))))
+    inside = shape.removeprefix("(").removesuffix(")").removesuffix(",")
+    forms = (shape, f"({inside})", f"[{inside}]", inside)
+    return tuple(dict.fromkeys(text for form in forms for text in (form, form.replace(" ", ""))))
 
 
 def formatted(text: str, form: str = "markdown") -> str:

@@ -1,9 +1,10 @@
 """Slides from an executed notebook: one HTML file a notebook, which needs no network, no server and no library.
 
-A text cell, a heading and a numbered exercise each begin a slide; a plot is a slide with its words under it; what a
-cell prints goes under the text before it. What is too long for a slide goes into its notes. Code is not shown, unless
-its cell is tagged "slide"; a cell tagged "skip" is left out. Answers are in no slide and in no note, so a deck can be
-handed out. Without JavaScript, and on paper, the slides stand below one another.
+A text cell, a heading and a numbered exercise each begin a slide, and a text that is too long for one goes on on the
+next. A plot is a slide with its words under it; what a cell prints goes under the text before it. Long words of a plot
+and long output go into the notes. Code is not shown, unless its cell is tagged "slide"; a cell tagged "skip" is left
+out. Answers are in no slide and in no note, so a deck can be handed out. Without JavaScript, and on paper, the slides
+stand below one another.
 """
 
 import base64
@@ -16,8 +17,11 @@ from pathlib import Path
 from nanokv.course import book, checking, drawings, running, twins
 from nanokv.errors import CourseError
 
-WORDS = 60  # of text on a slide, from the second sentence on
+WORDS = 80  # of text on a slide; room for some lines of output is left
+REST = 25  # words that are not worth a slide of their own
+CAPTION = 40  # words under a plot
 LINES = 12  # of output
+UNSHOWN = re.compile(r"In words: |\d\d\.\w+: (you predicted|it is) |\w+: the reference \(")  # said to one learner
 SILENT = re.compile(r"course\.(check|answer|predict)\(")  # cells that print a judgement of the solution's answers
 HEADING = re.compile(r"^(?:#{1,3} (?P<heading>.+)|(?=\*\*(?P<exercise>\d\d\.\d+)\*\*))", re.MULTILINE)
 BLOCK = re.compile(r"```.*?```|(?:(?!\n\s*\n).)+", re.DOTALL)
@@ -77,9 +81,8 @@ def of_text(text: str, title: str, whole: bool = False) -> list[Slide]:
         name = match["heading"] or f"Exercise {match['exercise']}"
         begin = match.end() + len(f"**{match['exercise']}**") * bool(match["exercise"])
         parts.append((Slide(re.sub(r"[`*]", "", name)), text[begin:end]))
-    for slide, part in parts:
-        _fill(slide, part, whole or slide.title.startswith("Exercise "))
-    return [slide for slide, _ in parts]
+    filled = (_filled(slide, part, whole or slide.title.startswith("Exercise ")) for slide, part in parts)
+    return [slide for slides in filled for slide in slides]
 
 
 def of_question(question) -> Slide:
@@ -98,17 +101,21 @@ def sentences(paragraph: str) -> list[str]:
     return found
 
 
-def _fill(slide: Slide, text: str, whole: bool) -> None:
-    """As much as fits is shown; what follows goes to the notes."""
-    pieces, words = [], 0
+def _filled(slide: Slide, text: str, whole: bool) -> list[Slide]:
+    """The slide with as much of the text as fits, and further ones of the same title with what follows."""
+    pieces, slides, words = [], [slide], 0
     for block in BLOCK.findall(text):
         plain = not re.match(r"\s*([-*+|>#]\s|\d+\. |```|\|)", block)
         pieces += sentences(block) if plain and block.strip() else [block] * bool(block.strip())
-    for i, piece in enumerate(pieces):
-        words += len(piece.split())
-        shown = whole or i == 0 or words <= WORDS
-        words += 0 if shown else WORDS  # nothing is shown after a gap
-        (slide.body if shown else slide.notes).append(_markdown(piece))
+    left = sum(len(piece.split()) for piece in pieces)
+    for piece in pieces:
+        length = len(piece.split())
+        if slides[-1].body and words + length > WORDS and left > REST and not whole:
+            slides.append(Slide(slide.title))
+            words = 0
+        slides[-1].body.append(_markdown(piece))
+        words, left = words + length, left - length
+    return slides
 
 
 def _markdown(text: str) -> str:
@@ -132,11 +139,22 @@ def _add_outputs(slides: list[Slide], outputs: list) -> None:
         for kind in data.keys() & {"image/png", "image/svg+xml"}:
             alt = html.escape(output["metadata"][kind]["alt"])
             image = f'<img alt="{alt}" src="{_source(kind, data[kind])}">'
-            slides.append(Slide(slides[-1].title, [f"<figure>{image}<figcaption>{alt}</figcaption></figure>"]))
-        lines = [line for line in output.get("text", "").splitlines() if not line.startswith("In words: ")]
+            long = len(alt.split()) > CAPTION
+            caption = "" if long else f"<figcaption>{alt}</figcaption>"
+            notes = [f"<p>{alt}</p>"] if long else []
+            slides.append(Slide(slides[-1].title, [f"<figure>{image}{caption}</figure>"], notes))
+        lines = [line for line in output.get("text", "").splitlines() if not UNSHOWN.match(line)]
         if any(line.strip() for line in lines):
-            target = slides[-1].body if len(lines) <= LINES else slides[-1].notes
-            target.append(f"<pre>{html.escape(chr(10).join(lines))}</pre>")
+            short = len(lines) <= LINES
+            if short and _stands_alone(slides[-1]):
+                slides.append(Slide(slides[-1].title))
+            (slides[-1].body if short else slides[-1].notes).append(f"<pre>{html.escape(chr(10).join(lines))}</pre>")
+
+
+def _stands_alone(slide: Slide) -> bool:
+    """A plot, and a question whose answer is printed next."""
+    shown = "".join(slide.body)
+    return shown.startswith("<figure>") or ("predict" in shown.lower() and "<pre>" not in shown)
 
 
 def _source(kind: str, picture: str) -> str:

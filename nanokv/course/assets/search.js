@@ -6,10 +6,14 @@ const rows = INDEX.map(([url, part, page, heading, text]) => ({
   names: [heading.toLowerCase(), heading.toLowerCase().split('.').pop()],        // DictCache.append, append
 }));
 
+// A word of the course stands before a name of the API, unless the question is spelled like a name.
+const share = (row, word) => (row.part === 'API' && !/[._]/.test(word) ? 0.3 : 1);
+const OTHERWISE = [[/-/g, ' '], [/(quanti|tokeni)s/g, '$1z'], [/positional (encoding|embedding)s?/g, 'rope']];  // spellings
+
 function weight(row, word) {
-  if (row.names.includes(word)) return 100;
-  if (row.names.some(name => name.startsWith(word))) return 50;
-  if (row.names[0].includes(word)) return 30;
+  if (row.names.includes(word)) return 100 * share(row, word);
+  if (row.names.some(name => name.startsWith(word))) return 50 * share(row, word);
+  if (row.names[0].includes(word)) return 30 * share(row, word);
   const times = row.lower.split(word).length - 1;
   return times ? Math.min(10, times) + 2 * row.title.includes(word) : row.title.includes(word);
 }
@@ -25,6 +29,11 @@ function find(question) {
     found.push([each.reduce((a, b) => a + b) / phrase.length + 2 * together, row]);
   }
   return found.sort((a, b) => b[0] - a[0]).map(([, row]) => row);
+}
+
+function spellings(question) {                   // as it was typed, and as the pages write it
+  const asked = question.toLowerCase(), other = OTHERWISE.reduce((text, [from, to]) => text.replace(from, to), asked);
+  return other === asked ? [asked] : [asked, other];
 }
 
 function marked(text, words) {                   // text only: nothing of a page is read as HTML
@@ -50,7 +59,8 @@ function shown(row, words) {
 }
 
 function search() {
-  const question = field.value.trim(), words = question.toLowerCase().split(/\s+/).filter(Boolean), found = find(question);
+  const question = field.value.trim(), asked = spellings(question), found = [...new Set(asked.flatMap(find))];
+  const words = asked.flatMap(text => text.split(/\s+/)).filter(Boolean);
   const many = `${found.length} result${found.length === 1 ? '' : 's'} for “${question}”`;
   const first = found.length > MOST ? `. The first ${MOST} are shown.` : '';
   if (question) document.getElementById('found').textContent = found.length ? many + first : `Nothing found for “${question}”`;

@@ -4,8 +4,10 @@ Each module has one page with its docstrings and its whole source once, and each
 commands are left out, --help describes them; so are the answers of the exercises.
 """
 
+import builtins
 import html
 import importlib
+import inspect
 import posixpath
 import re
 import warnings
@@ -18,6 +20,7 @@ from nanokv.course.site.pages import Page
 
 ROOT = Path(__file__).resolve().parents[3]
 GUESS = re.compile(r'<a href="([^"#]*)#([^"]*)">(.*?)</a>', re.DOTALL)
+BUILTINS = {inspect.getdoc(kind) for kind in vars(builtins).values() if isinstance(kind, type)}
 LEFT_OUT = re.compile(r"nanokv\.(__main__|cli|course\.checks)\b")
 
 
@@ -41,8 +44,19 @@ def pages(names=None) -> list[Page]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of annotations that only a type checker can resolve
         found = {name: pdoc.doc.Module(loaded(name)) for name in names or modules()}
+        for module in found.values():
+            forget_builtins(module)
         made = [page(name, pdoc.render.html_module(module, found), found) for name, module in found.items()]
     return [Page("api/index.html", "The Python API", listing(found), "API"), *resolved(made)]
+
+
+def forget_builtins(part) -> None:
+    """A member without words of its own has those of its type in pdoc: what Python says about int is no help here."""
+    for member in part.members.values():
+        if member.docstring in BUILTINS:
+            member.docstring = ""
+        if member.kind == "class":
+            forget_builtins(member)
 
 
 def loaded(name: str):
