@@ -19,23 +19,20 @@ from nanokv.training.cache_questions import HELD_OUT_WRAPPERS, QUESTIONS, YES_OR
 from nanokv.training.conversation import STYLES, Conversation
 from nanokv.training.phrases import phrases
 
-CONVERSATIONS, EXCHANGES = 400, 20
-STAGES = {"first": corpus.FIRST, "second": corpus.SECOND, "third": corpus.THIRD, "fourth": corpus.FOURTH,
-          "fifth": corpus.FIFTH, "sixth": corpus.SIXTH}  # fmt: skip
-TRIED = ("sixth", "fourth", "third", "first")
-LAST = ("fifth", "sixth")  # what is told is said again there
-FEWER = dict.fromkeys(LAST, 0.1)  # of the older exchanges: most is what the stage is for
-ADDED = {stage: {"put_first", "remove_place", "replace_item", "steps"} for stage in LAST}  # what comes often since then
+CONVERSATIONS, EXCHANGES = 800, 20
+STAGES = {"first": corpus.FIRST, "second": corpus.SECOND}
+FEWER = {"second": 0.05}  # of the older exchanges: most is what is hard
+ADDED = {"second": {"put_first", "remove_place", "replace_item", "steps"}}  # what comes often there
 SPLITS = (*STAGES, "held_out")
-OFTEN = (  # kinds of exchange, as kind_of calls them: at least 50 of 8,000 in every split
+OFTEN = (  # kinds of exchange, as kind_of calls them: at least 100 of 16,000 in every split
     "tell", "ask", "pet", "ask pet", "object", "owner", "ask object", "list again", "list backwards", "list nth",
     "list remember", "confirm", "add", "count", "refuse", "cache", "talk", "nth", "home", "ask home", "ask owner",
 )  # fmt: skip
-AT_TIMES = (  # at least 5
+AT_TIMES = (  # at least 10
     "everything", "list length", "length", "again", "backwards", "member", "before", "add_item", "remove_item", "next",
     "after", "story", "greet", "no list", "confirm pet", "ask animal", "no owner", "owns nothing",
 )  # fmt: skip
-OLD, NEW = {"object", "ask object"}, {"spot", "ask spot", "ask relative", "of others"}  # until and since the fourth
+OLD, NEW = {"object", "ask object"}, {"spot", "ask spot", "ask relative", "of others"}  # in one stage only
 NAMES = {"name", "friend", "friends", "word", "song", "book", "film", "band", *words.RELATIVES}  # no pool has these
 POOLS = set("job hobby colour food drink animal sport fruit flower instrument game subject".split())
 POOLED = {word.lower() for pool in (
@@ -105,16 +102,16 @@ def test_shape_of_a_conversation(trained):
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_every_answer_follows_from_the_conversation(split, all_talks):
-    """8,000 exchanges a split: each says what it means, and each answer is worked out again."""
+    """16,000 exchanges a split: each says what it means, and each answer is worked out again."""
     kinds = Counter(chain.from_iterable(
-        check(talk.messages, talk.log, f"{split} {i}", split in LAST) for i, talk in enumerate(all_talks[split])
+        check(talk.messages, talk.log, f"{split} {i}", split == "second") for i, talk in enumerate(all_talks[split])
     ))  # fmt: skip
     assert sum(kinds.values()) >= CONVERSATIONS * EXCHANGES
-    often = {*OFTEN, *NEW} - OLD if split in ("fourth", *LAST) else {*OFTEN}
+    often = {*OFTEN, *NEW} - OLD if split == "second" else {*OFTEN}
     often |= ADDED.get(split, set())
     share = FEWER.get(split, 1)
-    assert {kind: kinds[kind] for kind in often if kinds[kind] < 50 * share} == {}
-    assert {kind: kinds[kind] for kind in AT_TIMES if kinds[kind] < 5 * share} == {}
+    assert {kind: kinds[kind] for kind in often if kinds[kind] < 100 * share} == {}
+    assert {kind: kinds[kind] for kind in AT_TIMES if kinds[kind] < 10 * share} == {}
     assert set(kinds) == {*often, *AT_TIMES}
 
 
@@ -143,8 +140,8 @@ def test_what_the_kinds_do_not_show(split, all_talks):
             seen["two words"] += name == "tell" and values[0] in POOLS and " " in said
             seen["strange place"] += name in ("object", "spot") and said.split(" the ")[-1] not in words.PLACES
             seen["strange animal"] += name == "pet" and values[0] not in words.ANIMALS
-    few = {what: count for what, count in seen.items() if count < (int(10 * FEWER[split]) if split in LAST else 5)}
-    assert len(seen) == 11 and few == {}, seen
+    few = {what for what, count in seen.items() if count < (5 if split == "second" else 10)}
+    assert len(seen) == 11 and few <= ({"moved"} if split == "second" else set()), seen  # few live where they lived
 
 
 @pytest.mark.parametrize("split", SPLITS)
@@ -157,8 +154,8 @@ def test_what_was_never_told_is_often_asked(split, all_talks):
             if name in ("ask", "ask pet") and values[0] not in told[id(talk)]:
                 assert "ou have not told me" in answer, answer
                 missed[name, bool(told[id(talk)])] += 1
-    assert missed["ask", False] > 10
-    assert min(missed["ask", True], missed["ask pet", True]) > (10 if split in LAST else 30)
+    assert missed["ask", False] > 20
+    assert min(missed["ask", True], missed["ask pet", True]) > (20 if split == "second" else 60)
 
 
 @pytest.mark.parametrize("split", SPLITS)
@@ -192,8 +189,8 @@ def noticed(messages, log, says_again: bool = False) -> bool:
 def test_a_wrong_answer_is_noticed(all_talks):
     """One of the last two words of any answer changed; only a story may go on as it likes."""
     rng, seen, missed = random.Random(0), Counter(), []
-    for split, talk in ((stage, talk) for stage in TRIED for talk in all_talks[stage][:25]):
-        assert not noticed(talk.messages, talk.log, split in LAST)
+    for split, talk in ((stage, talk) for stage in STAGES for talk in all_talks[stage][:50]):
+        assert not noticed(talk.messages, talk.log, split == "second")
         start = talk.messages[0]["role"] == "system"
         for i, (_, answer, steps, _) in enumerate(exchanges([talk])):
             found = rng.choice(list(re.finditer(r"[A-Za-z]+|\d+", answer))[-2:])
@@ -201,22 +198,22 @@ def test_a_wrong_answer_is_noticed(all_talks):
             at = start + 2 * i + 1
             changed = [*talk.messages[:at], {"role": "assistant", "content": wrong}, *talk.messages[at + 1 :]]
             seen[kind_of(steps)] += 1
-            if not noticed(changed, talk.log, split in LAST) and kind_of(steps) != "story":
+            if not noticed(changed, talk.log, split == "second") and kind_of(steps) != "story":
                 missed.append((steps, wrong))
     assert missed == []
-    assert sum(seen.values()) >= 1000 and len(seen) > 25
+    assert sum(seen.values()) >= 2000 and len(seen) > 25
 
 
 def test_a_wrong_meaning_is_noticed(all_talks):
     """Any one part of a meaning replaced by the same part of another exchange; items in another order."""
     rng, pool = random.Random(0), defaultdict(set)
-    for _, _, steps, _ in exchanges(all_talks["third"]):
+    for _, _, steps, _ in exchanges(all_talks["first"]):
         for name, *values in steps:
             for place, value in enumerate(values):
                 pool[name, place].add(value)
     pool = {key: sorted(values, key=str) for key, values in pool.items()}
     missed, seen = [], 0
-    for talk in all_talks["third"][:50]:
+    for talk in all_talks["first"][:50]:
         for i, steps in enumerate(talk.log):
             for j, (name, *values) in enumerate(steps):
                 for place, value in enumerate(values):
@@ -289,7 +286,7 @@ def test_the_reader_knows_wrong_from_right(user, answer, step):
     ],
 )
 def test_what_is_told_is_said_again_whole_and_in_its_order(answer, right):
-    """In the last stages, which say so."""
+    """In the second stage, which says so."""
     steps = [("tell", "name", "Ada"), ("pet", "cat", "Leo"), ("tell", "city", "Rome")]
     talk = [{"role": "user", "content": "I'm Ada, my cat is called Leo and I live in Rome."},
             {"role": "assistant", "content": answer}]  # fmt: skip
@@ -321,13 +318,13 @@ def test_the_reader_knows_who_introduces_himself(user, steps, told):
 
 
 def test_an_introduction_tells_two_facts_and_more(all_talks):
-    """The last stage has many of them, and after most of them something that they told is asked for."""
+    """The second stage has many of them, and after most of them something that they told is asked for."""
     for sentence in phrases("introductions")["told"]:
         places = re.findall(r"{(\w+)}", sentence)
         assert len(set(places)) == len(places) >= 2, sentence
         assert set(places) <= {"name", "city", "age", "job", "hobby", "other", "pet"}, sentence
     found, asked = [], 0
-    for talk in all_talks["sixth"]:
+    for talk in all_talks["second"]:
         said = list(exchanges([talk]))
         for i, (user, _, steps, _) in enumerate(said):
             if len(steps) > 1 and introduces(user, steps):
@@ -464,7 +461,7 @@ def test_training_asks_no_held_out_phrasing(trained):
 
 
 def test_training_wraps_no_question_as_the_evaluation_does(trained):
-    assert not set(corpus.FIRST.wrappers + corpus.SECOND.wrappers + corpus.FOURTH.wrappers) & set(HELD_OUT_WRAPPERS)
+    assert not set(corpus.FIRST.wrappers + corpus.SECOND.wrappers) & set(HELD_OUT_WRAPPERS)
     phrasings, wrapped = {plain(p) for _, asked in QUESTIONS + YES_OR_NO for p in asked}, []
     for line, _, steps, _ in exchanges(trained):
         if steps[-1][0] == "cache":
@@ -484,12 +481,12 @@ def test_all_trained_phrasings_come_up():
     assert ask(random.Random(0), "What is RoPE?", ("{l}",)) == "what is RoPE?"
 
 
-def test_the_last_stage_frames_its_lists(all_talks):
+def test_the_second_stage_frames_its_lists(all_talks):
     """There a list is never the first thing said, so that every item has the leading space that its token has."""
-    answers = [answer for _, answer, *_ in exchanges(all_talks["third"])]
-    assert sum(text.startswith("You said: ") for text in answers) > 200
-    assert sum(text.startswith("Reversed: ") for text in answers) > 200
-    named = [answer for _, answer, steps, _ in exchanges(all_talks["third"]) if steps[-1][0] in ("again", "backwards")]
+    answers = [answer for _, answer, *_ in exchanges(all_talks["second"])]
+    assert sum(text.startswith("You said: ") for text in answers) > 400
+    assert sum(text.startswith("Reversed: ") for text in answers) > 400
+    named = [answer for _, answer, steps, _ in exchanges(all_talks["second"]) if steps[-1][0] in ("again", "backwards")]
     assert [text for text in named if not text.startswith(("You said: ", "Reversed: "))] == []
 
 

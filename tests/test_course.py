@@ -610,7 +610,7 @@ def test_the_numbers_of_another_exercise_are_told_apart():
     case = checking.find("00.4").case()
     with pytest.raises(AttributeError, match=r"no 'a' among the numbers of this case \(n, C, D\).*course\.case"):
         case.a  # noqa: B018
-    assert case.n == 2 and not hasattr(case, "_repr_html_")
+    assert case.n == 5 and not hasattr(case, "_repr_html_")
 
 
 def test_a_prediction_stands_beside_the_measurement(capsys):

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from nanokv import course
+from nanokv.cache import LayerCache
 from nanokv.cli import main
 from nanokv.course import checking, exam, log, scores, session, trials, twins
 from nanokv.course.checking import Mistake, function, judged, result_of, value
@@ -125,7 +126,8 @@ def test_the_line_is_the_deepest_one_of_the_learner_and_of_no_library(tmp_path, 
     message = check.judge(names["f"], check.case()).message
     assert "JSONDecodeError: Expecting" in message and "line 5 of my_own_helpers.py, in read: return json.l" in message
     message = check.judge(lambda: 1, check.case()).message  # raised by the call itself: no line of theirs
-    assert "takes 0 positional arguments but 1 was given\n    try       your_function(" in message
+    assert "takes 0 positional arguments but 1 was given\n    compare what your def" in message
+    assert "\n    try       your_function(" in message
 
 
 # --- an input to try ----------------------------------------------------------------------------------------------
@@ -245,6 +247,9 @@ def test_an_example_of_a_form_does_not_give_the_answer_away():
         ("12.1", lambda prompts: prompts, "wanted is 2 items, such as ([[1"),
         ("09.2", lambda start, clock: 3.0, "this is a number, wanted is 2 items, such as (1.5, "),
         ("03.5", ["a"] * 8, "wanted is a list of numbers"),
+        ("12.1", lambda prompts: ([1], [[1]]), "the form of item 0 is another one: this is a list of numbers, wanted"),
+        ("03.4", lambda h, H, Hk: str(h * Hk // H), "returns the text '1': return the value itself"),
+        ("12.4", lambda x, bits, dim: x.half(), "this is torch.float16"),
     ],
 )  # fmt: skip
 def test_the_form_of_what_a_function_returns_is_told_before_its_content(id, answer, words):
@@ -256,6 +261,53 @@ def test_a_result_may_be_asked_for_in_a_form():
     check = judged("x.3", lambda answer, case: result_of(answer, 3, like=(1, "a")) and checking.RIGHT)
     assert check.judge(lambda n: [n, "b"], None).state == "right"
     assert check.judge(lambda n: (n, n), None).mistake == "form"
+
+
+def test_a_huge_tensor_is_told_by_its_shape_and_not_read_number_by_number(monkeypatch):
+    huge = torch.zeros(1).expand(10**6, 10**6)  # 4 B
+    read, tolist = [], torch.Tensor.tolist
+
+    def reading(tensor):
+        read.append(tensor.numel())
+        return tolist(tensor) if read[-1] < 10**9 else []
+
+    monkeypatch.setattr(torch.Tensor, "tolist", reading)
+    for id in ("00.3", "02.3", "07.5"):
+        assert told(id, huge).state == "wrong", id
+    assert "the shape is (1000000, 1000000)" in told("11.1", lambda cached, T: huge).message
+    assert 0 < max(read) < 10**6
+
+
+@pytest.mark.parametrize("id", ["02.4", "04.2", "06.4", "09.2", "12.1", "12.4", "12.6"])
+def test_a_function_that_was_called_already_is_told_so(id):
+    assert told(id, torch.zeros(2)).message.startswith("hand in the function itself, without calling it"), id
+
+
+class Named(LayerCache):
+    """A learner's 12.5, which keeps its capacity under another name."""
+
+    def __init__(self, slots):
+        self.slots, self.length = slots, 0
+
+    def append(self, k, v):
+        from nanokv.errors import CapacityError
+
+        B, Hk, T, D = k.shape
+        if self.length + T > self.slots:
+            raise CapacityError(f"{self.length + T} tokens, {self.slots} slots")
+        if not self.length:
+            self.both = k.new_zeros(2, B, Hk, self.slots, D)
+        self.both[0, :, :, self.length : self.length + T], self.both[1, :, :, self.length : self.length + T] = k, v
+        self.length += T
+        return self.both[0, :, :, : self.length], self.both[1, :, :, : self.length]
+
+    def truncate(self, n):
+        self.length = n
+
+
+def test_a_static_layer_may_call_its_capacity_as_it_likes():
+    outcome = told("12.5", ("static", Named))
+    assert outcome.state == "right", outcome.message
 
 
 # --- how exact ----------------------------------------------------------------------------------------------------
@@ -310,6 +362,7 @@ INF = float("inf")
         (attention(mask=lambda s, future: s.masked_fill(torch.ones_like(s).triu() == 1, -INF)), "sees not itself, NaN"),
         (attention(mask=lambda s, future: s.masked_fill(future == 0, -INF)), "inverted"),
         (attention(mask=lambda s, future: s.masked_fill(future.triu(2) == 1, -INF)), "one ahead"),
+        (attention(mask=lambda s, future: s.masked_fill(torch.ones_like(s).tril(-1) == 1, -INF)), "upside down"),
         (attention(mask=lambda s, future: s + future * -INF), "zero times infinity"),
         (attention(mask=lambda s, future: s + (1 - future)), "ones added"),
         (attention(mask=lambda s, future: s * (1 - future), finish=lambda s, q, k, v: s @ v), "no softmax"),
@@ -373,6 +426,49 @@ def test_a_typical_rounding_is_told_what_is_wrong_with_it(answer, mistake):
     assert (outcome.state, outcome.mistake) == ("wrong" if mistake else "right", mistake)
 
 
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_padding_on_the_right_is_told_of_lists_and_of_tuples(kind):
+    def rectangle(prompts):
+        longest = max(map(len, prompts))
+        rows = [kind([*prompt, *[0] * (longest - len(prompt))]) for prompt in prompts]
+        return kind(rows), kind(longest - len(prompt) for prompt in prompts)
+
+    assert told("12.1", rectangle).mistake == "right"
+
+
+@pytest.mark.parametrize(("more", "pad", "mistake"), [(1, 0, "too wide"), (0, 1, "padding id"), (0, 0, "")])
+def test_a_rectangle_is_as_wide_as_the_longest_prompt_and_padded_with_zeros(more, pad, mistake):
+    def rectangle(prompts):
+        longest = max(map(len, prompts)) + more
+        pads = [longest - len(prompt) for prompt in prompts]
+        return [[pad] * n + prompt for n, prompt in zip(pads, prompts, strict=True)], pads
+
+    assert told("12.1", rectangle).mistake == mistake
+
+
+def test_a_layer_without_the_base_class_is_told_so():
+    class MyLayer:
+        def __init__(self, capacity):
+            self.length = 0
+
+        def append(self, k, v):
+            return k, v
+
+    outcome = told("12.5", ("static", MyLayer))
+    assert outcome.mistake == "no base" and "nanokv.cache.LayerCache" in outcome.message
+
+
+def test_what_no_float_can_hold_is_a_number_that_is_too_large():
+    for id, answer in (("00.1", 10**400), ("05.1", (10**400, 1))):
+        outcome = told(id, answer)
+        assert outcome.state == "wrong" and "too large for a float" in outcome.message, id
+
+
+@pytest.mark.parametrize("attend", [lambda q, k: q, lambda: 0, lambda q, k, v, mask: q])
+def test_a_function_that_takes_other_arguments_is_sent_to_its_def(attend):
+    assert "compare what your def or class takes" in told("02.2", attend).message
+
+
 # --- how far a learner is -----------------------------------------------------------------------------------------
 
 EVENTS = [
@@ -407,9 +503,12 @@ def test_a_notebook_ends_with_its_score(monkeypatch, capsys):
 
 def test_a_learners_own_notebook_keeps_its_answers_and_the_command_shows_them(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(log, "_own", None)
-    (tmp_path / "source").symlink_to(NOTEBOOKS / "source")
     assert main(["course", "progress", "--folder", str(tmp_path)]) == 2
     assert "progress.jsonl" in capsys.readouterr().err
+    assert main(["course", "progress", "99"]) == 2
+    assert "no notebook 99" in capsys.readouterr().err
+    assert main(["course"]) == 2
+    assert "required: ACTION\n" in capsys.readouterr().err
     log.keep(tmp_path)
     for event in EVENTS:
         log.note(**event)
@@ -419,7 +518,8 @@ def test_a_learners_own_notebook_keeps_its_answers_and_the_command_shows_them(tm
     assert lines[5] == scores.line("05", EVENTS) and lines[4] == "04: 0 of 8 right. Not begun." and len(lines) == 15
     assert lines[-1] == f"all: 3 of {sum(len(scores.results(f'{n:02}', [], None)) for n in range(14))} right."
     assert "figure" not in (tmp_path / "progress.jsonl").read_text()
-    assert main(["course", "progress", "05", "--folder", str(tmp_path)]) == 0
+    monkeypatch.chdir(tmp_path)  # where a learner's notebooks lie, with nothing else of the checkout
+    assert main(["course", "progress", "05_the_waste"]) == 0
     assert capsys.readouterr().out.splitlines() == [scores.line("05", EVENTS), "all: 2 of 8 right."]
 
 

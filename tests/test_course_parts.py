@@ -366,6 +366,8 @@ TURN = exam.solution(twins.read(NOTEBOOKS / "source" / "12_batches_and_eviction.
         ("engine.feed(ids[n:], n)", "[engine.feed([i], n + j) for j, i in enumerate(ids[n:])][-1]", "rows"),
         ("return said", "return said + [7]", "tokens"), ("return said", "return 7", "form"),
         ("return said", "pass", "None"),
+        ("n = keep(engine.held, ids)", "n = min(len(engine.held), len(ids)) if engine.held[:len(ids)] == ids[:"
+         "len(engine.held)] else keep(engine.held, ids)", "nothing fed"),  # all of a prompt that is held whole
         ("said[-1:]", "[]", "nothing fed"), ("while len", "while True or len", "stop ignored"),
     ],
 )  # fmt: skip

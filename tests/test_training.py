@@ -89,7 +89,7 @@ def finished(tmp_path_factory):
 
 def assert_same_run(one: Path, other: Path):
     """Every file that depends on the arithmetic, byte for byte; the metrics as records."""
-    tensors = ("weights.safetensors", "before.safetensors", "optimizer.safetensors")
+    tensors = ("weights.safetensors", "optimizer.safetensors")
     names = [f"checkpoint-{STEPS}/{name}" for name in (*tensors, "state.json")]
     names += [f"model/{path.name}" for path in (one / "model").iterdir()]
     assert [name for name in names if (one / name).read_bytes() != (other / name).read_bytes()] == []
@@ -232,24 +232,21 @@ def test_batches_depend_on_their_number_alone():
 
 
 def test_rows_are_short_at_first_and_long_later():
-    """Curriculum: no row longer than 512 at first; then the whole context; what strangers type; what is hard."""
-    phases = tuple(replace(phase, first=2 * i + 4) for i, phase in enumerate(Recipe.phases))
-    recipe = Recipe(steps=14, tokens_per_batch=2048, long_rows_from=2, phases=phases)
+    """Curriculum: no row longer than 512 at first; then the whole context; then every exchange."""
+    recipe = Recipe(steps=6, tokens_per_batch=2048, long_rows_from=2, second_from=4)
     run = Trainer(recipe, config=SMALL, tokenizer=small_tokenizer())
     assert {length for length, _ in run.short.lengths} == {64, 128, 256, 512}
-    later = [rows for first, rows in sorted(run.sources.items()) if first]
-    assert later[0] is run.long and all(rows.lengths == run.long.lengths for rows in later)
+    sources = [rows for _, rows in sorted(run.sources.items())]
+    assert sources[:2] == [run.short, run.long] and sources[2].lengths == run.long.lengths
     assert 2048 in dict(run.long.lengths)
-    stages = [rows.stage for rows in (run.short, *later)]
-    assert stages == [corpus.FIRST, corpus.FIRST, *corpus.PHASES]
-    assert corpus.PHASES == (corpus.SECOND, corpus.THIRD, corpus.FOURTH, corpus.FIFTH, corpus.SIXTH)
+    assert [rows.stage for rows in sources] == [corpus.FIRST, corpus.FIRST, corpus.SECOND]
     used, batch = [], run.short.batch(0)
-    for i, rows in enumerate((run.short, *later)):
+    for i, rows in enumerate(sources):
         rows.batch = lambda step, i=i: used.append((i, step)) or batch
     run.loss = lambda *batch: sum(p.sum() for p in run.model.parameters())
-    for _ in range(14):
+    for _ in range(6):
         run.train_step()
-    assert used == [(step // 2, step) for step in range(14)]
+    assert used == [(step // 2, step) for step in range(6)]
 
 
 def test_validation_uses_held_out_words(monkeypatch):
@@ -268,6 +265,20 @@ def test_validation_uses_held_out_words(monkeypatch):
     assert run.validate() == first and run.step == 0 and all(p.grad is None for p in run.model.parameters())
     run.train_step()
     assert asked[-1] is False and run.validate() != first
+
+
+def test_validation_draws_from_the_stage_that_is_trained():
+    """The answers of the second stage have other words: on those of the first, the loss of a good model rises."""
+    recipe = Recipe(steps=3, tokens_per_batch=256, long_rows_from=1, second_from=2)
+    run = Trainer(recipe, config=SMALL, tokenizer=small_tokenizer())
+    losses = []
+    for run.step in range(3):  # the same weights
+        losses.append(run.validate())
+    stages = (corpus.FIRST, corpus.SECOND)
+    first, second = (data.Rows(run.tokenizer, 0, 256, stage=stage).held_out(8) for stage in stages)
+    with torch.no_grad():
+        assert losses == [run.loss(*first), run.loss(*first), run.loss(*second)]
+    assert losses[2] != losses[1]
 
 
 def test_validation_counts_what_the_assistant_says():
@@ -389,47 +400,21 @@ def test_every_parameter_is_trained_by_exactly_one_optimizer():
 
 @pytest.mark.parametrize("steps", [Recipe.steps, 20_000, 700])
 def test_the_rate_warms_up_and_ends_near_zero(steps):
-    """Up, down along a cosine, then five straight lines down from lower starts; any length looks alike."""
+    """Up, then down in one straight line; any length looks alike."""
     recipe = Recipe().scaled(steps)
     rates = [recipe.rate(step) for step in range(steps)]
-    warm, firsts = recipe.warmup, [phase.first for phase in recipe.phases]
-    assert rates[0] == 1 / warm and max(rates) == rates[warm] == 1 and 0 < rates[-1] < 0.02
-    assert sorted(rates[:warm]) == rates[:warm]
-    parts = [rates[first:end] for first, end in pairwise((warm, *firsts, steps))]
-    assert [sorted(part, reverse=True) for part in parts] == parts
-    assert min(map(len, parts[:-1])) > 0.1 * steps and len(parts[-1]) > 0.03 * steps
-    assert [rates[first] for first in firsts] == pytest.approx([0.4, 0.3, 0.5, 0.6, 0.35])
-    assert abs(firsts[0] / steps - Recipe.phases[0].first / Recipe.steps) < 1e-3
+    warm = recipe.warmup
+    assert rates[0] == 1 / warm and max(rates) == rates[warm] == 1 and rates[-1] == 1 / (steps - warm)
+    assert [one - other for one, other in pairwise(rates[warm:])] == pytest.approx([rates[-1]] * (steps - warm - 1))
+    assert [other - one for one, other in pairwise(rates[:warm])] == pytest.approx([rates[0]] * (warm - 1))
+    for name in ("warmup", "long_rows_from", "second_from"):
+        assert abs(getattr(recipe, name) / steps - getattr(Recipe, name) / Recipe.steps) < 1e-3
 
 
 @pytest.mark.parametrize("steps", range(1, 8))
 def test_the_shortest_runs_have_a_rate_too(steps):
     recipe = Recipe().scaled(steps)
     assert [step for step in range(steps) if not 0 < recipe.rate(step) <= 1] == []
-
-
-@pytest.mark.parametrize("phase", [2, 3, 4])
-def test_the_last_phases_begin_anew_from_the_finished_weights(phase):
-    """The start is what a run of the phases before it exports; its optimizers have taken one step after one step."""
-    shares = (0, 0.3, 0.4, 0.5, 0)  # the last one keeps nothing of what it begins with, which is a mixture
-    phases = tuple(replace(phase, kept=kept) for phase, kept in zip(Recipe.phases, shares, strict=True))
-    recipe = replace(Recipe(phases=phases), tokens_per_batch=256).scaled(30)
-    run = Trainer(recipe, config=SMALL, tokenizer=small_tokenizer())
-    while run.step < recipe.phases[phase].first:
-        run.train_step()
-    ended, start = run.weights(), run.finished()
-    old, kept = run.before, shares[phase - 1]
-    assert all(torch.allclose(start[name], (1 - kept) * ended[name] + kept * old[name]) for name in ended)
-    assert any(not torch.equal(start[name], ended[name]) for name in ended)
-    run.loss = lambda *batch: sum(p.sum() for p in run.model.parameters()) * 0  # no gradient: what moves is decay
-    run.train_step()
-    assert run.before.keys() == (start.keys() if shares[phase] else set())
-    assert all(torch.equal(run.before[name], start[name]) for name in run.before)
-    assert all(torch.allclose(run.weights()[name], start[name], rtol=2e-3) for name in start)
-    steps = [state["step"].item() for state in run.optimizers[1].state.values()]
-    assert steps and set(steps) == {1.0}
-    mixed, now, kept = run.finished(), run.weights(), shares[phase]
-    assert all(torch.allclose(mixed[name], (1 - kept) * now[name] + kept * start[name]) for name in now)
 
 
 # --- a run that is stopped ends in the same weights ------------------------------------------------------------------
@@ -628,7 +613,6 @@ def test_force_starts_anew(tmp_path, small, finished):
     [
         ("weights.safetensors", lambda data: data[:1000]),
         ("optimizer.safetensors", lambda data: b""),
-        ("before.safetensors", lambda data: data[:1000]),
         ("state.json", lambda data: b"{"),
         ("state.json", lambda data: data.replace(b'"steps"', b'"stairs"')),
     ],
@@ -681,7 +665,7 @@ def test_quiet_says_nothing(tmp_path, small, capsys):
     assert capsys.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize(("steps", "cases"), [(1, 5), (6, 5), (870, 10), (4350, 50), (8700, 100), (9000, 100)])
+@pytest.mark.parametrize(("steps", "cases"), [(1, 5), (6, 5), (630, 10), (3150, 50), (6300, 100), (9000, 100)])
 def test_a_short_run_is_evaluated_shortly(steps, cases):
     from nanokv.cli.train import cases_after
 
@@ -698,6 +682,22 @@ def test_evaluation_gets_the_cases_of_the_run_unless_they_are_given_and_can_be_l
     assert asked == [5, 7] and not (tmp_path / "c" / "model" / "README.md").exists()
     assert "--evaluate measures it" in capsys.readouterr().err
     assert cli.main(["train", "--evaluate", "--no-evaluate"]) == 2
+
+
+def test_the_time_left_is_told_by_the_latest_steps(monkeypatch, capsys):
+    """The first step compiles for 200 s, the others take 2: after 60 of 90 steps a minute is left, not four."""
+    from nanokv.cli import train_log
+
+    clock = iter([0, *range(200, 400, 2)])
+    monkeypatch.setattr(train_log.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(train_log, "EVERY_S", -1)
+    run = SimpleNamespace(step=0, recipe=Recipe(steps=90, tokens_per_batch=2000))
+    progress = train_log.Progress(SimpleNamespace(quiet=False, color="never"), run)
+    for step in range(1, 61):
+        progress.show({"step": step, "loss": 1.0})
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "step 1/90 · loss 1.000 · 0.0k tok/s · ETA 297 min"
+    assert lines[-1] == "step 60/90 · loss 1.000 · 1.0k tok/s · ETA 1 min"
 
 
 @pytest.mark.parametrize("tty", [True, False])
@@ -750,10 +750,7 @@ def test_measuring_the_speed_disturbs_nothing():
 
 
 def test_the_export_is_the_checkpoint_in_bf16(finished):
-    """10 % of it are the weights before the last stage, which began at step 11."""
-    last, before = (load_file(finished / "checkpoint-12" / f"{name}.safetensors") for name in ("weights", "before"))
-    weights = {name: last[name].lerp(before[name], 0.1) for name in last}
-    assert all(not torch.equal(last[name], before[name]) for name in last)
+    weights = load_file(finished / "checkpoint-12" / "weights.safetensors")
     exported = load_file(finished / "model" / "model.safetensors")
     assert {f"model.{name}" for name in weights} == set(exported)
     assert all(torch.equal(exported[f"model.{name}"], w.to(torch.bfloat16)) for name, w in weights.items())

@@ -38,12 +38,19 @@ EXAMPLES = (
 DESCRIPTION = "The notebooks of the course.\n\n" + "\n".join(f"  {name:<9} {text}" for name, text in ACTIONS.items())
 
 
+def folder() -> Path:
+    """Where the notebooks are for somebody in the checkout, and for somebody who is in their folder already."""
+    there, marks = Path("notebooks"), ("source", "progress.jsonl")
+    return Path() if not there.exists() and any(Path(mark).exists() for mark in marks) else there
+
+
 def add_arguments(parser) -> None:
     """One action and what it works on."""
     parser.intermixed = True
     parser.add_argument("action", choices=ACTIONS, metavar="ACTION", help=", ".join(ACTIONS))
     parser.add_argument("words", nargs="*", metavar="WHAT", help="notebooks, a folder, or an id and an answer")
-    parser.add_argument("--folder", type=Path, default=Path("notebooks"), help="the notebooks (default: notebooks)")
+    parser.add_argument("--folder", type=Path, default=folder(),
+                        help="the notebooks (default: notebooks, or this folder inside of it)")
     parser.add_argument("-o", "--out", type=Path, metavar="PATH", help="where the result goes")
     add_force(parser)
     parser.add_argument("--limit", type=real(1, 3600), default=180.0, metavar="S", help="seconds per notebook (180)")
@@ -187,12 +194,15 @@ def _nbgrader(args) -> None:
 
 
 def _progress(args) -> None:
-    from nanokv.course import log, scores, twins
+    from nanokv.course import checking, log, scores
 
-    kept, numbers = args.folder / log.PROGRESS, [path.stem[:2] for path in twins.chosen(args.folder, args.words)]
+    kept, known = args.folder / log.PROGRESS, checking.numbers()
+    wanted = {word.partition("_")[0] for word in args.words}
+    if wanted - set(known):
+        raise CourseError(f"no notebook {', '.join(sorted(wanted - set(known)))}", ", ".join(known))
     if not kept.exists():
         raise CourseError(f"no answers yet: there is no {kept}", "a notebook keeps them beside it when its checks run")
-    write(scores.table(numbers, log.read(kept)))
+    write(scores.table([number for number in known if number in (wanted or known)], log.read(kept)))
 
 
 def _mistakes(args) -> None:

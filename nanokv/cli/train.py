@@ -29,7 +29,7 @@ def add_arguments(parser) -> None:
     """--out starts or continues a run; without it, --evaluate measures --model."""
     parser.add_argument("--out", metavar="DIR", help="folder of the run: checkpoints, metrics.jsonl, loss.png, model/")
     length = parser.add_mutually_exclusive_group()
-    length.add_argument("--steps", type=integer(1), help="optimizer steps (default: 8,700, the bundled model's)")
+    length.add_argument("--steps", type=integer(1), help="optimizer steps (default: 6,300, the bundled model's)")
     length.add_argument("--minutes", type=real(0, above=True), help="as many steps as fit, measured at the start")
     parser.add_argument("--batch-tokens", type=integer(64), help="tokens per step (default: 8,192)")
     parser.add_argument(

@@ -6,19 +6,22 @@ Nothing here decides anything: `nanokv train -q` computes the same weights witho
 import math
 import sys
 import time
+from collections import deque
 from pathlib import Path
 
 from nanokv.cli import layout, terminal
 from nanokv.training.run_folder import records
 
 EVERY_S = 10  # seconds between two lines where there is no terminal
+LATEST = 50  # steps whose speed is shown: the first steps compile, which says nothing of those that follow
 
 
 class Progress:
     """One bar on a terminal; elsewhere one line per evaluation, or every ten seconds at most."""
 
     def __init__(self, args, trainer):
-        self.args, self.trainer, self.first, self.start = args, trainer, trainer.step, time.perf_counter()
+        self.args, self.trainer, self.first = args, trainer, trainer.step
+        self.times = deque([time.perf_counter()], LATEST + 1)  # when the latest steps ended
         self.validation, self.printed, self.bar = None, -math.inf, None  # no validation loss before the first
 
     def __enter__(self):
@@ -40,8 +43,9 @@ class Progress:
     def show(self, record: dict) -> None:
         """`step 1,200/8,000 · loss 1.83 · val 1.91 · 14.2k tok/s`, and the time left."""
         self.validation = record.get("validation", self.validation)
-        seconds = time.perf_counter() - self.start
-        speed = (record["step"] - self.first) * self.trainer.recipe.tokens_per_batch / seconds
+        self.times.append(time.perf_counter())
+        seconds = self.times[-1] - self.times[0]
+        speed = (len(self.times) - 1) * self.trainer.recipe.tokens_per_batch / seconds
         steps = self.trainer.recipe.steps
         losses = f"loss {record['loss']:.3f}"
         losses += "" if self.validation is None else f" · val {self.validation:.3f}"

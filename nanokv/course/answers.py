@@ -10,6 +10,7 @@ import numbers
 import re
 from dataclasses import dataclass
 
+MOST_ITEMS = 100_000  # of a tensor that is read number by number: no right answer has as many
 THOUSANDS = re.compile(r"\s*[+-]?[1-9]\d{0,2}(,\d{3})+(\.\d*)?\s*")
 
 
@@ -81,9 +82,9 @@ def same(answer, right, rel: float = 1e-6, atol: float = 0.0) -> bool:
 
 
 def plain(value):
-    """Tensors, arrays, tuples, torch.Size and dtypes as lists, numbers and text."""
+    """Tensors, arrays, tuples, torch.Size and dtypes as lists, numbers and text. A huge tensor stays one."""
     if hasattr(value, "tolist"):  # a tensor, a numpy array or one of their scalars
-        return value.tolist()
+        return value if math.prod(getattr(value, "shape", ())) > MOST_ITEMS else value.tolist()
     if isinstance(value, tuple):
         return list(value)
     if isinstance(value, frozenset | set):

@@ -122,6 +122,9 @@ class Told(Exception):
         self.outcome = outcome
 
 
+CALLED = "hand in the function itself, without calling it; this is {!r:.60}"
+
+
 def guarded(judge):
     """Whatever an answer does when it is looked at or called, from raising to sys.exit: a wrong answer."""
 
@@ -134,7 +137,9 @@ def guarded(judge):
         except KeyboardInterrupt:  # of the one who waits
             raise
         except BaseException as error:  # SystemExit, and what pytest.fail and pytest.skip raise, are no Exception
-            return wrong(stopped(error))
+            kind = type(arguments[0]).__name__
+            called = isinstance(error, TypeError) and str(error) == f"{kind!r} object is not callable"
+            return wrong(CALLED.format(arguments[0]) if called else stopped(error))
 
     return careful
 
@@ -217,7 +222,7 @@ def function(id: str, right, inputs, wrong=(), rel=EXACT[0], atol=EXACT[1], tria
         if is_blank(answer):
             return UNANSWERED
         if not callable(answer):
-            return Outcome("wrong", f"hand in the function itself, without calling it; this is {answer!r:.60}")
+            return Outcome("wrong", CALLED.format(answer))
         tries = tried.drawn(inputs, id, trials)
         expected = [right(*copy.deepcopy(arguments)) for arguments in tries]
         given = [_tried(answer, arguments) for arguments in tries]
@@ -243,7 +248,7 @@ def _tried(answer, arguments):
 
 def _compared(answer, tries, given, expected, mistakes, rel, atol) -> Outcome:
     """The results of a learner's function beside those of the reference and of the known mistakes."""
-    alike = partial(same, rel=rel, atol=atol)
+    alike = partial(_alike, rel=rel, atol=atol)
     at = next((i for i, (g, right) in enumerate(zip(given, expected, strict=True)) if not alike(g, right)), None)
     if at is None:
         return RIGHT
@@ -256,9 +261,16 @@ def _compared(answer, tries, given, expected, mistakes, rel, atol) -> Outcome:
         if all(alike(named(g), named(mistake.gives(*copy.deepcopy(a)))) for g, a in zip(given, tries, strict=True)):
             return wrong(mistake.message + shown(at), mistake.name)
     for i, problem in enumerate(map(misfit, given, expected)):
+        if isinstance(given[i], str) and not isinstance(expected[i], str):
+            problem = f"your function returns the text {given[i]!r:.60}: return the value itself"
         if problem:
             return wrong(problem + shown(i), "form")
     return wrong(_difference(given[at], expected[at], alike) + shown(at))
+
+
+def _alike(given, right, rel, atol) -> bool:
+    """What a function returns is used by other code: a number written as a text is none there."""
+    return isinstance(given, str) <= isinstance(right, str) and same(given, right, rel, atol)
 
 
 def _has_floats(value) -> bool:
@@ -345,6 +357,12 @@ def questions(notebook: str) -> tuple[Question, ...]:
 
 
 # --- finding them -------------------------------------------------------------------------------------------------
+
+
+def numbers() -> list[str]:
+    """"00" to "13": the notebooks that have checks."""
+    names = (path.name for path in files("nanokv.course.checks").iterdir())
+    return sorted(name[2:4] for name in names if name.startswith("nb") and name.endswith(".py"))
 
 
 def exercises(notebook: str):

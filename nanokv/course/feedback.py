@@ -38,6 +38,8 @@ def stopped(error: BaseException) -> str:
     except Exception:  # its text is the learner's code too
         said = ""
     where = line(error)
+    if not where and isinstance(error, TypeError) and "argument" in said:  # it was called, and none of its lines ran
+        where = "compare what your def or class takes with the text of the exercise"
     return f"it stopped with {type(error).__name__}{said}" + (f"\n    {where}" if where else "")
 
 

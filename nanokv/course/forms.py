@@ -11,6 +11,7 @@ from numbers import Real
 from nanokv.course.answers import as_number, as_set, has_nan, plain
 
 NUMBER = re.compile(r"[+-]?\d[\d,_]*(?:\.\d+)?(?:[eE][+-]?\d+)?")
+TOO_LARGE = "a number that is too large for a float"
 WORDS = ("x", "yz", "w")
 TENSORS = {"ndarray": "torch.from_numpy(…)", "list": "torch.tensor(…)", "tuple": "torch.tensor(…)"}
 
@@ -23,7 +24,13 @@ def misfit(answer, right) -> str:
         return ""
     own = _refilled(answer, right)
     example = f"written as {own!r}" if own is not None else f"such as {_example(right)!r}"
-    return f"the form is another one: this is {_described(answer)}, wanted is {_described(right)}, {example}"
+    this, wanted = _described(answer), "a list" if right == [] else _described(right)
+    if this == wanted and isinstance(right, tuple) and isinstance(answer, list | tuple):  # they differ further inside
+        at = next(i for i, pair in enumerate(zip(answer, right, strict=True)) if not fits(*pair))
+        where, this, wanted = f"the form of item {at}", _described(answer[at]), _described(right[at])
+    else:
+        where = "the form"
+    return f"{where} is another one: this is {this}, wanted is {wanted}, {example}"
 
 
 def fits(answer, right) -> bool:
@@ -76,9 +83,16 @@ def _described(value) -> str:
         if not value:
             return f"an empty {kind}"
         of = {_described(item) for item in value}
-        inside = "items" if len(of) != 1 else {"a number": "numbers", "a text": "texts"}.get(*of, f"times {min(of)}")
-        return f"a list of {inside}" if isinstance(value, list) and inside != "items" else f"{len(value)} {inside}"
-    return "a text" if isinstance(value, str) else f"a {kind}"
+        if TOO_LARGE in of:
+            return f"a {kind} with {TOO_LARGE}"
+        inside = {"a number": "numbers", "a text": "texts"}.get(min(of)) if len(of) == 1 else "items"
+        if isinstance(value, list) and inside != "items":
+            return f"a list of {inside}" if inside else f"a list, each item {min(of)}"
+        many = f"{len(value)} {inside}" if inside else f"{len(value)} times {min(of)}"
+        return many if len(value) > 1 or not inside else f"a tuple of {many[:-1]}"
+    if isinstance(value, int):
+        return TOO_LARGE
+    return "a text" if isinstance(value, str) else f"a{'n' if kind[0] in 'aeiouAEIOU' else ''} {kind}"
 
 
 def _example(right):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nanokv.course import checking, log, parts, scores
-from nanokv.course.answers import as_number, canonical, is_blank
+from nanokv.course.answers import as_number, canonical, is_blank, plain
 from nanokv.errors import CourseError
 
 BUNDLED = 3_050_496  # weights of the bundled model
@@ -182,15 +182,18 @@ def progress() -> None:
 
 def predict(id: str, value, unit: str = "", signed: bool = False) -> None:
     """Commit to a number before the experiment. signed: it may be negative; a count, a share or a factor may not."""
-    number = None if is_blank(value) else as_number(value)
-    negative = number is not None and number < 0 and not signed
-    log.note("predict", id=id, value=None if negative else number)
+    number = None if is_blank(value) else as_number(plain(value))
+    endless = number is not None and math.isinf(number)
+    impossible = endless or (number is not None and number < 0 and not signed)
+    log.note("predict", id=id, value=None if impossible else number)
     _PREDICTIONS.pop(id, None)  # an earlier one is taken back
-    if negative:
-        print(f"{id}: no prediction yet. {quantity(number, unit)} cannot be: the number is 0 or more.")
+    if impossible:
+        why = "the number is finite" if endless else "the number is 0 or more"
+        print(f"{id}: no prediction yet. {number if endless else quantity(number, unit)} cannot be: {why}.")
         return
     if number is None:
-        said = "" if is_blank(value) else f" {checking.shown(value)} is none (a half is 0.5, a thousand 1000 or 1,000)."
+        shown = checking.shown(value)
+        said = "" if is_blank(value) else f" {shown} is no number (a half is 0.5, a thousand 1000 or 1,000)."
         print(f"{id}: no prediction yet. Write a number first: a wrong guess teaches more than none.{said}")
         return
     _PREDICTIONS[id] = (number, unit)

@@ -26,7 +26,7 @@ def depending() -> dict[str, list[str]]:
 
 
 def yes_or_no() -> tuple[tuple[str, list[str]], ...]:
-    """Questions of the last stage: the written ways, and before the last one those of `depending`."""
+    """Questions of the second stage: the written ways, and before the last one those of `depending`."""
     written = {question["answer"]: question["asked"] for question in phrases("nearby")["question"]}
     taken = {way.lower() for _, ways in (*QUESTIONS, *written.items()) for way in ways}
     for answer, ways in depending().items():

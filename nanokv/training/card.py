@@ -28,9 +28,7 @@ The cache takes {kv:,} bytes per token in fp32.
 
 `nanokv train` makes it again from nothing: seed {seed}, {steps:,} steps of {tokens_per_batch:,} tokens
 ({tokens:.1f} M in all), Muon and AdamW, rows of 64 to 2,048 tokens, loss on what the assistant says and on one in ten
-of the tokens that users say. The corpus changes at steps {changes}.
-A part between two of these steps may end with a share of the weights that it began with, and the optimizers begin
-anew: {shares}.
+of the tokens that users say. From step {second_from:,} on its conversations have every kind of exchange.
 The corpus is synthetic: conversations from a seeded generator, no text by anybody else. One word in eight of its names
 and nouns is never trained on.
 
@@ -79,8 +77,7 @@ def card(config, recipe, report: dict) -> str:
     seeds, cases = report["seeds"], report["cases"]
     text = HEAD.format(
         parameters=parameters(config), kv=kv_bytes_per_token(config, 4), cases=cases, first=seeds[0], count=len(seeds),
-        tokens=recipe.steps * recipe.tokens_per_batch / 1e6, changes=", ".join(f"{p.first:,}" for p in recipe.phases),
-        shares=", ".join(_shares(recipe)), **vars(config), **vars(recipe),
+        tokens=recipe.steps * recipe.tokens_per_batch / 1e6, **vars(config), **vars(recipe),
     )  # fmt: skip
     for task, shares in report["tasks"].items():
         target = f"{TARGETS[task]:.0%}" if task in TARGETS else "none"
@@ -96,9 +93,3 @@ def card(config, recipe, report: dict) -> str:
         text += f"| {row['fault']} | {row['recalled']:.1%} | {row['same answer']:.1%} | {row['max |Δlogit|']:.2f} |\n"
     said = "".join(f"> **{message}**\n> {answer}\n\n" for message, answer in report["said"])
     return text + SAYS + said.rstrip("\n") + "\n"
-
-
-def _shares(recipe) -> list[str]:
-    """How much of its first weights each phase ends with."""
-    ends = [*(f"step {phase.first:,}" for phase in recipe.phases[1:]), "the end"]
-    return [f"{p.kept:.0%} at {end}" for p, end in zip(recipe.phases, ends, strict=True) if p.kept]

@@ -7,7 +7,7 @@ the half of the words that training never uses.
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from nanokv.training import about_user, hard, lists, nearby, small_talk, strangers, sums, words
 from nanokv.training.cache_questions import LATER_WRAPPERS, WRAPPERS
@@ -39,53 +39,35 @@ SEGMENTS = {  # exchange → how often
     small_talk.cache_question: 12, small_talk.story: 1, small_talk.small_talk: 6, small_talk.unknown: 5,
 }  # fmt: skip
 FIRST = Stage(SEGMENTS, words.list_word, WRAPPERS)
-SECOND = Stage(  # lists of stranger words, and more of what is hard
-    SEGMENTS | {lists.repeat: 7, lists.reverse: 10, lists.nth: 12, lists.ask: 8, sums.add: 12},
-    words.varied_word,
+EVERYTHING = {  # what strangers type, what resembles something else, what is hard; the order too decides what is drawn
+    about_user.tell: 16, about_user.update: 18, about_user.recall: 44, about_user.tell_and_ask: 2,
+    about_user.tell_before: 2, about_user.confirm: 8, about_user.everything: 3, about_user.tell_pet: 3,
+    about_user.recall_pet: 22, about_user.tell_owner: 2, about_user.recall_owner: 12, about_user.tell_home: 3,
+    about_user.recall_home: 4,
+    lists.repeat: 22, lists.reverse: 45, lists.nth: 75, lists.length: 4, lists.remember: 6, lists.edit: 2,
+    lists.ask: 10,
+    sums.count: 15, sums.neighbour: 1, sums.add: 50, sums.refuse: 8,
+    small_talk.cache_question: 50, small_talk.story: 4, small_talk.small_talk: 15, small_talk.unknown: 15,
+    strangers.tell_late: 8, strangers.recall_late: 14, strangers.correct: 12, strangers.together: 6,
+    strangers.form: 2, strangers.titled: 6, strangers.chat: 18, strangers.ask_name: 8, strangers.follow_up: 8,
+    strangers.two_pets: 12, strangers.relative_home: 8, strangers.ask_relative: 8, strangers.of_others: 2,
+    strangers.tell_spots: 5, strangers.recall_spot: 10, strangers.count: 14, strangers.add: 6,
+    strangers.list_at_once: 20, strangers.list_later: 10, strangers.story: 3, strangers.goodbye: 1,
+    hard.remember: 150, hard.begin: 55, hard.change: 40, hard.places: 36, hard.friends: 14, hard.introduce: 16,
+    hard.backwards: 75,
+    nearby.codes: 45, nearby.moved: 36, nearby.count: 70, nearby.refuse: 14, nearby.edit: 45, nearby.yes_or_no: 60,
+    hard.introduce_at_once: 80,
+}  # fmt: skip
+SECOND = Stage(
+    EVERYTHING,
+    hard.word,
     WRAPPERS + LATER_WRAPPERS,
-)
-# " tower" may be one token where "tower" is three that the model has never seen together: an answer that begins with
-# other words lets every item keep its leading space, so that copying needs no spelling.
-THIRD = replace(
-    SECOND,
-    segments=SECOND.segments | {lists.nth: 20, lists.reverse: 12, lists.ask: 10},
+    # " tower" may be one token where "tower" is three that the model has never seen together: an answer that begins
+    # with other words lets every item keep its leading space, so that copying needs no spelling.
     again="You said: {}.",
     backwards="Reversed: {}.",
-)
-FOURTH = replace(  # what strangers type
-    THIRD,
-    segments=THIRD.segments | {
-        about_user.tell_object: 0, about_user.recall_object: 0,
-        about_user.tell: 16, about_user.update: 18, about_user.recall: 44, about_user.recall_pet: 10,
-        about_user.recall_owner: 4, about_user.tell_owner: 2, about_user.recall_home: 4, about_user.tell_home: 3,
-        sums.add: 8, small_talk.cache_question: 10,
-        strangers.tell_late: 4, strangers.recall_late: 7, strangers.correct: 6, strangers.together: 3,
-        strangers.form: 2, strangers.titled: 3, strangers.chat: 9, strangers.ask_name: 4, strangers.follow_up: 4,
-        strangers.two_pets: 6, strangers.relative_home: 5, strangers.ask_relative: 4, strangers.of_others: 2,
-        strangers.tell_spots: 3, strangers.recall_spot: 5, strangers.count: 7, strangers.add: 3,
-        strangers.list_at_once: 8, strangers.list_later: 5, strangers.story: 1, strangers.goodbye: 1,
-    },
-)  # fmt: skip
-FIFTH = replace(  # what the model took for something else: stranger values, and what resembles something older
-    FOURTH,
-    segments=FOURTH.segments | {
-        hard.remember: 120, hard.begin: 55, hard.change: 40, hard.places: 36, hard.friends: 14, hard.introduce: 16,
-        hard.backwards: 45, lists.repeat: 18, lists.reverse: 45, lists.nth: 42, strangers.list_at_once: 20,
-        nearby.codes: 45, nearby.moved: 36, nearby.count: 70, nearby.refuse: 14, nearby.edit: 45, nearby.yes_or_no: 60,
-        small_talk.cache_question: 36, sums.add: 25, sums.count: 15,
-        about_user.recall_pet: 22, about_user.recall_owner: 12,
-        strangers.tell_late: 8, strangers.recall_late: 14, strangers.correct: 12, strangers.together: 6,
-        strangers.titled: 6, strangers.chat: 18, strangers.ask_name: 8, strangers.follow_up: 8, strangers.two_pets: 12,
-        strangers.relative_home: 8, strangers.ask_relative: 8, strangers.tell_spots: 5, strangers.recall_spot: 10,
-        strangers.count: 14, strangers.add: 6, strangers.list_later: 10,
-    },
-    word=hard.word,
     noted=hard.said_again,
-)  # fmt: skip
-SIXTH = replace(  # who the user is and more, in one sentence
-    FIFTH, segments=FIFTH.segments | {hard.introduce_at_once: 150, hard.remember: 150, hard.backwards: 75}
 )
-PHASES = (SECOND, THIRD, FOURTH, FIFTH, SIXTH)  # of a training, after FIRST
 
 
 def begin(rng: random.Random, held_out: bool = False, stage: Stage = FIRST) -> Conversation:

@@ -113,7 +113,7 @@ FACTS = {
     "subject": _favourite("subject", _from(words.SUBJECTS)),
 } | {thing: _favourite(thing, _title) for thing in ("song", "book", "film", "band")}
 FACTS |= {who: _fact("sibling", words.name, thing=who) for who in words.RELATIVES}
-LATE = {  # kinds that resemble others: from the fourth stage of the training on
+LATE = {  # kinds that resemble others: in the second stage of the training
     "birthplace": _fact("birthplace", _city),
     "childhood": _fact("childhood", _city),
     "workplace": _fact("workplace", _city),
@@ -121,7 +121,7 @@ LATE = {  # kinds that resemble others: from the fourth stage of the training on
     "played": _fact("played", _from(words.INSTRUMENTS)),
     "language": _fact("language", _from(words.LANGUAGES)),
 } | {thing: _favourite(thing, words.strange) for thing in words.FAVOURITES}
-CODES = {  # from the fifth stage on
+CODES = {  # in the second stage
     code: _fact("code", _login if code.endswith("password") else _code, thing=code) for code in words.CODES
 }
 FACTS |= LATE | CODES

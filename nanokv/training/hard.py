@@ -1,6 +1,6 @@
-"""Exchanges of the fifth and sixth stages, more of what is hard: values that a message begins with, before the reader
-knows what they are; many facts at once; who the user is and more in one sentence; facts that change and are asked for
-after other talk; long lists.
+"""Exchanges of the second stage, more of what is hard: values that a message begins with, before the reader knows what
+they are; many facts at once; who the user is and more in one sentence; facts that change and are asked for after other
+talk; long lists.
 """
 
 import re

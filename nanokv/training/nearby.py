@@ -1,4 +1,4 @@
-"""Exchanges of the fifth stage: requests that resemble older ones and mean something else.
+"""Exchanges of the second stage: requests that resemble older ones and mean something else.
 
 Several codes at once, facts with what they were before, counts to one number, downwards, by steps or below zero, lists
 that change, numbers in words that are too large to add, and questions about caches for yes or no.

@@ -1,6 +1,6 @@
 """The files of a training run: which checkpoints are whole, the metrics up to a step, and what --force may delete.
 
-    checkpoint-STEP/   weights, optimizer, later before.safetensors; state.json; the last two are kept
+    checkpoint-STEP/   weights, optimizer, state.json; the last two are kept
     metrics.jsonl      one line per step        loss.png           model/          the finished model
 
 A checkpoint is written beside its place and renamed: a run that is killed at any moment leaves whole ones only.

@@ -1,4 +1,4 @@
-"""Exchanges of the fourth stage: facts in untidy messages, corrections in two words, several people, things and pets at
+"""Exchanges of the second stage: facts in untidy messages, corrections in two words, several people, things and pets at
 once, kinds of facts that resemble others (where one lives, was born, works), requests with words around them.
 """
 

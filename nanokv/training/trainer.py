@@ -6,7 +6,6 @@ A checkpoint is weights, the optimizers' state and the recipe (run_folder.py); `
 """
 
 import json
-import math
 import time
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -22,7 +21,7 @@ from nanokv.cache import NoCache
 from nanokv.config import Config
 from nanokv.errors import NanoKVError
 from nanokv.model import Transformer
-from nanokv.training.corpus import PHASES
+from nanokv.training.corpus import SECOND
 from nanokv.training.data import Rows, save_tokenizer, train_tokenizer
 from nanokv.training.run_folder import checkpoints, damaged, drop_old, new_checkpoint, read_state, saving
 from weights_loader import writing
@@ -47,19 +46,10 @@ TINY = Config(  # head_dim · heads = 288 ≠ hidden 192 on purpose: code that d
 
 
 @dataclass(frozen=True)
-class Phase:
-    """A part of a run with a corpus of its own; its learning rate falls to zero in a straight line."""
-
-    first: int  # step with which it begins
-    rate: float  # factor of the learning rate there
-    kept: float = 0.0  # share of the weights that it began with in those that it ends with
-
-
-@dataclass(frozen=True)
 class Recipe:
     """Everything that decides the outcome of a run, besides the code and the machine's arithmetic."""
 
-    steps: int = 8700
+    steps: int = 6300
     seed: int = 0
     tokens_per_batch: int = 8192
     learning_rate: float = 3e-3
@@ -67,34 +57,20 @@ class Recipe:
     weight_decay: float = 0.1
     clip: float = 1.0
     long_rows_from: int = 1100  # step from which rows of more than 512 tokens appear
-    horizon: int = 4500  # where the cosine before the first phase would reach zero
-    phases: tuple[Phase, ...] = (  # what each draws from: corpus.PHASES
-        Phase(3000, 0.4), Phase(4500, 0.3), Phase(5400, 0.5, kept=0.35), Phase(6700, 0.6, kept=0.1),
-        Phase(8400, 0.35),
-    )
+    second_from: int = 1500  # step from which conversations have every exchange: corpus.SECOND
 
     def rate(self, step: int) -> float:
-        """Factor of the learning rate: linear warm-up, a cosine, then a straight line to zero in each phase."""
+        """Factor of the learning rate: linear warm-up, then a straight line to zero (Defazio et al. 2023,
+        arXiv:2310.07831)."""
         if step < self.warmup:
             return (step + 1) / self.warmup
-        if step < self.phases[0].first:
-            return 0.5 * (1 + math.cos(math.pi * (step - self.warmup) / max(1, self.horizon - self.warmup)))
-        ends = [*(phase.first for phase in self.phases[1:]), self.steps]
-        phase, end = [(p, end) for p, end in zip(self.phases, ends, strict=True) if p.first <= step][-1]
-        return phase.rate * (end - step) / (end - phase.first)
-
-    def kept(self, step: int) -> float:
-        """Share of the earlier weights in those of a run that ends before this step."""
-        return [0.0, *(phase.kept for phase in self.phases if phase.first < step)][-1]
+        return (self.steps - step) / (self.steps - self.warmup)
 
     def scaled(self, steps: int) -> "Recipe":
         """The same schedule for a shorter or longer run."""
-
-        def at(step: int) -> int:
-            return round(step * steps / self.steps)
-
-        moved = {name: at(getattr(self, name)) for name in ("warmup", "long_rows_from", "horizon")}
-        return replace(self, steps=steps, phases=tuple(replace(p, first=at(p.first)) for p in self.phases), **moved)
+        moved = ("warmup", "long_rows_from", "second_from")
+        at = {name: round(getattr(self, name) * steps / self.steps) for name in moved}
+        return replace(self, steps=steps, **at)
 
 
 class Trainer:
@@ -113,9 +89,8 @@ class Trainer:
         self.optimizers = self._new_optimizers()
         rows = partial(Rows, self.tokenizer, recipe.seed, recipe.tokens_per_batch)
         self.short, self.long = rows(longest=512), rows()
-        later = {phase.first: rows(stage=stage) for phase, stage in zip(recipe.phases, PHASES, strict=True)}
-        self.before: dict[str, torch.Tensor] = {}  # weights with which the phase began, where it keeps a share of them
-        self.sources = {0: self.short, recipe.long_rows_from: self.long} | later  # step from which → what is drawn from
+        # step from which → what is drawn from
+        self.sources = {0: self.short, recipe.long_rows_from: self.long, recipe.second_from: rows(stage=SECOND)}
 
     def _new_optimizers(self) -> list[torch.optim.Optimizer]:
         matrices = [p for name, p in self.model.named_parameters() if p.dim() == 2 and name != "embed_tokens.weight"]
@@ -159,8 +134,6 @@ class Trainer:
 
     def train_step(self) -> float:
         """One batch, one update. Returns the loss."""
-        if any(phase.first == self.step and (phase.kept or self.before) for phase in self.recipe.phases):
-            self.begin_anew()
         loss = self.loss(*self.rows().batch(self.step))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip)
@@ -172,29 +145,9 @@ class Trainer:
         self.step += 1
         return loss.item()
 
-    def begin_anew(self):
-        """Go on from what would be exported here. Where that is a mixture, the optimizers know nothing of the way."""
-        start = self.finished()
-        if self.before:
-            self.load(start)
-            self.optimizers = self._new_optimizers()
-        self.before = start if self.recipe.kept(self.step + 1) else {}
-
-    def load(self, weights: dict[str, torch.Tensor]):
-        """Copy weights, by name, into the model."""
-        with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
-                parameter.copy_(weights[name])
-
     def weights(self) -> dict[str, torch.Tensor]:
         """A copy on the CPU, by name."""
         return {name: p.detach().cpu().clone() for name, p in self.model.named_parameters()}
-
-    def finished(self) -> dict[str, torch.Tensor]:
-        """The weights that a phase ends with: with a share of the earlier ones, it costs less of what was learned
-        before it (Wortsman et al. 2022, arXiv:2109.01903)."""
-        now, kept = self.weights(), self.recipe.kept(self.step)
-        return {name: now[name].lerp(self.before[name], kept) for name in now} if self.before else now
 
     def rows(self) -> Rows:
         """Where this step's batch comes from."""
@@ -203,7 +156,7 @@ class Trainer:
     @torch.no_grad()
     def validate(self) -> float:
         """Loss on conversations whose names and words were never trained on; what the assistant says counts."""
-        return self.loss(*self.long.held_out(8)).item()
+        return self.loss(*self.rows().held_out(8)).item()
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -213,8 +166,6 @@ class Trainer:
         if folder / name not in checkpoints(folder):  # the same step of the same run has the same bits
             with new_checkpoint(folder, name) as temporary:
                 save_file(self.weights(), temporary / "weights.safetensors")
-                if self.before:
-                    save_file(self.before, temporary / "before.safetensors")
                 save_file(self._optimizer_tensors(), temporary / "optimizer.safetensors")
                 state = {"step": self.step, "recipe": asdict(self.recipe), "config": self.config.to_dict()}
                 (temporary / "state.json").write_text(json.dumps(state, indent=1))
@@ -233,11 +184,11 @@ class Trainer:
         try:
             weights = load_file(newest / "weights.safetensors", device=self.device)
             optimizers = load_file(newest / "optimizer.safetensors", device=self.device)
-            before = load_file(newest / "before.safetensors") if self.recipe.kept(state["step"]) else {}
         except (OSError, SafetensorError) as error:
             raise damaged(newest, error) from error
-        self.load(weights)
-        self.before = before
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                parameter.copy_(weights[name])
         self._load_optimizers(optimizers)
         self.step = state["step"]
 
@@ -265,7 +216,7 @@ class Trainer:
             self._write_model(new)
 
     def _write_model(self, folder: Path):
-        tensors = {name: weight.bfloat16() for name, weight in self.finished().items()}
+        tensors = {name: weight.bfloat16() for name, weight in self.weights().items()}
         end, pad = (self.tokenizer.token_to_id(token) for token in ("<|im_end|>", "<|endoftext|>"))
         config = self.config.to_dict() | {"eos_token_id": end, "pad_token_id": pad}
         generation = {"do_sample": False, "eos_token_id": [end, pad], "pad_token_id": pad}
@@ -318,8 +269,7 @@ def newest_checkpoint(folder) -> Path:
 def stored_recipe(checkpoint: Path) -> Recipe:
     """The recipe that a checkpoint was started with."""
     try:
-        stored = read_state(checkpoint)["recipe"]
-        return Recipe(**stored | {"phases": tuple(Phase(**phase) for phase in stored["phases"])})
+        return Recipe(**read_state(checkpoint)["recipe"])
     except (KeyError, TypeError) as error:
         raise damaged(checkpoint, f"its recipe is not one that this version knows ({error})") from error
 

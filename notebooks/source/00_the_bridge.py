@@ -152,8 +152,8 @@ print(f"q of fox {q},  keys {keys}")
 print("scores", scores)
 
 # %% [markdown]
-# Both scores are `1`. A real model now divides each score by `√D`. With our numbers the root would make everything
-# crooked, so we leave it out. Notebook 02 shows what it is for.
+# Both scores are `1`. A real model now divides each score by `√D`. Here that would be `√2`, and no number
+# below would be easy to compute by hand. So we leave it out. Notebook 02 shows what it is for.
 
 # %% [markdown]
 # ## Step 5: softmax makes weights of scores
@@ -395,7 +395,7 @@ course.answer("00.q3", q3)
 #
 # [01](01_from_text_to_next_token.ipynb) looks at both ends: how a text is cut into tokens, and how the logits become
 # the next one. If you have only one more hour, do parts of [05](05_the_waste.ipynb) and [06](06_build_the_cache.ipynb):
-# the file README.md beside this one lists them, with minutes.
+# the paths of the course, in README.md beside the notebooks, list them with minutes.
 
 # %% tags=["skip"]
 course.progress()

@@ -220,7 +220,7 @@ course.show(fig, alt="Bars for the eight likeliest first tokens and for all othe
 
 # %% [markdown]
 # The danger is in the last group. Each of the other tokens is unlikely, but there are many of them. At temperature `2`
-# they have <!--fig 01.others-->77<!--/fig--> percent together, at `0.5` only <!--fig 01.others.half-->1.1<!--/fig-->.
+# they have <!--fig 01.others-->74<!--/fig--> percent together, at `0.5` only <!--fig 01.others.half-->3.0<!--/fig-->.
 # *Top-p* removes them: it keeps the likeliest tokens until their probabilities reach `p` together, and drops all
 # others. We let the model begin twelve stories with each setting:
 
@@ -244,8 +244,8 @@ course.figure("01.mild", likely[1.0, 1.0])
 
 # %% [markdown]
 # The higher the temperature, the more beginnings break. At 1.5 the mean log-probability of a token
-# is <!--fig 01.hot x1.3-->-2.5<!--/fig-->. With top-p `0.9` it is <!--fig 01.hot.cut x1.3-->-2.1<!--/fig-->: the
-# unlikeliest tokens are not drawn any more. At temperature 1 it is <!--fig 01.mild x1.3-->-0.9<!--/fig-->. Top-p does
+# is <!--fig 01.hot x1.3-->-2.9<!--/fig-->. With top-p `0.9` it is <!--fig 01.hot.cut x1.3-->-2.0<!--/fig-->: the
+# unlikeliest tokens are not drawn any more. At temperature 1 it is <!--fig 01.mild x1.3-->-0.8<!--/fig-->. Top-p does
 # not repair every word. So many tokens are likely at a high temperature that the first 90 percent still hold pieces
 # that break words.
 #
@@ -274,9 +274,9 @@ course.show(fig, alt=f"A bar for each token of a story. {sure:.0f} percent of th
             f"{float(entropy.max()):.1f} nats; a dotted line marks the most that is possible.")
 
 # %% [markdown]
-# For <!--fig 01.sure-->71<!--/fig--> percent of the tokens one choice has more than nine tenths of the probability: the
+# For <!--fig 01.sure-->69<!--/fig--> percent of the tokens one choice has more than nine tenths of the probability: the
 # rest of a word or of a phrase. At the place with the most choice, the model chooses among the equivalent
-# of <!--fig 01.freest-->415<!--/fig--> equally likely words. The same temperature acts on all these places. So a
+# of <!--fig 01.freest-->381<!--/fig--> equally likely tokens. The same temperature acts on all these places. So a
 # slightly higher temperature varies a story, and a much higher one breaks words.
 
 # %% [markdown]

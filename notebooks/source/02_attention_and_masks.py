@@ -43,8 +43,8 @@ from nanokv.training import corpus
 from nanokv.training.trainer import initialise
 
 model, tokenizer = course.start("02")
-c = model.config
-layers = c.num_hidden_layers
+config = model.config
+layers = config.num_hidden_layers
 
 question = tokenizer.render([{"role": "user", "content": "My name is Zorbla. What is my name?"}])
 ids = torch.tensor([tokenizer.encode(question)])  # (1,T), short: for looking
@@ -129,8 +129,8 @@ pieces = tokenizer.pieces(begun[0].tolist())
 starts = [len("".join(pieces[:i])) for i in range(len(pieces) + 1)]
 name = max(i for i in range(len(pieces)) if starts[i] <= question.index("Zorbla"))  # the token that holds the Z
 looks = torch.stack(maps)[:, :, -1, name]  # (L,H): how much the last token takes of the name
-best = [divmod(int(i), c.num_attention_heads) for i in looks.flatten().topk(2).indices]
-plain = divmod(int(looks.flatten().argmin()), c.num_attention_heads)
+best = [divmod(int(i), config.num_attention_heads) for i in looks.flatten().topk(2).indices]
+plain = divmod(int(looks.flatten().argmin()), config.num_attention_heads)
 fig, axes = course.subplots(1, 3, width=12, height=5.2, sharey=True)
 shown = [piece.replace("\n", "\\n") for piece in pieces]
 for axis, (i, h) in zip(axes, [*best, plain]):
@@ -147,7 +147,7 @@ course.show(fig, alt=f"Three attention maps, nothing above the diagonal. In {rea
             f"third looks at other tokens.")
 
 # %% [markdown]
-# One head takes <!--fig 02.most-->97<!--/fig--> percent of its mix from the first piece of the name. The output of a
+# One head takes <!--fig 02.most-->98<!--/fig--> percent of its mix from the first piece of the name. The output of a
 # head is a weighted mean: this head puts most of its weight on one token, others spread it. The dark triangle above
 # the diagonal is the mask.
 
@@ -188,8 +188,8 @@ course.show(fig, alt="Three attention maps of layer 0. Mask added: nothing above
             f"there. No mask: filled, with {100 * first['none']:.0f} percent of the first row.")
 
 # %% [markdown]
-# Here <!--fig 02.first-->47<!--/fig--> percent of the attention of the first token goes to later tokens. In a text of
-# 160 tokens it is <!--fig 02.first.longer-->80<!--/fig-->, because every forbidden token adds its `e⁰`. What does that
+# Here <!--fig 02.first-->22<!--/fig--> percent of the attention of the first token goes to later tokens. In a text of
+# 160 tokens it is <!--fig 02.first.longer-->61<!--/fig-->, because every forbidden token adds its `e⁰`. What does that
 # do to the model? We measure the loss on a conversation with words that the model never saw, count the first choices
 # that stay the same, and read the answer.
 
@@ -225,10 +225,10 @@ course.figure("02.loss.none", losses["none"])
 course.figure("02.choices", choices["multiplied"])
 
 # %% [markdown]
-# The loss goes from <!--fig 02.loss-->1.612<!--/fig-->
-# to <!--fig 02.loss.multiplied-->1.614<!--/fig-->, <!--fig 02.choices-->99<!--/fig--> of 100 first choices are the same, and so is the answer. The first token gives most
+# The loss goes from <!--fig 02.loss-->1.760<!--/fig-->
+# to <!--fig 02.loss.multiplied-->1.762<!--/fig-->, <!--fig 02.choices-->98<!--/fig--> of 100 first choices are the same, and so is the answer. The first token gives most
 # of its attention to later ones; of the others only a few leak much. With no mask at all the name is right too, and the
-# loss even falls, to <!--fig 02.loss.none-->1.325<!--/fig-->: each token of the text sees the one that it has to
+# loss even falls, to <!--fig 02.loss.none-->1.504<!--/fig-->: each token of the text sees the one that it has to
 # predict.
 #
 # How can you notice such a leak? In a causal model an *earlier* output cannot depend on a later input. So change the
@@ -236,7 +236,7 @@ course.figure("02.choices", choices["multiplied"])
 
 # %%
 changed = text.clone()
-changed[0, -1] = (changed[0, -1] + 1) % c.vocab_size
+changed[0, -1] = (changed[0, -1] + 1) % config.vocab_size
 moves = {}
 for mask in masks:
     before, after = (logits_with(attention(mask), each)[0] for each in (text, changed))  # (T,V)
@@ -262,7 +262,7 @@ course.figure("02.leak", float(moves["multiplied"][:-1].max()))
 # %%
 V, T = 16, 8
 small = replace(
-    c, vocab_size=V, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+    config, vocab_size=V, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
     num_key_value_heads=1, head_dim=16, tie_word_embeddings=True,
 )
 
@@ -377,14 +377,14 @@ course.figure("02.spread", right_spread)
 tokens = ...
 
 # %% tags=["solution"]
-tokens = right_spread / c.head_dim**0.5  # a guess: as many times fewer as the factor says
+tokens = right_spread / config.head_dim**0.5  # a guess: as many times fewer as the factor says
 
 # %%
 course.predict("02.b", tokens, unit="tokens")
 
 # %%
-root = c.head_dim**0.5
-factors = [1 / c.head_dim, 1 / root, 0.5, 0.8, 1.0, 1.25, 2.0, root, c.head_dim]
+root = config.head_dim**0.5
+factors = [1 / config.head_dim, 1 / root, 0.5, 0.8, 1.0, 1.25, 2.0, root, config.head_dim]
 points = [measured(factor) for factor in factors]
 for factor, (loss, tokens_read) in zip(factors, points):
     print(f"scores times {factor:6.3f}: loss {loss:.3f}, spread over {tokens_read:4.1f} tokens")
@@ -417,11 +417,11 @@ course.show(fig, alt=f"Two curves over the factor on the scores. The loss is low
 
 # %% [markdown]
 # It is <!--fig 02.spread.root-->1.8<!--/fig--> tokens: attention nearly picks a single token. The loss
-# is <!--fig 02.loss.root-->2.79<!--/fig-->. A model needs the scale with which it was trained, but not to the last
-# digit. At `0.8` the loss is hardly higher, <!--fig 02.loss.less-->1.654<!--/fig-->, and
-# for <!--fig 02.better x1.3-->16<!--/fig--> of <!--fig 02.talks-->30<!--/fig--> other texts it is lower than with the
-# right scale. The two sides differ: with half the scores the loss is <!--fig 02.loss.half-->2.25<!--/fig-->, with
-# double scores <!--fig 02.loss.double-->1.73<!--/fig-->.
+# is <!--fig 02.loss.root-->2.55<!--/fig-->. A model needs the scale with which it was trained, but not to the last
+# digit. At `0.8` the loss is hardly higher, <!--fig 02.loss.less-->1.792<!--/fig-->, and
+# for <!--fig 02.better x1.3-->21<!--/fig--> of <!--fig 02.talks-->30<!--/fig--> other texts it is lower than with the
+# right scale. The two sides differ: with half the scores the loss is <!--fig 02.loss.half-->2.13<!--/fig-->, with
+# double scores <!--fig 02.loss.double-->1.92<!--/fig-->.
 #
 # A missing root is seen in the loss at once, so somebody finds it. A multiplied mask is not.
 
@@ -494,7 +494,7 @@ course.check("02.2", attend)
 scale = ...
 
 # %% tags=["solution"]
-scale = 1 / math.sqrt(c.head_dim)
+scale = 1 / math.sqrt(config.head_dim)
 
 # %%
 course.check("02.3", scale)

@@ -9,9 +9,9 @@
 # %% [markdown]
 # # 04 · Same logits as transformers
 #
-# You get three copies of a model. Each is wrong in one place. The first writes nonsense, so you know at once. The other
-# two do not change a single word. How do you find out that they are wrong, and how do you find the place? You compare
-# their numbers with those of a program that you trust, operation by operation. And you need to know how large a
+# You get three copies of a model. Each is wrong in one place. A wrong model may write nonsense, and then you know at
+# once. Or it changes not a single word. How do you find out that it is wrong, and how do you find the place? You compare
+# its numbers with those of a program that you trust, operation by operation. And you need to know how large a
 # difference is allowed.
 #
 # ## What you will be able to do
@@ -172,7 +172,7 @@ course.figure("04.ratio", noise_half / noise)
 
 # %% [markdown]
 # In fp32, rounding moves the logits by about <!--fig 04.noise x4-->1e-5<!--/fig-->, in bf16
-# by <!--fig 04.noise_half x4-->0.12<!--/fig-->: about <!--fig 04.ratio x5-->7,300<!--/fig--> times as much. For one
+# by <!--fig 04.noise_half x4-->0.16<!--/fig-->: about <!--fig 04.ratio x5-->13,000<!--/fig--> times as much. For one
 # number, sixteen bits fewer are a factor of `2**16 = 65,536`. How much of this factor reaches the logits depends on the
 # sums in between.
 #
@@ -212,10 +212,10 @@ course.figure("04.theta", gaps["theta"])
 course.figure("04.eps", gaps["eps"])
 
 # %% [markdown]
-# The first question shows <!--fig 04.words-->2<!--/fig--> of the three by other words, and both questions together
-# show <!--fig 04.more_words-->2<!--/fig-->. The wrong theta moves the logits by <!--fig 04.theta-->8.1<!--/fig--> and
-# still knows the name. The wrong eps writes no wrong word here, but its logits move
-# by <!--fig 04.eps-->0.001<!--/fig-->. That is more than a hundred times the rounding of fp32, and a fraction of the rounding
+# The first question shows <!--fig 04.words-->1<!--/fig--> of the three by other words. With the second question
+# it is still <!--fig 04.more_words-->1<!--/fig-->. The wrong theta moves the logits by <!--fig 04.theta-->8.4<!--/fig--> and
+# is right in both. The wrong eps writes no wrong word here, but its logits move
+# by <!--fig 04.eps-->0.002<!--/fig-->. That is more than a hundred times the rounding of fp32, and a fraction of the rounding
 # of bf16. In bf16 you could not see this error.
 #
 # The plot shows the errors layer by layer, beside the rounding of both types:

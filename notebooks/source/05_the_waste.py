@@ -248,7 +248,7 @@ course.show(fig, alt=f"Bars for each layer on a log scale. Causal: no bar rises 
 # %% [markdown]
 # With the mask, only rounding is left: products with 12 rows and with 24 rows are summed in another order, so the last
 # bits differ. Without the mask, the keys change in <!--fig 05.changed-->5<!--/fig--> of the layers, in the last one
-# by <!--fig 05.drift-->14<!--/fig--> percent.
+# by <!--fig 05.drift-->13<!--/fig--> percent.
 #
 # The keys of layer 0 never change. Each is made from the embedding of one token, and no other token has any influence
 # there. So the usual demonstration, which compares projections of *embeddings*, proves nothing about the cache: it

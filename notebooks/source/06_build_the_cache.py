@@ -268,13 +268,13 @@ course.show(fig, alt="Bars on a log scale. Shifting all positions by 1000 moves 
 # RoPE is how a model knows positions: it turns each query and each key by angles that grow with the position of its
 # token (notebook 03). Shifting *all* positions by 1000 changes nearly nothing: queries and keys are
 # turned alike, and only the distance between them counts. Shifting the answer against its prompt does move the logits:
-# by <!--fig 06.one-->1.1<!--/fig--> if the position is one too high, by <!--fig 06.low-->1.6<!--/fig--> if it is one too
+# by <!--fig 06.one-->1.4<!--/fig--> if the position is one too high, by <!--fig 06.low-->1.8<!--/fig--> if it is one too
 # low. One too low means that the first new token has the position of the last prompt token.
 #
 # Does the text change? With one too high, <!--fig 06.differ-->0<!--/fig--> of the choices differ. Only counting from 0
-# again changes words here, <!--fig 06.restart-->2<!--/fig--> of them. A bug that you cannot see in this text still
-# changes every probability, and it can change the words of another prompt or of a longer answer. That is why the caller
-# states the position *and* nanokv checks it against the cache.
+# again changes the text here: <!--fig 06.restart-->3<!--/fig--> of its tokens. A bug that you cannot see in this text
+# still changes every probability, and it can change the words of another prompt or of a longer answer. That is
+# why the caller states the position *and* nanokv checks it against the cache.
 
 # %% [markdown]
 # ## Experiment 5: somebody else's cache

@@ -99,8 +99,8 @@ course.figure("07.bytes", count["bytes"])
 
 # %% [markdown]
 # Of <!--fig 07.all-->22<!--/fig--> bugs, <!--fig 07.errors-->2<!--/fig--> stop with an error
-# and <!--fig 07.words-->10<!--/fig--> change words. Some of these answers are still clean sentences, for example the
-# answer to the question of another user. With the other <!--fig 07.silent-->10<!--/fig--> every word is right. Of
+# and <!--fig 07.words-->10<!--/fig--> change words. Some of these answers are still clean sentences, for example one
+# with another name. With the other <!--fig 07.silent-->10<!--/fig--> every word is right. Of
 # those, <!--fig 07.bytes-->2<!--/fig--> change no value at all and only cost memory. The plot shows how far the logits
 # move, for all bugs but those of batches and beams and those that stop:
 
@@ -132,7 +132,7 @@ course.show(fig, alt="One row a bug, one column a step of the answer, brighter w
 course.figure("07.loudest", max(single[loudest].deltas))
 
 # %% [markdown]
-# The worst bug without a wrong word in the plot moves a logit by <!--fig 07.loudest-->16<!--/fig-->. Every word is
+# The worst bug without a wrong word in the plot moves a logit by <!--fig 07.loudest-->11<!--/fig-->. Every word is
 # still right, because the largest logit stayed the largest. If two logits were closer together, the word would change.
 # So do not judge a cache by its text. Compare its logits with those of a run without a cache.
 

@@ -250,7 +250,7 @@ course.show(fig, alt="Left: the cache of Qwen3-0.6B rises in proportion to the t
 # was told? (The nats in the output say how surprised it is by each token of the right text; less is better.)
 
 # %%
-words = ("My name is Zorbla.", "Nice to meet you, Zorbla.", "What is my name?", "Your name is Zorbla.")
+words = ("My name is Zorbla.", "So your name is Zorbla.", "What is my name?", "Your name is Zorbla.")
 whole_talk = [{"role": role, "content": text} for role, text in zip(("user", "assistant") * 2, words, strict=True)]
 asked = torch.tensor([tokenizer.encode(tokenizer.render(whole_talk[:-1]))])
 told = torch.tensor([tokenizer.encode(tokenizer.render(whole_talk, add_generation_prompt=False))])
@@ -281,7 +281,7 @@ course.figure("08.moved_down", moved[1])
 # takes <!--fig 08.up-->3<!--/fig--> times the bytes. So a cache that stores keys for *query* heads gives right answers
 # and wastes memory. No comparison of answers finds it; a measurement of bytes does. Averaged heads
 # take <!--fig 08.down-->2<!--/fig--> times fewer bytes, but they make another model: the logits move
-# by <!--fig 08.moved_down-->21<!--/fig-->, and the name is lost. The number of KV heads is chosen *before* training. To
+# by <!--fig 08.moved_down-->24<!--/fig-->, and the name is lost. The number of KV heads is chosen *before* training. To
 # change it later, the model needs some more training, as Ainslie and others showed.
 
 # %% [markdown]

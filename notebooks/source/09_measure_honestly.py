@@ -353,7 +353,7 @@ for _ in rotation.run():
     pass
 batch_s = {row.runner.batch: row.decode_s for row in rotation.finished()}
 for batch, value in batch_s.items():
-    print(f"{batch} rows: {1e3 * value:>6.1f} ms per step, {batch / value:>6.1f} tokens per second together")
+    print(f"rows: {batch}  {1e3 * value:>6.1f} ms per step, {batch / value:>6.1f} tokens per second together")
 
 # %% tags=["hide-input"]
 course.figure("09.eight", batch_s[8] / batch_s[1])
@@ -468,8 +468,9 @@ course.confirm("2.14", "right", found=f"{c.num_attention_heads} heads × {contex
 # %% [markdown]
 # ## Exercises
 #
-# **09.1** The profiler of the article again, with the numbers below. Which decode rate does it report, and which rate
-# is the true one? Answer with a pair, in tokens per second.
+# **09.1** The profiler of the article again, with the numbers below: its second call begins with a prefill and returns
+# `n − 1` tokens. Which decode rate does it report, and which rate is the true one? Answer with a pair, in tokens per
+# second.
 
 # %%
 case = course.case("09.1")

@@ -358,7 +358,8 @@ maps = {"in one piece": (piece_owner, piece_filled), "in pages": (page_owner, pa
 for name, (owner, filled) in maps.items():
     print(f"{name:<13} {len(owner):>3} steps, {at_once(owner):.1f} requests at once; slots reserved "
           f"{(owner >= 0).float().mean():.0%}, with a token {filled.float().mean():.0%}")
-print("the answers are those of each request alone:", paged_answers == answers, f" preemptions: {metrics.preemptions}")
+print("the answers are those of each request alone:", paged_answers == answers)
+print("requests that lost their pages and had to begin again:", metrics.preemptions)
 course.reveal("10.b", at_once(page_owner) / at_once(piece_owner))
 
 # %% tags=["hide-input"]

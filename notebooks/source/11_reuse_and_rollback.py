@@ -154,10 +154,10 @@ course.show(fig, alt=f"Three masks for a chunk of {T} queries after {held} cache
             f"(yellow), among them most of the cache. No mask: {seen} cells of the future are seen (orange).")
 
 # %% [markdown]
-# With the right mask every split gives the logits of the whole, up to rounding (<!--fig 11.chunk x5-->1e-5<!--/fig-->).
+# With the right mask every split gives the logits of the whole, up to rounding (<!--fig 11.chunk x5-->2e-5<!--/fig-->).
 # With the top-left mask, a token of a later chunk sees only the first few keys. It misses most of the cache, and even
 # itself: the logits move by at least <!--fig 11.topleft-->19<!--/fig-->. Without a mask they move by at
-# least <!--fig 11.nomask-->1<!--/fig-->, because each token of a chunk sees the tokens after it. Both wrong masks pass
+# least <!--fig 11.nomask-->4<!--/fig-->, because each token of a chunk sees the tokens after it. Both wrong masks pass
 # a test that feeds one token at a time (the first column). The top-left mask also passes a test that feeds everything
 # at once (the last column). So test a cache with *several* splits.
 
@@ -387,8 +387,8 @@ course.figure("11.never", agree["never"])
 
 # %% [markdown]
 # No error is raised: `start_pos` is taken from the cache, so it agrees with the cache. But the cache does not agree
-# with the text. With one row too few, the answer is wrong after <!--fig 11.few-->9<!--/fig--> tokens. With one too many,
-# the first <!--fig 11.many-->40<!--/fig--> of 40 are right: the wrong rows move the logits, but no word. If a
+# with the text. With one row too few, the answer is wrong after <!--fig 11.few-->6<!--/fig--> tokens, with one too many
+# after <!--fig 11.many-->6<!--/fig-->. Until then the wrong rows move the logits, but no word. If a
 # speculative decoder gives other answers than the model alone, look for this bug.
 #
 # The output of correct speculative decoding is that of the model alone, for any guesser. A bad guesser costs time and
@@ -448,7 +448,7 @@ course.show(fig, alt="Three histograms of how many guesses a round keeps, with t
 # %% [markdown]
 # When the model repeats what is in its context, looking up what followed last time is
 # right <!--fig 11.again-->100<!--/fig--> percent of the time, and costs nothing. Over all four texts it
-# takes <!--fig 11.ngram-->0.71<!--/fig--> of the layer passes of plain decoding. The guesser with all layers but one is
+# takes <!--fig 11.ngram-->0.77<!--/fig--> of the layer passes of plain decoding. The guesser with all layers but one is
 # right more often, but takes <!--fig 11.deep-->1.4<!--/fig--> times as many: its guesses cost nearly as much as the
 # steps that they save. So a high rate of acceptance is not enough. The cost of a guess matters too.
 

@@ -421,8 +421,8 @@ course.show(fig, alt=f"Seconds to send the cache fall from {send[0]:.0f} at {lin
 # %% [markdown]
 # ## Exercises
 #
-# **13.1** A model has `case.L` layers and `C = case.C`. It is cut over `case.n` ranks by heads, and its sums are of
-# numbers of `case.itemsize` bytes. How many bytes does each rank send per token for the sums behind attention and MLP
+# **13.1** A model has `L` layers and a hidden size of `C`. It is cut over `n` ranks by heads, and its sums are of
+# numbers of `itemsize` bytes. How many bytes does each rank send per token for the sums behind attention and MLP
 # of all layers? A ring sends `2·(n−1)/n` of the bytes that are summed from each rank. Leave out embedding and logits.
 
 # %%
@@ -482,10 +482,10 @@ def merge_two(a, la, b, lb):
 course.check("13.3", merge_two)
 
 # %% [markdown]
-# **13.4** A prompt of `case.T` tokens was computed on another machine. Its cache takes `case.kv` bytes per token, the
-# link has `case.link` Gbit/s (`10⁹` bits). The model has `case.P` weights, and this machine computes `case.F` TFLOPs
-# (`10¹²`) per second. Answer with a pair: the seconds to send the cache, and the seconds to compute it here, with two
-# FLOPs per weight and token. Three digits are enough.
+# **13.4** A prompt of `T` tokens was computed on another machine. Its cache takes `kv` bytes per token, the link has
+# `link` Gbit/s (`10⁹` bits). The model has `P` weights, and this machine computes `F` TFLOPs (`10¹²`) per second.
+# Answer with a pair: the seconds to send the cache, and the seconds to compute it here, with two FLOPs per weight and
+# token. Three digits are enough.
 
 # %%
 case = course.case("13.4")

@@ -29,7 +29,7 @@ CHECKS = (
         otherwise="First number times first number, plus second times second.",
     ),
     value(
-        "00.2", right=lambda c: _softmax(c.s, c.t), parameters={"s": (1, 2), "t": (3, 5)}, rel=5e-3,
+        "00.2", right=lambda c: _softmax(c.s, c.t), parameters={"s": (1, 2), "t": (3, 5)}, rel=5e-3, atol=5e-4,
         wrong=(
             Mistake("shares of the scores", lambda c: (c.s / (c.s + c.t), c.t / (c.s + c.t)),
                     "You divided the scores themselves by their sum. First take e to the power of each."),
@@ -37,9 +37,11 @@ CHECKS = (
                     "The largest score gets the largest weight, but the other keeps a share."),
             Mistake("not divided", lambda c: (2.718281828459045**c.s, 2.718281828459045**c.t),
                     "Those are the powers of e. Divide each by their sum, so that the weights add up to 1."),
+            Mistake("percent", lambda c: [100 * w for w in _softmax(c.s, c.t)],
+                    "Those are percent. Weights add up to 1."),
             Mistake("swapped", lambda c: _softmax(c.t, c.s), "Right weights, wrong order: that of s comes first."),
         ),
-        otherwise="e to the power of each score, each divided by the sum of both.",
+        otherwise="e to the power of each score, each divided by the sum of both; to three digits.",
     ),
     value(
         "00.3", right=lambda c: _vectors("qkv", [c.n]), parameters={"n": (2, 3, 4)}, names=NAMES,
@@ -60,7 +62,7 @@ CHECKS = (
     ),
     value(
         "00.4", right=lambda c: 3 * c.n * c.C * c.D,
-        parameters={"n": (2, 5, 7), "C": (2, 4), "D": (2, 8)},
+        parameters={"n": (5, 7, 9), "C": (4, 6), "D": (2, 8)},
         wrong=(
             Mistake("new token too", lambda c: 3 * (c.n + 1) * c.C * c.D,
                     "That is all work without a cache. The new token's q, k and v are computed either way."),

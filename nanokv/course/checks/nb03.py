@@ -133,8 +133,8 @@ def _judge_weights(answer, case):
     if weight.shape != (8,):
         return wrong(f"eight numbers were asked for, these have the shape {tuple(weight.shape)}", "shape")
     if not weight.isfinite().all() or (weight == 0).any():
-        return wrong("let no weight be zero: a norm that erases a dimension is too easy", "zero")
-    if (weight == weight[0]).all():
+        return wrong("let every weight be finite and none zero: a norm that erases a dimension is too easy", "zero")
+    if torch.allclose(weight, weight[0], rtol=1e-3):
         return wrong("true, but that is the easy case: not all equal, please", "all equal")
     rng = random.Random("03.5")
     angle = tensor(rng, 4, 4).repeat(1, 2)

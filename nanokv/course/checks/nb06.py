@@ -63,7 +63,10 @@ def _two_appends(make):
     layer = make()
     for part in (slice(0, 1), slice(1, 2)):
         returned = result_of(layer.append, k[:, :, part], v[:, :, part])
-    keys, values = returned
+    pair = returned if isinstance(returned, tuple | list) else ()
+    if len(pair) != 2 or not all(isinstance(part, torch.Tensor) for part in pair):
+        return wrong("append returns two tensors, the keys and the values: return keys, values")
+    keys, values = pair
     axes = [axis for axis in range(4) if keys.shape[axis] != k.shape[axis]]
     if keys.shape[2] == 1 and not [axis for axis in axes if axis != 2]:
         return wrong("append returns the new token only. Attention needs everything so far.", "only new")
@@ -132,7 +135,7 @@ def _loop_outcome(given, expected, prompt, rows, P, n):
         return wrong("return the new tokens only, without the prompt", "with prompt")
     if len(given) != n:
         many = f"{len(given)}" if len(given) <= len(prompt) + n else "more"
-        return wrong(f"{n} tokens were asked for and {many} came back", "count")
+        return wrong(f"tokens asked for: {n}, given: {many}", "count")
     if given != expected:
         at = next(i for i, (a, b) in enumerate(zip(given, expected, strict=True)) if a != b)
         return wrong(f"token {at} is {given[at]}, but greedy decoding gives {expected[at]}", "tokens")

@@ -101,6 +101,7 @@ CHECKS = (
             Mistake("bytes", lambda c: _table(c, 1024), "That is in bytes; divide by 1024."),
         ),
         otherwise="2 · layers · KV heads · head size · bytes per number, divided by 1024; four rows in their order.",
+        given=lambda c: {"(layers, KV heads, head size)": ", ".join(map(str, TABLE))},
     ),
     value(
         "08.4", right=_published, parameters={"bits": (6, 8, 4)}, rel=0, atol=0.1,

@@ -42,11 +42,15 @@ def _rectangle_outcome(prompts, rows, pads):
         return wrong(f"the rows are {sorted(widths)} long: a rectangle has rows of one length", "ragged")
     if min(widths) < longest:
         return wrong("the longest prompt was cut: fill up the short ones instead", "cut")
-    if all(row[: len(prompt)] == prompt for row, prompt in zip(rows, prompts, strict=True)):
+    if all(list(row[: len(prompt)]) == prompt for row, prompt in zip(rows, prompts, strict=True)):
         return wrong("the padding is on the right: what follows the last column would follow the padding", "right")
     right = [len(row) - len(prompt) for row, prompt in zip(rows, prompts, strict=True)]
     if pads != right:
         return wrong(f"the numbers of padding columns are {pads}, but your rows have {right}", "pads")
+    if min(pads) > 0:
+        return wrong(f"every row has padding, {min(pads)} columns at least: the longest prompt needs none", "too wide")
+    if any(set(row[:pad]) - {0} for row, pad in zip(rows, pads, strict=True)):
+        return wrong("the padding id has to be 0", "padding id")
     return None
 
 
@@ -80,6 +84,8 @@ def _judge_rounding(answer, case):
         problem = misfit(given, x)
         if problem:
             return wrong(f"a tensor like x was asked for: {problem}", "shape")
+        if given.is_floating_point() and given.element_size() < 4:
+            return wrong(f"x is {x.dtype}, this is {given.dtype}: two bytes round the levels away")
         outcome = _rounding_outcome(x, given.double(), bits, dim)
         if outcome is not None:
             return outcome
@@ -183,15 +189,21 @@ def _suite(make, model=None):
 def _judge_static(layer):
     import torch
 
-    from nanokv.cache import KVCache
+    from nanokv.cache import KVCache, LayerCache
     from nanokv.errors import CapacityError
 
     def make(config, batch_size, capacity):
-        cache = KVCache((layer(capacity) for _ in range(config.num_hidden_layers)), config)
+        layers = [layer(capacity) for _ in range(config.num_hidden_layers)]
+        for one in layers:
+            if getattr(one, "capacity", None) is None:  # how the suite learns how much it may feed
+                one.capacity = capacity
+        cache = KVCache(layers, config)
         cache.requested_rows = batch_size
         return cache
 
     k, one = torch.randn(1, 2, 1, 6), layer(4)
+    if not isinstance(one, LayerCache):
+        return wrong("write class MyLayer(nanokv.cache.LayerCache): masks and batches come from there", "no base")
     places = {one.append(k, k)[0].data_ptr() for _ in range(4)}
     if len(places) > 1:
         return wrong("the keys moved while tokens came: take the memory once, and write into it", "moved")
@@ -358,7 +370,8 @@ def _judge_turn(answer, case):
     stop = [list(generate(model, prompt, max_new_tokens=4, eos_token_ids=[]))[-1] for prompt in (first, other)]
     said = list(generate(model, first, max_new_tokens=9, eos_token_ids=stop))
     desk = Desk(model, stop)
-    for prompt, most in ((first, 9), ([*first, *said, 44, 9, 30], 9), (other, 9), (other, 9), (third, 2), (third, 1)):
+    turns = (first, 9), ([*first, *said, 44, 9, 30], 9), (other, 9), (other, 9), (third, 2), (third, 1), (third, 1)
+    for prompt, most in turns:
         kept = len(desk.held) if desk.held == prompt[: len(desk.held)] and len(desk.held) < len(prompt) else 0
         desk.begin(prompt, most)
         given = result_of(answer, desk, list(prompt), most, like=[1])

@@ -97,8 +97,8 @@ CHECKS = (
     ),
     value(
         "13.4", right=_seconds, rel=5e-3,
-        parameters={"T": (8000, 4000, 16000), "kv": (114_688, 147_456), "P": (6e8, 4e9), "F": (20, 100, 50),
-                    "link": (10, 100, 25)},
+        parameters={"T": (8000, 4000, 16000), "kv": (114_688, 147_456), "P": (600_000_000, 4_000_000_000),
+                    "F": (20, 100, 50), "link": (10, 100, 25)},
         wrong=(
             Mistake("bits and bytes", lambda c: _seconds(c, bits=1),
                     "A link is sold in bits per second, and a byte has 8 of them."),
