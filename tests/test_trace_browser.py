@@ -412,7 +412,7 @@ def test_the_difference_tables_are_right_minus_wrong(opened, runs):
     assert chosen in ({"both": right.steps[1].chosen}, {"right": right.steps[1].chosen, "wrong": wrong.steps[1].chosen})
 
 
-@pytest.mark.parametrize(("kind", "name"), enumerate(("key", "value", "attention")))
+@pytest.mark.parametrize(("kind", "name"), list(enumerate(("key", "value", "attention"))))
 def test_show_goes_to_the_first_difference_of_its_kind(opened, runs, kind, name):
     places = difference.places(runs[2], runs[3], torch.float32)
     step, layer, position = next(place[:3] for place in places if place[3 + kind] != 0)

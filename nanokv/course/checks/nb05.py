@@ -48,6 +48,8 @@ CHECKS = (
         "05.2", right=rows_without_cache, inputs=_text_lengths,
         wrong=(
             Mistake("no growth", lambda P, N: P * N, "This feeds the prompt N times. The text grows by one each step."),
+            Mistake("all at the end", lambda P, N: N * (P + N),
+                    "This feeds the finished text N times. The text has P tokens at first and grows by one each step."),
             Mistake(
                 "last token fed", lambda P, N: N * P + N * (N + 1) // 2,
                 "This counts the last token's own forward too. Its successor is never asked for: N(N − 1)/2.",

@@ -202,7 +202,7 @@ def _judge_static(layer):
         return cache
 
     k, one = torch.randn(1, 2, 1, 6), layer(4)
-    if not isinstance(one, LayerCache):
+    if {name for name in dir(LayerCache) if not name.startswith("_")} - set(dir(one)):
         return wrong("write class MyLayer(nanokv.cache.LayerCache): masks and batches come from there", "no base")
     places = {one.append(k, k)[0].data_ptr() for _ in range(4)}
     if len(places) > 1:
