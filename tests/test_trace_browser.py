@@ -498,6 +498,9 @@ def test_the_tour_by_keyboard(driver, runs, tmp_path, width, fault):
     right, seen = runs[2], {}
     live = find(driver, "#tour [aria-live]")
     assert live.get_attribute("aria-live") == "polite" and live.get_attribute("aria-atomic") == "true"
+    press(driver, "ENTER")
+    assert stop(driver)[0] == "2 of 8", "the card has the focus"
+    press(driver, "ARROW_LEFT")
     tab_to(driver, "#tour-next")
     for n in range(8):
         number, title, text = stop(driver)

@@ -214,7 +214,8 @@ const tour = {
     $("tour-offer").textContent = seen ? "" : `${STOPS_OF_TOUR.length} stops explain what a KV cache is and what this page shows.`;
   },
   keys(event) {
-    const to = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+    const onCard = event.target === $("tour") && !event.repeat; // not on one of its buttons
+    const to = { ArrowRight: 1, ArrowLeft: -1, Enter: onCard ? 1 : 0 }[event.key];
     if (to) this.go(this.at + to), event.preventDefault();
   },
   build() {
