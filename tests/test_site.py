@@ -327,7 +327,13 @@ def test_the_search_finds_terms_and_names_from_any_page(page):
         page(f"search.html?q={question}")
         wanted = results(driver)[0]
         page(f"search.html?q={typed}")
-        assert wanted in results(driver), typed
+        assert results(driver)[0] == wanted, typed
+    for question, most in (("kv cache", 0), ("prefill", 0), ("attention", 0), ("quantized", 2), ("temperature", 2)):
+        page(f"search.html?q={question}")
+        assert sum(address.startswith("api/") for _, address in results(driver)[:3]) <= most, question
+    page("search.html?q=--prefill-worker")
+    said = [row.text for row in driver.find_elements("css selector", "#results li")]
+    assert said and all("--prefill-worker" in text for text in said)
     page("search.html?q=zzzqq")
     assert results(driver) == [] and "Nothing found" in driver.find_element("id", "found").text
     page("search.html?q=<img src=x onerror=alert(1)>[(")
@@ -395,6 +401,12 @@ def test_no_page_scrolls_sideways_and_the_keyboard_skips_the_header(page, width)
                  "api/nanokv/inference.html", "api/index.html", "traces/answer.html", "search.html?q=a"):  # fmt: skip
         driver = page(path, width)
         assert driver.execute_script("return document.documentElement.scrollWidth <= innerWidth"), path
+    driver = page("docs/model-card.html", width)
+    table = driver.find_element("css selector", ".rows")
+    assert driver.execute_script("return arguments[0].scrollWidth <= arguments[0].clientWidth", table)
+    assert table.find_element("tag name", "th").is_displayed() == (width > 600)
+    head = "return getComputedStyle(arguments[0].querySelector('td'), '::before').content"
+    assert driver.execute_script(head, table) == ('"task: "' if width < 600 else "none")
     page("docs/code.html", width)
     press(driver, "TAB")
     assert driver.switch_to.active_element.text == "Skip to the text"

@@ -4,6 +4,7 @@ Light and dark follow the reader's system. Formulas are Unicode or code, so no m
 """
 
 import html
+import itertools
 import re
 from collections import Counter
 from importlib.resources import files
@@ -14,6 +15,7 @@ from nanokv.course import claims, recorded, running, twins
 from nanokv.errors import CourseError
 
 CODE = (".highlight", ".pdoc-code")  # boxes in which code is coloured: of notebooks and texts, of the API
+SENTENCE = 60  # characters: a cell with more has sentences
 
 
 def asset(name: str) -> str:
@@ -88,8 +90,21 @@ def markdown(text: str) -> str:
 
 
 def wide(text: str) -> str:
-    """Tables in boxes of their own, so that a narrow screen scrolls the table and not the page."""
-    return re.sub(r"<table>.*?</table>", r'<div class="scroll" tabindex="0">\g<0></div>', text, flags=re.DOTALL)
+    """Tables in boxes of their own, so that a narrow screen scrolls the table and not the page.
+
+    One with sentences in it is shown there row by row: each cell knows the head of its column.
+    """
+    return re.sub(r"<table>.*?</table>", _boxed, text, flags=re.DOTALL)
+
+
+def _boxed(match) -> str:
+    table, kind = match[0], "scroll"
+    heads = re.findall(r"<th\b[^>]*>(.*?)</th>", table, re.DOTALL)
+    cells = re.findall(r"<td\b[^>]*>(.*?)</td>", table, re.DOTALL)
+    if len(heads) > 2 and any(len(re.sub("<[^>]*>", "", cell)) > SENTENCE for cell in cells):
+        names = itertools.cycle(html.escape(html.unescape(re.sub("<[^>]*>", "", head))) for head in heads)
+        table, kind = re.sub("<td", lambda _: f'<td data-head="{next(names)}"', table), "scroll rows"
+    return f'<div class="{kind}" tabindex="0">{table}</div>'
 
 
 def highlighting() -> str:

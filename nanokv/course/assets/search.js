@@ -6,14 +6,16 @@ const rows = INDEX.map(([url, part, page, heading, text]) => ({
   names: [heading.toLowerCase(), heading.toLowerCase().split('.').pop()],        // DictCache.append, append
 }));
 
-// A word of the course stands before a name of the API, unless the question is spelled like a name.
-const share = (row, word) => (row.part === 'API' && !/[._]/.test(word) ? 0.3 : 1);
-const OTHERWISE = [[/-/g, ' '], [/(quanti|tokeni)s/g, '$1z'], [/positional (encoding|embedding)s?/g, 'rope']];  // spellings
+// What the course says stands before the API, unless the question is spelled like a name.
+const share = (row, word) => (row.part === 'API' && !/[._]/.test(word) ? 0.08 : 1);
+const OTHERWISE = [[/(\w)-(?=\w)/g, '$1 '], [/(quanti|tokeni)s/g, '$1z'], [/positional (encoding|embedding)s?/g, 'rope']];  // spellings
 
-function weight(row, word) {
-  if (row.names.includes(word)) return 100 * share(row, word);
-  if (row.names.some(name => name.startsWith(word))) return 50 * share(row, word);
-  if (row.names[0].includes(word)) return 30 * share(row, word);
+const weight = (row, word) => share(row, word) * points(row, word);
+
+function points(row, word) {
+  if (row.names.includes(word)) return 100;
+  if (row.names.some(name => name.startsWith(word))) return 50;
+  if (row.names[0].includes(word)) return 30;
   const times = row.lower.split(word).length - 1;
   return times ? Math.min(10, times) + 2 * row.title.includes(word) : row.title.includes(word);
 }
@@ -24,16 +26,16 @@ function find(question) {
   const whole = phrase.join(' ');
   for (const row of rows) {
     const each = phrase.map(word => weight(row, word));
-    if (each.some(points => !points)) continue;
+    if (each.some(one => !one)) continue;
     const together = phrase.length > 1 ? weight(row, whole) : 0;
     found.push([each.reduce((a, b) => a + b) / phrase.length + 2 * together, row]);
   }
   return found.sort((a, b) => b[0] - a[0]).map(([, row]) => row);
 }
 
-function spellings(question) {                   // as it was typed, and as the pages write it
+function spellings(question) {                   // as the pages write it, and as it was typed
   const asked = question.toLowerCase(), other = OTHERWISE.reduce((text, [from, to]) => text.replace(from, to), asked);
-  return other === asked ? [asked] : [asked, other];
+  return other === asked ? [asked] : [other, asked];
 }
 
 function marked(text, words) {                   // text only: nothing of a page is read as HTML
