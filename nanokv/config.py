@@ -2,12 +2,15 @@
 
 Field names are Hugging Face's own, so a config.json is all that is needed. What would change the maths and is not
 implemented here (another rope type, sliding layers, another activation) raises with the field's name and value: a
-model that runs with the wrong formula is worse than one that does not run. A field is read, or implemented for ONE
-value, or known to be harmless; a field that is none of these raises unless it is null. Defaults follow the config
-class of the family in transformers (Qwen3: head_dim 128, Llama: hidden / heads); any other absent size is an error.
+model that runs with the wrong formula is worse than one that does not run. A field is read, or implemented for SOME
+values, or known to be harmless; a field that is none of these raises unless its value switches nothing on (`is_off`).
+Defaults follow the config class of the family in transformers (Qwen3: head_dim 128, Llama: hidden / heads); any other
+absent size is an error.
 """
 
+import math
 import os
+import re
 import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,25 +24,38 @@ POSITIONS = 100_000_000  # the most positions that are plausible; names.SIZES ha
 DTYPES = ("float32", "bfloat16", "float16")
 ROPE_FIELDS = {  # rope_type → its fields
     "default": set(),
-    "yarn": {"factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"},
+    "yarn": {
+        "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "attn_factor",
+        "mscale", "mscale_all_dim", "truncate", "finetuned",
+    },
     "llama3": {"factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"},
-}
+}  # fmt: skip
 READ = names.SIZES.keys() | {
     "max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "layer_types",
-    "attention_bias", "tie_word_embeddings", "dtype", "torch_dtype", "model_type",
+    "original_max_position_embeddings", "attention_bias", "tie_word_embeddings", "dtype", "torch_dtype", "model_type",
 }  # fmt: skip
 READ_EXPERTS = names.EXPERT_SIZES.keys() | {"norm_topk_prob", "mlp_only_layers"}
-ONLY = {  # fields that change the maths, with the one value that this model implements
-    "hidden_act": "silu",
-    "use_sliding_window": False,
-    "partial_rotary_factor": 1.0,
-    "mlp_bias": False,
-    "use_mrope": False,
-    "rope_interleaved": False,
-    "is_encoder_decoder": False,
-    "add_cross_attention": False,
-    "pruned_heads": {},
+SILU = ("silu", "swish")  # two names of one function
+SOME = {  # fields that change the maths, with the values that this model implements
+    "hidden_act": SILU,
+    "hidden_activation": SILU,
+    "activation_function": SILU,
+    "use_sliding_window": (False,),
+    "mlp_bias": (False,),
+    "use_mrope": (False,),
+    "rope_interleaved": (False,),
+    "is_encoder_decoder": (False,),
+    "add_cross_attention": (False,),
+    "pruned_heads": ({},),
 }
+# Names of what every family here has: RoPE on whole heads, causal attention, RMSNorm, SwiGLU.
+ALWAYS = re.compile(
+    "(use_|is_|apply_|has_)?(rope|rotary|rotary_(pos_|position_)?emb(edding)?s?|causal(_mask|_attention)?|"
+    "rms_?norm|swiglu|glu|gated_mlp|yarn_scaling)"
+)
+# Names of numbers that multiply something: 1 changes nothing, and 0 does.
+MULTIPLIERS = re.compile("(.*_)?(multiplier|scale|scaling|factor|pct|percent|percentage|fraction|temperature)")
+QUANTIZED = re.compile("(quantization|compression)(_config)?")  # the tensors are no plain numbers
 HARMLESS = frozenset(  # sampling, training, labels and bookkeeping: the logits do not depend on them
     """
     architectures transformers_version use_cache sliding_window max_window_layers attn_implementation name_or_path
@@ -52,9 +68,13 @@ HARMLESS = frozenset(  # sampling, training, labels and bookkeeping: the logits 
     temperature top_k top_p min_p typical_p repetition_penalty length_penalty no_repeat_ngram_size bad_words_ids
     encoder_no_repeat_ngram_size num_return_sequences remove_invalid_values exponential_decay_length_penalty
     suppress_tokens begin_suppress_tokens output_router_logits router_aux_loss_coef
-    is_llama_config transformers.js_config
+    is_llama_config transformers.js_config auto_map
+    seq_length max_seq_length max_seq_len max_sequence_length model_max_length tokenizer_model_max_length
+    use_flash_attention use_flash_attention_2 use_flash_attn
     """.split()
 )
+# Families of such names: of dropout, losses and first weights, and of single tokens.
+HARMLESS_NAMES = re.compile("_.*|(.*_)?(dropout|pdrop|loss|initializer|init)(_.*)?|.*_token_ids?")
 TYPES = {  # of harmless fields, as transformers checks them: another type says that the file is damaged
     "architectures": (list, None), "transformers_version": (str, None), "problem_type": (str, None),
     "id2label": (dict, None), "label2id": (dict, None), "chunk_size_feed_forward": (int,),
@@ -97,6 +117,17 @@ class Yarn:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float | None = None  # None = 0.1 ln(factor) + 1
+    truncate: bool = True  # the borders between fast and slow pairs are whole numbers
+
+    @property
+    def scale(self) -> float:
+        """What cos and sin are multiplied by: scores get sharper, by its square."""
+        return yarn_scale(self.factor) if self.attention_factor is None else self.attention_factor
+
+
+def yarn_scale(factor: float, mscale: float = 1.0) -> float:
+    """0.1 mscale ln(factor) + 1: how much sharper YaRN makes attention over a longer text; 1 for one not longer."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 @dataclass(frozen=True)
@@ -132,7 +163,7 @@ class Config:
     num_attention_heads: int  # H
     num_key_value_heads: int  # Hk
     head_dim: int  # D
-    max_position_embeddings: int
+    max_position_embeddings: int  # the context: YaRN's factor × original where that is more than the file says
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10_000.0
     yarn: Yarn | None = None
@@ -188,11 +219,11 @@ class Config:
         theta, scaling = _rope(fields)
         return cls(
             **{name: sizes[name] for name in names.SIZES},
-            max_position_embeddings=_by_loader(names.size, fields, "max_position_embeddings", POSITIONS),
+            max_position_embeddings=_context(fields, scaling.get("yarn")),
             rms_norm_eps=_positive(fields, "rms_norm_eps", 1e-6, largest=1.0),
             rope_theta=theta,
             **scaling,
-            attention_bias=_flag(fields, "attention_bias"),
+            attention_bias=_flag(fields, "attention_bias") and family.qkv_bias is None,
             tie_word_embeddings=_flag(fields, "tie_word_embeddings"),
             torch_dtype=_dtype(fields),
             model_type=family.model_type,
@@ -311,18 +342,13 @@ def _warn_unused(fields: dict, neutral: dict):
 
 
 def _refuse_unimplemented(fields: dict, family: families.Family):
-    only = ONLY | {"qk_norm": family.qk_norm, "use_qk_norm": family.qk_norm}
-    read = READ | (READ_EXPERTS if family.experts else set())
-    if not family.experts:
-        only["num_experts"] = 0
-    if not family.window_switch:
-        only["sliding_window"] = None
-    if family.qkv_bias is not None:
-        only["attention_bias"] = family.qkv_bias
-    for name, one in only.items():
-        value = fields.get(name, one)
-        if value != one and (value is not None or name == "hidden_act"):
-            raise ConfigError(f"{name} {shown(value)} is not implemented: {family.title} has {name} {one!r} only")
+    some = SOME | _values_of_family(fields, family)
+    for name, values in some.items():
+        value = fields.get(name, values[0])
+        off = not (value or values[0]) or (value is None and name != "hidden_act")
+        if value not in values and not off:
+            known = " or ".join(map(repr, values))
+            raise ConfigError(f"{name} {shown(value)} is not implemented: {family.title} has {name} {known} only")
     for name, kinds in TYPES.items():
         if name in fields and not any(type(fields[name]) is (kind or type(None)) for kind in kinds):
             words = " or ".join("null" if kind is None else kind.__name__ for kind in kinds)
@@ -331,15 +357,54 @@ def _refuse_unimplemented(fields: dict, family: families.Family):
     layers = layers if isinstance(layers, list) else [] if layers is None else [layers]
     if other := sorted({str(kind) for kind in layers} - {"full_attention"}):
         raise ConfigError(f"layer_types holds {', '.join(other)}: only full_attention is implemented")
+    in_tables = READ | (READ_EXPERTS if family.experts else set()) | some.keys() | HARMLESS
     for name, value in fields.items():
-        known = name in read or name in only or name in HARMLESS or name.startswith("_")
-        if value is not None and not known:
-            label = shown(name)[1:-1]
-            raise ConfigError(
-                f"{label} {shown(value)} is not implemented: it is no field of a {family.title} config and may change "
-                "the maths",
-                hint=f"where it does not, remove {label} from config.json",
-            )
+        if name not in in_tables and not HARMLESS_NAMES.fullmatch(name) and not is_off(name, value):
+            _refuse_unknown(name, value, family)
+    if fields.get("auto_map"):
+        text = "config.json names Python code of its own (auto_map), which is not run"
+        warnings.warn(f"{text}: the model is computed as a plain {family.title}", CheckpointWarning, stacklevel=4)
+
+
+def _values_of_family(fields: dict, family: families.Family) -> dict[str, tuple]:
+    """As SOME, for fields whose right values depend on the family."""
+    biased = _flag(fields, "attention_bias") if family.qkv_bias is None else family.qkv_bias
+    values: dict[str, tuple] = {
+        "qk_norm": (family.qk_norm,),
+        "use_qk_norm": (family.qk_norm,),
+        "qkv_bias": (biased, False),  # which biases there are is decided by the tensors of the checkpoint
+    }
+    if not family.experts:
+        values["num_experts"] = (0,)
+    if not family.window_switch:
+        values["sliding_window"] = (None,)
+    return values
+
+
+def is_off(name: str, value: object) -> bool:
+    """Does this field, which no table has, leave the maths as they are? False, 0, null and what is empty do, but a
+    number that multiplies must be 1, and what every family has must not be switched off."""
+    if value is None:
+        return True
+    if ALWAYS.fullmatch(name):
+        return value is True
+    if MULTIPLIERS.fullmatch(name) and isinstance(value, int | float) and not isinstance(value, bool):
+        return value == 1
+    return not value
+
+
+def _refuse_unknown(name: str, value: object, family: families.Family):
+    label = shown(name)[1:-1]
+    if QUANTIZED.fullmatch(name):
+        raise ConfigError(f"{label} {shown(value)} is not implemented: the checkpoint is quantized",
+                          hint="take the original in bf16, or a GGUF file")  # fmt: skip
+    if ALWAYS.fullmatch(name):
+        raise ConfigError(f"{label} {shown(value)} is not implemented: {family.title} has {label} True only")
+    raise ConfigError(
+        f"{label} {shown(value)} is not implemented: it is no field of a {family.title} config and may change "
+        "the maths",
+        hint=f"where it does not, remove {label} from config.json",
+    )
 
 
 def shown(value: object) -> str:
@@ -372,8 +437,8 @@ def _number(fields: dict, name: str, default):
     return type(default)(value)
 
 
-def _flag(fields: dict, name: str) -> bool:
-    value = fields.get(name, False)
+def _flag(fields: dict, name: str, default: bool = False) -> bool:
+    value = default if fields.get(name) is None else fields[name]
     if not isinstance(value, bool):
         raise ConfigError(f"{name} is {shown(value)}: true or false was expected")
     return value
@@ -391,40 +456,72 @@ def _rope(fields: dict) -> tuple[float, dict[str, Any]]:
 
     Both spellings may be present; where they disagree the file contradicts itself, which raises.
     """
-    spelled = {name: fields[name] for name in ("rope_parameters", "rope_scaling") if fields.get(name) is not None}
-    for name, value in spelled.items():
-        if not isinstance(value, dict):
-            raise ConfigError(f"{name} is {shown(value)}: an object was expected")
-    new, old = spelled.get("rope_parameters"), spelled.get("rope_scaling")
-    if new and old and new != old:
+    new, old = (_rope_object(fields, name) for name in ("rope_parameters", "rope_scaling"))
+    if new and old and _without_theta(new) != _without_theta(old):
         raise ConfigError(f"rope_parameters {shown(new)} contradicts rope_scaling {shown(old)}")
-    rope = new or old or {}
+    rope = new | old
     theta = _positive({**fields, **rope}, "rope_theta", 10_000.0)
     if (outer := _positive(fields, "rope_theta", theta)) != theta:
         raise ConfigError(f"rope_theta is {shown(outer)}, but rope_parameters says {shown(theta)}")
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = _rope_type(rope)
+    if kind == "linear" and rope.get("factor") == 1:  # positions divided by 1
+        return theta, {}
     if not isinstance(kind, str) or kind not in ROPE_FIELDS:
         raise ConfigError(f"rope_type {shown(kind)} is not implemented: 'default', 'yarn' and 'llama3' are")
     known = {"rope_type", "type", "rope_theta"} | ROPE_FIELDS[kind]
-    no_effect = {"partial_rotary_factor": 1.0, "truncate": True}.items()  # what transformers assumes anyway
     for name, value in rope.items():
-        if name not in known and value is not None and (name, value) not in no_effect:
-            raise ConfigError(f"rope_type {shown(kind)} with {name} {shown(value)} is not implemented")
-    rope = {key: value for key, value in rope.items() if value is not None}
+        if name not in known and not is_off(name, value):
+            raise ConfigError(f"rope_type {shown(kind)} with {shown(name)[1:-1]} {shown(value)} is not implemented")
     if kind == "default":
         return theta, {}
     return theta, {kind: _yarn(fields, rope, theta) if kind == "yarn" else _llama3(fields, rope)}
 
 
+def _rope_object(fields: dict, name: str) -> dict:
+    """One of the two spellings; {} where it is absent or off."""
+    value = fields.get(name) or {}
+    if not isinstance(value, dict):
+        raise ConfigError(f"{name} is {shown(value)}: an object was expected")
+    return value
+
+
+def _rope_type(rope: dict):
+    return rope.get("rope_type", rope.get("type", "default"))
+
+
+def _without_theta(rope: dict) -> dict:
+    """What two spellings must agree on."""
+    said = {name: value for name, value in rope.items() if name not in ("rope_theta", "type") and value is not None}
+    return said | {"rope_type": _rope_type(rope)}
+
+
+def _context(fields: dict, yarn: Yarn | None) -> int:
+    """How many positions the model serves: what the file says, or YaRN's factor × original where that is more.
+
+    Qwen's recipe for long texts adds YaRN and leaves max_position_embeddings as it was; vLLM derives its
+    max_model_len in this way too.
+    """
+    said = _by_loader(names.size, fields, "max_position_embeddings", POSITIONS)
+    if yarn is None:
+        return said
+    extended = yarn.factor * yarn.original_max_position_embeddings
+    if extended > POSITIONS:
+        product = f"factor {yarn.factor:g} × original_max_position_embeddings {yarn.original_max_position_embeddings:,}"
+        raise ConfigError(f"rope_type 'yarn': {product} is more than {POSITIONS:,} positions")
+    return max(said, int(extended))
+
+
 def _original_context(fields: dict, rope: dict) -> int:
-    """The context before it was extended; where the rope does not say, all of it, as in transformers."""
+    """The context before it was extended, as in transformers: the config's own field, else the rope's, else all."""
     name = "original_max_position_embeddings"
-    return _by_loader(names.size, {name: fields["max_position_embeddings"]} | rope, name, POSITIONS)
+    places = fields.get(name), rope.get(name), fields.get("max_position_embeddings")
+    said = next((value for value in places if value is not None), None)
+    return _by_loader(names.size, {name: said}, name, POSITIONS)
 
 
 def _llama3(fields: dict, rope: dict) -> Llama3Rope:
     for name in ("factor", "low_freq_factor", "high_freq_factor"):
-        if name not in rope:
+        if rope.get(name) is None:
             raise ConfigError(f"rope_type 'llama3' lacks {name}")
     low, high = (_positive(rope, f"{name}_freq_factor", 1.0) for name in ("low", "high"))
     if low >= high:
@@ -446,10 +543,31 @@ def _yarn(fields: dict, rope: dict, theta: float) -> Yarn:
         raise ConfigError("rope_type 'yarn' lacks factor")
     if theta <= 1:
         raise ConfigError(f"rope_type 'yarn' needs a rope_theta above 1, not {shown(theta)}")
+    original = _original_context(fields, rope)
+    said = {name: value for name, value in rope.items() if value is not None}
+    factor = _positive(said, "factor", fields["max_position_embeddings"] / original)  # null: the ratio of the two
+    betas = {name: value for name, value in said.items() if value != 0}  # 0 is the default, as in transformers
     return Yarn(
-        factor=_positive(rope, "factor", 1.0),
-        original_max_position_embeddings=_original_context(fields, rope),
-        beta_fast=_positive(rope, "beta_fast", 32.0),
-        beta_slow=_positive(rope, "beta_slow", 1.0),
-        attention_factor=_positive(rope, "attention_factor", 1.0) if "attention_factor" in rope else None,
+        factor=factor,
+        original_max_position_embeddings=original,
+        beta_fast=_positive(betas, "beta_fast", 32.0),
+        beta_slow=_positive(betas, "beta_slow", 1.0),
+        attention_factor=_attention_factor(said, factor),
+        truncate=_flag(said, "truncate", True),
     )
+
+
+def _attention_factor(rope: dict, factor: float) -> float | None:
+    """What a YaRN config wants cos and sin multiplied by; None: 0.1 ln(factor) + 1.
+
+    `attention_factor` is the whole of it. `mscale` and `mscale_all_dim` together give a quotient, as in transformers.
+    `attn_factor` multiplies what the others give, as in llama.cpp and in vLLM up to 0.11: in DeepSeek-R1-0528-Qwen3-8B
+    it is 0.8782 = 1 / (0.1 ln 4 + 1), which takes the sharpening back. transformers ignores it with a warning.
+    """
+    if "attention_factor" in rope:
+        return _positive(rope, "attention_factor", 1.0)
+    mscale, all_dim = (_number(rope, name, 0.0) for name in ("mscale", "mscale_all_dim"))
+    own = yarn_scale(factor, mscale) / yarn_scale(factor, all_dim) if mscale and all_dim else None
+    if "attn_factor" not in rope:
+        return own
+    return _positive(rope, "attn_factor", 1.0) * (yarn_scale(factor) if own is None else own)

@@ -34,14 +34,15 @@ def yarn_frequencies(yarn: Yarn, D: int, theta: float, wavelength):
         context = yarn.original_max_position_embeddings
         return D * math.log(context / (times * 2 * math.pi)) / (2 * math.log(theta))
 
-    low = max(math.floor(pair_that_turns(yarn.beta_fast)), 0)
-    high = min(math.ceil(pair_that_turns(yarn.beta_slow)), D - 1)
+    low, high = pair_that_turns(yarn.beta_fast), pair_that_turns(yarn.beta_slow)
+    if yarn.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, D - 1)
     pairs = torch.arange(D // 2, device=wavelength.device, dtype=torch.float32)
     ramp = (pairs - low) / ((high - low) or 0.001)
     keep = 1 - ramp.clamp(0, 1)  # 1 = keep the speed, 0 = divide it by the factor
     slowed, kept = 1 / (yarn.factor * wavelength), 1 / wavelength
-    scale = yarn.attention_factor or (0.1 * math.log(yarn.factor) + 1.0 if yarn.factor > 1 else 1.0)
-    return slowed * (1 - keep) + kept * keep, scale
+    return slowed * (1 - keep) + kept * keep, yarn.scale
 
 
 def llama3_frequencies(rope: Llama3Rope, speed):

@@ -11,7 +11,7 @@ from nanokv.config import Config, GenerationConfig
 from nanokv.errors import ConfigError, NanoKVError
 from oracle import tiny_config, tiny_reference
 from weights_loader import names
-from weights_loader.strict import CheckpointError
+from weights_loader.strict import CheckpointError, CheckpointWarning
 
 pytestmark = pytest.mark.sampled
 
@@ -70,8 +70,8 @@ def test_what_save_pretrained_writes_is_read(tmp_path, changes):
     reference.save_pretrained(tmp_path)
     config = Config.from_folder(tmp_path)
     theirs = reference.config
-    same = [*SIZES, "head_dim", "num_key_value_heads", "rms_norm_eps", "tie_word_embeddings", "attention_bias"]
-    for name in same:
+    same = {*SIZES, "head_dim", "num_key_value_heads", "rms_norm_eps", "tie_word_embeddings", "attention_bias"}
+    for name in same - ({"max_position_embeddings"} if config.yarn else set()):  # which YaRN extends
         assert getattr(config, name) == getattr(theirs, name), name
     assert config.rope_theta == theirs.rope_parameters["rope_theta"]
     assert (config.yarn is not None) == (theirs.rope_parameters["rope_type"] == "yarn")
@@ -91,7 +91,12 @@ def test_every_field_that_transformers_knows_is_read_or_known_harmless():
     {"pad_token_id": 151654, "temperature": 0.6, "top_k": 20, "max_length": 40, "do_sample": True},
     {"attention_dropout": 0.1, "initializer_range": 0.5, "use_cache": False, "max_window_layers": 1},
     {"sliding_window": 4096, "use_sliding_window": False},
-    {"quantization_config": None, "auto_map": None, "anything": None},
+    {"quantization_config": None, "quantization": {}, "auto_map": {}, "anything": None},
+    {"original_max_position_embeddings": 2048, "model_max_length": 512, "max_sequence_length": 512, "seq_length": 64},
+    {"hidden_act": "swish"}, {"hidden_activation": "silu", "activation_function": "swish"}, {"attention_bias": None},
+    {"resid_pdrop": 0.1, "hidden_dropout_prob": 0.1, "router_z_loss_coef": 0.01, "init_std": 0.006},
+    {"image_token_id": 9, "unk_token_id": 0, "mask_token_ids": [3]},
+    {"use_flash_attention_2": True, "use_cache": False},
     {"layer_types": ["full_attention"] * 3},
     {"id2label": {"0": "A"}, "label2id": {"A": 0}, "problem_type": None, "pruned_heads": {}},
     {"partial_rotary_factor": 1.0, "qk_norm": True, "mlp_bias": False, "use_mrope": False, "num_experts": 0},
@@ -191,11 +196,27 @@ NOT_IMPLEMENTED = {
     "query_pre_attn_scalar": 144,
     "quantization_config": {"quant_method": "fp8", "fmt": "e4m3"},
     "quantization": {"bits": 4},
-    "auto_map": {"AutoModelForCausalLM": "modeling_mine.Mine"},
-    "original_max_position_embeddings": 2048,
+    "compression_config": {"quant_method": "compressed-tensors"},
     "per_layer_config": {"0": {"head_dim": 64}},
     "causal": False,
+    "is_causal": False,
+    "use_rope": False,
+    "rope": 0,
+    "use_rotary_position_embeddings": False,
+    "use_rms_norm": False,
+    "swiglu": False,
     "no_rope_layers": [1, 0, 1],
+    "logits_scaling": 0.0,
+    "attention_scale": 0,
+    "rotary_pct": 0.0,
+    "attention_scaling": True,
+    "qkv_bias": True,
+    "num_nextn_predict_layers": 1,
+    "n_shared_experts": 1,
+    "rms_norm_offset": 1.0,
+    "use_something_new": True,
+    "position_embedding_type": "alibi",
+    "hidden_activation": "relu2",
 }
 
 
@@ -206,6 +227,38 @@ def test_a_field_that_changes_the_maths_is_refused_by_name_and_value(fields, nam
         Config.from_dict(fields | {name: value})
     assert name in str(caught.value)
     assert repr(value) in str(caught.value)
+
+
+OFF = {
+    "qkv_bias": (False, 0, None), "shared_expert_intermediate_size": (0, None, False), "n_shared_experts": (0,),
+    "num_nextn_predict_layers": (0,), "use_qk_norm": (True, None), "use_something_new": (False, 0, 0.0, "", [], {}),
+    "sliding_window_pattern": (None, 0, []), "no_rope_layers": ([], None), "attn_logit_softcapping": (None, 0, 0.0),
+    "logit_scale": (1, 1.0, None), "residual_multiplier": (1.0,), "routed_scaling_factor": (1.0,), "lora": ({},),
+    "rotary_pct": (1.0, 1), "partial_rotary_factor": (1, None), "rms_norm_offset": (0, 0.0), "scale_embeddings": (0,),
+    "use_rope": (True, None), "is_causal": (True,), "use_rms_norm": (True,), "rope": (True,), "mlp_bias": (0, None),
+    "num_experts": (0, None, False), "use_mrope": (0, None), "pruned_heads": ([], None), "use_logit_scale": (False,),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OFF)
+def test_a_value_that_switches_nothing_on_changes_nothing_whatever_the_name(fields, name):
+    """transformers computes the same with it, because it reads no such field, or reads it so."""
+    plain = Config.from_dict(fields)
+    for value in OFF[name]:
+        assert Config.from_dict(fields | {name: value}) == plain, value
+
+
+def test_code_that_a_checkpoint_names_is_not_run_and_that_is_said(fields):
+    code = {"auto_map": {"AutoModelForCausalLM": "modeling_mine.Mine"}}
+    with pytest.warns(CheckpointWarning, match=r"auto_map.*not run.*plain Qwen3"):
+        assert Config.from_dict(fields | code) == Config.from_dict(fields)
+
+
+@pytest.mark.parametrize("name", ["quantization_config", "quantization", "compression_config"])
+def test_the_hint_of_a_quantized_checkpoint_names_the_original(fields, name):
+    with pytest.raises(ConfigError, match="the checkpoint is quantized") as caught:
+        Config.from_dict(fields | {name: {"bits": 4}})
+    assert "original" in caught.value.hint
 
 
 def test_a_long_value_is_cut_in_the_message(fields):
@@ -238,15 +291,20 @@ def test_other_rope_types_are_refused(fields, spelling, rope):
 
 
 @pytest.mark.parametrize(("rope", "names"), [
-    (YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}, ["mscale", "1.0"]),
-    (YARN | {"truncate": False}, ["truncate", "False"]),
+    (YARN | {"mscale": "x", "mscale_all_dim": 1.0}, ["mscale", "'x'"]),
+    (YARN | {"truncate": "no"}, ["truncate", "'no'"]),
+    (YARN | {"apply_yarn_scaling": False}, ["apply_yarn_scaling", "False"]),
+    (YARN | {"extrapolation_factor": 0.5}, ["extrapolation_factor", "0.5"]),
+    (YARN | {"attn_factor": 0}, ["attn_factor", "0"]),
+    (YARN | {"attn_factor": [1.0]}, ["attn_factor", "[1.0]"]),
+    (YARN | {"factor": 1e9}, ["factor", "1e+09", "32,768"]),
+    ({"rope_type": "linear", "factor": 1.5}, ["linear"]),
     (YARN | {"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5"]),
     ({"rope_type": "default", "partial_rotary_factor": 0.25}, ["partial_rotary_factor", "0.25"]),
     ({"rope_type": "default", "mrope_section": [16, 24, 24]}, ["mrope_section", "24"]),
     ({"rope_type": "default", "factor": 4.0}, ["factor", "4.0"]),
     ({"full_attention": {"rope_type": "default"}}, ["full_attention"]),
     ({"rope_type": "yarn"}, ["yarn", "factor"]),
-    (YARN | {"factor": None}, ["yarn", "factor"]),
     (YARN | {"factor": "4"}, ["factor", "'4'"]),
     (YARN | {"factor": 0}, ["factor", "0"]),
     (YARN | {"original_max_position_embeddings": 0}, ["original_max_position_embeddings", "0"]),
@@ -266,8 +324,57 @@ def test_a_rope_that_is_not_quite_ours_is_refused(fields, rope, names):
 
 
 def test_values_that_transformers_assumes_anyway_are_accepted_in_a_rope(fields):
-    rope = YARN | {"truncate": True, "partial_rotary_factor": 1.0, "mscale": None}
+    rope = YARN | {"truncate": True, "partial_rotary_factor": 1.0, "mscale": None, "mrope_section": [], "beta_fast": 0}
+    rope |= {"mrope_interleaved": False, "extrapolation_factor": 1.0, "apply_yarn_scaling": True, "finetuned": True}
     assert Config.from_dict(fields | {"rope_scaling": rope}) == Config.from_dict(fields | {"rope_scaling": YARN})
+
+
+@pytest.mark.parametrize("rope", [None, {}, False, {"rope_type": "default"}, {"type": "default", "factor": 1.0},
+                                  {"type": "linear", "factor": 1.0}], ids=str)  # fmt: skip
+def test_a_rope_that_extends_nothing(fields, rope):
+    assert Config.from_dict(fields | {"rope_scaling": rope}) == Config.from_dict(fields)
+
+
+@pytest.mark.parametrize(("said", "rope", "context"), [
+    (1280, {"factor": 4.0, "original_max_position_embeddings": 1024}, 4096),  # Qwen's recipe
+    (131072, {"factor": 4.0, "original_max_position_embeddings": 32768}, 131072),
+    (8192, {"factor": 2.0, "original_max_position_embeddings": 2048}, 8192),
+    (1280, {"factor": 2.5, "original_max_position_embeddings": 1025}, 2562),
+    (512, {"factor": 4.0}, 2048),  # the original is all that the file says, as in transformers
+    (4096, {"factor": None, "original_max_position_embeddings": 1024}, 4096),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("spelling", ["rope_scaling", "rope_parameters"])
+def test_yarn_extends_the_context_and_the_written_config_says_so(fields, spelling, said, rope, context):
+    del fields["rope_scaling"]
+    config = Config.from_dict(fields | {"max_position_embeddings": said, spelling: {"rope_type": "yarn"} | rope})
+    assert config.max_position_embeddings == context
+    written = config.to_dict()
+    assert Config.from_dict(written) == config and written["max_position_embeddings"] == context
+
+
+def test_llama3_says_its_whole_context_itself(fields):
+    rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192}  # fmt: skip
+    assert Config.from_dict(fields | {"rope_scaling": rope}).max_position_embeddings == 512
+
+
+def test_one_rope_in_two_spellings_may_leave_out_what_the_other_says(fields):
+    new = YARN | {"rope_theta": 1e6}
+    both = Config.from_dict(fields | {"rope_parameters": new, "rope_scaling": YARN})
+    assert both == Config.from_dict(fields | {"rope_parameters": new})
+
+
+@pytest.mark.parametrize(("rope", "scale"), [
+    ({}, 1.138629436), ({"attention_factor": 0.75}, 0.75), ({"attn_factor": 0.8782488562869419}, 1.0),
+    ({"attn_factor": 0.5}, 0.569314718), ({"attention_factor": 0.75, "attn_factor": 0.5}, 0.75),
+    ({"mscale": 1.0, "mscale_all_dim": 1.0}, 1.0), ({"mscale": 0.707}, 1.138629436),
+    ({"mscale": 1.0, "mscale_all_dim": 0.5, "attn_factor": 0.5}, 0.5324108), ({"factor": 1.0, "attn_factor": 0.9}, 0.9),
+], ids=str)  # fmt: skip
+def test_attention_factor_replaces_and_attn_factor_multiplies(fields, rope, scale):
+    """0.1 ln 4 + 1 = 1.1386; DeepSeek-R1-0528-Qwen3-8B multiplies it by 0.8782, which makes 1."""
+    config = Config.from_dict(fields | {"rope_scaling": YARN | rope})
+    assert config.yarn.scale == pytest.approx(scale, rel=1e-6)
+    assert Config.from_dict(config.to_dict()) == config
 
 
 def test_contradictions_are_refused(fields):
@@ -308,9 +415,9 @@ def test_an_absurd_size_is_refused_with_its_value(fields, name, value):
     ("rms_norm_eps", None),
     ("rope_theta", 0), ("rope_theta", "1e6"), ("rope_theta", None), ("rope_theta", float("nan")),
     ("rope_theta", float("inf")), ("rope_theta", 10**400), ("rope_theta", True),
-    ("tie_word_embeddings", 1), ("tie_word_embeddings", "true"), ("attention_bias", None), ("attention_bias", 0),
+    ("tie_word_embeddings", 1), ("tie_word_embeddings", "true"), ("attention_bias", 0),
     ("torch_dtype", "float8_e4m3fn"), ("dtype", "int8"), ("torch_dtype", 16),
-    ("hidden_act", None), ("hidden_act", "swish"), ("model_type", None),
+    ("hidden_act", None), ("hidden_act", "relu"), ("model_type", None),
 ], ids=lambda v: str(v)[:20])  # fmt: skip
 def test_malformed_values_are_refused(fields, name, value):
     with pytest.raises(ConfigError, match=name.removeprefix("torch_")):

@@ -239,7 +239,7 @@ def test_other_families_are_refused_by_name(kind):
     ("llama", "mlp_bias", True), ("llama", "qk_norm", True), ("llama", "num_experts", 8),
     ("llama", "use_qk_norm", True), ("llama", "partial_rotary_factor", 0.5), ("llama", "no_rope_layers", [1]),
     ("llama", "hidden_act", "gelu"), ("llama", "sliding_window", 4096),
-    ("qwen2", "use_sliding_window", True), ("qwen2", "attention_bias", False), ("qwen2", "qk_norm", True),
+    ("qwen2", "use_sliding_window", True), ("qwen2", "qk_norm", True),
     ("qwen2", "layer_types", ["sliding_attention"]), ("qwen2", "use_mrope", True), ("qwen3", "num_experts", 8),
     ("qwen3_moe", "num_experts_per_tok", 7), ("qwen3_moe", "num_experts", 0), ("qwen3_moe", "num_experts", 10**9),
     ("qwen3_moe", "mlp_only_layers", "all"), ("qwen3_moe", "norm_topk_prob", "yes"), ("qwen3_moe", "qk_norm", False),

@@ -28,8 +28,17 @@ ROPES = {
     "yarn-attention-factor": YARN | {"attention_factor": 0.75},
     "yarn-betas": YARN | {"beta_fast": 16.0, "beta_slow": 2.0},
     "yarn-equal-betas": YARN | {"beta_fast": 1.0, "beta_slow": 1.0},
+    "yarn-zero-betas": YARN | {"beta_fast": 0, "beta_slow": None},
+    "yarn-mscale": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5},
+    "yarn-mscale-of-deepseek": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707, "factor": 40.0},
+    "yarn-mscale-alone": YARN | {"mscale": 0.5, "mscale_all_dim": 0},
+    "yarn-attention-factor-and-mscale": YARN | {"attention_factor": 0.75, "mscale": 2.0, "mscale_all_dim": 1.0},
+    "yarn-borders-between-pairs": YARN | {"truncate": False},
+    "yarn-no-factor": YARN | {"factor": None},
+    "llama3": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0,
+               "high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
     "yarn-short-context": YARN | {"original_max_position_embeddings": 64, "rope_theta": 1e4},
-}
+}  # fmt: skip
 POSITIONS = [0, 1, 255, 256, 257, 2048, 4095, 32767, 32768, 40959, 131071]
 
 
@@ -80,6 +89,36 @@ def test_missing_original_context_means_max_position_embeddings():
     theirs, config = both(rope)
     assert config.yarn.original_max_position_embeddings == 131072
     assert gap(rope_frequencies(config)[0], theirs.inv_freq) == 0.0
+
+
+def test_the_original_context_beside_the_rope_comes_first_as_in_transformers():
+    fields = tiny_config(rope_parameters=dict(YARN), original_max_position_embeddings=256).to_dict()
+    theirs = Qwen3RotaryEmbedding(tiny_config(rope_parameters=dict(YARN), original_max_position_embeddings=256))
+    config = Config.from_dict(fields)
+    assert config.yarn.original_max_position_embeddings == 256
+    assert gap(rope_frequencies(config)[0], theirs.inv_freq) == 0.0
+
+
+ATTN_FACTOR = YARN | {"attn_factor": 0.8782488562869419}  # as in DeepSeek-R1-0528-Qwen3-8B
+
+
+@pytest.mark.parametrize(("rope", "replaced"), [
+    (ATTN_FACTOR, 0.8782488562869419 * (0.1 * math.log(4) + 1)),
+    (ATTN_FACTOR | {"attn_factor": 0.5, "mscale": 2.0, "mscale_all_dim": 1.0},
+     0.5 * (0.2 * math.log(4) + 1) / (0.1 * math.log(4) + 1)),
+    (ATTN_FACTOR | {"attention_factor": 0.9}, 0.9),
+])  # fmt: skip
+def test_attn_factor_multiplies_what_attention_factor_replaces(rope, replaced):
+    """The reference is transformers with the product as attention_factor: it has no name for the multiplier."""
+    rope = rope | {"original_max_position_embeddings": 64}
+    told = {name: value for name, value in rope.items() if name != "attn_factor"} | {"attention_factor": replaced}
+    reference = tiny_reference(rope_parameters=told)
+    ours = copy_of(reference)
+    ours.config = Config.from_dict(reference.config.to_dict() | {"rope_parameters": rope})
+    ids = random_ids(0, 2, 200)
+    assert gap(score(ours, ids), reference_logits(reference, ids)) <= 1e-5
+    plain = tiny_reference(rope_parameters=rope)  # which ignores it
+    assert ("attention_factor" in rope) == (gap(score(ours, ids), reference_logits(plain, ids)) <= 1e-5)
 
 
 @pytest.mark.parametrize("name", ["default", "yarn"])

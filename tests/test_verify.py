@@ -55,6 +55,13 @@ def test_a_checkpoint_written_by_transformers_is_equal(verify, tmp_path, kind):
     assert err == "loading it …\nasking transformers 5.23.0 …\n"
 
 
+def test_attn_factor_is_told_to_transformers_as_what_it_comes_to(verify, tiny_folder, tmp_path):
+    rope = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 64}
+    folder = edited(tiny_folder, tmp_path / "it", rope_parameters=rope | {"attn_factor": 0.8782488562869419})
+    code, out, _ = verify(folder, "-q")
+    assert code == 0 and rows(out)["rope"] == rows(out)["logits"] == "ok", out
+
+
 def test_a_sharded_checkpoint_is_equal(verify, tiny_folder, tmp_path):
     from transformers import Qwen3ForCausalLM
 

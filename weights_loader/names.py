@@ -127,8 +127,8 @@ def check_experts(config: dict, found: dict[str, int]) -> None:
 
 
 def flag(config: dict, field: str) -> bool:
-    """A field that is true, false or absent (false)."""
-    value = config.get(field, False)
+    """A field that is true, false, or null or absent (false)."""
+    value = False if config.get(field) is None else config[field]
     if not isinstance(value, bool):
         raise CheckpointError(f"config.json: {field} is {quote(value)}, not true or false")
     return value

@@ -66,16 +66,18 @@ def load(folder: Path, dtype):
     """(the family's model in eval mode, its tokenizer); NanoKVError if transformers cannot be used or refuses it."""
     try:
         import transformers
-        from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
     except ImportError as error:
         message = f"transformers {version()} is installed but cannot be used: {error}"
         raise NanoKVError(message, "pip install transformers==5.23.0, or --alone") from error
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        _tell_attn_factor(config, folder)
         model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, attn_implementation="sdpa", use_safetensors=True, local_files_only=True,
-            trust_remote_code=False,
+            folder, config=config, dtype=dtype, attn_implementation="sdpa", use_safetensors=True,
+            local_files_only=True, trust_remote_code=False,
         )
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
@@ -84,6 +86,13 @@ def load(folder: Path, dtype):
         ) from error
     model.generation_config = GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)  # plain greedy
     return model.requires_grad_(False).eval(), tokenizer
+
+
+def _tell_attn_factor(config, folder: Path):
+    """YaRN's attn_factor, which transformers ignores, as the attention_factor that it comes to here."""
+    rope, yarn = config.rope_parameters, Config.from_folder(folder).yarn
+    if yarn is not None and rope.pop("attn_factor", None) is not None:
+        rope["attention_factor"] = yarn.scale
 
 
 @torch.inference_mode()
