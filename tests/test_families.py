@@ -135,6 +135,19 @@ def test_a_folder_that_transformers_saved_is_read_and_ours_is_read_by_it(name, t
     assert Config.from_folder(tmp_path / "ours") == model.config
 
 
+@pytest.mark.parametrize("family", families.FAMILIES)
+def test_a_backbone_that_transformers_saved_alone_is_read(family, tmp_path):
+    """As Qwen3-Embedding was: `layers.0…` without `model.`, and the embedding is the head."""
+    reference, ids = tiny_reference(model_type=family, tie_word_embeddings=True), random_ids(1, 2, 9)
+    reference.model.save_pretrained(tmp_path)
+    write_tokenizer_for(tmp_path)
+    assert "Model" in json.loads((tmp_path / "config.json").read_text())["architectures"][0]
+    model, _ = load(tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation="eager").eval()
+    assert gap(reference_logits(theirs, ids), reference_logits(reference, ids)) <= 1e-5
+    assert gap(score(model, ids), reference_logits(theirs, ids)) <= 1e-5
+
+
 def write_tokenizer_for(folder):
     """Of fewer ids than the embedding has rows."""
     write_tokenizer(folder)

@@ -193,6 +193,29 @@ def test_old_inv_freq_buffers_are_ignored(tmp_path):
     assert set(weights_loader.load(write(tmp_path, tensors=tensors))[1]) == expected
 
 
+def test_a_backbone_that_was_saved_alone_lacks_a_prefix(tmp_path):
+    """Qwen3-Embedding: "layers.0…" for "model.layers.0…"; buffers of old versions too, and a head if there is one."""
+    tensors = make_tensors(CONFIG)
+    expected = weights_loader.load(write(tmp_path, tensors=tensors))[1]
+    bare = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    bare["layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(3)
+    for more in ({}, {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}):
+        found = weights_loader.load(write(tmp_path, tensors=bare | more))[1]
+        assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+    shards_of_it = write_shards(tmp_path / "shards", tensors=bare)
+    assert weights_loader.load(shards_of_it)[1].keys() == expected.keys()
+
+
+def test_names_with_and_without_the_prefix_are_not_mixed(tmp_path):
+    tensors = make_tensors(CONFIG)
+    bare = {name.removeprefix("model."): tensor.clone() for name, tensor in tensors.items()}
+    error = refused(write(tmp_path, tensors=tensors | bare), "24 tensors", "embed_tokens.weight")
+    assert "mixed" in error.hint
+    half = dict(tensors)
+    half["norm.weight"] = half.pop("model.norm.weight")
+    assert "mixed" in refused(write(tmp_path, tensors=half), "1 tensors", "norm.weight").hint
+
+
 # --- the output head
 
 
@@ -490,8 +513,30 @@ def test_index_and_shards_disagree(tmp_path):
     change_index(folder, lambda weight_map: weight_map.update({"model.ghost": "model-2.safetensors"}))
     refused(folder, "model-2.safetensors lacks", "model.ghost")
     folder = write_shards(tmp_path)
-    change_index(folder, lambda weight_map: weight_map.pop(UP))
-    refused(folder, "model-2.safetensors holds", UP, "does not list")
+    change_index(folder, lambda weight_map: weight_map.update({"lm_head.weight": "model-2.safetensors"}))
+    config = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": False}
+    (folder / "config.json").write_text(json.dumps(config))
+    refused(folder, "model-2.safetensors lacks", "lm_head.weight")
+
+
+@pytest.mark.parametrize("left_out", [UP, "lm_head.weight"])
+def test_what_the_shards_hold_counts_and_not_what_the_index_lists(left_out, tmp_path):
+    """As in transformers, which takes the shards' names from the index and their tensors from the shards."""
+    tensors = make_tensors(CONFIG)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    folder = write_shards(tmp_path, tensors=tensors)
+    change_index(folder, lambda weight_map: weight_map.pop(left_out))
+    config, state = weights_loader.load(folder)
+    assert config["tie_word_embeddings"] is True and "lm_head.weight" not in state
+    assert len(state) == len(tensors) - 1
+    assert torch.equal(state[UP.removeprefix("model.")], tensors[UP])
+
+
+def test_a_tied_head_that_only_the_index_knows(tmp_path):
+    folder = write_shards(tmp_path)
+    change_index(folder, lambda weight_map: weight_map.update({"lm_head.weight": "model-2.safetensors"}))
+    config, state = weights_loader.load(folder)
+    assert config["tie_word_embeddings"] is True and "lm_head.weight" not in state
 
 
 def test_a_tensor_in_two_shards(tmp_path):

@@ -56,7 +56,7 @@ def read(folder: Path, config: dict, dtype: "torch.dtype | None", device: "torch
     from . import shards
 
     with readable(folder):
-        entries = check(folder, config, shards.read_entries(folder))
+        entries = check(folder, config, shards.read_entries(folder, names.flag(config, "tie_word_embeddings")))
         config["tie_word_embeddings"] = names.HEAD not in entries
         where = dtype, device, prefetched
         state = {names.to_nanokv(name): shards.materialize(entry, *where) for name, entry in entries.items()}
@@ -70,7 +70,7 @@ def read_part(folder: Path, config: dict, dtype: "torch.dtype | None", device: "
     from . import shards
 
     with readable(folder):
-        entries = check(folder, config, shards.read_entries(folder))
+        entries = check(folder, config, shards.read_entries(folder, names.flag(config, "tie_word_embeddings")))
         config["tie_word_embeddings"] = names.HEAD not in entries
         wanted = {name: part(names.to_nanokv(name), entry.shape) for name, entry in entries.items()}
         state = {
@@ -172,12 +172,15 @@ def check_hashes(folder: str | os.PathLike) -> list[str]:
 def check(folder: Path, config: dict, entries: dict) -> dict:
     """The entries in the config's order, exactly those that it asks for; lm_head only if it is not tied."""
     shapes = names.expected(config)
+    whole = names.whole_names(entries, shapes)
+    entries = {whole[name]: entry for name, entry in entries.items()}
     extra = [name for name in entries if name not in shapes and not names.IGNORED.fullmatch(name)]
     if extra:
         entry = entries[extra[0]]
         raise CheckpointError(
             f"{entry.path}: {len(extra)} tensors that config.json does not ask for, "
-            f"first {quote(extra[0])} {list(entry.shape)}"
+            f"first {quote(extra[0])} {list(entry.shape)}",
+            'names with and without "model." are mixed' if names.to_hugging_face(extra[0]) in shapes else "",
         )
     missing = [name for name in shapes if name not in entries and name != names.HEAD]
     if missing:

@@ -1,11 +1,13 @@
 """Which tensors a checkpoint must hold (names and shapes, from config.json alone), and which files hold them.
 
 The map between Hugging Face's names and ours is one prefix: "model.layers.0..." there, "layers.0..." here;
-only lm_head has no prefix. Plain arithmetic: no tensor is read and no memory is taken.
+only lm_head has no prefix, and a backbone that was saved alone has none at all. Plain arithmetic: no tensor is read
+and no memory is taken.
 Not checked here: anything about the maths (rope, activation, window); that is nanokv.config's job.
 """
 
 import re
+from collections.abc import Container, Iterable
 from pathlib import Path
 
 from .families import family_of
@@ -31,7 +33,7 @@ EXPERT_SIZES = {  # of families that have experts
 MOST_EXPERTS = 200_000  # in all layers; Qwen3-235B-A22B has 12,032
 HEAD = "lm_head.weight"
 EMBEDDING = "embed_tokens.weight"
-IGNORED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")  # old buffer: RoPE recomputes it
+IGNORED = re.compile(r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")  # old buffer: RoPE recomputes it
 
 
 def to_nanokv(name: str) -> str:
@@ -42,6 +44,14 @@ def to_nanokv(name: str) -> str:
 def to_hugging_face(name: str) -> str:
     """Our name → Hugging Face's; the inverse of to_nanokv."""
     return name if name == HEAD else f"model.{name}"
+
+
+def whole_names(stored: Iterable[str], expected: Container[str]) -> dict[str, str]:
+    """Stored name → Hugging Face's. A backbone that was saved alone (Qwen3-Embedding) lacks "model." before all of its
+    names; where some have it, none is changed."""
+    stored = list(stored)
+    alone = not any(name.startswith("model.") for name in stored)
+    return {name: to_hugging_face(name) if alone and to_hugging_face(name) in expected else name for name in stored}
 
 
 def expected(config: dict) -> dict[str, tuple[int, ...]]:

@@ -20,7 +20,7 @@ import torch
 
 from .gguf_file import TensorInfo
 from .gguf_model import POINTER, places
-from .names import INDEX, SINGLE, read_weight_map
+from .names import HEAD, INDEX, SINGLE, read_weight_map
 from .prefetch import Prefetch
 from .strict import LIMITS, CheckpointError, parse_object, quote
 
@@ -156,8 +156,12 @@ def weight_files(folder: Path) -> tuple[list[str], dict[str, str] | None]:
     )
 
 
-def read_entries(folder: Path) -> dict[str, Entry]:
-    """Every tensor of the checkpoint in the folder by its stored name; headers read and checked, no values."""
+def read_entries(folder: Path, tied: bool = True) -> dict[str, Entry]:
+    """Every tensor of the checkpoint in the folder by its stored name; headers read and checked, no values.
+
+    An index says which shards there are. As in transformers, what they hold counts: the index may leave a tensor out.
+    One that it names must be there, but a `tied` head, which some writers list and do not store.
+    """
     if (folder / POINTER).is_file():
         path, tensors = places(folder)
         return {name: GgufEntry.of(path, name, *place) for name, place in tensors.items()}
@@ -173,12 +177,12 @@ def read_entries(folder: Path) -> dict[str, Entry]:
         for name, entry in read_header(folder / file).items():
             if name in entries:
                 raise CheckpointError(f"tensor {quote(name)} is in {entries[name].path.name} and in {file}")
-            listed = weight_map.get(name) if weight_map else file
+            listed = (weight_map or {}).get(name, file)
             if listed != file:
-                says = f"puts in {listed}" if listed else "does not list"
-                raise CheckpointError(f"{folder / file} holds {quote(name)}, which {INDEX} {says}")
+                raise CheckpointError(f"{folder / file} holds {quote(name)}, which {INDEX} puts in {listed}")
             entries[name] = entry
-    absent = [name for name in weight_map or () if name not in entries]
+    optional = {HEAD} if tied else set()
+    absent = [name for name in weight_map or () if name not in entries and name not in optional]
     if absent:
         raise CheckpointError(
             f"{folder / weight_map[absent[0]]} lacks {quote(absent[0])}, which {INDEX} puts there"
