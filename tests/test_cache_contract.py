@@ -174,6 +174,22 @@ def test_bytes_equal_the_formula_to_the_byte(new, name, model, batch, tokens):
     assert cache.nbytes == expected_bytes(name, model.config, tokens, batch, 4) == sum(layer.nbytes for layer in cache)
 
 
+@VARIANTS_TOO
+@pytest.mark.parametrize(("batch", "tokens"), [(1, 1), (1, 17), (3, 40)])
+def test_used_bytes_are_those_of_the_tokens(new, name, model, batch, tokens):
+    """Kinds that reserve room show the formula's bytes here; the others hold nothing but what is used."""
+    cache = new(batch)
+    assert cache.used_nbytes == 0
+    feed(model, random_ids(4, batch, tokens), cache)
+    reserves = {"static", "growing", "paged", "prefix"} & {KINDS[name][0], KINDS[name][1].get("of")}
+    exact = expected_bytes("dict", model.config, tokens, batch, 4)
+    assert cache.used_nbytes == (exact if reserves else cache.nbytes) <= cache.nbytes
+    assert cache.used_nbytes == sum(layer.used_nbytes for layer in cache)
+    if cache.max_rollback is None:
+        cache.truncate(tokens - 1)
+        assert cache.used_nbytes == (exact * (tokens - 1) // tokens if reserves else cache.nbytes)
+
+
 def test_the_mask_is_pure_and_bottom_right(new, model):
     cache = new()
     feed(model, random_ids(5, 1, 5), cache)

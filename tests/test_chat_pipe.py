@@ -78,6 +78,7 @@ def test_jsonl_is_lossless(talk, tiny_folder):
     assert choice(last)["finish_reason"] == "length" and choice(last)["token_ids"] == session.last.ids
     assert last["cache"] == {
         "kind": "growing", "tokens": session.cache.length,
+        "used_bytes": costs.kv_bytes(session.model.config, session.cache.length, 1, 4),
         "bytes": costs.cache_bytes("growing", session.model.config, session.cache.length, 1, 4),
     }  # fmt: skip
     assert all(value >= 0 for value in last["timings"].values())

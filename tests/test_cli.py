@@ -331,7 +331,8 @@ def test_json_object(cli, tiny_folder, oracle):
     assert choice(got)["finish_reason"] == "length" and text_of(got) == tokenizer.decode(ids, skip_special_tokens=True)
     used = got["usage"]["prompt_tokens"] + 5  # the last token is never fed
     assert used <= 16  # the fewest slots
-    assert got["cache"] == {"kind": "growing", "tokens": used, "bytes": 16 * 2 * 3 * 2 * 32 * 4}
+    each = 2 * 3 * 2 * 32 * 4
+    assert got["cache"] == {"kind": "growing", "tokens": used, "used_bytes": used * each, "bytes": 16 * each}
     assert got["seed"] is None and ids_of(cli, PROMPT, "-m", tiny_folder, "-t", "1", "--seed", "7")["seed"] == 7
 
 

@@ -73,6 +73,10 @@ class BatchLayer(LayerCache):
     def nbytes(self) -> int:
         return sum(row.nbytes for row in self.parts)
 
+    @property
+    def used_nbytes(self) -> int:
+        return sum(row.used_nbytes for row in self.parts)
+
 
 class BatchCache(KVCache):
     """`rows[b]` is a KVCache of one sequence; `length` (B,) int64, or an int while all rows are equally long."""

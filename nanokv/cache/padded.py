@@ -47,6 +47,11 @@ class PaddedCache(KVCache):
         """Padding included."""
         return self.inner.nbytes
 
+    @property
+    def used_nbytes(self) -> int:
+        """Padding included."""
+        return self.inner.used_nbytes
+
     def mask(self, T: int):
         """(B,1,T,S) bool: the inner mask without the padding. A query in the padding sees itself only: nobody reads
         what comes out of it, but a softmax over nothing would be NaN, and NaN × 0 is NaN in every later sum."""

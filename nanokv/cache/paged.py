@@ -97,6 +97,13 @@ class PagedCache(KVCache):
         """Pages in use by this cache; a page shared by rows counts once."""
         return len({page for table in self.tables for page in table}) * self.pool.bytes_per_page
 
+    @property
+    def used_nbytes(self) -> int:
+        """Of these pages, the places with a token in them."""
+        size, length = self.pool.page_size, max(layer.length for layer in self)
+        filled = {page: min(size, length - i * size) for table in self.tables for i, page in enumerate(table)}
+        return sum(filled.values()) * self.pool.bytes_per_page // size
+
 
 class PagedLayer(LayerCache):
     """One layer's view of the pages."""
@@ -160,3 +167,7 @@ class PagedLayer(LayerCache):
     @property
     def nbytes(self) -> int:
         return self.parent.nbytes // len(self.parent)
+
+    @property
+    def used_nbytes(self) -> int:
+        return self.parent.used_nbytes // len(self.parent)

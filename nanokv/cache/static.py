@@ -102,6 +102,10 @@ class StaticCache(LayerCache):
     def nbytes(self) -> int:
         return 0 if self.keys is None else self.keys.nbytes + self.values.nbytes
 
+    @property
+    def used_nbytes(self) -> int:
+        return self.nbytes and self.nbytes // self.keys.shape[2] * self.length
+
 
 class GrowingCache(StaticCache):
     """A slab that doubles when it is full: N appends copy fewer than 2N tokens in all, where `cat` copies N²/2.

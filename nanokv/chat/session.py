@@ -41,6 +41,7 @@ class Turn:
     finish_reason: str = ""                              # stop length context interrupted stop_string loop error
     stop_string: str = ""                                # the one that ended it
     kv_bytes: int = 0                                    # measured, of the whole cache
+    kv_used: int = 0                                     # of these, what its tokens take
     cached: int = 0                                      # tokens in the cache afterwards
     text: str = ""                                       # this answer as the model wrote it, <think> included
     why: str = ""                                        # where and why the prefix broke, "" = it did not
@@ -170,7 +171,8 @@ class Session:
         turn.ttft, turn.prefill_s = timings.first_token_seconds or 0.0, timings.prefill_seconds or 0.0
         if len(tokens) > 1 and timings.decode_seconds:
             turn.tok_s = (len(tokens) - 1) / timings.decode_seconds
-        turn.kv_bytes, turn.cached, self.last = self.cache.nbytes, self.cache.length, turn
+        turn.kv_bytes, turn.kv_used = self.cache.nbytes, self.cache.used_nbytes
+        turn.cached, self.last = self.cache.length, turn
         if not tokens:
             return
         message = {"role": "assistant", "content": before + stream.text}

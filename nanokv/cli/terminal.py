@@ -219,6 +219,12 @@ def bytes_text(count: float) -> str:
     return f"{count:.{2 if count < 9.995 else 1 if count < 99.95 else 0}f} {unit}"
 
 
+def held_text(used: int, held: int) -> str:
+    """Bytes that tokens take and, where memory is kept for more of them, all of it: 641 kB (1.18 MB reserved)."""
+    text, reserved = bytes_text(used), bytes_text(held)
+    return text if text == reserved else f"{text} ({reserved} reserved)"
+
+
 def seconds_text(seconds: float) -> str:
     """21 ms, 1.24 s, 83 s."""
     if seconds < 0.9995:

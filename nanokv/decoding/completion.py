@@ -103,8 +103,9 @@ def rate(tokens: int, seconds: float | None) -> float | None:
 
 
 def cache(cache: "KVCache") -> dict:
-    """What is in the cache afterwards: all of prompt and answer but the last token."""
-    return {"kind": cache.name, "tokens": cache.length, "bytes": cache.nbytes}
+    """What is in the cache afterwards: all of prompt and answer but the last token. `bytes` are those of `used_bytes`,
+    which the tokens take, and those that are reserved."""
+    return {"kind": cache.name, "tokens": cache.length, "used_bytes": cache.used_nbytes, "bytes": cache.nbytes}
 
 
 def seed(run: Any) -> int | None:

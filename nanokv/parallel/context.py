@@ -161,6 +161,10 @@ class ContextLayer(LayerCache):
     def nbytes(self) -> int:
         return self.share.nbytes
 
+    @property
+    def used_nbytes(self) -> int:
+        return self.share.used_nbytes
+
 
 class Share:
     """Keys or values of one rank. No tensor, because any other attention would take them for those of all positions."""
