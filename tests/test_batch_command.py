@@ -48,13 +48,51 @@ def requests(*prompts, **settings):
     return jsonl(*({"prompt": text} | settings for text in prompts))
 
 
-def test_the_example_of_the_help_that_pipes_gets_an_answer(cli, monkeypatch, capsys):
-    """A question as raw text the bundled model ends at once; the beginning of a story it continues."""
+def test_the_example_of_the_help_that_pipes_gets_the_answer_of_generate(cli, monkeypatch, capsys):
     (line,) = [line for line in batch.EXAMPLES if line.startswith("echo ")]
-    echo, command = line.split(" | ")
-    monkeypatch.setattr("sys.stdin", FakeStdin(shlex.split(echo)[1].encode()))
-    assert main(shlex.split(command)[1:]) == 0
-    assert len(text_of(json.loads(capsys.readouterr().out)).split()) > 5
+    echo, command = map(shlex.split, line.split(" | "))
+    monkeypatch.setattr("sys.stdin", FakeStdin(echo[1].encode()))
+    assert main(command[1:]) == 0
+    answer, err = capsys.readouterr()
+    assert main(["generate", json.loads(echo[1])["prompt"], "-q"]) == 0
+    said = text_of(json.loads(answer))
+    assert capsys.readouterr().out == said + "\n" and len(said.split()) > 5 and "raw" not in err
+
+
+WARNING = "nanokv: warning: {} sent as raw text to a chat model: use messages, or --chat (--raw: it is meant)"
+
+
+def test_raw_prompts_to_a_chat_model_are_told_once(cli, tiny_folder):
+    """-q hides notes, no warnings. Messages, --chat and --raw say what is meant."""
+    ask = jsonl({"messages": [{"role": "user", "content": "system"}]})
+    for data, told in ((requests(*PROMPTS[:3]) + ask, "3 prompts are"), (requests("system"), "1 prompt is")):
+        assert cli("-", "-q", "-n", "2", stdin=data)[2].splitlines() == [WARNING.format(told)]
+    for flags, data in (((), ask), (("--chat",), requests("system")), (("--raw",), requests("system"))):
+        code, _, err = cli("-", "-q", "-n", "2", *flags, stdin=data)
+        assert (code, err) == (0, "")
+
+
+def test_with_chat_a_prompt_is_a_message(cli, loaded, tmp_path):
+    """The same answer as to messages, and a resumed run knows it by either form; a raw prompt has another one."""
+    data, out = requests("system", stop=["zq"], id="mine"), tmp_path / "out.jsonl"
+    messages = {"messages": [{"role": "user", "content": "system"}], "stop": ["zq"], "id": "mine"}
+    (raw,), (chat,), (asked,) = (cli("-", "-q", *flags, stdin=given)[1] for flags, given in
+                                 (((), data), (("--chat",), data), ((), jsonl(messages))))  # fmt: skip
+    assert choice(chat)["token_ids"] == choice(asked)["token_ids"] != choice(raw)["token_ids"]
+    assert (chat["object"], raw["object"], chat["id"]) == ("chat.completion", "text_completion", "mine")
+    cli("-", "--chat", "-o", out, stdin=data)
+    assert "1 of them before" in cli("-", "-o", out, stdin=jsonl(messages))[2]
+
+
+def test_chat_without_a_template_is_refused_before_anything_is_written(cli, tiny_folder, tmp_path):
+    folder, out = shutil.copytree(tiny_folder, tmp_path / "base"), tmp_path / "out.jsonl"
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config.pop("chat_template", None)
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    code, _, err = cli("-", "-m", folder, "--chat", "-o", out, stdin=requests("system"))
+    assert code == 2 and "--chat: base has no chat template" in err and not out.exists()
+    assert cli("-", "-q", "-m", folder, "-n", "2", stdin=requests("system"))[2] == ""
 
 
 def test_answers_equal_generate_in_input_order(cli, loaded):

@@ -1,6 +1,6 @@
 """`nanokv batch`: one JSON object per line in, one per line out, all of them through the engine together.
 
-    {"prompt": "Once upon a time"}                                  the raw text is continued
+    {"prompt": "Once upon a time"}                                  the raw text is continued; --chat: it is a message
     {"messages": [{"role": "user", "content": "Who are you?"}]}     through the chat template
     {"prompt": "…", "max_new_tokens": 8, "temperature": 0.7, "seed": 1, "stop": ["\\n"], "id": "mine"}
 
@@ -30,10 +30,12 @@ from nanokv.text.thinking import opens_thinking
 EXAMPLES = (
     "nanokv batch prompts.jsonl -o answers.jsonl",
     "nanokv batch prompts.jsonl -n 64 --cache prefix:page=16:pages=512 > answers.jsonl",
-    """echo '{"prompt": "Once upon a time"}' | nanokv batch -""",
+    """echo '{"prompt": "What is a KV cache?"}' | nanokv batch - --chat""",
 )
 DESCRIPTION = (
     'Answer every line of a JSONL file: {"prompt": …} or {"messages": […]}, each with settings of its own. '
+    "Messages go through the model's chat template. A prompt is raw text, which the model continues, as in OpenAI's "
+    "API; with --chat it is one user message, as for nanokv generate.\n"
     "An answer is an OpenAI text_completion or chat.completion on one line."
 )
 RANKS = "led"  # the others do what rank 0 tells them
@@ -44,6 +46,9 @@ def add_arguments(parser) -> None:
     parser.add_argument("file", metavar="FILE.jsonl", help="the requests, one JSON object per line; - reads stdin")
     parser.add_argument("-o", "--output", metavar="OUT", type=Path, help="write (and resume) OUT (default: stdout)")
     add_force(parser)
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--chat", action="store_true", help="each prompt is one user message in the chat template")
+    form.add_argument("--raw", action="store_true", help="each prompt is raw text (default, with a warning to chat models)")
     pool.add_arguments(parser)
 
 
@@ -68,7 +73,9 @@ def run(args) -> int:
         raise NanoKVError(f"-o {args.output} is the input itself", "choose another file for the answers")
     output = OrderedOutput() if args.output is None else ResumableOutput(args.output)
     loaded = load_model(args)  # before anything is written: a wrong -m leaves OUT as it is
+    check_form(args, loaded)
     jobs, wrong = prepare(args, loaded, lines, output)
+    warn_of_raw_prompts(args, loaded, jobs)
     if output.stale:
         name = terminal.sanitize_line(str(args.output))
         what = f"{output.stale:,} answers in {name} are to other requests or settings"
@@ -100,6 +107,7 @@ def prepare(args, loaded, lines, output) -> tuple[list[Job], list]:
         try:
             job.fields = parse_line(data)
             check_fields(job.fields)
+            job.fields = as_messages(job.fields) if args.chat else job.fields
             job.ids = encode(args, loaded, job.fields)
             digests = [digest([mark, *common, job.fields, job.ids]) for mark in marks]
             job.digest = digests[0]
@@ -110,6 +118,28 @@ def prepare(args, loaded, lines, output) -> tuple[list[Job], list]:
         except NanoKVError as error:
             wrong.append((job, error))
     return jobs, wrong
+
+
+def check_form(args, loaded) -> None:
+    """--chat needs a template."""
+    if args.chat and loaded.tokenizer.chat_template is None:
+        raise NanoKVError(f"--chat: {loaded.name} has no chat template", "leave out --chat: prompts are raw text")
+
+
+def as_messages(fields: dict) -> dict:
+    """A line whose prompt is one user message."""
+    if "prompt" not in fields:
+        return fields
+    others = {name: value for name, value in fields.items() if name != "prompt"}
+    return others | {"messages": [{"role": "user", "content": fields["prompt"]}]}
+
+
+def warn_of_raw_prompts(args, loaded, jobs) -> None:
+    """A question that is no message is rarely meant: many chat models end such a text at once."""
+    count = sum("prompt" in job.fields for job in jobs)
+    if count and not args.raw and loaded.tokenizer.chat_template is not None:
+        prompts = "1 prompt is" if count == 1 else f"{count:,} prompts are"
+        terminal.warning(f"{prompts} sent as raw text to a chat model: use messages, or --chat (--raw: it is meant)")
 
 
 def common_settings(args, loaded) -> dict:
