@@ -3,13 +3,18 @@
 The layout itself, every help page, the tables, and the chat on a real screen whose width changes.
 """
 
+import random
 import re
+import subprocess
+import sys
+import textwrap
 import types
 
+import pyte
 import pytest
 
 from chat_terminal import Terminal, chat_argv
-from nanokv.cli import COMMANDS, bench, layout, main
+from nanokv.cli import COMMANDS, bench, layout, main, wrapping
 from nanokv.cli.chat_view import status
 
 WIDTHS = (80, 60, 40)
@@ -227,16 +232,113 @@ def test_the_evaluation_fits(monkeypatch, capsys, tiny_folder):
     assert ["recall", "37.5%", "25.0%", "97%"] in rows, "a table at 60 columns"
 
 
+# --- answers ----------------------------------------------------------------------------------------------------------
+
+
+def on_screen(text, width, seed=0):
+    """The lines of a terminal to which the text came in pieces that a seed cuts, and what was written."""
+    screen, written, cut = pyte.Screen(width, 60), [], random.Random(seed)
+    stream = pyte.Stream(screen)
+
+    def write(data):
+        written.append(data)
+        stream.feed(data.replace("\n", "\r\n").replace("\u200d", ""))  # pyte drops the rest of a chunk at a joiner
+
+    wrap = wrapping.WordWrap(write, lambda: screen.columns)
+    while text:
+        piece, text = text[: (size := cut.randint(1, 9))], text[size:]
+        wrap(piece)
+    return [line.rstrip() for line in screen.display if line.strip()], "".join(written)
+
+
+PROSE = (
+    "Linearly: every new token adds the same number of bytes in every layer, and each attention layer keeps its own. "
+    "Only one palace stands; they are read in state-of-the-art order.\nA second  line (with a bracket), and the end."
+)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("seed", range(20))
+def test_an_answer_breaks_between_words_however_its_pieces_come(width, seed):
+    options = {"break_long_words": False, "break_on_hyphens": False}
+    lines = PROSE.replace("  ", " \xa0").split("\n")
+    wanted = [part for line in lines for part in textwrap.wrap(line, width - 1, **options)]
+    shown, _ = on_screen(PROSE, width, seed)
+    assert shown == [line.replace("\xa0", " ").rstrip() for line in wanted]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_has_no_blanks_breaks_where_it_may(seed):
+    """Chinese between two characters but before no closing one; a long word and code at the edge, as a whole."""
+    chinese = "世界上有许多语言模型，它们都使用缓存。"
+    assert on_screen(chinese, 30, seed)[0] == [chinese[:14], chinese[14:]]
+    shown, _ = on_screen("缓" * 19 + "。token", 40, seed)
+    assert shown == ["缓" * 18, "缓。token"]
+    assert on_screen("a " + "x" * 45 + " end", 40, seed)[0] == ["a", "x" * 40, "x" * 5 + " end"]
+    code = "```\n" + "if x: " * 12 + "\n```\n" + "words " * 8
+    shown, written = on_screen(code, 40, seed)
+    assert shown == ["```", ("if x: " * 12)[:40].rstrip(), ("if x: " * 12)[40:].rstrip(), "```",
+                     "words words words words words words", "words words"]  # fmt: skip
+    assert "if x: " * 12 in written  # can be copied as one line
+    astronaut = "\U0001f9d1\u200d\U0001f680"
+    assert astronaut in on_screen("e\u0301" * 30 + " " + astronaut * 4, 40, seed)[1]
+
+
+def test_a_word_in_flight_is_shown_and_taken_back_only_where_it_grows_past_the_edge():
+    written = []
+    wrap = wrapping.WordWrap(written.append, lambda: 12)
+    for piece in ("Hello", " wor", "ld", "s", " a", "\tb"):
+        wrap(piece)
+    assert written == ["Hello", " wor", "ld", "\x1b[5D\x1b[K\nworlds", " a", "\nb"]
+
+
+def test_an_answer_follows_the_width_of_the_terminal():
+    written, width = [], iter([20, 20, 40, 40, 20])
+    wrap = wrapping.WordWrap(written.append, lambda: next(width))
+    for piece in ("one two three", " four five six seven", " eighty nine", " ten"):
+        wrap(piece)
+    assert written == ["one two three", " four five six seven", " \neighty nine", " ten"]
+
+
+def test_a_pipe_gets_an_answer_as_it_is(tmp_path):
+    with open(tmp_path / "out", "w") as file:
+        assert wrapping.write_words(file, print) is print
+
+
+@pytest.mark.parametrize("width", [80, 60])
+def test_a_chat_and_a_generate_break_their_answers_between_words(width, tmp_path):
+    """The same answer on the screen and through a pipe; after /retry and Ctrl-C the words are whole too."""
+    question = "What does a KV cache keep, and why is it correct?"
+    words = [sys.executable, "-m", "nanokv", "generate", question, "-m", "tiny", "-t", "0", "-q"]
+    said = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    assert len(said) > 80, "the answer is too short to tell anything"
+    env = {"XDG_STATE_HOME": str(tmp_path), "NANOKV_NO_HISTORY": "1"}
+    expected = textwrap.fill(said.strip(), width - 1, break_on_hyphens=False)
+    generate = Terminal(words, env, width, 30)
+    generate.leave()
+    assert generate.text == expected
+    chat = Terminal(chat_argv("tiny", "--stats", "off"), env, width, 30)
+    try:
+        chat.see(r"^> *$")
+        for line in (question, "/retry"):
+            chat.ask(line, re.escape(expected))
+    finally:
+        chat.stop()
+
+
 # --- the chat -------------------------------------------------------------------------------------------------------
 
 
 def test_the_status_line_breaks_before_the_cache():
-    turn = types.SimpleNamespace(new=14, reused=105, out=8, ttft=0.021, tok_s=1310.4, cached=121, kv_bytes=557_568,
-                                 speculation=None)  # fmt: skip
+    turn = types.SimpleNamespace(new=14, reused=105, out=8, ttft=0.021, tok_s=1310.4, cached=121, kv_used=557_568,
+                                 kv_bytes=589_824, speculation=None)  # fmt: skip
     assert status(turn, 2048, 80).splitlines() == [
-        "  14 new + 105 reused → 8 out · first token 21 ms · 1,310 tok/s", "  cache 121/2,048 · 558 kB",
+        "  14 new + 105 reused → 8 out · first token 21 ms · 1,310 tok/s",
+        "  cache 121/2,048 · 558 kB (590 kB reserved)",
     ]  # fmt: skip
-    assert "\n" not in status(turn, 2048) and len(status(turn, 2048, 100).splitlines()) == 1
+    assert "\n" not in status(turn, 2048) and len(status(turn, 2048, 120).splitlines()) == 1
+    turn.kv_bytes = turn.kv_used
+    assert status(turn, 2048).endswith(" · cache 121/2,048 · 558 kB")  # nothing is reserved
 
 
 @pytest.mark.parametrize(("columns", "lines"), [
@@ -281,7 +383,7 @@ def test_no_word_is_broken_on_the_screen(tiny_folder, tmp_path):
                              " ".join(words(last)))  # fmt: skip
             chat.ask("/help", "Ctrl-D leave")
             shown = " ".join(words(chat.text))
-            texts = [text for _, text in SLASH.values() if text]
+            texts = [text for command in SLASH.values() for text in (command.takes, command.text)]
             assert [text for text in (*texts, *KEYS) if " ".join(text.split()) not in shown] == []
             chat.ask("/cache", r"measured|tokens =")
             shown = " ".join(words(chat.text))

@@ -1,4 +1,5 @@
 """Writes an answer as it comes: the answer to stdout, what the model thinks to stderr, control characters made visible.
+On a terminal both break between words.
 
 For the chat, for a pipe and for `nanokv generate`. `--thinking` says what becomes of the thoughts: show them, dim; fold
 them into one line that says how long they took; off: the model is asked not to think, and nothing is written.
@@ -8,6 +9,7 @@ import sys
 import time
 
 from nanokv.cli.terminal import Sanitizer, Style, seconds_text, write_err, write_out
+from nanokv.cli.wrapping import write_words
 from nanokv.text.thinking import ThinkSplitter
 
 THINKING = ("show", "fold", "off")
@@ -30,11 +32,12 @@ def template_options(args) -> dict:
 
 
 class AnswerWriter:
-    """One answer on its way to the two streams. `show(text)` gets the clean text of the answer."""
+    """One answer on its way to the two streams. `show(text)` gets the clean text of the answer (default: stdout)."""
 
-    def __init__(self, args, style: Style | None = None, show=write_out):
+    def __init__(self, args, style: Style | None = None, show=None):
         self.thinking = "off" if args.quiet else args.thinking or "show"
-        self.style, self.show = style or Style(sys.stderr, args.color), show
+        self.style, self.show = style or Style(sys.stderr, args.color), show or write_words(sys.stdout, write_out)
+        self.show_thought = write_words(sys.stderr, lambda text: write_err(self.style.dim(text)))
         self.splitter, self.kind, self.line = None, "", ""
         self.clean, self.dim, self.since = Sanitizer(), Sanitizer(), 0.0
 
@@ -62,7 +65,7 @@ class AnswerWriter:
             if kind == "answer":
                 self._show(self.clean.put(text))
             elif self.thinking == "show":
-                write_err(self.style.dim(self.dim.put(text)))
+                self.show_thought(self.dim.put(text))
 
     def _show(self, text: str) -> None:
         if text:

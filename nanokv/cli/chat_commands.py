@@ -9,7 +9,9 @@ import os
 import shlex
 import subprocess
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from nanokv.cli import chat_files, inspector, layout
 from nanokv.cli.arguments import DEFAULT_NEW_TOKENS, SETTINGS, nearest, parse_setting
@@ -23,6 +25,10 @@ CHOICES = {
     "overflow": ("stop", "drop"), "thinking": ("show", "fold", "off"),
     "loop_guard": ("on", "off"), "markdown": ("on", "off"),
 }
+OFF = {  # setting → (the value with which it does nothing, what that means)
+    "temperature": (0, "greedy"), "top_k": (0, "all"), "top_p": (1, "all"), "min_p": (0, "none"),
+    "repetition_penalty": (1, "off"),
+}  # fmt: skip
 OF_SESSION = ("overflow", "loop_guard")  # the others belong to the view
 LONGEST_FILE = 16_000_000  # bytes that /read takes
 KEYS = (
@@ -67,7 +73,7 @@ def run(chat, name, rest):
     """Carry out one command; an unknown one gets the nearest name and is never sent to the model."""
     if name not in COMMANDS:
         raise NanoKVError(f"no command {name}", suggestion(name))
-    function = COMMANDS[name][0]
+    function = COMMANDS[name].run
     if rest and function in ALONE:
         raise NanoKVError(f"{name} takes no argument, not {sanitize_line(rest[:20])!r}", f"{name}, alone")
     return function(chat, rest)
@@ -85,12 +91,12 @@ def suggestion(name) -> str:
 
 
 def show_help(chat, rest):
-    seen = {}
-    for name, (function, text) in COMMANDS.items():
-        seen.setdefault(function, [text]).append(name)
-    rows = [(" ".join(names[:1]) + "".join(f" (={n})" for n in names[1:]), text) for text, *names in seen.values()]
+    rows = {}  # function → [names, what they take, text]; an alias stands beside its command
+    for name, (function, text, takes) in COMMANDS.items():
+        rows.setdefault(function, [[], takes, text])[0].append(name)
+    shown = [(f"{', '.join(names)} {takes}".rstrip(), text) for names, takes, text in rows.values()]
     width = chat.width()
-    chat.view.say("\n".join([*layout.definitions(rows, width, ""), layout.joined(KEYS, width)]))
+    chat.view.say("\n".join([*layout.definitions(shown, width, ""), layout.joined(KEYS, width)]))
 
 
 def clear(chat, rest):
@@ -134,11 +140,16 @@ def no_think(chat, rest):
 
 
 def _setting(chat, name):
-    """What /set shows as its value now."""
+    """What /set shows as its value now: a number, and in brackets what it means where it switches something off."""
     if name in CHOICES:
         return getattr(chat.session if name in OF_SESSION else chat.view, name)
-    now = chat.session.params.get(name) or (DEFAULT_NEW_TOKENS if name == "max_new_tokens" else None)
-    return "none" if now is None else now
+    value, params = chat.session.params.get(name), chat.session.params
+    if name == "max_new_tokens":
+        return value or DEFAULT_NEW_TOKENS
+    if name == "seed":
+        return value if params.get("temperature") else f"{value} (not used: greedy)"
+    off, meaning = OFF[name]
+    return f"{off} ({meaning})" if value is None or value == off else value
 
 
 def set_value(chat, rest):
@@ -164,7 +175,7 @@ def set_value(chat, rest):
         if chat.args.beams:
             refuse_draw(name, new, name)
         chat.session.params[name] = new
-        chat.view.say(f"{name} {chat.session.params[name]}")
+        chat.view.say(f"{name} {_setting(chat, name)}")
 
 
 def stats(chat, rest):
@@ -179,7 +190,7 @@ def show_cache(chat, rest):
 
 
 def show_tokens(chat, rest):
-    chat.write(inspector.tokens_text(chat.session, chat.width()))
+    chat.write(inspector.tokens_text(chat.session, chat.view.err, chat.width()))
 
 
 def save(chat, rest):
@@ -287,25 +298,35 @@ def leave(chat, rest):
     raise Goodbye
 
 
+class Command(NamedTuple):
+    """What a slash command does, in a few words, and what it takes; an alias has no words of its own."""
+
+    run: Callable
+    text: str = ""
+    takes: str = ""
+
+
 COMMANDS = {
-    "/help": (show_help, "this list"), "/?": (show_help, ""),
-    "/clear": (clear, "forget the conversation, empty the cache"), "/reset": (clear, ""),
-    "/system": (system, "TEXT: set the system prompt (\"\" removes it); alone: show it"),
-    "/think": (think, "ask the model to think"), "/nothink": (no_think, "ask it not to"),
-    "/set": (set_value, "NAME VALUE: temperature, top_k, seed, max_new_tokens, overflow ...; alone: show them"),
-    "/stats": (stats, "status line on or off"),
-    "/cache": (show_cache, "draw the KV cache: a row per layer, roles, bytes, formula"),
-    "/tokens": (show_tokens, "ids and pieces of the last prompt"),
-    "/save": (save, "FILE [--kv] [--force]: the conversation, with its cache if asked"),
-    "/load": (load, "FILE: a saved conversation, with its cache if it fits"),
-    "/undo": (undo, "forget the last turn"),
-    "/retry": (retry, "answer the last message again"), "/regen": (retry, ""),
-    "/continue": (resume, "go on with the last answer"),
-    "/drop": (drop, "N: forget the oldest N turns"),
-    "/read": (read, "FILE: put a file into the input line"),
-    "/edit": (edit, "write the message in $EDITOR"),
-    "/copy": (copy, "last answer to the clipboard"),
-    "/exit": (leave, "leave (also exit, quit, Ctrl-D)"), "/bye": (leave, ""), "/quit": (leave, ""),
+    "/help": Command(show_help, "this list"), "/?": Command(show_help),
+    "/clear": Command(clear, "forget the conversation, empty the cache"), "/reset": Command(clear),
+    "/system": Command(system, 'set the system prompt ("" removes it); alone: show it', "TEXT"),
+    "/think": Command(think, "ask the model to think"), "/nothink": Command(no_think, "ask it not to"),
+    "/set": Command(
+        set_value, "temperature, top_k, seed, max_new_tokens, overflow ...; alone: show them", "NAME VALUE"
+    ),
+    "/stats": Command(stats, "status line on or off"),
+    "/cache": Command(show_cache, "draw the KV cache: a row per layer, roles, bytes, formula"),
+    "/tokens": Command(show_tokens, "pieces and ids of the last prompt and its answer"),
+    "/save": Command(save, "write the conversation, with its cache if asked", "FILE [--kv] [--force]"),
+    "/load": Command(load, "a saved conversation, with its cache if it fits", "FILE"),
+    "/undo": Command(undo, "forget the last turn"),
+    "/retry": Command(retry, "answer the last message again"), "/regen": Command(retry),
+    "/continue": Command(resume, "go on with the last answer"),
+    "/drop": Command(drop, "forget the oldest N turns", "N"),
+    "/read": Command(read, "put a file into the input line", "FILE"),
+    "/edit": Command(edit, "write the message in $EDITOR"),
+    "/copy": Command(copy, "last answer to the clipboard"),
+    "/exit": Command(leave, "leave (also exit, quit, Ctrl-D)"), "/bye": Command(leave), "/quit": Command(leave),
 }  # fmt: skip
 _MODEL = "a chat keeps its model: /exit, then nanokv chat -m NAME (nanokv models lists names)"
 ELSEWHERE = {  # commands of other programs → what does it here

@@ -1,7 +1,7 @@
 """What an answer looks like: text on stdout as it comes, thinking dim on stderr, one dim status line after it.
 
-Answers are written without hard wraps or redraws, so the terminal reflows them and copies right. Every character
-goes through the sanitizer. A prefill that takes longer than a second shows its progress, on stderr.
+Lines of an answer break between words (wrapping.py); nothing else that stands on the screen is drawn again. Every
+character goes through the sanitizer. A prefill that takes longer than a second shows its progress, on stderr.
 """
 
 import os
@@ -13,7 +13,7 @@ from nanokv.cli import REPORT, describe, layout, speculation
 from nanokv.cli.answer import AnswerWriter
 from nanokv.cli.terminal import (
     Style,
-    bytes_text,
+    held_text,
     is_tty,
     sanitize,
     sanitize_line,
@@ -28,7 +28,7 @@ LONGEST_RECALL = 12  # lines of a message, or of an answer, that a resumed chat 
 
 
 def status(turn, context, width=None) -> str:
-    """`  14 new + 0 reused → 8 out · first token 21 ms · 310 tok/s · cache 21/2,048 · 96.8 kB`
+    """`  14 new + 0 reused → 8 out · first token 21 ms · 310 tok/s · cache 21/2,048 · 96.8 kB (147 kB reserved)`
 
     In a terminal that is too narrow the cache stands on a line of its own.
     """
@@ -36,7 +36,8 @@ def status(turn, context, width=None) -> str:
     parts += [f"first token {seconds_text(turn.ttft)}"] if turn.out else []
     parts += [f"{turn.tok_s:,.0f} tok/s"] if turn.tok_s else []
     parts += speculation.status(turn.speculation)
-    return layout.joined([*parts, f"cache {turn.cached:,}/{context:,} · {bytes_text(turn.kv_bytes)}"], width, "  ")
+    parts += [f"cache {turn.cached:,}/{context:,} · {held_text(turn.kv_used, turn.kv_bytes)}"]
+    return layout.joined(parts, width, "  ")
 
 
 def ending(turn, session) -> str:
@@ -98,7 +99,7 @@ class View:
     def answer(self, session, pieces, progress):
         """Stream one answer; returns when it ended or was interrupted. The generator is always closed."""
         formatted = Markdown(self.out.enabled) if self.markdown == "on" else None
-        writer = AnswerWriter(self, self.err, formatted or write_out)
+        writer = AnswerWriter(self, self.err, formatted)
         try:
             for piece in pieces:
                 progress.clear()

@@ -3,15 +3,17 @@
 Every cell stands for the same number of tokens and carries the letter of the role that most of them have: s(ystem),
 u(ser), a(ssistant), or · for what the cache dropped. Colour repeats the letter, it never stands alone. The total is the
 measured `nbytes`, not the formula's value; the two are printed side by side so that a difference shows. /tokens prints
-ids and pieces.
+one line per message: the pieces of its tokens, each with its id in small digits.
 """
 
 from collections import Counter
+from itertools import groupby
 
 from nanokv.cli import layout
 from nanokv.cli.terminal import bytes_text, sanitize_line
 
 COLOURS = {"s": "magenta", "u": "cyan", "a": "green"}
+SMALL = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
 NAMES = {"s": "system", "u": "user", "a": "assistant", "·": "dropped"}
 
 
@@ -41,7 +43,8 @@ def draw(session, style, width=80) -> str:
     for i, layer in enumerate(cache):
         lines.append(f"layer {i:>2} ".ljust(label) + painted + "  " + bytes_text(layer.nbytes))
     lines.append(layout.joined(formula(config, cache, held).split(" · "), width))
-    return "\n".join([*lines, *([layout.paragraph(session.why, width)] if session.why else [])])
+    lines += [layout.paragraph(text, width) for text in filter(None, (balance(session), session.why))]
+    return "\n".join(lines)
 
 
 def held_roles(roles, held, sinks):
@@ -67,12 +70,41 @@ def element_size(cache) -> int:
     return next((t.element_size() for t in tensors if t.is_floating_point()), 4)
 
 
-def tokens_text(session, width=None, limit=400) -> str:
-    """Ids and pieces of the last prompt, sanitised, the oldest left out when there are more than `limit`."""
-    ids = session.prompt_ids
+def balance(session) -> str:
+    """Why the cache holds one token less than the status line counts; "" before an answer, and after an edit."""
+    turn = session.last
+    if not turn or not turn.out or session.cache.length != turn.new + turn.reused + turn.out - 1:
+        return ""
+    return (
+        f"{turn.new:,} new + {turn.reused:,} reused + {turn.out:,} out − 1 = {session.cache.length:,}: the last token "
+        "of an answer is chosen, but not fed; its key and value come with the next message"
+    )
+
+
+def tokens_text(session, style, width=None, limit=400) -> str:
+    """The last prompt and its answer, a line per message; the oldest tokens left out when more than `limit`."""
+    ids, roles = session.cached_ids, session.roles()
     if not ids:
         return "no prompt yet"
-    shown = ids[-limit:]
-    left = f"… {len(ids) - len(shown):,} earlier tokens\n" if len(shown) < len(ids) else ""
-    pieces = (f"{i}:{sanitize_line(p)}" for i, p in zip(shown, session.tokenizer.pieces(shown), strict=True))
-    return f"{left}{layout.joined(pieces, width, between=' ')}\n{len(ids):,} tokens"
+    last = unfed(session)
+    ids, roles = ids + last, roles + roles[-1:] * len(last)
+    left = max(0, len(ids) - limit)
+    lines = [f"… {left:,} earlier tokens"] if left else []
+    tokens = zip(ids[left:], session.tokenizer.pieces(ids[left:]), strict=True)
+    for (letter, _), group in groupby(zip(roles[left:], tokens, strict=True), key=lambda pair: pair[0]):
+        parts = [token_text(id, piece, style) for _, (id, piece) in group]
+        mark = getattr(style, COLOURS[letter])(letter)
+        lines.append(mark + layout.joined(parts, width, "  ", between=" ").removeprefix(" "))
+    note = " · the last one was not fed, so the cache lacks it" if last else ""
+    return "\n".join([*lines, layout.joined(f"{len(ids):,} tokens{note}".split(" · "), width)])
+
+
+def unfed(session) -> list[int]:
+    """The last token of the last answer, while the cache holds all before it."""
+    start, sampled, held = len(session.prompt_ids), session.last.ids if session.last else [], session.cached_ids
+    return sampled[-1:] if len(held) >= start and held[start:] == sampled[:-1] else []
+
+
+def token_text(id: int, piece: str, style) -> str:
+    """␣name₂₆₃: blanks visible, the id small and dim."""
+    return sanitize_line(piece).replace(" ", "␣") + style.dim(str(id).translate(SMALL))
