@@ -202,8 +202,8 @@ def test_prompts_that_cannot_be_fed(model, ids, words):
 
 
 @pytest.mark.parametrize("values", [{"max_new_tokens": 0}, {"max_new_tokens": -3}, {"max_new_tokens": 2.5},
-                                    {"seed": -1}, {"seed": 1.5}, {"temperature": -1}, {"top_p": 2.0},
-                                    {"top_k": -1}])  # fmt: skip
+                                    {"seed": 2**64}, {"seed": 1.5}, {"temperature": -1}, {"top_p": 2.0},
+                                    {"top_k": -2}])  # fmt: skip
 def test_bad_values_raise_at_the_call(model, values):
     with pytest.raises(GenerationError, match=f"{next(iter(values))} is {next(iter(values.values()))!r}"):
         generate(model, [1], **values)
@@ -246,6 +246,11 @@ def test_the_same_seed_repeats_and_the_global_random_state_stays(model):
     assert one == list(generate(model, [1, 2], seed=9, **kwargs)) != list(generate(model, [1, 2], seed=10, **kwargs))
     list(generate(model, [1, 2], **kwargs))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_negative_seed_is_its_64_bits_and_minus_one_is_drawn():
+    assert SamplingParams(seed=-2).generator("cpu").initial_seed() == 2**64 - 2
+    assert len({SamplingParams(seed=-1).generator("cpu").initial_seed() for _ in range(3)}) == 3
 
 
 def test_a_drawn_seed_is_reported_and_repeats(model):

@@ -3,6 +3,7 @@
 import itertools
 import math
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -16,11 +17,15 @@ from transformers.generation.logits_process import (
 )
 
 from nanokv.cache import make_cache
+from nanokv.cli.arguments import SETTINGS, parse_setting
 from nanokv.decoding import sample as module
 from nanokv.decoding.draw import SamplingParams
 from nanokv.decoding.generation import Generation
+from nanokv.decoding.ranges import RANGES
 from nanokv.decoding.sample import logprob, sample
-from nanokv.errors import GenerationError
+from nanokv.errors import GenerationError, NanoKVError
+from nanokv.serve import protocol
+from nanokv.serve.errors import ApiError
 from oracle import SAMPLING, defaults
 from small_model import small
 
@@ -119,7 +124,8 @@ def test_frequencies_follow_the_distribution():
 
 @pytest.mark.parametrize(("name", "value"), [
     ("temperature", -0.1), ("temperature", float("nan")), ("temperature", float("inf")), ("temperature", "1"),
-    ("temperature", True), ("top_k", -1), ("top_k", 1.5), ("top_p", 1.01), ("top_p", -0.1), ("top_p", float("nan")),
+    ("temperature", True), ("temperature", 1e-31), ("top_k", -2),
+    ("top_k", 1.5), ("top_p", 1.01), ("top_p", -0.1), ("top_p", float("nan")),
     ("min_p", 1.1), ("min_p", -1e-9), ("repetition_penalty", 0.0), ("repetition_penalty", -1.0), ("top_p", None),
     ("repetition_penalty", float("inf")),
 ])  # fmt: skip
@@ -130,14 +136,14 @@ def test_values_out_of_range_are_named(name, value):
 
 
 EDGES = {
-    "temperature": (0.0, 1e6), "top_k": (0, 2**63 - 1), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0),
-    "repetition_penalty": (1e-6, 1e6), "seed": (0, 2**64 - 1), "max_new_tokens": (1, 2**63 - 1),
+    "temperature": (1e-30, 1e6), "top_k": (-1, 2**63 - 1), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0),
+    "repetition_penalty": (1e-6, 1e6), "seed": (-(2**63), 2**64 - 1), "max_new_tokens": (1, 2**63 - 1),
     "max_ngram": (1, 2**63 - 1), "tokens": (1, 2**63 - 1), "layers": (1, 2**63 - 1),
     "top_logprobs": (0, 2**63 - 1),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", sorted(module.RANGES))
+@pytest.mark.parametrize("name", sorted(RANGES))
 def test_both_ends_of_a_range_are_in_it_and_the_next_values_are_not(name):
     """2^63 − 1 and 2^64 − 1 are the largest that torch takes."""
     for edge, beyond in zip(EDGES[name], (-math.inf, math.inf), strict=True):
@@ -145,6 +151,41 @@ def test_both_ends_of_a_range_are_in_it_and_the_next_values_are_not(name):
         outside = math.nextafter(edge, beyond) if type(edge) is float else edge + int(math.copysign(1, beyond))
         with pytest.raises(GenerationError, match=rf"^{name} is {re.escape(repr(outside))}: it must be "):
             module.check_sampling(**{name: outside})
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_command_line_and_the_server_take_what_the_library_takes(name):
+    """`nanokv batch` gives its lines' values to the engine, which is the library."""
+    asked = {"max_new_tokens": "max_tokens"}.get(name, name)
+    low, high = EDGES[name]
+    values = [low, high, 0, 1, -1, 20, 2**64 - 1, 2**64, -(2**63), -(2**63) - 1, 0.5, 1e-31, 1e7, 1.5]
+    right = [value for value in values if RANGES[name].holds(value)]
+    assert 2 < len(right) < len(values)
+    for value in values:
+        check = partial(SamplingParams, **{name: value}) if asked == name else partial(check_max_new_tokens, value)
+        assert accepts(check) == (value in right), value
+        assert accepts(partial(parse_setting, name, repr(value))) == (value in right), value
+        request = {"messages": [{"role": "user", "content": "Hi"}], asked: value}
+        assert accepts(partial(protocol.chat, request)) == (value in right), value
+
+
+def check_max_new_tokens(value):
+    module.check_sampling(max_new_tokens=value)
+
+
+def accepts(check) -> bool:
+    try:
+        check()
+    except (NanoKVError, ApiError):
+        return False
+    return True
+
+
+@pytest.mark.parametrize("k", [0, -1])
+def test_no_top_k_keeps_all(k):
+    x = logits_of("ties")
+    assert torch.equal(module.top_k(x, k), x)
+    assert torch.equal(module.probabilities(x, temperature=1.0, top_k=k), module.probabilities(x, temperature=1.0))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -160,7 +201,7 @@ def test_unusable_logits_are_an_error_and_not_token_zero(temperature, bad):
 
 def test_a_temperature_beyond_fp32_is_named():
     with pytest.raises(GenerationError, match="too small"):
-        sample(logits_of("huge"), temperature=1e-38)
+        sample(logits_of("huge") * 1e6, temperature=1e-30)
 
 
 def test_the_likeliest_tokens_have_exactly_the_log_probabilities_of_logprob():

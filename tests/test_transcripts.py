@@ -169,7 +169,7 @@ def test_the_newest_session_to_resume_is_none_that_was_cleared(tmp_path):
 
 WRONG = {
     "model": 5, "fingerprint": ["a"], "system": 7, "kv": "../other.kv", "settings": "hot",
-    "settings.stop": 5, "settings.temperature": "warm", "settings.top_k": 1.5, "settings.seed": -1,
+    "settings.stop": 5, "settings.temperature": "warm", "settings.top_k": 1.5, "settings.seed": 2**64,
     "settings.top_p": 2.5, "settings.min_p": True,
 }  # fmt: skip
 

@@ -20,6 +20,7 @@ from nanokv.cache import KVCache, make_cache
 from nanokv.chat.history import Role, token_roles, why_broken
 from nanokv.checkpoint import Model
 from nanokv.decoding.generation import Generation, LoopGuard, SamplingParams, TextStream, context_limit, never
+from nanokv.decoding.ranges import chosen_seed
 from nanokv.errors import ContextError, SessionError, UnsupportedError
 from nanokv.loading import load
 from nanokv.text.ids import common_prefix
@@ -150,8 +151,8 @@ class Session:
     def _make_generation(self, ids, n, should_stop):
         """Checked before any work; the rest of the prompt is prefilled when its first token is asked for."""
         sampling = {k: v for k, v in self.params.items() if k not in ("max_new_tokens", "stop") and v is not None}
-        if sampling.get("seed") is not None:
-            sampling["seed"] = (sampling["seed"] + self.answers) % 2**64  # every answer draws anew, repeatably
+        if (seed := chosen_seed(sampling.get("seed"))) is not None:
+            sampling["seed"] = (seed + self.answers) % 2**64  # every answer draws anew, repeatably
         room = self.context - len(ids) + 1               # the last token needs no place: it is never fed
         self._room = room
         return self.make_generation(

@@ -12,6 +12,7 @@ from dataclasses import fields
 
 from nanokv.cli import layout
 from nanokv.cli.terminal import write_out
+from nanokv.decoding.ranges import RANGES, chosen_seed
 from nanokv.errors import NanoKVError
 from nanokv.parallel.group import Alone
 
@@ -180,15 +181,23 @@ def _number(kind, noun: str, low, high, above: bool):
     return convert
 
 
-SETTINGS = {  # flag name without dashes → (type, help); /set in the chat uses the same checks
-    "temperature": (real(0, 10), "0 = greedy: always the most probable token"),
-    "top_k": (integer(0, 10_000_000), "sample from the K most probable tokens; 0 = all"),
-    "top_p": (real(0, 1, above=True), "sample from the fewest tokens whose probabilities reach P; 1 = all"),
-    "min_p": (real(0, 1), "drop tokens below P × the best probability; 0 = none"),
-    "repetition_penalty": (real(0, 100, above=True), "divide the logits of tokens seen before; 1 = off"),
-    "max_new_tokens": (integer(1, 100_000_000), f"stop after this many tokens (default {DEFAULT_NEW_TOKENS:,})"),
-    "seed": (integer(0, 2**63 - 1), "makes a sampled run repeatable; drawn and printed when not given"),
-}
+SETTINGS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens", "seed")
+
+
+def setting(name: str):
+    """An argparse type: one of SETTINGS, in the range that the library has for it. A seed of -1 is one not given."""
+    wanted = RANGES[name]
+
+    def convert(text: str):
+        try:
+            value = wanted.kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {wanted.words}") from None
+        if not wanted.holds(value):
+            raise argparse.ArgumentTypeError(f"{text} is not {wanted.words}")
+        return chosen_seed(value) if name == "seed" else value
+
+    return convert
 
 
 def parse_setting(name: str, text: str):
@@ -199,7 +208,7 @@ def parse_setting(name: str, text: str):
         hint = f"did you mean {close}?" if close else f"one of {', '.join(SETTINGS)}"
         raise NanoKVError(f"no setting {name!r}", hint)
     try:
-        return SETTINGS[key][0](text.strip())
+        return setting(key)(text.strip())
     except argparse.ArgumentTypeError as error:
         raise NanoKVError(f"{key}: {error}") from None
 
@@ -291,9 +300,11 @@ def add_sampling_arguments(parser) -> None:
     """How the next token is chosen and when the answer ends; None = not given."""
     group = parser.add_argument_group("sampling", "Default: the checkpoint's generation_config.")
     short = {"temperature": ["-t"], "max_new_tokens": ["-n"]}
-    for name, (kind, text) in SETTINGS.items():
+    default = {"max_new_tokens": f" (default {DEFAULT_NEW_TOKENS:,})"}
+    for name in SETTINGS:
         flags = [*short.get(name, []), "--" + name.replace("_", "-")]
-        group.add_argument(*flags, metavar="N" if name != "temperature" else "T", type=kind, help=text)
+        group.add_argument(*flags, metavar="N" if name != "temperature" else "T", type=setting(name),
+                           help=RANGES[name].help + default.get(name, ""))  # fmt: skip
     group.add_argument(
         "--stop", metavar="STR", action="append", default=[], type=_stop, help="end the answer before STR (repeatable)"
     )

@@ -15,7 +15,9 @@ from nanokv.cli.prompt import answer
 from nanokv.decoding import completion
 from nanokv.errors import NanoKVError
 
-OFF = {"temperature": 0, "top_k": 0, "top_p": 1, "min_p": 0, "seed": None}  # values that say what it does anyway
+OFF: dict[str, tuple] = {  # values that say what it does anyway
+    "temperature": (0,), "top_k": (0, -1), "top_p": (1,), "min_p": (0,), "seed": (),
+}  # fmt: skip
 
 
 def add_arguments(parser) -> None:
@@ -47,7 +49,7 @@ def check(args) -> None:
 
 def refuse_draw(name: str, value, flag: str) -> None:
     """A setting that shapes a draw, at a value that would."""
-    if name in OFF and value not in (None, OFF[name]):
+    if name in OFF and value not in (None, *OFF[name]):
         raise NanoKVError(
             f"--beams looks for the likeliest answer and draws nothing: {flag} has no part in it",
             f"leave out {flag}, or leave out --beams",

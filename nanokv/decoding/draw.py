@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from nanokv.config import GenerationConfig
-from nanokv.decoding.sample import check_sampling, choose
+from nanokv.decoding.ranges import check_sampling, chosen_seed
+from nanokv.decoding.sample import choose
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    seed: int | None = None  # None: drawn for each generation and reported as its .seed
+    seed: int | None = None  # None and -1: drawn for each generation and reported as its .seed
 
     def __post_init__(self):
         check_sampling(**self.values(), **({} if self.seed is None else {"seed": self.seed}))
@@ -35,8 +36,8 @@ class SamplingParams:
 
     def generator(self, device: torch.device | str) -> torch.Generator:
         """Random numbers of one answer; its `initial_seed()` repeats them, also where no seed was given."""
-        seed = secrets.randbits(32) if self.seed is None else self.seed
-        return torch.Generator(device).manual_seed(seed)
+        seed = chosen_seed(self.seed)
+        return torch.Generator(device).manual_seed(secrets.randbits(32) if seed is None else seed)
 
     @classmethod
     def from_checkpoint(cls, generation_config: GenerationConfig, **overrides: Any) -> "SamplingParams":

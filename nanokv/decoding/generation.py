@@ -19,7 +19,8 @@ import torch
 from nanokv.cache import KVCache, make_cache
 from nanokv.checkpoint import Model
 from nanokv.decoding.draw import GREEDY, SamplingParams, Step, draw, reason_to_end
-from nanokv.decoding.sample import check_sampling, logprob
+from nanokv.decoding.ranges import check_sampling
+from nanokv.decoding.sample import logprob
 from nanokv.errors import ContextError, GenerationError, TokenIdsError, UnsupportedError
 from nanokv.inference import check_cache, decode, prefill, prefill_chunk
 from nanokv.text.ids import Ids, id_list

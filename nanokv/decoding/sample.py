@@ -12,30 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanokv.decoding.ranges import check_sampling
 from nanokv.errors import GenerationError
-
-RANGES = {  # name: (type, lowest allowed, highest allowed, in words)
-    "temperature": (float, 0.0, 1e6, "a number ≥ 0 (0 = always the likeliest token)"),
-    "top_k": (int, 0, 2**63 - 1, "an integer ≥ 0 (0 = off)"),
-    "top_p": (float, 0.0, 1.0, "a number from 0 to 1 (1 = off)"),
-    "min_p": (float, 0.0, 1.0, "a number from 0 to 1 (0 = off)"),
-    "repetition_penalty": (float, 1e-6, 1e6, "a number > 0 (1 = off)"),
-    "seed": (int, 0, 2**64 - 1, "an integer from 0 to 2^64 - 1"),
-    "max_new_tokens": (int, 1, 2**63 - 1, "an integer ≥ 1"),
-    "top_logprobs": (int, 0, 2**63 - 1, "an integer ≥ 0 (0 = off)"),
-    "max_ngram": (int, 1, 2**63 - 1, "an integer ≥ 1"),  # these three: speculative.py
-    "tokens": (int, 1, 2**63 - 1, "an integer ≥ 1"),
-    "layers": (int, 1, 2**63 - 1, "an integer ≥ 1"),
-}
-
-
-def check_sampling(**values: object) -> None:
-    """Raises GenerationError that names the first value out of its range, and the range."""
-    for name, value in values.items():
-        kind, low, high, words = RANGES[name]
-        allowed = (int,) if kind is int else (int, float)
-        if isinstance(value, bool) or not isinstance(value, allowed) or not low <= value <= high:  # NaN fails too
-            raise GenerationError(f"{name} is {value!r}: it must be {words}")
 
 
 def temperature(logits: Tensor, t: float) -> Tensor:
@@ -47,7 +25,7 @@ def temperature(logits: Tensor, t: float) -> Tensor:
 
 
 def top_k(logits: Tensor, k: int) -> Tensor:
-    """Keep the k highest; equals of the k-th stay too. 0 = keep all."""
+    """Keep the k highest; equals of the k-th stay too. 0 and -1 = keep all."""
     check_sampling(top_k=k)
     return _highest(logits, k)
 
@@ -142,7 +120,7 @@ def _scaled(logits, t):
 
 
 def _highest(logits, k):
-    if k == 0:
+    if k <= 0:
         return logits
     smallest = logits.topk(min(k, logits.shape[-1])).values[..., -1, None]  # (B,1)
     return logits.masked_fill(logits < smallest, -torch.inf)

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from nanokv.cache import KVCache, make_cache
 from nanokv.checkpoint import Model
 from nanokv.decoding.generation import EosIds, Generation, SamplingParams, Step, context_limit
-from nanokv.decoding.sample import check_sampling, distribution, logprob
+from nanokv.decoding.ranges import check_sampling
+from nanokv.decoding.sample import distribution, logprob
 from nanokv.errors import CapacityError, GenerationError
 from nanokv.inference import decode, prefill_chunk, prefill_chunks, verify_draft
 from nanokv.loading import skeleton

@@ -19,7 +19,7 @@ from nanokv.cache.paged_batch import PagedBatch
 from nanokv.checkpoint import Model
 from nanokv.decoding.draw import SamplingParams, Step
 from nanokv.decoding.generation import EosIds, eos_ids, prompt_ids
-from nanokv.decoding.sample import check_sampling
+from nanokv.decoding.ranges import check_sampling
 from nanokv.engine.metrics import Metrics
 from nanokv.engine.packed import prefill_packed
 from nanokv.engine.prefilled import Prefilled, taken

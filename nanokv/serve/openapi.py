@@ -6,7 +6,7 @@ tests/test_serve_schema.py compares it with what is served: addresses, fields, a
 
 from typing import Any
 
-from nanokv.decoding.sample import RANGES
+from nanokv.decoding.ranges import RANGES
 from nanokv.serve.live import TAB, TABS
 from nanokv.serve.logprobs import UNLIKELIEST
 from nanokv.serve.messages import MOST_TOOLS, NAME, ROLES
@@ -136,8 +136,10 @@ def only(nothing: tuple) -> dict:
 
 def ranged(name: str) -> dict:
     """The range in which a number is accepted."""
-    kind, low, high, words = RANGES[name]
-    return {"type": "integer" if kind is int else "number", "minimum": low, "maximum": high, "description": words}
+    wanted = RANGES[name]
+    least = wanted.low if wanted.also is None else min(wanted.low, wanted.also)
+    kind = "integer" if wanted.kind is int else "number"
+    return {"type": kind, "minimum": least, "maximum": wanted.high, "description": wanted.words}
 
 
 def seed() -> dict:

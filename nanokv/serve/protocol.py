@@ -8,7 +8,7 @@ import json
 import logging
 from dataclasses import dataclass, field
 
-from nanokv.decoding.sample import check_sampling
+from nanokv.decoding.ranges import check_sampling
 from nanokv.errors import GenerationError
 from nanokv.serve.errors import ApiError
 from nanokv.serve.fields import equal, integer, kind, needed, say, whole_numbers

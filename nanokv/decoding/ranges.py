@@ -1,0 +1,78 @@
+"""The settings of sampling: what each may be, in one table.
+
+The command line, `nanokv batch`, the library and the server read it, so all of them accept the same
+values. It needs no torch, because `--help` reads it.
+
+    check_sampling(temperature=0.7, top_k=20)       GenerationError that names the first value out of its range
+"""
+
+from typing import NamedTuple
+
+from nanokv.errors import GenerationError
+
+
+class Range(NamedTuple):
+    """What one setting may be."""
+
+    kind: type  # int, or float: then whole numbers are right too
+    low: float
+    high: float
+    words: str  # what is allowed, after "it must be"
+    also: float | None = None  # one more value, outside of low … high
+    help: str = ""  # what the setting does, for --help
+
+    def holds(self, value: object) -> bool:
+        """Whether a value is allowed. True and False are no numbers; NaN is in no range."""
+        allowed = (int,) if self.kind is int else (int, float)
+        if isinstance(value, bool) or not isinstance(value, allowed):
+            return False
+        return value == self.also or self.low <= value <= self.high
+
+
+INT64, UINT64 = 2**63 - 1, 2**64 - 1  # the largest that torch takes
+COUNT = Range(int, 1, INT64, "an integer ≥ 1")
+RANGES = {
+    "temperature": Range(
+        float, 1e-30, 1e6, "0 (always the likeliest token) or a number from 1e-30 to 1,000,000", also=0,
+        help="0 = greedy: always the most probable token",
+    ),  # logits divided by less than 1e-30 leave fp32's range
+    "top_k": Range(
+        int, -1, INT64, "an integer ≥ 0 (0 = off; so is -1)", help="sample from the K most probable tokens; 0 = all"
+    ),
+    "top_p": Range(
+        float, 0.0, 1.0, "a number from 0 to 1 (1 = off)",
+        help="sample from the fewest tokens whose probabilities reach P; 1 = all",
+    ),
+    "min_p": Range(
+        float, 0.0, 1.0, "a number from 0 to 1 (0 = off)", help="drop tokens below P × the best probability; 0 = none"
+    ),
+    "repetition_penalty": Range(
+        float, 1e-6, 1e6, "a number from 0.000001 to 1,000,000 (1 = off)",
+        help="divide the logits of tokens seen before; 1 = off",
+    ),
+    "max_new_tokens": COUNT._replace(help="stop after this many tokens"),
+    "seed": Range(
+        int, -(2**63), UINT64, "an integer from -2^63 to 2^64 - 1 (-1: drawn)",
+        help="makes a sampled run repeatable; drawn and printed when not given, or -1",
+    ),
+    "top_logprobs": Range(int, 0, INT64, "an integer ≥ 0 (0 = off)"),
+    "max_ngram": COUNT,  # these three: speculative.py
+    "tokens": COUNT,
+    "layers": COUNT,
+}  # fmt: skip
+
+
+def check_sampling(**values: object) -> None:
+    """Raises GenerationError that names the first value out of its range, and the range."""
+    for name, value in values.items():
+        if not RANGES[name].holds(value):
+            raise GenerationError(f"{name} is {value!r}: it must be {RANGES[name].words}")
+
+
+def chosen_seed(seed: int | None) -> int | None:
+    """The 64 bits that a seed stands for, without a sign. None: one is to be drawn, which -1 asks
+    for too, as in vLLM and llama.cpp."""
+    if seed is None:
+        return None
+    check_sampling(seed=seed)
+    return None if seed == -1 else seed % 2**64
