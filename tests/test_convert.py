@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import nanokv
 from gguf_files import write_gguf
@@ -43,6 +43,22 @@ def test_transformers_opens_the_folder_and_gives_our_logits(convert, gguf_file, 
     again = nanokv.Tokenizer.from_folder(out)
     assert again.encode("My name is Zorbla.") == tokenizer.encode("My name is Zorbla.")
     assert again.chat_template == tokenizer.chat_template
+
+
+def test_all_templates_are_kept_and_none_of_the_model_that_was_here(convert, tmp_path, monkeypatch):
+    monkeypatch.setenv("NANOKV_CACHE", str(tmp_path / "cache"))
+    write_tokenizer(tmp_path)
+    reference = tiny_reference(model_type="llama", head_dim=None, vocab_size=320)
+    changes = [("tokenizer.chat_template.tool_use", "t")]
+    named = write_gguf(tmp_path / "named.gguf", reference, tmp_path, changes=changes)
+    out = tmp_path / "new"
+    (out / "additional_chat_templates").mkdir(parents=True)
+    (out / "additional_chat_templates" / "rag.jinja").write_text("of another model")
+    (out / "config.json").write_text("{}")
+    assert convert(named, out)[0] == 2 and convert(named, out, "--force")[0] == 0
+    templates = nanokv.Tokenizer.from_folder(out).chat_templates
+    assert list(templates) == ["default", "tool_use"] and templates["tool_use"] == "t"
+    assert AutoTokenizer.from_pretrained(out).chat_template == templates
 
 
 @pytest.mark.parametrize(("source", "dtype"), [("tiny", "bfloat16"), ("gguf", "bfloat16")])

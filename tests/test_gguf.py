@@ -117,6 +117,19 @@ def test_tokenizer_and_template_are_those_that_were_written(make, tmp_path):
     assert tokenizer.control_ids == own.control_ids and tokenizer.eos_token == "<|im_end|>"
 
 
+def test_all_templates_of_a_file(make):
+    """Named ones stand in keys of their own, a list of their names beside them."""
+    named = ("tokenizer.chat_template.tool_use", "t{{ tools }}"), ("tokenizer.chat_template.rag", "r")
+    _, path = make(changes=[*named, ("tokenizer.chat_templates", ["tool_use", "rag"])])
+    _, tokenizer = nanokv.load(path)
+    assert list(tokenizer.chat_templates) == ["default", "tool_use", "rag"]
+    messages = [{"role": "user", "content": "hi"}]
+    assert tokenizer.render(messages, [{"a": 1}]) == "t[{'a': 1}]" and tokenizer.render(messages, None, False) != "r"
+    assert tokenizer.render(messages, chat_template="rag") == "r"
+    _, path = make(changes=[*named, ("tokenizer.chat_template", None)])
+    assert list(nanokv.load(path)[1].chat_templates) == ["tool_use", "rag"]
+
+
 BOS = ("tokenizer.ggml.bos_token_id", 1)
 
 
@@ -179,6 +192,7 @@ def test_without_a_folder_that_can_be_written(make, monkeypatch, tmp_path):
     ("llama.embedding_length", 32, "has shape"), ("tokenizer.ggml.eos_token_id", 999, "999"),
     ("tokenizer.ggml.tokens", ["a", "b", "c"], "token types"), ("tokenizer.ggml.merges", ["q z"], "merge"),
     ("tokenizer.ggml.token_type", None, "token_type"), ("tokenizer.chat_template", 7, "chat_template"),
+    ("tokenizer.chat_template.rag", 7, r"chat_template\.rag"),
     ("tokenizer.ggml.add_bos_token", 1, "add_bos_token"), ("general.alignment", 12, "general.alignment"),
 ])  # fmt: skip
 def test_what_is_not_implemented_or_contradicts_itself_is_refused_by_name(key, value, words, make):

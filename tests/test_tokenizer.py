@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nanokv
-from nanokv.errors import TokenizerError
+from nanokv.errors import TemplateError, TokenizerError
 from nanokv.text.tokenizer import LONG_TEXT, StreamDecoder, Tokenizer
 
 pytestmark = pytest.mark.sampled
@@ -256,6 +256,92 @@ def test_chat_template_file_wins(small_folder, tmp_path):
         (tmp_path / file).write_bytes((small_folder / file).read_bytes())
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}{{ eos_token }}")
     assert Tokenizer.from_folder(tmp_path).render([{"role": "user", "content": "hi"}]) == "hi<|im_end|>"
+
+
+# --- several chat templates -------------------------------------------------------------------------------------------
+
+TURN = [{"role": "user", "content": "hi"}]
+TOOLS = [{"type": "function", "function": {"name": "tide", "parameters": {"type": "object", "properties": {}}}}]
+NAMED = {"default": "d{{ messages[0].content }}", "tool_use": "t{{ tools }}", "rag": "r{{ documents }}"}
+
+
+def listed(*names):
+    return [{"name": name, "template": NAMED[name]} for name in names]
+
+
+def filed(*names):
+    """{path: text}, as transformers writes them."""
+    paths = {"default": "chat_template.jinja"}
+    return {paths.get(name, f"additional_chat_templates/{name}.jinja"): NAMED[name] for name in names}
+
+
+STORED = {  # chat_template of tokenizer_config.json, files
+    "one": (NAMED["default"], {}),
+    "a list": (listed("default", "tool_use", "rag"), {}),
+    "a list of one": (listed("default"), {}),
+    "a list without a default": (listed("tool_use", "rag"), {}),
+    "files": (None, filed("default", "tool_use", "rag")),
+    "files beside another list": (listed("default", "rag"), filed("tool_use")),
+    "a file beside a list": (listed("tool_use", "rag"), filed("default")),
+    "a file named default": (None, {"additional_chat_templates/default.jinja": NAMED["default"]}),
+}
+
+
+@pytest.fixture(params=STORED.values(), ids=STORED)
+def stored(request, small_folder, tmp_path):
+    config, files = request.param
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "tokenizer.json").write_bytes((small_folder / "tokenizer.json").read_bytes())
+    fields = {"tokenizer_class": "PreTrainedTokenizerFast"} | ({"chat_template": config} if config else {})
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(fields))
+    for path, text in files.items():
+        (tmp_path / path).write_text(text)
+    return tmp_path
+
+
+@pytest.mark.parametrize("tools", [None, [], TOOLS], ids=["no tools", "[]", "tools"])
+@pytest.mark.parametrize("name", [None, *NAMED, "{{ messages|length }}"])
+def test_the_template_that_transformers_takes(stored, name, tools):
+    """And where it takes none, or takes a name that is not there for the template itself, ours says which there are."""
+    reference, ours = transformers.AutoTokenizer.from_pretrained(stored), Tokenizer.from_folder(stored)
+    try:
+        expected = reference.apply_chat_template(TURN, tools, chat_template=name, tokenize=False)
+    except ValueError as error:
+        assert "no default specified" in str(error)
+        expected = name = None
+    if name == expected:  # theirs is either refused, or the name itself as a text
+        with pytest.raises(TemplateError, match=", ".join(f'"{one}"' for one in ours.chat_templates)):
+            ours.template(name, tools)
+    else:
+        assert ours.template(name, tools).render(TURN, tools, add_generation_prompt=False) == expected
+
+
+def test_all_templates_are_written(stored, tmp_path):
+    own = Tokenizer.from_folder(stored)
+    (tmp_path / "new").mkdir()
+    own.write_files(tmp_path / "new")
+    assert Tokenizer.from_folder(tmp_path / "new").chat_templates == own.chat_templates
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "new").chat_template
+    assert ({"default": theirs} if isinstance(theirs, str) else theirs) == own.chat_templates
+
+
+def test_the_template_of_a_tokenizer(stored):
+    own = Tokenizer.from_folder(stored)
+    assert own.chat_template == own.chat_templates.get("default", NAMED["tool_use"])
+    own.chat_template = "other"
+    assert own.render(TURN) == "other" and own.chat_templates == {"default": "other"}
+    own.chat_template = None
+    with pytest.raises(TemplateError, match="no chat template"):
+        own.render(TURN)
+
+
+def test_more_templates_than_a_checkpoint_has(small_folder, tmp_path):
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "tokenizer.json").write_bytes((small_folder / "tokenizer.json").read_bytes())
+    for number in range(33):
+        (tmp_path / "additional_chat_templates" / f"{number}.jinja").write_text("x")
+    with pytest.raises(TokenizerError, match="33 chat templates, at most 32"):
+        Tokenizer.from_folder(tmp_path)
 
 
 def test_a_long_text_has_the_ids_of_its_usual_call(monkeypatch):

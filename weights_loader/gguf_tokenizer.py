@@ -117,10 +117,23 @@ def token_names(found: GgufFile, tokens: list[str]) -> dict[str, Any]:
     for key, name in SPECIAL.items():
         if (id := token_id(found, key, len(tokens))) is not None:
             names[f"{name}_token"] = tokens[id]
-    template = found.metadata.get("tokenizer.chat_template")
-    if template is not None and not isinstance(template, str):
-        raise CheckpointError(f"{found.path}: tokenizer.chat_template is no text")
-    return names if template is None else names | {"chat_template": template}
+    templates = chat_templates(found)
+    return names | {"chat_template": templates} if templates else names
+
+
+def chat_templates(found: GgufFile) -> str | list[dict]:
+    """tokenizer.chat_template, and those with names: tokenizer.chat_template.tool_use. As tokenizer_config.json has it.
+    """
+    key = "tokenizer.chat_template"
+    for name, value in found.metadata.items():
+        if (name == key or name.startswith(f"{key}.")) and not isinstance(value, str):
+            raise CheckpointError(f"{found.path}: {quote(name)} is no text")
+    named = {name[len(key) + 1 :]: text for name, text in found.metadata.items() if name.startswith(f"{key}.")}
+    default = found.metadata.get(key, "")
+    if not named:
+        return default
+    named = {"default": default} | named if default else named
+    return [{"name": name, "template": text} for name, text in named.items()]
 
 
 def token_id(found: GgufFile, key: str, count: int) -> int | None:

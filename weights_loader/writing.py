@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
 CHECKPOINT = ("config.json", "generation_config.json", names.SINGLE, names.INDEX)
-TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "additional_chat_templates")
 
 
 @contextmanager
@@ -47,10 +47,18 @@ def new_files(folder: str | os.PathLike, files: Iterable[str], force: bool = Fal
         for name in {*files, *os.listdir(temporary)}:
             if (temporary / name).exists():
                 os.replace(temporary / name, folder / name)
-            else:
-                (folder / name).unlink(missing_ok=True)  # of the model that was here
+            else:  # of the model that was here
+                remove(folder / name)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def remove(path: Path) -> None:
+    """A file or a folder, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def write_checkpoint(folder: Path, config: dict, state_dict: dict[str, "torch.Tensor"],

@@ -6,6 +6,7 @@ token. Not here: training a tokenizer (nanokv.training).
 """
 
 import codecs
+import functools
 import os
 from collections.abc import Mapping, Set
 from pathlib import Path
@@ -13,11 +14,12 @@ from typing import Any
 
 import tokenizers
 
-from nanokv.errors import TemplateError, TokenizerError, foreign
+from nanokv.errors import TokenizerError, foreign
+from nanokv.text import chat_templates
 from nanokv.text.ids import Ids, id_list
 from nanokv.text.template import ChatTemplate
 from nanokv.text.tokenizer_file import read_backend, write_tokenizer
-from weights_loader.strict import read_bytes, read_object
+from weights_loader.strict import read_object
 
 
 def _byte_alphabet():
@@ -35,7 +37,7 @@ class Tokenizer:
     """Ids are 0 … vocab_size-1; `special_tokens` are the added tokens, which text can contain literally."""
 
     def __init__(self, backend: tokenizers.Tokenizer, names: Mapping[str, str] | None = None,
-                 chat_template: str | None = None, rows: int = 0, config: dict | None = None,
+                 chat_template: str | Mapping[str, str] | None = None, rows: int = 0, config: dict | None = None,
                  last_id: int | None = None):  # fmt: skip
         backend.no_truncation()
         backend.no_padding()
@@ -48,14 +50,13 @@ class Tokenizer:
         self.vocab_size = last_id + 1
         self.rows = max(rows, self.vocab_size)  # the embedding may be padded: Qwen3-0.6B has 151,936 rows, 151,669 ids
         self.names = dict(names or {})  # {"eos_token": "<|im_end|>", …}, what the template sees
-        self.chat_template = chat_template
+        self.chat_template = chat_template  # type: ignore[assignment]  # several by name, or one
         self.config = dict(config or {})  # tokenizer_config.json, for write_files
-        self._compiled: ChatTemplate | None = None
         self._added_ids = frozenset(added)
 
     @classmethod
     def from_folder(cls, path: str | os.PathLike, rows: int | None = None) -> "Tokenizer":
-        """Reads tokenizer.json, tokenizer_config.json and chat_template.jinja; TokenizerError names what is wrong.
+        """Reads tokenizer.json, tokenizer_config.json and the chat templates; TokenizerError names what is wrong.
 
         rows: of the embedding; None asks config.json, where there is one.
         """
@@ -65,12 +66,22 @@ class Tokenizer:
         if rows is None:
             rows = _json_object(folder / "config.json").get("vocab_size", 0)
             rows = rows if type(rows) is int else 0
-        return cls(backend, _token_names(config), _chat_template(folder, config), rows, config, last_id)
+        templates = chat_templates.read_templates(folder, config)
+        return cls(backend, _token_names(config), templates, rows, config, last_id)
 
     def __repr__(self) -> str:
         template = "a chat template" if self.chat_template else "no chat template"
         eos = repr(self.eos_token)[:30]
         return f"<Tokenizer: {self.vocab_size:,} ids, {len(self.control_ids)} control tokens, {template}, eos {eos}>"
+
+    @property
+    def chat_template(self) -> str | None:
+        """The one called default, or where none is the first; None for a base model. All: `chat_templates`."""
+        return self.chat_templates.get(chat_templates.DEFAULT) or next(iter(self.chat_templates.values()), None)
+
+    @chat_template.setter
+    def chat_template(self, value: str | Mapping[str, str] | None) -> None:
+        self.chat_templates = {chat_templates.DEFAULT: value} if isinstance(value, str) else dict(value or {})
 
     @property
     def eos_token(self) -> str | None:
@@ -147,20 +158,22 @@ class Tokenizer:
             return token.encode()
 
     def render(self, messages: list[dict], tools: list[dict] | None = None, add_generation_prompt: bool = True,
-               **template_kwargs: Any) -> str:  # fmt: skip
-        """Messages → prompt text by the checkpoint's own template, e.g. enable_thinking=False; TemplateError."""
-        if self.chat_template is None:
-            raise TemplateError("this tokenizer has no chat template: it belongs to a base model",
-                                "encode plain text instead, or use a chat checkpoint")  # fmt: skip
-        if self._compiled is None:
-            self._compiled = ChatTemplate(self.chat_template, self.names)
-        return self._compiled.render(messages, tools, add_generation_prompt, **template_kwargs)
+               chat_template: str | None = None, **template_kwargs: Any) -> str:  # fmt: skip
+        """Messages → prompt text by the checkpoint's own template, e.g. enable_thinking=False; TemplateError.
 
+        chat_template: one of `chat_templates` by name, or a source; default: tool_use with tools, if there is one.
+        """
+        template = self.template(chat_template, tools)
+        return template.render(messages, tools, add_generation_prompt, **template_kwargs)
+
+    def template(self, choice: str | None = None, tools: list[dict] | None = None) -> ChatTemplate:
+        """The template that such a conversation gets."""
+        return _compiled(chat_templates.pick(self.chat_templates, choice, tools), tuple(self.names.items()))
 
     def write_files(self, folder: str | os.PathLike) -> None:
-        """tokenizer.json, tokenizer_config.json and the chat template into a folder, as `from_folder` reads them."""
+        """tokenizer.json, tokenizer_config.json and the chat templates into a folder, as `from_folder` reads them."""
         fields = {"tokenizer_class": "PreTrainedTokenizerFast"} | self.config | self.names
-        write_tokenizer(Path(folder), self.backend, fields, self.chat_template)
+        write_tokenizer(Path(folder), self.backend, fields, self.chat_templates)
 
 
 class StreamDecoder:
@@ -183,6 +196,11 @@ class StreamDecoder:
         tail = self._decoder.decode(b"", final=True)
         self._decoder.reset()
         return tail
+
+
+@functools.lru_cache(maxsize=8)
+def _compiled(source, names):
+    return ChatTemplate(source, dict(names))
 
 
 def _bad_character(text):
@@ -209,19 +227,3 @@ def _token_names(config):
         if isinstance(token, str):
             names[name] = token
     return names
-
-
-def _chat_template(folder, config):
-    """chat_template.jinja wins over tokenizer_config.json; of several named templates the one called default."""
-    if (folder / "chat_template.jinja").is_file():
-        try:
-            return read_bytes(folder / "chat_template.jinja", TokenizerError).decode("utf-8")
-        except UnicodeError as error:
-            raise TokenizerError(f"{folder / 'chat_template.jinja'} cannot be read: {error}") from error
-    template = config.get("chat_template")
-    if isinstance(template, list):
-        named = [entry for entry in template if isinstance(entry, dict)]
-        template = next((entry.get("template") for entry in named if entry.get("name") == "default"), None)
-    if template is not None and not isinstance(template, str):
-        raise TokenizerError(f"chat_template in {folder} is a {type(template).__name__}, not text")
-    return template

@@ -8,11 +8,13 @@ Not here: what the ids mean (nanokv.text.tokenizer).
 
 import itertools
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import tokenizers
 
 from nanokv.errors import TokenizerError, foreign
+from nanokv.text.chat_templates import DEFAULT, FILE, templates_in
 from weights_loader.strict import parse_object, quote, read_bytes
 
 MOST_STEPS = 8  # in a Sequence; the longest published one (DeepSeek-V3) has 4
@@ -60,12 +62,17 @@ def read_backend(path: Path) -> tuple[tokenizers.Tokenizer, int]:
     return backend, max(ids, default=-1)
 
 
-def write_tokenizer(folder: Path, backend: tokenizers.Tokenizer, config: dict, chat_template: str | None = None):
-    """The three files that make a tokenizer in Hugging Face's form; a template that is not in `config` gets its own."""
+def write_tokenizer(folder: Path, backend: tokenizers.Tokenizer, config: dict,
+                    templates: Mapping[str, str] | None = None) -> None:  # fmt: skip
+    """The files that make a tokenizer in Hugging Face's form. Of templates that are not in `config`, given as {name:
+    source}, a single one gets a file of its own, several stand in the config as a list."""
     (folder / "tokenizer.json").write_text(backend.to_str(pretty=True), encoding="utf-8")
-    if chat_template is not None and config.get("chat_template") != chat_template:
+    if templates is not None and templates != templates_in(config, folder):
         config = {name: value for name, value in config.items() if name != "chat_template"}
-        (folder / "chat_template.jinja").write_text(chat_template, encoding="utf-8", newline="")
+        if list(templates) == [DEFAULT]:
+            (folder / FILE).write_text(templates[DEFAULT], encoding="utf-8", newline="")
+        elif templates:
+            config["chat_template"] = [{"name": name, "template": text} for name, text in templates.items()]
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 

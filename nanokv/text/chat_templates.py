@@ -1,0 +1,74 @@
+"""The chat templates of a checkpoint, by name, and the one that a conversation gets.
+
+Files, names and choice are those of transformers (5.23: tokenization_utils_base.py, `from_pretrained` and
+`get_chat_template`).
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nanokv.errors import TemplateError, TokenizerError
+from weights_loader.strict import quote, read_bytes
+
+DEFAULT, TOOL_USE = "default", "tool_use"
+FILE, FOLDER = "chat_template.jinja", "additional_chat_templates"
+MOST = 32  # templates of one checkpoint; Command R+ has 3
+
+
+def read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """{name: source}: of chat_template.jinja and additional_chat_templates/, else of tokenizer_config.json."""
+    paths = {DEFAULT: folder / FILE} if (folder / FILE).is_file() else {}
+    paths |= {path.stem: path for path in sorted((folder / FOLDER).glob("*.jinja"))}
+    if len(paths) > MOST:
+        raise TokenizerError(f"{folder} has {len(paths):,} chat templates, at most {MOST} are read")
+    return {name: read_template(path) for name, path in paths.items()} or templates_in(config, folder)
+
+
+def read_template(path: Path) -> str:
+    """The source in a file."""
+    try:
+        return read_bytes(path, TokenizerError, FILE).decode("utf-8")
+    except UnicodeError as error:
+        raise TokenizerError(f"{path} cannot be read: {error}") from error
+
+
+def templates_in(config: Mapping[str, Any], folder: Path) -> dict[str, str]:
+    """Those of tokenizer_config.json: `chat_template` is a text, or a list of {"name": …, "template": …}."""
+    found = config.get("chat_template")
+    if isinstance(found, list):
+        named = [entry for entry in found if isinstance(entry, dict) and isinstance(entry.get("name"), str)]
+        found = {entry["name"]: entry.get("template") for entry in named[:MOST]}
+    if isinstance(found, str):
+        found = {DEFAULT: found}
+    if found is not None and not (isinstance(found, dict) and all(isinstance(one, str) for one in found.values())):
+        raise TokenizerError(f"chat_template in {folder} is a {type(found).__name__}, not text")
+    return found or {}
+
+
+def pick(templates: Mapping[str, str], choice: str | None = None, tools: Any = None) -> str:
+    """The source of `choice`, a name or itself a source; without one tool_use where tools are given, else default."""
+    if choice is not None:
+        return chosen(templates, choice)
+    if not templates:
+        raise TemplateError("this tokenizer has no chat template: it belongs to a base model",
+                            "encode plain text instead, or use a chat checkpoint")  # fmt: skip
+    name = TOOL_USE if tools is not None and TOOL_USE in templates else DEFAULT
+    if name not in templates:
+        raise TemplateError(f"none of this tokenizer's chat templates is the default: {names(templates)}",
+                            "choose one by its name: chat_template=…, --chat-template")  # fmt: skip
+    return templates[name]
+
+
+def chosen(templates: Mapping[str, str], choice: str) -> str:
+    """The template of that name. What is no name is a source if it could be one."""
+    if choice in templates:
+        return templates[choice]
+    if "{" not in choice:
+        raise TemplateError(f"no chat template {quote(choice)}: there is {names(templates) or 'none'}")
+    return choice
+
+
+def names(templates: Mapping[str, str]) -> str:
+    """For messages."""
+    return ", ".join(map(quote, templates))
