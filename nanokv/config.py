@@ -18,6 +18,7 @@ from typing import Any
 
 from nanokv.errors import ConfigError
 from weights_loader import families, names
+from weights_loader.neutral import ALWAYS, is_off
 from weights_loader.strict import CheckpointError, CheckpointWarning, read_object
 
 POSITIONS = 100_000_000  # the most positions that are plausible; names.SIZES has the other sizes
@@ -48,13 +49,6 @@ SOME = {  # fields that change the maths, with the values that this model implem
     "add_cross_attention": (False,),
     "pruned_heads": ({},),
 }
-# Names of what every family here has: RoPE on whole heads, causal attention, RMSNorm, SwiGLU.
-ALWAYS = re.compile(
-    "(use_|is_|apply_|has_)?(rope|rotary|rotary_(pos_|position_)?emb(edding)?s?|causal(_mask|_attention)?|"
-    "rms_?norm|swiglu|glu|gated_mlp|yarn_scaling)"
-)
-# Names of numbers that multiply something: 1 changes nothing, and 0 does.
-MULTIPLIERS = re.compile("(.*_)?(multiplier|scale|scaling|factor|pct|percent|percentage|fraction|temperature)")
 QUANTIZED = re.compile("(quantization|compression)(_config)?")  # the tensors are no plain numbers
 HARMLESS = frozenset(  # sampling, training, labels and bookkeeping: the logits do not depend on them
     """
@@ -379,18 +373,6 @@ def _values_of_family(fields: dict, family: families.Family) -> dict[str, tuple]
     if not family.window_switch:
         values["sliding_window"] = (None,)
     return values
-
-
-def is_off(name: str, value: object) -> bool:
-    """Does this field, which no table has, leave the maths as they are? False, 0, null and what is empty do, but a
-    number that multiplies must be 1, and what every family has must not be switched off."""
-    if value is None:
-        return True
-    if ALWAYS.fullmatch(name):
-        return value is True
-    if MULTIPLIERS.fullmatch(name) and isinstance(value, int | float) and not isinstance(value, bool):
-        return value == 1
-    return not value
 
 
 def _refuse_unknown(name: str, value: object, family: families.Family):

@@ -3,13 +3,18 @@ transformers' own GGUF reader; that of tokenizers and templates is llama.cpp (te
 """
 
 import json
+import math
 import os
 import struct
+import unicodedata
 from pathlib import Path
 
 import gguf
 import pytest
+import tokenizers
 import torch
+from transformers import AutoModelForCausalLM, CohereTokenizer, GPT2Tokenizer
+from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 import nanokv
@@ -19,7 +24,7 @@ from nanokv.errors import NanoKVError
 from nanokv.inference import score
 from oracle import gap, random_ids, reference_logits, tiny_reference
 from tiny_checkpoint import write_tokenizer
-from weights_loader import CheckpointError
+from weights_loader import CheckpointError, gguf_rules
 from weights_loader.gguf_file import GgufFile, read_gguf
 from weights_loader.gguf_tokenizer import generation_config, tokenizer_files
 
@@ -182,10 +187,20 @@ def test_without_a_folder_that_can_be_written(make, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(("key", "value", "words"), [
     ("split.count", 3, "one of 3 files"), ("tokenizer.ggml.model", "llama", "byte-level BPE"),
-    ("tokenizer.ggml.pre", "tekken", "tekken"), ("tokenizer.ggml.pre", None, "tokenizer.ggml.pre"),
+    ("tokenizer.ggml.pre", "kimi-k2", "kimi-k2"), ("tokenizer.ggml.pre", "default", "default"),
+    ("tokenizer.ggml.pre", None, "tokenizer.ggml.pre"),
     ("llama.attention.sliding_window", 4096, "sliding_window"), ("llama.expert_count", 8, "mixture of experts"),
     ("llama.logit_scale", 0.5, "logit_scale"), ("llama.rope.dimension_count", 8, "rope.dimension_count"),
     ("llama.attention.value_length", 64, "value_length"), ("llama.rope.scaling.type", "linear", "linear"),
+    ("llama.rope.scaling.factor", 2.0, "linear.*2.0"), ("llama.rope.scale_linear", 2.0, "linear.*2.0"),
+    ("llama.rope.scaling.type", "longrope", "longrope"), ("llama.rope.scaling.attn_factor", 0.9, "attn_factor 0.9"),
+    ("llama.rope.scaling.yarn_attn_factor", 0.9, "attn_factor 0.9"), ("llama.rope.scaling.attn_factor", 1, "numbers"),
+    ("llama.rope.scaling.yarn_log_multiplier", 0.1, "yarn_log_multiplier"),
+    ("llama.rope.scaling.yarn_ext_factor", 0.5, "yarn_ext_factor"), ("llama.attention.causal", False, "causal"),
+    ("llama.attention.scale", 0.5, "attention.scale"), ("llama.expert_weights_scale", 2.5, "expert_weights_scale"),
+    ("llama.expert_gating_func", 2, "expert_gating_func"), ("llama.expert_shared_count", 1, "expert_shared_count"),
+    ("llama.attn_logit_softcapping", 50.0, "softcapping"), ("llama.nextn_predict_layers", 1, "nextn"),
+    ("llama.use_parallel_residual", True, "use_parallel_residual"), ("llama.something_new", 1, "something_new"),
     ("llama.vocab_size", 7, "vocab_size"), ("llama.attention.head_count", [4, 4, 4], "head_count"),
     ("llama.context_length", None, "max_position_embeddings is missing"),
     ("llama.block_count", 4, "tensors are missing"), ("llama.block_count", 2, "does not ask for"),
@@ -201,6 +216,154 @@ def test_what_is_not_implemented_or_contradicts_itself_is_refused_by_name(key, v
     with pytest.raises((CheckpointError, NanoKVError), match=words) as caught:
         nanokv.load(path)
     assert "\n" not in str(caught.value)
+
+
+READ_BY_NOBODY = [
+    ("llama.pooling_type", 3), ("llama.attention.causal", True), ("llama.tensor_data_layout", "Meta AI original pth"),
+    ("llama.classifier.output_labels", ["yes", "no"]), ("llama.decoder_start_token_id", 1), ("llama.expert_count", 0),
+    ("llama.expert_used_count", 0), ("llama.expert_weights_scale", 1.0), ("llama.expert_weights_norm", True),
+    ("llama.expert_gating_func", 1), ("llama.expert_shared_count", 0), ("llama.attention.sliding_window", 0),
+    ("llama.leading_dense_block_count", 0), ("llama.nextn_predict_layers", 0), ("llama.logit_scale", 0.0),
+    ("llama.attn_logit_softcapping", 0.0), ("llama.attention.scale", 0.0), ("llama.use_parallel_residual", False),
+    ("llama.rope.scaling.type", "none"), ("llama.rope.scaling.factor", 1.0), ("llama.rope.scaling.finetuned", True),
+    ("llama.rope.scaling.attn_factor", 1.0), ("llama.rope.scaling.yarn_ext_factor", 1.0), ("general.anything", [1, 2]),
+    ("quantize.imatrix.file", "x.dat"), ("general.quantization_version", 2), ("mradermacher.quantize_version", "2"),
+]  # fmt: skip
+
+
+def test_keys_that_generation_does_not_read_change_nothing(make):
+    reference, path = make(changes=READ_BY_NOBODY)
+    ids = random_ids(1, 2, 40, 320)
+    assert gap(score(nanokv.load(path)[0], ids), reference_logits(reference, ids)) <= 1e-5
+
+
+@pytest.mark.parametrize(("changes", "factor"), [
+    ([], None), ([("qwen3.rope.scaling.attn_factor", 0.8782488562869419)], 1.0),
+    ([("qwen3.rope.scaling.yarn_attn_factor", 0.8782488562869419)], 1.0),
+    ([("qwen3.rope.scaling.attn_factor", 0.5)], 0.5 * (0.1 * math.log(4) + 1)),
+    ([("qwen3.rope.scaling.yarn_beta_fast", 16.0), ("qwen3.rope.scaling.yarn_beta_slow", 2.0)], None),
+])  # fmt: skip
+def test_yarn_of_a_file_is_yarn_of_a_config(changes, factor, make):
+    """attn_factor multiplies 0.1 ln 4 + 1, as in llama.cpp; the context is factor × original."""
+    reference, path = make("yarn", changes=changes)
+    betas = {"beta_fast": 16.0, "beta_slow": 2.0} if factor is None and changes else {}
+    rope = reference.config.rope_parameters | ({"attention_factor": factor} if factor else {}) | betas
+    told = AutoModelForCausalLM.from_config(type(reference.config)(**reference.config.to_dict() | {
+        "rope_parameters": dict(rope)})).eval()  # fmt: skip
+    told.load_state_dict(reference.state_dict())
+    model, _ = nanokv.load(path)
+    assert model.config.max_position_embeddings == 512
+    ids = random_ids(1, 2, 300, 320)
+    assert gap(score(model, ids), reference_logits(told, ids)) <= 1e-5
+
+
+# --- which file is one ------------------------------------------------------------------------------------------------
+
+
+def test_a_file_is_known_by_its_first_bytes(make, tmp_path):
+    """ollama's blobs have no suffix; a link may have any name."""
+    _, path = make("qwen3")
+    expected = nanokv.load(path)[0].state_dict()
+    blob = tmp_path / "blobs" / ("sha256-" + "0123456789abcdef" * 4)
+    blob.parent.mkdir()
+    path.rename(blob)
+    (tmp_path / "link.bin").symlink_to(blob)
+    for place in (blob, tmp_path / "link.bin"):
+        model, tokenizer = nanokv.load(place)
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
+        assert tokenizer.render([{"role": "user", "content": "hi"}])
+        assert weights_loader.config_file(place).name == "config.json"
+
+
+def test_a_folder_with_one_file_stands_for_it(make, tmp_path):
+    _, path = make("qwen3")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    path.rename(folder / "a.gguf")
+    (folder / "mmproj-a.gguf").write_bytes(b"GGUF")
+    assert nanokv.load(folder)[0].config.model_type == "qwen3"
+    (folder / "b.gguf").write_bytes(b"GGUF")
+    with pytest.raises(CheckpointError, match=r"no config\.json: it has a\.gguf, b\.gguf") as caught:
+        nanokv.load(folder)
+    assert str(folder / "a.gguf") in caught.value.hint
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "notes.txt"])
+def test_another_file_is_refused_and_its_folder_named(name, tmp_path):
+    (tmp_path / name).write_bytes(bytes(64))
+    with pytest.raises(CheckpointError, match=f"{name} is a file, not a model folder, and no GGUF file") as caught:
+        nanokv.load(tmp_path / name)
+    assert "config.json" in caught.value.hint
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError) as caught:
+        nanokv.load(tmp_path / name)
+    assert caught.value.hint == f"the model is its folder: {tmp_path}"
+
+
+def test_a_file_of_that_name_that_is_none(tmp_path):
+    (tmp_path / "x.gguf").write_bytes(bytes(64))
+    with pytest.raises(CheckpointError, match=r"x\.gguf is no GGUF file"):
+        nanokv.load(tmp_path / "x.gguf")
+
+
+def test_what_stands_behind_the_colon_of_a_hub_name():
+    with pytest.raises(CheckpointError, match=r'"owner/name:Q4_K_M"') as caught:
+        weights_loader.resolve("owner/name:Q4_K_M")
+    assert caught.value.hint == "owner/name:FILE.gguf"
+
+
+# --- how a text is cut ------------------------------------------------------------------------------------------------
+
+TEXTS = [
+    "Hello world  twice\n\n \t x", "I'll SAY'S it's we'VE 12 345678 ²٣ 1st",
+    "def f(x):\n    return x**2  # 'comment'\r\n", "e\u0301 \u00e9 naïve CamelCaseWORDS 世界你好 हिन्दी में שלום 🙂🧑",
+    "a/b/c// ...\n//\n!?\n", "\r\n  \n x\u3000y\u00a0z",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", gguf_rules.RULES)
+def test_every_rule_is_one_that_a_tokenizer_json_may_have(name, make):
+    _, path = make(changes=[("tokenizer.ggml.pre", name)])
+    _, tokenizer = nanokv.load(path)
+    for text in TEXTS:
+        assert tokenizer.decode(tokenizer.encode(text)) == (unicodedata.normalize("NFC", text) if
+                                                            gguf_rules.RULES[name].nfc else text)  # fmt: skip
+
+
+def cuts(steps, text: str) -> list[str]:
+    """The pieces of a text, their bytes as printable characters."""
+    steps = {"type": "Sequence", "pretokenizers": list(steps)}
+    model = {"type": "BPE", "vocab": {}, "merges": []}
+    fields = {"version": "1.0", "added_tokens": [], "pre_tokenizer": steps, "model": model}
+    library = tokenizers.Tokenizer.from_str(json.dumps(fields))
+    return [piece for piece, _ in library.pre_tokenizer.pre_tokenize_str(text)]
+
+
+def test_rules_are_those_of_transformers():
+    """Its own table of names and regexes; and the classes of GPT-2 and Command-R for the rules that have none."""
+    for name, regex in GGUF_PRE_TOKENIZER_SPLITS.items():
+        assert gguf_rules.RULES[name].steps == (gguf_rules.split(regex), gguf_rules.byte_level(False)), name
+    for name, tokenizer in (("gpt-2", GPT2Tokenizer()), ("command-r", CohereTokenizer())):
+        theirs = tokenizer.backend_tokenizer.pre_tokenizer
+        for text in TEXTS:
+            expected = [piece for piece, _ in theirs.pre_tokenize_str(text)]
+            assert cuts(gguf_rules.RULES[name].steps, text) == expected
+
+
+def test_rules_by_hand():
+    """What tells the rules apart: digits, contractions, capitals, marks, line ends after signs."""
+
+    def texts(name, text):
+        return [piece.replace("Ġ", " ").replace("Ċ", "\n") for piece in cuts(gguf_rules.RULES[name].steps, text)]
+
+    assert texts("gpt-2", "12345 I'll") == ["12345", " I", "'ll"]
+    assert texts("starcoder", "12345 I'LL") == ["1", "2", "3", "4", "5", " I", "'", "LL"]
+    assert texts("deepseek-r1-qwen", "12345 I'LL") == ["1", "2", "3", "4", "5", " I", "'LL"]
+    assert texts("pixtral", "12345 I'LL") == ["123", "45", " I", "'LL"]
+    assert texts("gpt-4o", "12345 CamelCase I'LL") == ["123", "45", " Camel", "Case", " I'LL"]
+    assert texts("tekken", "123 CamelCase") == ["1", "2", "3", " Camel", "Case"]
+    assert texts("qwen2", "x;\n") == ["x", ";\n"] and texts("seed-coder", "x;\n") == ["x", ";", "\n"]
+    assert len(texts("qwen35", "में")) == 1 and len(texts("qwen2", "में")) > 1
 
 
 def test_another_architecture(tmp_path):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from . import names
+from .gguf_file import is_gguf
 from .strict import CheckpointError, CheckpointWarning, quote, read_object
 
 if TYPE_CHECKING:
@@ -113,7 +114,8 @@ def check_target(dtype: "torch.dtype | None" = None, device: "str | torch.device
 def resolve(source: Source, revision: str | None = None) -> Path:
     """The folder that holds the model: the bundled one, a local one, or the hub's cache after a download.
 
-    A GGUF file, on this disk or as "owner/name:file.gguf" on the hub, has one with its small files in the user's cache.
+    A GGUF file, on this disk under whatever name, or as "owner/name:file.gguf" on the hub, has one with its small files
+    in the user's cache. A folder that holds one GGUF file and no config.json stands for the file.
     """
     text = str(source)
     folder = BUNDLED.get(text) or Path(os.path.expanduser(text))
@@ -123,19 +125,37 @@ def resolve(source: Source, revision: str | None = None) -> Path:
         repo, _, file = text.partition(":")
         if file.endswith(".gguf") and "/" in repo and "/" not in file:
             return gguf_folder(download.gguf_file(repo, file, revision, known=tuple(BUNDLED)))
+        if file and "/" in repo:
+            raise CheckpointError(f"no model {quote(text)}: behind the colon stands the name of a GGUF file",
+                                  f"{repo}:FILE.gguf")  # fmt: skip
         return download.snapshot(download.SHORT.get(text.lower(), text), revision, known=tuple(BUNDLED))
     if revision is not None:
         raise CheckpointError(f"revision {quote(revision)} was given, but {quote(text)} is a local folder")
-    if folder.suffix == ".gguf" and folder.is_file():
+    if is_gguf(folder):
         return gguf_folder(folder)
     if not folder.is_dir():
-        raise CheckpointError(f"{folder} is a file, not a model folder" if folder.exists() else
-                              f"the bundled model {quote(text)} is not installed in {folder}", LAYOUT)  # fmt: skip
-    if not (folder / "config.json").is_file():
-        files = sorted(path.name for path in folder.iterdir())
-        found = f"it has {', '.join(files[:8])}{' ...' if len(files) > 8 else ''}" if files else "it is empty"
-        raise CheckpointError(f"folder {folder} has no config.json: {found}", LAYOUT)
-    return folder
+        raise not_a_folder(folder, text)
+    return folder if (folder / "config.json").is_file() else only_gguf(folder)
+
+
+def not_a_folder(path: Path, text: str) -> CheckpointError:
+    """What stands at the place of a model, and where the model may be."""
+    if not path.exists():
+        return CheckpointError(f"the bundled model {quote(text)} is not installed in {path}", LAYOUT)
+    beside = f"the model is its folder: {path.parent}" if (path.parent / "config.json").is_file() else LAYOUT
+    return CheckpointError(f"{path} is a file, not a model folder, and no GGUF file", beside)
+
+
+def only_gguf(folder: Path) -> Path:
+    """The one GGUF file of a folder without config.json; pictures have files of their own (mmproj), which do not count.
+    """
+    files = sorted(path.name for path in folder.iterdir())
+    models = [name for name in files if name.endswith(".gguf") and not name.startswith("mmproj")]
+    if len(models) == 1:
+        return gguf_folder(folder / models[0])
+    found = f"it has {', '.join(files[:8])}{' ...' if len(files) > 8 else ''}" if files else "it is empty"
+    hint = f"one of its GGUF files: {folder / models[0]}" if models else LAYOUT
+    raise CheckpointError(f"folder {folder} has no config.json: {found}", hint)
 
 
 def gguf_folder(path: Path) -> Path:
@@ -150,7 +170,7 @@ def config_file(source: Source, revision: str | None = None) -> Path:
     text = str(source)
     path = BUNDLED.get(text) or Path(os.path.expanduser(text))
     if text in BUNDLED or (text and os.path.exists(path)):
-        is_config = path.is_file() and path.suffix != ".gguf"
+        is_config = path.is_file() and path.suffix != ".safetensors" and not is_gguf(path)
         return path if is_config and revision is None else resolve(source, revision) / "config.json"
     from . import download
 

@@ -46,6 +46,20 @@ class GgufFile:
     header: int  # bytes before the first tensor
 
 
+def is_gguf(path: Path) -> bool:
+    """Does this regular file begin as the format does? Its name says nothing: ollama's blobs are sha256-….
+
+    A file that says .gguf and is none is taken for one, so that what is wrong with it is named.
+    """
+    if not path.is_file():
+        return False
+    try:
+        with open(path, "rb") as file:
+            return path.suffix == ".gguf" or file.read(4) == MAGIC
+    except OSError:
+        return path.suffix == ".gguf"
+
+
 def read_gguf(path: Path) -> GgufFile:
     """The header, checked; CheckpointError names what is wrong with it. No tensor is read."""
     with open(path, "rb") as file:

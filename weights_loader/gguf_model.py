@@ -4,9 +4,9 @@ generation_config.json; and GGUF tensor names → Hugging Face's.
     folder = materialize(Path("model.gguf"))     # the four small files; the weights stay where they are
     path, tensors = places(folder)               # Hugging Face name → where its values lie
 
-A key of the architecture that is not known here is refused, as an unknown field of config.json is: it may change the
-maths. Sources: llama.cpp's gguf-py/gguf/constants.py (keys), convert_hf_to_gguf.py (permuted rows), llama-vocab.cpp
-(pre-tokenizers), llama-model.cpp (what each architecture reads).
+A key of the architecture that is not known here is refused, as an unknown field of config.json is, unless its value
+switches nothing on: it may change the maths. Sources: llama.cpp's gguf-py/gguf/constants.py (keys),
+convert_hf_to_gguf.py (permuted rows), llama-model.cpp (what each architecture reads and what a silent file means).
 """
 
 import hashlib
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from .gguf_file import GgufFile, TensorInfo, read_gguf
+from .neutral import is_off
 from .strict import CheckpointError, quote, read_object
 
 POINTER = "gguf.json"  # in the folder: which file holds the weights
@@ -32,9 +33,21 @@ KEYS = {  # after the architecture's name → field of config.json
     "expert_used_count": "num_experts_per_tok", "expert_feed_forward_length": "moe_intermediate_size",
 }  # fmt: skip
 CHECKED = {"attention.value_length", "rope.dimension_count", "vocab_size"}  # must say what the others say
-ROPE_SCALING = {"rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length",
-                "rope.scaling.attn_factor", "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"}  # fmt: skip
-HARMLESS = {"rope.scaling.finetuned", "expert_weights_scale"}
+ROPE_SCALING = {
+    "rope.scaling.type", "rope.scaling.factor", "rope.scale_linear", "rope.scaling.original_context_length",
+    "rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor", "rope.scaling.yarn_beta_fast",
+    "rope.scaling.yarn_beta_slow",
+}  # fmt: skip
+HARMLESS = {  # what generation doesn't read
+    "rope.scaling.finetuned", "pooling_type", "tensor_data_layout", "decoder_start_token_id",
+    "classifier.output_labels", "expert_weights_norm",
+}  # fmt: skip
+NEUTRAL = {  # keys in which another value than that of `is_off` stands for "as usual"
+    "attention.scale": (0.0,), "logit_scale": (0.0, 1.0), "residual_scale": (0.0, 1.0), "embedding_scale": (0.0, 1.0),
+    "expert_weights_scale": (0.0, 1.0), "expert_gating_func": (0, 1), "expert_group_count": (0, 1),
+    "expert_group_used_count": (0, 1), "rope.scaling.yarn_log_multiplier": (0.0,),
+    "rope.scaling.yarn_ext_factor": (1.0,), "rope.dimension_sections": ([0, 0, 0, 0],),
+}  # fmt: skip
 FLOATS = {"rms_norm_eps", "rope_theta"}
 NAMES = {  # of a layer
     "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attn_q": "self_attn.q_proj",
@@ -119,7 +132,7 @@ def model_config(found: GgufFile) -> dict:
     for key, value in own.items():
         if key in KEYS:
             fields[KEYS[key]] = decimal(value) if KEYS[key] in FLOATS else value
-        elif key not in CHECKED | ROPE_SCALING | HARMLESS:
+        elif key not in CHECKED | ROPE_SCALING | HARMLESS and not is_neutral(key, value):
             raise CheckpointError(f"{found.path}: {kind}.{quote(key)[1:-1]} {quote(value)} is not implemented: it may "
                                   "change the maths")  # fmt: skip
     embedding = tensor(found, "token_embd.weight", 2)
@@ -136,6 +149,11 @@ def model_config(found: GgufFile) -> dict:
     fields["rope_parameters"] = rope(found, own, fields)
     del fields["rope_theta"]
     return fields
+
+
+def is_neutral(key: str, value) -> bool:
+    """Does a key that is in no other table leave the maths as they are?"""
+    return value in NEUTRAL[key] if key in NEUTRAL else is_off(key.rpartition(".")[2], value)
 
 
 def decimal(value) -> Any:
@@ -166,19 +184,41 @@ def check_lengths(found: GgufFile, own: dict, fields: dict) -> None:
 
 
 def rope(found: GgufFile, own: dict, fields: dict) -> dict:
-    """rope_parameters: theta, and how the context was extended."""
-    theta, kind = {"rope_theta": fields["rope_theta"]}, own.get("rope.scaling.type", "none")
+    """rope_parameters: theta, and how the context was extended. A file that says a factor and no type means linear."""
+    theta, kind = {"rope_theta": fields["rope_theta"]}, own.get("rope.scaling.type", "linear")
+    if kind == "yarn":
+        return theta | {"rope_type": "yarn"} | yarn(found, own)
+    if (attn_factor := attention_multiplier(found, own)) != 1:  # llama.cpp multiplies by it whatever the type is
+        raise CheckpointError(f"{found.path}: rope.scaling.attn_factor {attn_factor:g} with type {quote(kind)} is not "
+                              "implemented: with yarn it is")  # fmt: skip
     if ROPE_FACTORS in found.tensors:
         return theta | {"rope_type": "llama3"} | llama3(found, fields)
-    if kind == "none" or (kind == "linear" and own.get("rope.scaling.factor", 1.0) in (0.0, 1.0)):
-        return theta | {"rope_type": "default"}
-    if kind != "yarn":
-        raise CheckpointError(f"{found.path}: rope.scaling.type {quote(kind)} is not implemented: yarn is")
-    names = {"factor": "factor", "original_context_length": "original_max_position_embeddings",
-             "attn_factor": "attention_factor", "yarn_beta_fast": "beta_fast",
-             "yarn_beta_slow": "beta_slow"}  # fmt: skip
-    given = {field: decimal(own[f"rope.scaling.{key}"]) for key, field in names.items() if f"rope.scaling.{key}" in own}
-    return theta | {"rope_type": "yarn"} | given
+    factor = own.get("rope.scaling.factor", own.get("rope.scale_linear", 1.0))
+    if kind != "none" and (kind != "linear" or factor not in (0.0, 1.0)):
+        what = f"rope.scaling.type {quote(kind)} with factor {quote(factor)}"
+        raise CheckpointError(f"{found.path}: {what} is not implemented: yarn is")
+    return theta | {"rope_type": "default"}
+
+
+def yarn(found: GgufFile, own: dict) -> dict:
+    """YaRN's fields in config.json."""
+    fields = {"factor": "factor", "original_context_length": "original_max_position_embeddings",
+              "yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}  # fmt: skip
+    said = {fields[key]: decimal(own[f"rope.scaling.{key}"]) for key in fields if f"rope.scaling.{key}" in own}
+    attn_factor = attention_multiplier(found, own)
+    return said if attn_factor == 1 else said | {"attn_factor": attn_factor}
+
+
+def attention_multiplier(found: GgufFile, own: dict) -> float:
+    """What multiplies YaRN's own 0.1 ln(factor) + 1; config.json's attention_factor would replace it.
+
+    Of the two keys llama.cpp's converter wrote the first, and since December 2025 writes the second, which llama.cpp
+    itself documents as a multiplier.
+    """
+    said = [own.get(f"rope.scaling.{key}", 1.0) for key in ("attn_factor", "yarn_attn_factor")]
+    if not all(type(value) is float for value in said):
+        raise CheckpointError(f"{found.path}: rope.scaling.attn_factor {quote(said)}: numbers were expected")
+    return math.prod(map(decimal, said))
 
 
 def llama3(found: GgufFile, fields: dict) -> dict:

@@ -1,40 +1,16 @@
 """The tokenizer that lies in a GGUF file → tokenizer.json, tokenizer_config.json and the stop ids.
 
-Byte-level BPE only. How a text is cut before the merges is not in the file: `tokenizer.ggml.pre` names a rule that
-llama.cpp knows by heart (src/llama-vocab.cpp), and so do we, for the names below. Another name is refused: a default
-would give other ids for digits and spaces, and a worse model without an error.
+Byte-level BPE only. How a text is cut before the merges is not in the file: `tokenizer.ggml.pre` names a rule, one of
+gguf_rules.py. Another name is refused: a default would give other ids for digits and spaces, and a worse model without
+an error.
 """
 
 from typing import Any
 
 from .gguf_file import GgufFile
+from .gguf_rules import RULES, Rule, byte_level
 from .strict import CheckpointError, quote
 
-CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-REST = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-WORDS = CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*" + REST
-
-
-def split(regex: str) -> dict:
-    """A step of the `tokenizers` library: pieces that match stay whole."""
-    return {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
-
-
-def byte_level(use_regex: bool) -> dict:
-    """Bytes as printable characters; with GPT-2's regex before it, if that is the rule."""
-    return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": use_regex}
-
-
-DIGITS = {"type": "Digits", "individual_digits": True}
-STEPS = {  # tokenizer.ggml.pre → the steps of the pre-tokenizer
-    "gpt-2": [byte_level(True)],
-    "smollm": [DIGITS, byte_level(True)],
-    "qwen2": [split(WORDS % ""), byte_level(False)],
-    "llama-bpe": [split(WORDS % "{1,3}"), byte_level(False)],
-}
-ALIASES = {"llama3": "llama-bpe", "llama-v3": "llama-bpe"}
-NORMALIZED = {"qwen2"}  # NFC first
-WHOLE_WORDS = BOS_FIRST = {"llama-bpe"}  # a piece that is a token is not merged up to it; and texts begin with bos
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 STOPS = ("eos", "eot", "eom")
 STOP_TOKENS = {"<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"}  # as llama.cpp knows them
@@ -58,15 +34,15 @@ def tokenizer_files(found: GgufFile) -> dict[str, dict]:
     ]  # fmt: skip
     model = {
         "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
-        "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": pre in WHOLE_WORDS,
+        "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": pre.whole_words,
         "vocab": vocabulary, "merges": [pair(found, merge, vocabulary) for merge in merges],
     }  # fmt: skip
     config = token_names(found, tokens)
     return {
         "tokenizer.json": {
             "version": "1.0", "truncation": None, "padding": None, "added_tokens": added,
-            "normalizer": {"type": "NFC"} if pre in NORMALIZED else None,
-            "pre_tokenizer": {"type": "Sequence", "pretokenizers": STEPS[pre]},
+            "normalizer": {"type": "NFC"} if pre.nfc else None,
+            "pre_tokenizer": {"type": "Sequence", "pretokenizers": list(pre.steps)},
             "post_processor": begin(config["bos_token"], tokens) if bos else None,
             "decoder": byte_level(True), "model": model,
         },
@@ -74,22 +50,21 @@ def tokenizer_files(found: GgufFile) -> dict[str, dict]:
     }  # fmt: skip
 
 
-def rule(found: GgufFile) -> str:
-    """The name of the rule that cuts texts, one of STEPS."""
+def rule(found: GgufFile) -> Rule:
+    """How texts are cut."""
     kind, pre = (found.metadata.get(f"tokenizer.ggml.{key}") for key in ("model", "pre"))
     if kind != "gpt2":
         raise CheckpointError(f"{found.path}: tokenizer.ggml.model is {quote(kind)}, only byte-level BPE (gpt2) is "
                               "implemented", "SentencePiece models (Llama 2, Mistral, Gemma) are not")  # fmt: skip
-    name = ALIASES.get(pre, pre) if isinstance(pre, str) else pre
-    if not isinstance(name, str) or name not in STEPS:
+    if not isinstance(pre, str) or pre not in RULES:
         raise CheckpointError(f"{found.path}: tokenizer.ggml.pre is {quote(pre)}, and how that one cuts a text is not "
-                              f"known here: {', '.join([*STEPS, *ALIASES])}")  # fmt: skip
-    return name
+                              "known here", f"known: {', '.join(RULES)}")  # fmt: skip
+    return RULES[pre]
 
 
 def add_bos(found: GgufFile) -> bool:
     """Does a text begin with bos? As the file says, else as the rule's models do."""
-    value = found.metadata.get("tokenizer.ggml.add_bos_token", rule(found) in BOS_FIRST)
+    value = found.metadata.get("tokenizer.ggml.add_bos_token", rule(found).bos)
     if type(value) is not bool:
         raise CheckpointError(f"{found.path}: tokenizer.ggml.add_bos_token is {quote(value)}, not true or false")
     return value

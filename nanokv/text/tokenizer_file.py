@@ -15,6 +15,7 @@ import tokenizers
 
 from nanokv.errors import TokenizerError, foreign
 from nanokv.text.chat_templates import DEFAULT, FILE, templates_in
+from weights_loader import gguf_rules
 from weights_loader.strict import parse_object, quote, read_bytes
 
 MOST_STEPS = 8  # in a Sequence; the longest published one (DeepSeek-V3) has 4
@@ -23,22 +24,14 @@ LONGEST_ADDED = 1_000  # characters of one
 NORMALIZERS = {"NFC", "NFD", "NFKC", "NFKD"}
 PRE_TOKENIZERS = {"ByteLevel", "Digits", "Punctuation", "Split"}
 POST_PROCESSORS = {"ByteLevel", "TemplateProcessing"}  # add nothing where no special tokens are asked for
-CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-REST = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 REGEXES = {  # of Split: known by heart, because whether another one is cheap cannot be read off it
     "GPT-2": r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
-    "Llama 3": CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*" + REST,
-    "Qwen2, Qwen3": CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*" + REST,
-    "Qwen3.5": CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*" + REST,
-    "GPT-4o, Llama 4": (
-        rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+{CONTRACTIONS}?|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*{CONTRACTIONS}?"
-        r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*" + REST
-    ),
-    "Mistral": (
-        rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*"
-        r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*" + REST
-    ),
+    "Llama 3": gguf_rules.LLAMA3,
+    "Qwen2, Qwen3": gguf_rules.QWEN2,
+    "Qwen3.5": gguf_rules.QWEN35,
+    "GPT-4o, Llama 4": gguf_rules.GPT4O,
+    "Mistral": gguf_rules.TEKKEN,
+    "Seed-Coder": gguf_rules.SEED_CODER,
     "digits in threes": r"\p{N}{1,3}",
 }
 
