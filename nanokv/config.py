@@ -259,7 +259,8 @@ class Config:
 
 @dataclass(frozen=True)
 class GenerationConfig:
-    """The checkpoint's own generation_config.json: which ids end an answer, and how its authors sample."""
+    """The checkpoint's own generation_config.json: which ids end an answer, and how its authors sample. `nanokv.load`
+    adds the ends that other files name (nanokv/text/endings.py)."""
 
     eos_token_ids: tuple[int, ...] = ()
     temperature: float = 0.0  # 0 = greedy, which is what `do_sample: false` means
@@ -290,10 +291,7 @@ class GenerationConfig:
 
         A field that would change the answer there and is not implemented here warns with its name and value.
         """
-        eos = fields.get("eos_token_id", [])
-        eos = eos if isinstance(eos, list) else [eos]
-        if not all(type(i) is int and i >= 0 for i in eos):
-            raise ConfigError(f"eos_token_id {shown(eos)} is not an id or a list of ids")
+        eos = eos_token_ids(fields) or ()
         for name in ("bos_token_id", "pad_token_id", "decoder_start_token_id"):  # not used: a sign of damage
             if type(fields.get(name, 0)) not in (int, type(None)):
                 raise ConfigError(f"{name} {shown(fields[name])} is not an id")
@@ -301,9 +299,9 @@ class GenerationConfig:
         sampled = fields.get("do_sample") is not None and _flag(fields, "do_sample")
         _warn_unused(fields, NEUTRAL | NEUTRAL_SAMPLED if sampled else NEUTRAL)
         if not sampled:
-            return cls(eos_token_ids=tuple(eos), repetition_penalty=penalty)
+            return cls(eos_token_ids=eos, repetition_penalty=penalty)
         return cls(
-            eos_token_ids=tuple(eos),
+            eos_token_ids=eos,
             temperature=_number(fields, "temperature", 1.0),
             top_k=_number(fields, "top_k", 50),  # transformers' default when sampling
             top_p=_number(fields, "top_p", 1.0),
@@ -319,6 +317,17 @@ class GenerationConfig:
             fields = {"repetition_penalty": self.repetition_penalty}
         eos = {"eos_token_id": list(self.eos_token_ids)} if self.eos_token_ids else {}
         return {"do_sample": sampled} | eos | fields
+
+
+def eos_token_ids(fields: dict) -> tuple[int, ...] | None:
+    """`eos_token_id` of config.json or generation_config.json, one id or a list of them; None: it is not there."""
+    eos = fields.get("eos_token_id")
+    if eos is None:
+        return None
+    eos = eos if isinstance(eos, list) else [eos]
+    if not all(type(i) is int and i >= 0 for i in eos):
+        raise ConfigError(f"eos_token_id {shown(eos)} is not an id or a list of ids")
+    return tuple(eos)
 
 
 def _warn_unused(fields: dict, neutral: dict):

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from nanokv.clock import stamp
 from nanokv.config import Config, GenerationConfig
 from nanokv.errors import ConfigError
 from nanokv.model import Transformer
+from nanokv.text import endings
 from nanokv.text.tokenizer import Tokenizer
 from weights_loader import CheckpointError, names
 from weights_loader.prefetch import Prefetch
@@ -46,6 +48,9 @@ def load_folder(folder: Path, fields: dict, dtype: torch.dtype | None, device: s
     config = Config.from_dict(fields)  # refuse what is not implemented before a byte of weights is read
     generation_config = GenerationConfig.from_folder(folder, fields)
     tokenizer = Tokenizer.from_folder(folder, rows=config.vocab_size)
+    ends = endings.of_folder(folder, tokenizer, fields)
+    generation_config = replace(generation_config, eos_token_ids=tuple(end.id for end in ends))
+    tokenizer.control_ids |= {end.id for end in ends} & set(tokenizer.special_tokens.values())
     stamp("tokenizer")
     last = tokenizer.vocab_size - 1
     name = (tokenizer.backend.id_to_token(last) or "") if last >= 0 else ""

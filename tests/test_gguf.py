@@ -17,16 +17,18 @@ from transformers import AutoModelForCausalLM, CohereTokenizer, GPT2Tokenizer
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
+import gguf_files
 import nanokv
 import weights_loader
 from gguf_files import write_gguf
 from nanokv.errors import NanoKVError
 from nanokv.inference import score
+from nanokv.text import endings
 from oracle import gap, random_ids, reference_logits, tiny_reference
 from tiny_checkpoint import write_tokenizer
 from weights_loader import CheckpointError, gguf_rules
 from weights_loader.gguf_file import GgufFile, read_gguf
-from weights_loader.gguf_tokenizer import generation_config, tokenizer_files
+from weights_loader.gguf_tokenizer import tokenizer_files
 
 SIZES = {"vocab_size": 320, "tie_word_embeddings": False}
 SHAPES = {
@@ -152,15 +154,29 @@ def test_bos_comes_as_the_file_says_and_never_twice(changes, first, make):
     assert typed == [1, *ids]
 
 
-@pytest.mark.parametrize(("changes", "stops"), [
-    ((), (0, 2)),  # <|im_end|> is named, <|endoftext|> is known
-    ([("tokenizer.ggml.eot_token_id", 1)], (0, 1, 2)),
-    ([("tokenizer.ggml.eos_token_id", None)], (0, 2)),
+@pytest.mark.parametrize(("changes", "ends"), [
+    ((), {2, 0}),  # <|im_end|> is named, <|endoftext|> is known
+    ([("tokenizer.ggml.eot_token_id", 1)], {0, 1, 2}), ([("tokenizer.ggml.eom_token_id", 300)], {0, 2, 300}),
+    ([("tokenizer.ggml.eos_token_id", None)], {0, 2}), ([("tokenizer.ggml.eos_token_id", 300)], {0, 2, 300}),
+    ([("tokenizer.ggml.fim_pad_token_id", 301)], {0, 2, 301}),
 ])  # fmt: skip
-def test_stop_ids(changes, stops, make):
+def test_the_ends_are_those_that_the_file_names_and_those_that_are_known(changes, ends, make):
     _, path = make(changes=changes)
     model, _ = nanokv.load(path)
-    assert model.generation_config.eos_token_ids == stops
+    assert set(model.generation_config.eos_token_ids) == ends
+
+
+@pytest.mark.parametrize("kind", [1, 3, 4, 5], ids=["NORMAL", "CONTROL", "USER_DEFINED", "UNUSED"])
+@pytest.mark.parametrize("eos", [0, 2], ids=["eos of the base", "eos right"])
+def test_an_end_is_one_whatever_its_type(kind, eos, make, tmp_path):
+    """As llama.cpp corrects it: the type of a token with the text of a control token is CONTROL."""
+    write_tokenizer(tmp_path)
+    types = gguf_files.tokenizer(tmp_path)["tokenizer.ggml.token_type"]
+    _, path = make(changes=[("tokenizer.ggml.token_type", [*types[:2], kind, *types[3:]]),
+                            ("tokenizer.ggml.eos_token_id", eos)])  # fmt: skip
+    model, tokenizer = nanokv.load(path)
+    assert set(model.generation_config.eos_token_ids) == {0, 2} and {0, 2} <= tokenizer.control_ids
+    assert tokenizer.encode("a<|im_end|>")[-1] == 2 and tokenizer.text_of([2]) == ""
 
 
 def test_the_small_files_are_made_once_and_anew_for_another_file(make, tmp_path):
@@ -489,5 +505,8 @@ def test_the_published_qwen_tokenizer_survives_the_way_through_gguf(qwen3_files,
     assert len(texts) > 20
     for text in texts:
         assert ours.encode(text) == published.encode(text), text
-    assert ours.control_ids == published.control_ids
-    assert generation_config(found) == {"eos_token_id": sorted([ids["<|im_end|>"], ids["<|endoftext|>"]])}
+    code = {token: id for token, id in ids.items() if token.startswith(("<|fim_", "<|repo_", "<|file_"))}
+    assert ours.control_ids == published.control_ids | set(code.values()) and len(code) == 6
+    named = [end.text for end in endings.ends(ours)]
+    assert named == ["<|im_end|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<|endoftext|>"]
+    assert "</s>" in fields["model"]["vocab"] and "</s>" not in ours.special_tokens, "a word that merges make stays one"

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import nanokv
 from nanokv.errors import TemplateError, TokenizerError
+from nanokv.text import endings
 from nanokv.text.tokenizer import LONG_TEXT, StreamDecoder, Tokenizer
 
 pytestmark = pytest.mark.sampled
@@ -139,14 +140,122 @@ def test_bytes_that_are_not_utf8_are_refused_with_their_position(tokenizer):
         tokenizer.encode(b"ab")
 
 
-def test_added_tokens_stand_for_their_own_characters(small_folder, tmp_path):
-    """Those within GPT-2's byte alphabet go through it, as in the library: "é" alone is the byte 0xe9."""
+ADDED = ["<a 日>", "é", "Ġx", "ø", "ÿ", "[x]", "Ċ"]  # "ø" and "ÿ": DeepSeek's tokenizers have them
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_every_added_token_stands_for_its_own_characters(special, small_folder, tmp_path):
+    """Also where these are GPT-2's stand-ins for bytes ("é" for 0xe9, "Ġx" for " x"), and where the vocabulary has the
+    string already. The library's own decode gives U+FFFD for such a token."""
     bpe = tokenizers.Tokenizer.from_file(str(small_folder / "tokenizer.json"))
-    bpe.add_tokens(["<a 日>", "é", "[x]"])
+    (bpe.add_special_tokens if special else bpe.add_tokens)(ADDED)
     bpe.save(str(tmp_path / "tokenizer.json"))
     loaded = Tokenizer.from_folder(tmp_path)
-    ids = loaded.encode("1<a 日>2[x]é")
-    assert loaded.decode(ids) == loaded.backend.decode(ids) == "1<a 日>2[x]\ufffd"
+    assert {"é", "Ċ"} <= set(json.loads((small_folder / "tokenizer.json").read_text())["model"]["vocab"])
+    for text in [*ADDED, "1<a 日>2[x]é", "".join(ADDED), "the" + "é".join(ADDED)]:
+        ids = loaded.encode(text)
+        assert loaded.decode(ids) == "".join(streamed(loaded, ids)) == text == "".join(loaded.pieces(ids))
+    assert loaded.backend.decode(loaded.encode("ø"), skip_special_tokens=False) == "\ufffd"
+
+
+TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+
+
+def marked(folder, target, special: bool, *tokens) -> Tokenizer:
+    """The tokenizer of a folder with these added tokens marked special, or not."""
+    fields = json.loads((folder / "tokenizer.json").read_text())
+    for token in fields["added_tokens"]:
+        token["special"] = special if token["content"] in tokens else token["special"]
+    (target / "tokenizer.json").write_text(json.dumps(fields))
+    (target / "tokenizer_config.json").write_bytes((folder / "tokenizer_config.json").read_bytes())
+    return Tokenizer.from_folder(target)
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_tags_have_text_whatever_they_are_marked(special, qwen3_files, tmp_path):
+    """text_of is for a reader; decode with skip_special_tokens is the library's."""
+    loaded = marked(qwen3_files / "tokenizer", tmp_path, special, *TAGS)
+    text = "<think>\nHm.\n</think>\n\n<tool_call>\n{}\n</tool_call>"
+    ids = loaded.encode(text + "<|im_end|>")
+    assert loaded.text_of(ids) == text and not {loaded.special_tokens[tag] for tag in TAGS} & loaded.control_ids
+    assert loaded.decode(ids, skip_special_tokens=True) == loaded.backend.decode(ids, skip_special_tokens=True)
+    assert (loaded.decode(ids, skip_special_tokens=True) == text) is not special
+
+
+def test_a_token_that_ends_a_turn_is_a_control_token_whatever_it_is_marked(qwen3_files, tmp_path):
+    loaded = marked(qwen3_files / "tokenizer", tmp_path, False, "<|im_end|>", "<|im_start|>")
+    assert 151_645 in loaded.control_ids and 151_644 not in loaded.control_ids
+    decoder = StreamDecoder(loaded, skip=loaded.control_ids)
+    assert (decoder.put(151_645), decoder.hidden(151_645), decoder.hidden(151_644)) == ("", "<|im_end|>", "")
+
+
+# --- where an answer ends ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def with_template(small_folder, tmp_path):
+    """with_template(source, added tokens, names) → the small tokenizer with them."""
+
+    def make(source, *added, **names):
+        bpe = tokenizers.Tokenizer.from_file(str(small_folder / "tokenizer.json"))
+        bpe.add_tokens(list(added))
+        bpe.save(str(tmp_path / "tokenizer.json"))
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(names | {"chat_template": source}))
+        return Tokenizer.from_folder(tmp_path)
+
+    return make
+
+
+CHAT = "{%% for m in messages %%}%s{%% endfor %%}{%% if add_generation_prompt %%}%s{%% endif %%}"
+NEW = ("<|turn_end|>", "<|user|>", "<|assistant|>", "<sep>")
+
+
+@pytest.mark.parametrize(("each", "opening", "end"), [
+    ("<|{{ m.role }}|>\n{{ m.content }}<|turn_end|>\n", "<|assistant|>\n", "<|turn_end|>"),
+    ("{{ '<|' + m.role + '|>' }}{{ m.content }}{{ '<|turn' + '_end|>' }}", "<|assistant|>", "<|turn_end|>"),
+    ("<|endoftext|>{{ m.role }}: {{ m.content | trim }}\n<|turn_end|>", "", "<|turn_end|>"),
+    ("{{ m.role }}: {{ m.content }}{% if not loop.last %}<sep>{% endif %}", "assistant: ", "<sep>"),
+    ("{{ m.role }}: {{ m.content }}{% if m.role == 'assistant' %} <sep><|user|>{% endif %}", "", "<sep>"),
+    ("<|{{ m.role }}|>{{ m.content }}", "<|assistant|>", None),  # only beginnings
+    ("<sep>{{ m.role }}: {{ m.content }}", "<sep>assistant: ", None),
+    ("{{ m.role }}: {{ m.content }}{{ '<sep>' if loop.last else '<|turn_end|>' }}", "", None),  # which one?
+    ("{{ m.role }}: {{ m.content }}\n", "assistant: ", None), ("{{ m.role }}", "", None),
+    ("{{ m.content }}{{ raise_exception('no') if m.role == 'assistant' }}<|turn_end|>", "", None),
+    ("{{ raise_exception('no') }}", "", None), ("{{ m.content", "", None),
+    ("{{ m.content }}{{ raise_exception('no') if loop.index == 3 }}<|turn_end|>", "", "<|turn_end|>"),
+])  # fmt: skip
+def test_the_template_says_what_ends_a_turn(each, opening, end, with_template):
+    """The token after what the assistant says, never one that begins a turn; a template that fails says nothing."""
+    loaded = with_template(CHAT % (each, opening), *NEW)
+    known = {"<|endoftext|>", "<|im_end|>"}
+    found = {one.text: one.sources for one in endings.ends(loaded, generation=[loaded.special_tokens["<|endoftext|>"]])}
+    assert found.keys() == known | ({end} if end else set())
+    assert end is None or found[end] == ("chat template",)
+
+
+def test_every_source_is_named_once_and_an_empty_list_means_no_end(qwen, small, with_template):
+    assert endings.ends(qwen, [151_645, 151_643], [151_645]) == (
+        endings.End(151_645, "<|im_end|>",
+                    ("generation_config.json", "config.json", "tokenizer", "known text", "chat template")),
+        endings.End(151_643, "<|endoftext|>", ("generation_config.json", "known text")),
+    )  # fmt: skip
+    assert endings.ends(qwen, []) == ()
+    assert [end.id for end in endings.ends(qwen, [5], [7, 151_645])] == [5, 151_645, 151_643], "7 is a word"
+    assert [end.id for end in endings.ends(qwen, None, [7])] == [7, 151_645, 151_643], "and here the only one named"
+    assert endings.ends(small, [10**6])[0] == endings.End(10**6, "", ("generation_config.json",))
+    named = with_template("", *NEW, eot_token={"content": "<sep>"}, eos_token="<|user|>", eom_token="<|none|>")
+    assert {end.text for end in endings.ends(named)} == {"<sep>", "<|user|>", "<|im_end|>", "<|endoftext|>"}
+
+
+def test_where_call_and_return_end_a_turn_the_end_of_a_message_does_not(with_template):
+    """gpt-oss, as in llama.cpp; Phi's <|end|> ends a turn."""
+    pair = ["<|call|>", "<|return|>"]
+    for tokens, ends in (
+        (["<|end|>"], {"<|end|>"}), (["<|end|>", *pair], {*pair}),
+        (["</s>", "<|tool_response>"], {"<|tool_response>"}),
+    ):  # fmt: skip
+        found = {end.text for end in endings.ends(with_template("", *tokens))}
+        assert found - {"<|endoftext|>", "<|im_end|>"} == ends
 
 
 def test_pieces_show_every_byte(small):

@@ -1,7 +1,7 @@
-"""GGUF metadata → the files of a Hugging Face folder: config.json, tokenizer.json, tokenizer_config.json,
-generation_config.json; and GGUF tensor names → Hugging Face's.
+"""GGUF metadata → the files of a Hugging Face folder: config.json, tokenizer.json, tokenizer_config.json; and GGUF
+tensor names → Hugging Face's.
 
-    folder = materialize(Path("model.gguf"))     # the four small files; the weights stay where they are
+    folder = materialize(Path("model.gguf"))     # the three small files; the weights stay where they are
     path, tensors = places(folder)               # Hugging Face name → where its values lie
 
 A key of the architecture that is not known here is refused, as an unknown field of config.json is, unless its value
@@ -67,7 +67,8 @@ def materialize(path: Path) -> Path:
     found = read_gguf(path)
     with open(path, "rb") as file:
         digest = hashlib.sha256(file.read(found.header))
-    for source in Path(__file__).parent.glob("gguf_*.py"):  # another version of this code may write other files
+    here = Path(__file__).parent
+    for source in (*here.glob("gguf_*.py"), here / "control_texts.py"):  # another version may write other files
         digest.update(source.read_bytes())
     digest.update(str(path.resolve()).encode())
     folder = cache_folder() / f"{path.stem}-{digest.hexdigest()[:16]}"
@@ -102,7 +103,7 @@ def cache_folder() -> Path:
 
 def small_files(found: GgufFile) -> dict[str, dict]:
     """File name → what it holds, all checked."""
-    from .gguf_tokenizer import generation_config, tokenizer_files
+    from .gguf_tokenizer import tokenizer_files
 
     parts = found.metadata.get("split.count", 0)
     if parts not in (0, 1):
@@ -110,9 +111,7 @@ def small_files(found: GgufFile) -> dict[str, dict]:
                               "llama-gguf-split --merge FIRST.gguf WHOLE.gguf")  # fmt: skip
     config = model_config(found)
     names_of(found, config)  # every tensor has a place
-    return {
-        "config.json": config, "generation_config.json": generation_config(found), **tokenizer_files(found),
-    }  # fmt: skip
+    return {"config.json": config, **tokenizer_files(found)}
 
 
 def architecture(found: GgufFile) -> str:

@@ -1,4 +1,5 @@
-"""The tokenizer that lies in a GGUF file → tokenizer.json, tokenizer_config.json and the stop ids.
+"""The tokenizer that lies in a GGUF file → tokenizer.json and tokenizer_config.json, which names the tokens that end an
+answer.
 
 Byte-level BPE only. How a text is cut before the merges is not in the file: `tokenizer.ggml.pre` names a rule, one of
 gguf_rules.py. Another name is refused: a default would give other ids for digits and spaces, and a worse model without
@@ -7,22 +8,19 @@ an error.
 
 from typing import Any
 
+from .control_texts import CONTROL_TEXTS, FILL_IN, FILL_IN_ENDS
 from .gguf_file import GgufFile
 from .gguf_rules import RULES, Rule, byte_level
 from .strict import CheckpointError, quote
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
-STOPS = ("eos", "eot", "eom")
-STOP_TOKENS = {"<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"}  # as llama.cpp knows them
-SPECIAL = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
+SPECIAL = {"bos": "bos", "eos": "eos", "eot": "eot", "eom": "eom", "unknown": "unk", "padding": "pad"}
 
 
 def tokenizer_files(found: GgufFile) -> dict[str, dict]:
     """tokenizer.json and tokenizer_config.json."""
-    pre, tokens, kinds = rule(found), listed(found, "tokens", str), listed(found, "token_type", int)
-    merges, bos = listed(found, "merges", str), add_bos(found)
-    if len(kinds) != len(tokens):
-        raise CheckpointError(f"{found.path}: {len(kinds):,} token types for {len(tokens):,} tokens")
+    pre, tokens, merges = rule(found), listed(found, "tokens", str), listed(found, "merges", str)
+    kinds, bos = token_types(found, tokens, merges), add_bos(found)
     vocabulary = {token: id for id, token in enumerate(tokens) if kinds[id] != UNUSED}
     if len(vocabulary) != sum(kind != UNUSED for kind in kinds):
         twice = next(token for id, token in enumerate(tokens) if kinds[id] != UNUSED and vocabulary[token] != id)
@@ -37,7 +35,7 @@ def tokenizer_files(found: GgufFile) -> dict[str, dict]:
         "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": pre.whole_words,
         "vocab": vocabulary, "merges": [pair(found, merge, vocabulary) for merge in merges],
     }  # fmt: skip
-    config = token_names(found, tokens)
+    config = token_names(found, tokens, kinds)
     return {
         "tokenizer.json": {
             "version": "1.0", "truncation": None, "padding": None, "added_tokens": added,
@@ -48,6 +46,20 @@ def tokenizer_files(found: GgufFile) -> dict[str, dict]:
         },
         "tokenizer_config.json": config | {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": bos},
     }  # fmt: skip
+
+
+def token_types(found: GgufFile, tokens: list[str], merges: list[str]) -> list[int]:
+    """NORMAL, CONTROL, …: as the file says, but that a token with the text of a control token is one.
+
+    llama.cpp corrects them so too ("control-looking token was not control-type"). Unlike there, a word that merges make
+    stays a word: `</s>` is one in Qwen's vocabulary, for HTML.
+    """
+    kinds = listed(found, "token_type", int)
+    if len(kinds) != len(tokens):
+        raise CheckpointError(f"{found.path}: {len(kinds):,} token types for {len(tokens):,} tokens")
+    wrong = {id for id, token in enumerate(tokens) if token in CONTROL_TEXTS and kinds[id] != CONTROL}
+    words = {merge.replace(" ", "", 1) for merge in merges} if wrong else set()
+    return [CONTROL if id in wrong and tokens[id] not in words else kind for id, kind in enumerate(kinds)]
 
 
 def rule(found: GgufFile) -> Rule:
@@ -86,10 +98,13 @@ def pair(found: GgufFile, merge: str, vocabulary: dict) -> list[str]:
     return [left, right]
 
 
-def token_names(found: GgufFile, tokens: list[str]) -> dict[str, Any]:
-    """bos_token, eos_token, … and the chat template."""
+def token_names(found: GgufFile, tokens: list[str], kinds: list[int]) -> dict[str, Any]:
+    """bos_token, eos_token, … and the chat template. Where llama.cpp ends an answer at a token of code models, it is
+    named too: fim_pad_token, fim_rep_token, fim_sep_token."""
     names: dict[str, Any] = {"bos_token": None}
-    for key, name in SPECIAL.items():
+    control = {token for token, kind in zip(tokens, kinds, strict=True) if kind == CONTROL}
+    names |= {f"{key}_token": text for key in FILL_IN_ENDS for text in reversed(FILL_IN[key]) if text in control}
+    for key, name in (SPECIAL | {key: key for key in FILL_IN_ENDS}).items():
         if (id := token_id(found, key, len(tokens))) is not None:
             names[f"{name}_token"] = tokens[id]
     templates = chat_templates(found)
@@ -130,12 +145,3 @@ def begin(bos: str | None, tokens: list[str]) -> dict | None:
         "pair": [first, text, {"Sequence": {"id": "B", "type_id": 1}}],
         "special_tokens": {bos: {"id": bos, "ids": [tokens.index(bos)], "tokens": [bos]}},
     }  # fmt: skip
-
-
-def generation_config(found: GgufFile) -> dict[str, Any]:
-    """Where an answer ends: what the file names, and the control tokens that llama.cpp takes for an end too."""
-    tokens, kinds = listed(found, "tokens", str), listed(found, "token_type", int)
-    stops = {token_id(found, key, len(tokens)) for key in STOPS} - {None}
-    stops |= {id for id, (token, kind) in enumerate(zip(tokens, kinds, strict=False))
-              if kind == CONTROL and token in STOP_TOKENS}  # fmt: skip
-    return {"eos_token_id": sorted(stops)}

@@ -23,7 +23,7 @@ from weights_loader import shards
 from weights_loader.prefetch import Prefetch
 from weights_loader.strict import read_object
 
-SMALL = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+SMALL = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 PROBE = 64  # bytes at each place of a tensor: a fine-tuned checkpoint has the headers of its base
 PLACES = 8  # both ends and between: a copy that was broken off has the right size and a hole
 

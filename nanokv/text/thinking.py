@@ -59,11 +59,18 @@ class ThinkSplitter:
             self.held = ""
         return out
 
+    @property
+    def thinking(self) -> bool:
+        """Whether what comes now is a thought."""
+        return self.state == "think"
+
     def flush(self) -> list[tuple[str, str]]:
-        """What was held back at the end: it did not become a tag."""
+        """What was held back, at the end or where a control token stands: it did not become a tag."""
         out: list[tuple[str, str]] = []
         if self.state != "gap":
             self._emit(out, self.held)
+        if self.held and self.state == "start":
+            self.state = "answer"
         self.held = ""
         return out
 

@@ -19,6 +19,7 @@ from nanokv.text import chat_templates
 from nanokv.text.ids import Ids, id_list
 from nanokv.text.template import ChatTemplate
 from nanokv.text.tokenizer_file import read_backend, write_tokenizer
+from weights_loader.control_texts import TURN_ENDS
 from weights_loader.strict import read_object
 
 
@@ -31,10 +32,15 @@ def _byte_alphabet():
 
 _BYTE_OF = _byte_alphabet()
 LONG_TEXT = 10_000  # characters, from which the batch call of the library pays
+SPOKEN = ("<think>", "</think>", "<tool_call>", "</tool_call>")  # tags that a reader of the text needs
 
 
 class Tokenizer:
-    """Ids are 0 … vocab_size-1; `special_tokens` are the added tokens, which text can contain literally."""
+    """Ids are 0 … vocab_size-1; `special_tokens` are the added tokens, which text can contain literally.
+
+    `control_ids` are those without text for a reader: marked special by the checkpoint, or known to end a turn; never
+    the tags of thoughts and tool calls, which some checkpoints mark special and others don't.
+    """
 
     def __init__(self, backend: tokenizers.Tokenizer, names: Mapping[str, str] | None = None,
                  chat_template: str | Mapping[str, str] | None = None, rows: int = 0, config: dict | None = None,
@@ -44,7 +50,9 @@ class Tokenizer:
         self.backend = backend
         added = backend.get_added_tokens_decoder()
         self.special_tokens = {token.content: id for id, token in sorted(added.items())}
-        self.control_ids = frozenset(id for id, token in added.items() if token.special)
+        self.marked_ids = frozenset(id for id, token in added.items() if token.special)
+        control = {id for id, token in added.items() if token.special or token.content in TURN_ENDS}
+        self.control_ids = frozenset(control - {self.special_tokens.get(tag) for tag in SPOKEN})
         if last_id is None:
             last_id = max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
         self.vocab_size = last_id + 1
@@ -129,16 +137,18 @@ class Tokenizer:
     def decode(self, ids: Ids, skip_special_tokens: bool = False) -> str:
         """Text of ids (a list, an array or a tensor); bytes that are no character become U+FFFD.
 
-        Control tokens are part of it unless skip_special_tokens; then it is what a reader should see.
+        All tokens are part of it unless skip_special_tokens leaves out those that the checkpoint marks special, as in
+        transformers. `text_of` is what a reader should see.
         """
-        found = id_list(ids, self.rows)
-        if skip_special_tokens:
-            found = [id for id in found if id not in self.control_ids]
-        return b"".join(map(self._bytes_of, found)).decode("utf-8", "replace")
+        return self._text(ids, self.marked_ids if skip_special_tokens else frozenset())
 
     def text_of(self, ids: Ids) -> str:
-        """`decode` without control tokens."""
-        return self.decode(ids, skip_special_tokens=True)
+        """`decode` without control tokens. Tags of thoughts and tool calls stay, marked special or not."""
+        return self._text(ids, self.control_ids)
+
+    def _text(self, ids: Ids, hidden: Set[int]) -> str:
+        shown = (self._bytes_of(id) for id in id_list(ids, self.rows) if id not in hidden)
+        return b"".join(shown).decode("utf-8", "replace")
 
     def pieces(self, ids: Ids) -> list[str]:
         r"""One string a token, for tables; bytes that are no whole character are written \xe2."""
@@ -152,9 +162,11 @@ class Tokenizer:
 
     def _bytes_of(self, id: int) -> bytes:
         token = self.backend.id_to_token(id) or ""
+        if id in self._added_ids:  # stands for itself, also where its characters are all in the alphabet of bytes
+            return token.encode()
         try:
             return bytes([_BYTE_OF[character] for character in token])
-        except KeyError:  # an added token with characters of its own: stands for itself
+        except KeyError:  # a word with characters of its own
             return token.encode()
 
     def render(self, messages: list[dict], tools: list[dict] | None = None, add_generation_prompt: bool = True,
@@ -180,7 +192,8 @@ class StreamDecoder:
     """Token by token, whole characters only: the chunks of `put` and the last `flush` join to the whole decode.
 
     A UTF-8 sequence is at most 4 bytes, so at most 3 are held back; O(1) per token, no history is decoded again.
-    Ids in `skip` have no text. Unlike tokenizers' DecodeStream, a character cut by the end is not lost: it is U+FFFD.
+    Ids in `skip` have no text but `hidden`, which stop strings can name. Unlike tokenizers' DecodeStream, a character
+    cut by the end is not lost: it is U+FFFD.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip: Set[int] = frozenset()):
@@ -190,6 +203,10 @@ class StreamDecoder:
     def put(self, id: int) -> str:
         piece = self.tokenizer.token_bytes(id)
         return "" if id in self.skip else self._decoder.decode(piece)
+
+    def hidden(self, id: int) -> str:
+        """The text of a token in `skip`, which is not shown; of others ""."""
+        return self.tokenizer.token_bytes(id).decode("utf-8", "replace") if id in self.skip else ""
 
     def flush(self) -> str:
         """What was still held back, once, as U+FFFD; the decoder is then ready for another text."""

@@ -1,0 +1,44 @@
+"""Texts of control tokens that published models share, whatever their files say about them.
+
+A converter or a fine-tune can type such a token as ordinary text, or leave it out of the list of
+ends. The lists are llama.cpp's (src/llama-vocab.cpp, `llama_vocab::impl::load`: what it looks for
+as EOT, EOM and FIM_*, and what it puts into `special_eog_ids`), with its two exceptions.
+"""
+
+from collections.abc import Collection
+
+TURN_ENDS = frozenset({
+    "<|im_end|>", "<|endoftext|>",  # ChatML, Qwen, GPT-2
+    "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>",  # Llama 3, Granite
+    "<|end|>", "<|return|>", "<|call|>", "<|calls|>", "<|flush|>",  # Phi, gpt-oss, Solar
+    "<end_of_turn>", "<eos>", "<turn|>", "<|tool_response>",  # Gemma
+    "</s>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]",  # Mistral, Kimi
+    "<｜end▁of▁sentence｜>", "<end_of_utterance>",  # DeepSeek, SmolVLM
+})  # fmt: skip
+FILL_IN = {  # of models that fill in the middle of code: the name of a token → how it is written
+    "fim_pre": ("<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<｜fim▁begin｜>", "<PRE>",
+                "<|code_prefix|>", "<|prefix|>"),
+    "fim_suf": ("<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<｜fim▁hole｜>", "<SUF>",
+                "<|code_suffix|>", "<|suffix|>"),
+    "fim_mid": ("<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<｜fim▁end｜>", "<MID>",
+                "<|code_middle|>", "<|middle|>"),
+    "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
+    "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
+    "fim_sep": ("<|file_sep|>",),
+}  # fmt: skip
+FILL_IN_ENDS = ("fim_pad", "fim_rep", "fim_sep")  # llama.cpp ends there: another file would begin
+CONTROL_TEXTS = TURN_ENDS.union(*FILL_IN.values())
+
+
+def turn_ends(texts: Collection[str]) -> frozenset[str]:
+    """Those of a vocabulary's added tokens that end a turn.
+
+    Where `<|return|>` and `<|call|>` end one (gpt-oss), or `<|calls|>` and `<|flush|>` (Solar),
+    `<|end|>` only ends a message of it. Gemma 4 has `</s>` as a word.
+    """
+    found = {text for text in TURN_ENDS if text in texts}
+    if {"<|call|>", "<|return|>"} <= found or {"<|calls|>", "<|flush|>"} <= found:
+        found.discard("<|end|>")
+    if "<|tool_response>" in found:
+        found.discard("</s>")
+    return frozenset(found)
