@@ -80,6 +80,9 @@ def decoder_of_plain_text(monkeypatch):
         def put(self, token):
             return "" if token in self.skip else self.tokenizer.decode([token])
 
+        def hidden(self, token):
+            return ""
+
         def flush(self):
             return ""
 

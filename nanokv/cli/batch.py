@@ -222,29 +222,25 @@ def submit(args, loaded, engine, job: Job) -> None:
     job.wanted = wanted
     if type(wanted) is int and wanted > 0:
         wanted = room(SimpleNamespace(max_new_tokens=wanted), loaded, job.ids)
-    job.answer = Answer(engine, loaded.tokenizer, stop)
+    job.answer = Answer(engine, loaded.tokenizer, stop, loaded.model.generation_config.eos_token_ids)
     job.request = engine.submit(job.ids, max_new_tokens=wanted, on_token=job.answer.put, **settings)
-    job.answer.skip |= set(job.request.eos_token_ids)
 
 
 class Answer:
     """The text of one request, token by token; ends the request when a stop string is complete."""
 
-    def __init__(self, engine, tokenizer, stop):
-        from nanokv.decoding.generation import StopStrings
-        from nanokv.text.tokenizer import StreamDecoder
+    def __init__(self, engine, tokenizer, stop, ends):
+        from nanokv.decoding.generation import ShownText
 
-        self.engine, self.stops, self.pieces, self.skip = engine, StopStrings(stop), [], set(tokenizer.control_ids)
-        self.decoder = StreamDecoder(tokenizer, skip=self.skip)
+        self.engine, self.shown, self.pieces = engine, ShownText(tokenizer, stop, ends), []
 
     def put(self, request, step) -> None:
         """The engine's callback."""
-        over = request.finish_reason is not None
-        self.pieces.append(self.stops.put(self.decoder.put(step.token) + (self.decoder.flush() if over else "")))
-        if self.stops.found:
+        self.pieces.append(self.shown.put(step.token))
+        if request.finish_reason is not None:
+            self.pieces.append(self.shown.flush())
+        if self.shown.stop_string:
             self.engine.cancel(request, "stop")
-        elif over:
-            self.pieces.append(self.stops.flush())
 
     @property
     def text(self) -> str:
@@ -258,7 +254,7 @@ def result(args, loaded, job: Job) -> dict:
     cut = request.finish_reason == "length" and len(request.tokens) < job.wanted  # `room` allowed fewer
     return line_of(
         args, loaded, job, job.answer.text, request.tokens, "context" if cut else request.finish_reason,
-        completion.seed(request), request.metrics(), job.answer.stops.found,
+        completion.seed(request), request.metrics(), job.answer.shown.stop_string,
     )  # fmt: skip
 
 

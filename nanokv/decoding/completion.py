@@ -51,10 +51,14 @@ def choice(answer: dict, ids: Sequence[int], reason: str, stop_string: str = "",
     return {"index": index} | answer | ended | {"logprobs": logprobs, "token_ids": list(ids)} | facts
 
 
-def end(reason: str, stop_string: str = "") -> dict:
-    """OpenAI's word for it ("length": whatever cut it) and, beside it, what that does not say: who did."""
-    if stop_string or reason == "stop":
-        return {"finish_reason": "stop", "stop_reason": stop_string or None}
+def end(reason: str, stop: str | int | None = None) -> dict:
+    """OpenAI's word for it ("length": whatever cut it) and, beside it, what that does not say: who did.
+
+    stop: the stop string or token id that the request named, as vLLM reports it; None or "": the model's own end.
+    """
+    named = None if stop == "" else stop
+    if named is not None or reason == "stop":
+        return {"finish_reason": "stop", "stop_reason": named}
     return {"finish_reason": "length", "stop_reason": None if reason == "length" else reason}
 
 

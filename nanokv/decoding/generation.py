@@ -12,6 +12,7 @@ Ctrl-C come in the middle of that as well, the first `sure` tokens are still rig
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import compress
 from time import perf_counter
 
 import torch
@@ -229,15 +230,15 @@ class Generation:
 class TextStream:
     """A Generation as text: iterate over non-empty chunks to print. Control tokens and the eos token have no text.
 
-    Text that may become a stop string is held back, so nothing of one is ever shown. `is_loop(token)` is asked for
-    every token: LoopGuard() in a chat. After the end `.text` is all that was shown.
+    Text that may become a stop string is held back, so nothing of one is ever shown. A stop string
+    may be a control token or contain one. `is_loop(token)` is asked for every token: LoopGuard() in
+    a chat. After the end `.text` is all that was shown.
     """
 
     def __init__(self, generation: Generation, tokenizer: Tokenizer, stop: str | Sequence[str] = (),
                  is_loop: Callable[[int], bool] = never):  # fmt: skip
         self.generation, self.is_loop, self.text = generation, is_loop, ""
-        self._stops = StopStrings(stop)
-        self._decoder = StreamDecoder(tokenizer, skip=tokenizer.control_ids | set(generation.eos_token_ids))
+        self._shown = ShownText(tokenizer, stop, generation.eos_token_ids)
         self._chunks = self._run()
 
     @property
@@ -247,7 +248,7 @@ class TextStream:
     @property
     def stop_string(self) -> str:
         """The one that ended it, or ""."""
-        return self._stops.found
+        return self._shown.stop_string
 
     def __iter__(self):
         return self
@@ -257,57 +258,100 @@ class TextStream:
 
     def _run(self):
         for step in self.generation:
-            yield from self._show(self._decoder.put(step.token))
+            yield from self._deliver(self._shown.put(step.token))
             if self.generation.finish_reason is None and self.is_loop(step.token):
                 self.generation.finish("loop")
-        yield from self._show(self._decoder.flush())
-        yield from self._deliver(self._stops.flush())
-
-    def _show(self, text):
-        if not self._stops.found:
-            shown = self._stops.put(text)
-            if self._stops.found:
-                self.generation.finish("stop_string")
-            yield from self._deliver(shown)
+        yield from self._deliver(self._shown.flush())
 
     def _deliver(self, text):
+        if self.stop_string:
+            self.generation.finish("stop_string")
         if text:
             self.text += text
             yield text
 
 
-class StopStrings:
-    """Text in pieces, up to the first stop string to be complete: however tokens split it, the cut is the same."""
+class ShownText:
+    """Token ids → the text that a reader sees, up to the first stop string. Control tokens and `ends`
+    are not shown, but a stop string can name them: they are looked at before they are dropped."""
 
-    def __init__(self, stop: str | Sequence[str] = ()):
-        stop = (stop,) if isinstance(stop, str) else tuple(stop)
-        if not all(isinstance(text, str) and text for text in stop):
-            raise GenerationError(f"stop strings must be non-empty texts, got {list(stop)!r}")
-        self.stop, self.found = stop, ""
-        self._held = ""  # may be the beginning of a stop string
+    def __init__(self, tokenizer: Tokenizer, stop: str | Sequence[str] = (),
+                 ends: Iterable[int] = ()):  # fmt: skip
+        self._stops = StopStrings(stop)
+        self._decoder = StreamDecoder(tokenizer, skip=tokenizer.control_ids | set(ends))
 
     @property
-    def held(self) -> str:
-        """What may be the beginning of a stop string."""
-        return self._held
+    def stop_string(self) -> str:
+        """The one that ended it, or ""."""
+        return self._stops.found
 
-    def put(self, text: str) -> str:
-        """What can be shown by now; with the last of it, `found` is the stop string."""
-        self._held += text
-        ends = [(at + len(stop), at) for stop in self.stop if (at := self._held.find(stop)) >= 0]
-        if ends:
-            end, at = min(ends)
-            shown, self.found, self._held = self._held[:at], self._held[at:end], ""
-            return shown
-        keep = max((overlap(self._held, stop) for stop in self.stop), default=0)
-        shown = self._held[: len(self._held) - keep]
-        self._held = self._held[len(shown) :]
-        return shown
+    def put(self, id: int) -> str:
+        """What can be shown by now."""
+        text, hidden = self._decoder.put(id), self._decoder.hidden(id)
+        return self._stops.put(text) + self._stops.put(hidden, shown=False)
 
     def flush(self) -> str:
         """What was held back, at the end of the text."""
-        shown, self._held = self._held, ""
-        return shown
+        return self._stops.put(self._decoder.flush()) + self._stops.flush()
+
+
+class StopStrings:
+    """Text in pieces, up to the first stop string to be complete: however tokens split it, the cut is
+    the same.
+
+    The text of a control token is a piece with `shown=False`: it is compared like any other, as
+    transformers' StopStringCriteria does, and left out of what is shown. `include`: the stop string
+    itself is shown, all of it.
+    """
+
+    def __init__(self, stop: str | Sequence[str] = (), include: bool = False):
+        stop = (stop,) if isinstance(stop, str) else tuple(stop)
+        if not all(isinstance(text, str) and text for text in stop):
+            raise GenerationError(f"stop strings must be non-empty texts, got {list(stop)!r}")
+        self.stop, self.include, self.found = stop, include, ""
+        self._held = ""  # may be the beginning of a stop string
+        self._shown: list[bool] = []  # of each of its characters
+
+    @property
+    def held(self) -> str:
+        """What may be the beginning of a stop string, as far as it would be shown."""
+        return "".join(compress(self._held, self._shown))
+
+    def meets(self, text: str) -> bool:
+        """Whether a stop string could contain this piece, begin in it or end in it."""
+        return any(
+            text in stop or stop in text or overlap(text, stop) or overlap(stop, text)
+            for stop in self.stop
+        )
+
+    def inside(self, text: str) -> bool:
+        """Whether this piece alone holds a stop string."""
+        return any(stop in text for stop in self.stop)
+
+    def put(self, text: str, shown: bool = True) -> str:
+        """What can be shown by now; with the last of it, `found` is the stop string, and nothing
+        follows."""
+        if self.found or not text:
+            return ""
+        self._held += text
+        self._shown += [shown] * len(text)
+        ends = [(at + len(stop), at) for stop in self.stop if (at := self._held.find(stop)) >= 0]
+        if ends:
+            end, at = min(ends)
+            self.found = self._held[at:end]
+            text, self._held = self._take(at), ""
+            return text + self.found * self.include
+        keep = max((overlap(self._held, stop) for stop in self.stop), default=0)
+        return self._take(len(self._held) - keep)
+
+    def flush(self) -> str:
+        """What was held back, at the end of the text."""
+        return self._take(len(self._held))
+
+    def _take(self, length):
+        text = "".join(compress(self._held[:length], self._shown))
+        self._held, self._shown = self._held[length:], self._shown[length:]
+        return text
 
 
 class LoopGuard:

@@ -31,12 +31,16 @@ class Piece(NamedTuple):
 class Splitter(Protocol):
     """A ThinkSplitter, or NoThoughts."""
 
+    @property
+    def thinking(self) -> bool: ...
     def put(self, text: str) -> list[tuple[str, str]]: ...
     def flush(self) -> list[tuple[str, str]]: ...
 
 
 class NoThoughts:
     """The continuation of a text is all answer."""
+
+    thinking = False
 
     def put(self, text: str) -> list[tuple[str, str]]:
         return [("answer", text)] if text else []
@@ -47,12 +51,19 @@ class NoThoughts:
 
 class AnswerText:
     """Stop strings are looked for in the answer only: a model may think about "\\n\\n", or call a function with it,
-    without being stopped by it."""
+    without being stopped by it. One that is a control token ends an answer wherever the model writes it.
+
+    eos, stop_ids: the tokens that end it, without text; the latter are named by the request. `include`: what the
+    request names, a stop string or one of stop_ids that is no control token, is part of the answer.
+    """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], splitter: Splitter, calls: NoCalls | ToolCalls,
-                 eos: Sequence[int] = ()):  # fmt: skip
-        self.stops, self.splitter, self.calls = StopStrings(stop), splitter, calls
-        self.decoder = StreamDecoder(tokenizer, skip=tokenizer.control_ids | set(eos))
+                 eos: Sequence[int] = (), stop_ids: Sequence[int] = (), include: bool = False):  # fmt: skip
+        self.stops, self.splitter, self.calls = StopStrings(stop, include), splitter, calls
+        hidden = {*eos, *(() if include else stop_ids)}
+        self.decoder = StreamDecoder(tokenizer, skip=tokenizer.control_ids | hidden)
+        self.stop_ids = stop_ids
+        self._stop_id: int | None = None
         self._length = 0  # characters generated, tags and all
         self._begin: int | None = None  # where the answer begins among them
         self._unshown: deque[tuple[Step, int, int]] = deque()  # tokens with the first and the last place of their text
@@ -62,6 +73,11 @@ class AnswerText:
     def stop_string(self) -> str:
         """The one that ended it, or ""."""
         return self.stops.found
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        """What ended it of that which the request names: a stop string, or one of stop_ids."""
+        return self.stop_string or self._stop_id
 
     @property
     def complete(self) -> bool:
@@ -74,14 +90,36 @@ class AnswerText:
         text = self.decoder.put(step.token) + (self.decoder.flush() if last else "")
         self._length += len(text)
         self._unshown.append((step, begin, self._length))
-        pieces: list[Piece] = []
-        for kind, part in self.splitter.put(text) + (self.splitter.flush() if last else []):
-            pieces += [Piece(kind, part)] if kind == "think" else self._answer(part)
+        if step.token in self.stop_ids:
+            self._stop_id = step.token
+        pieces = self._split(self.splitter.put(text)) + self._control(step.token)
         if last:
-            pieces += [piece for part in self.calls.flush() for piece in self._part(part)]
+            pieces += self._settle()
         if last and not self.stop_string:
             pieces += [self._shown(self.stops.flush()), self._end()]
         return [piece for piece in pieces if piece.text or piece.tokens or piece.call]
+
+    def _control(self, id: int) -> list[Piece]:
+        """A token that is not shown, where it matters to a stop string: no tag and no call reaches across it then."""
+        text = self.decoder.hidden(id)
+        elsewhere = self.splitter.thinking or self.calls.open
+        if not text or not (self.stops.inside(text) if elsewhere else self.stops.meets(text)):
+            return []
+        pieces = self._settle()
+        if not self.stops.held:
+            self._next = self._length
+        return [*pieces, self._shown(self.stops.put(text, shown=False))]
+
+    def _settle(self) -> list[Piece]:
+        """All that was held back as the possible beginning of a tag or a call."""
+        pieces = self._split(self.splitter.flush())
+        return pieces + [piece for part in self.calls.flush() for piece in self._part(part)]
+
+    def _split(self, parts: list[tuple[str, str]]) -> list[Piece]:
+        pieces: list[Piece] = []
+        for kind, part in parts:
+            pieces += [Piece(kind, part)] if kind == "think" else self._answer(part)
+        return pieces
 
     def _answer(self, text: str) -> list[Piece]:
         """The newest characters of the answer, which once begun is the end of all that was generated."""

@@ -50,7 +50,7 @@ class Part(NamedTuple):
 class NoCalls:
     """Where no tool was offered all is text."""
 
-    count, full = 0, False
+    count, full, open = 0, False, False
 
     def __init__(self) -> None:
         self._at = 0
@@ -79,6 +79,11 @@ class ToolCalls:
         """Whether no other call may follow."""
         return self.count > 0 and not self.parallel
 
+    @property
+    def open(self) -> bool:
+        """Whether a call has begun and not ended."""
+        return self._body > 0
+
     def put(self, text: str) -> list[Part]:
         """What can be shown by now."""
         self._held += text
@@ -88,10 +93,10 @@ class ToolCalls:
         return [part for part in found if part.text or part.call]
 
     def flush(self) -> list[Part]:
-        """What was held back at the end. A call may lack its last tag."""
+        """What was held back, at the end or where a control token stands. A call may lack its last tag."""
         call = self._call(self._held[self._body :]) if self._body else None
         shown = not self.full and (self._held.strip() or not self._blank)
-        part = self._take(len(self._held), call)
+        part, self._body = self._take(len(self._held), call), 0
         return [part] if (part.text and shown) or call else []
 
     def _open(self, found: list[Part]) -> bool:

@@ -69,12 +69,13 @@ def json_of(schema: dict) -> str:
 
 
 def vocabulary(tokenizer: Tokenizer, rows: int, eos: Sequence[int]) -> "LLTokenizer":
-    """Every token's bytes, for llguidance. Control tokens but for `eos`, which ends an answer, never follow."""
+    """Every token's bytes, for llguidance. Control tokens but for `eos`, which ends an answer, never follow. Tags of
+    thoughts and calls are text, whatever the tokenizer's file marks them."""
     from llguidance import LLTokenizer, TokenizerWrapper
 
     if not eos:
         raise GenerationError("this model has no token that ends an answer: a grammar needs one")
-    words = Words(tokenizer, rows, eos[0])
+    words = Words(tokenizer, rows, eos)
     return LLTokenizer(TokenizerWrapper(words), n_vocab=rows, eos_token=list(eos))
 
 
@@ -83,10 +84,10 @@ class Words:
 
     bos_token_id = None
 
-    def __init__(self, tokenizer: Tokenizer, rows: int, eos: int):
-        self.tokenizer, self.eos_token_id = tokenizer, eos
+    def __init__(self, tokenizer: Tokenizer, rows: int, eos: Sequence[int]):
+        self.tokenizer, self.eos_token_id = tokenizer, eos[0]
         self.tokens = [tokenizer.token_bytes(id) if id < tokenizer.rows else b"" for id in range(rows)]
-        self.special_token_ids = sorted(tokenizer.control_ids)
+        self.special_token_ids = sorted(tokenizer.control_ids | set(eos))  # an end inside of a string would cut it
 
     def __call__(self, text: bytes) -> list[int]:
         return self.tokenizer.encode(text.decode("utf-8", "replace"))

@@ -118,6 +118,7 @@ def common() -> dict:
         "model": TEXT, "stream": YES_NO, "ignore_eos": YES_NO, "n": integer(1, MOST_ANSWERS),
         "stream_options": OBJECT | {"properties": {"include_usage": nullable(YES_NO)}},
         "stop": {"anyOf": [stop, {"type": "array", "items": stop, "maxItems": MOST_STOPS}]},
+        "stop_token_ids": {"type": "array", "items": {"type": "integer"}}, "include_stop_str_in_output": YES_NO,
         "max_tokens": ranged("max_new_tokens"), "max_completion_tokens": ranged("max_new_tokens"),
         **{name: ranged(name) for name in SAMPLING}, "seed": seed(),
         **{name: only(nothing) for name, nothing in NOT_DONE.items()},

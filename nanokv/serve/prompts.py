@@ -61,6 +61,14 @@ class Served:
         known = ", ".join(self.names)
         raise ApiError(404, f"no model {quote(asked)}: this server has {known}", "model", "model_not_found")
 
+    def stop_ids(self, ids: Sequence[int]) -> Sequence[int]:
+        """`stop_token_ids` of a request: ids of this model."""
+        size = self.engine.config.vocab_size
+        if wrong := [id for id in ids if not 0 <= id < size]:
+            raise ApiError(400, f"stop_token_ids holds {wrong[0]}: ids from 0 to {size - 1:,} were expected",
+                           "stop_token_ids")  # fmt: skip
+        return ids
+
     def room(self, prompt: int, param: str) -> int:
         """Tokens that may follow a prompt: the last one is never fed, so it needs no place."""
         if prompt > self.context:
@@ -139,11 +147,13 @@ def job(served: Served, asked: Asked, ids: list[int], settings: dict, echo: Echo
     if wanted is None:
         wanted = served.max_new_tokens or (None if chat else TEXT_TOKENS)
     eos = () if asked.ignore_eos else tuple(served.engine.model.generation_config.eos_token_ids)
+    ends = (*eos, *served.stop_ids(asked.stop_token_ids))
     splitter = ThinkSplitter(opens_thinking(served.tokenizer, ids)) if chat else NoThoughts()
     names = [one["name"] for one in asked.tools.callable]
     calls = ToolCalls(names, asked.tools.parallel) if names else NoCalls()
-    text = AnswerText(served.tokenizer, served.stop if asked.stop is None else asked.stop, splitter, calls, eos)
-    settings = settings | {"max_new_tokens": room if wanted is None else min(wanted, room), "eos_token_ids": eos}
+    stop = served.stop if asked.stop is None else asked.stop
+    text = AnswerText(served.tokenizer, stop, splitter, calls, eos, asked.stop_token_ids, asked.include_stop)
+    settings = settings | {"max_new_tokens": room if wanted is None else min(wanted, room), "eos_token_ids": ends}
     return Job(ids, text, settings, wanted, echo, first)
 
 

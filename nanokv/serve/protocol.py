@@ -29,14 +29,14 @@ COLDEST = 1e-30  # logits divided by less leave fp32's range
 KNOWN = {
     "model", "messages", "prompt", "stream", "stream_options", "stop", "max_tokens", "max_completion_tokens",
     "ignore_eos", "chat_template_kwargs", "add_special_tokens", "n", "logprobs", "top_logprobs", "echo", "tools",
-    "tool_choice", "parallel_tool_calls", "response_format", *SAMPLING,
+    "tool_choice", "parallel_tool_calls", "response_format", "stop_token_ids", "include_stop_str_in_output", *SAMPLING,
 }  # fmt: skip
 NOT_DONE: dict[str, tuple] = {  # field → the values that ask for nothing
     "best_of": (1,), "prompt_logprobs": (0,), "suffix": ("",),
     "functions": ([],), "function_call": ("none", "auto"), "logit_bias": ({},),
     "presence_penalty": (0,), "frequency_penalty": (0,), "modalities": (["text"],), "audio": (),
     "web_search_options": (), "structured_outputs": ({},), "guided_json": (), "guided_regex": (), "guided_choice": (),
-    "guided_grammar": (), "grammar": ("",), "json_schema": ({},), "min_tokens": (0,), "stop_token_ids": ([],),
+    "guided_grammar": (), "grammar": ("",), "json_schema": ({},), "min_tokens": (0,),
     "continue_final_message": (False,), "use_beam_search": (False,),
 }  # fmt: skip
 
@@ -56,6 +56,8 @@ class Asked:
     model: str | None = None
     sampling: dict = field(default_factory=dict)  # what the request says itself
     stop: list[str] | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop: bool = False  # the stop string is part of the answer
     max_new_tokens: int | None = None
     ignore_eos: bool = False
     stream: bool = False
@@ -163,6 +165,8 @@ def common(fields: dict, param: str, least: int = 1) -> dict:
         "model": kind(fields, "model", str, None), "stop": stops(fields), "sampling": sampling(fields),
         "max_new_tokens": most_tokens(fields, least), "ignore_eos": kind(fields, "ignore_eos", bool, False),
         "stream": kind(fields, "stream", bool, False),
+        "stop_token_ids": tuple(whole_numbers(kind(fields, "stop_token_ids", list, []), "stop_token_ids")),
+        "include_stop": kind(fields, "include_stop_str_in_output", bool, False),
         "include_usage": bool(kind(options, "include_usage", bool, False, "stream_options.include_usage")),
     }  # fmt: skip
 

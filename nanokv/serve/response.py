@@ -151,7 +151,7 @@ def ended(ticket: Ticket) -> dict:
     """finish_reason, and what ended it."""
     request, wanted = ticket.request, ticket.job.wanted
     cut = request.finish_reason == "length" and (wanted is None or len(request.tokens) < wanted)
-    found = completion.end("context" if cut else request.finish_reason, ticket.job.text.stop_string)
+    found = completion.end("context" if cut else request.finish_reason, ticket.job.text.stop_reason)
     called = ticket.job.text.calls.count and found["finish_reason"] == "stop"
     return found | ({"finish_reason": "tool_calls"} if called else {})
 
