@@ -73,7 +73,7 @@ _MOVED = {  # modules of version 0.1.0 that are imported by their old paths → 
 } | {
     "kinds": "nanokv.cache.options", "fingerprint": "nanokv.cache.saving", "latent": "nanokv.study.mla",
     "memory": "nanokv.costs.memory", "prefix": "nanokv.chat.history", "quality": "nanokv.study.quality",
-    "sandbox": "nanokv.text.sandbox", "skeleton": "nanokv.loading", "template": "nanokv.text.template",
+    "sandbox": "nanokv.text.render_process", "skeleton": "nanokv.loading", "template": "nanokv.text.template",
 }  # fmt: skip
 
 __all__ = [

@@ -1,5 +1,5 @@
 """Chat templates of other model families, as published with Llama 3.1, SmolLM2, Qwen2.5, Gemma 2, Mistral, Phi 3 and
-DeepSeek R1 (some long texts in them shortened): what the sandbox must leave as it is.
+DeepSeek R1 (some long texts in them shortened).
 """
 
 LLAMA = r"""{{- bos_token }}

@@ -1,11 +1,13 @@
-"""Chat templates: byte-equal to transformers on the published Qwen3 template, and bounded when they are hostile."""
+"""Chat templates: byte-equal to transformers on the published Qwen3 template, and stopped when they are hostile."""
 
-import json
 import os
+import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jinja2
@@ -14,10 +16,9 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import template_calls
 from chat_templates import FAMILIES
 from nanokv.errors import TemplateError
-from nanokv.text import template_costs
+from nanokv.text import render_process
 from nanokv.text.template import ChatTemplate, plain
 from nanokv.text.tokenizer import Tokenizer
 
@@ -134,12 +135,40 @@ FEATURES = {
     "slices": "{{ messages[1:]|length }}{{ messages[::-1][0].role }}{{ messages[0].content[:-3] }}",
     "sum and round": "{{ [1, 2]|sum }}{{ [{'n': 1}]|sum(attribute='n') }}{{ 2.55|round(1) }}{{ 3|round(1, 'ceil') }}",
     "dicts": "{{ dict(messages[0]|items) }}{{ dict.fromkeys(['a'], 1) }}{{ dict([('a', 1)], b=2) }}",
+    "keywords of a namespace": "{% set n = namespace(value=0, budget=1, self=2, args=3, owner=4) %}"
+                               "{% for m in messages %}{% set n.value = n.value + 1 %}{% endfor %}{{ n.value }}"
+                               "{{ n.budget }}{{ n.self }}",
+    "keywords of a dict": "{{ dict(value=1, budget=2, owner=4) }}{{ '{value}{budget}'.format(value=1, budget=2) }}",
+    "keywords of a macro": "{% macro tag(value, budget=2) %}<{{ value }}{{ budget }}{{ kwargs }}{{ varargs }}>"
+                           "{% endmacro %}{{ tag(value='x') }}{{ tag('y', budget=3, context=4, owner=5) }}"
+                           "{{ tag(1, 2, 3, environment=6) }}",
+    "keywords of filters": "{{ 'x'|indent(width=2, first=true) }}{{ [{'a': 1}]|map(attribute='a')|list }}"
+                           "{{ missing|default(default_value='d', boolean=true) }}{{ [2, 1]|sort(reverse=true) }}",
+    "arguments of a call block": "{% macro each(xs) %}{% for x in xs %}{{ caller(x, value=loop.index) }}{% endfor %}"
+                                 "{% endmacro %}{% call(x, value) each(['a', 'b']) %}{{ x }}{{ value }}{% endcall %}",
+    "a macro in a namespace": "{% macro f(x) %}[{{ x }}]{% endmacro %}{% set n = namespace(f=f) %}{{ n.f('a') }}",
+    "methods of texts": "{{ 'abc'.encode()|length }}{{ 'a'.translate({97: 'b'}) }}{{ 'ß'.casefold() }}"
+                        "{{ 'a b'.title() }}{{ ' x '.strip().rjust(3, '.') }}{{ 'a=b'.partition('=') }}",
+    "methods of lists": "{{ [1, 2, 1].count(1) }}{{ [1, 2].index(2) }}{{ (1).to_bytes(2, 'big') }}{{ range(9).count(1)"
+                        " }}",
+    "methods of dicts": "{{ {'a': 1}.get('b', 2) }}{{ {'a': 1}.keys()|list }}{{ {}.fromkeys([1]) }}{{ {'a': 1}.copy()"
+                        " }}",
+    "filters that read files at first use": "{{ [1]|pprint }}{{ 'a b c'|wordwrap(3) }}"
+                                            "{{ '<b>&amp;</b>'|striptags }}{{ lipsum(n=0) }}{{ 'www.a.org'|urlize }}"
+                                            "{{ 'a'|attr('upper') is callable }}",
+    "text in Markup": "{{ ('<a>'|safe ~ '<b>') }}{{ ('a'|safe).striptags() }}{{ '<'|escape }}{{ '<'|forceescape }}",
+    "letters": r"{{ 'caf\u00e9 \x41\n' }}{{ 'ﬁ'|upper }}{{ '🧑‍🚀'[::-1] }}{{ messages[0].content|wordcount }}",
+    "none and tests": "{{ none is none }}{{ messages[0].content is string }}{{ [] is sequence }}{{ {} is mapping }}"
+                      "{{ messages[1].content is none }}{{ 'content' in messages[1] }}{{ 1 is sameas true }}",
+    "tojson in full": "{{ {'b': [1.5, none, true], 'ä': '\"'}|tojson(indent=2, separators=(',', ': '),"
+                      " ensure_ascii=true) }}",
+    "self and blocks": "{% block a %}x{% endblock %}{{ self.a() }}",
+    "blocks of their own": "{% filter upper %}ab{% endfilter %}{% with z = 1 %}{{ z }}{% endwith %}",
 }
 
 
 @pytest.mark.parametrize("source", FEATURES.values(), ids=FEATURES)
-def test_the_instrumented_language_is_still_jinja2(reference, source):
-    """The budget rewrites loops, comparisons, literals and filters: their results must not change."""
+def test_the_language_is_that_of_transformers(reference, source):
     messages, names = [USER, ANSWER], {"eos_token": reference.eos_token, "pad_token": reference.pad_token}
     ours = ChatTemplate(source, names).render(messages, [TOOL])
     assert ours == theirs(reference, messages, tools=[TOOL], add_generation_prompt=True, chat_template=source)
@@ -168,7 +197,9 @@ HOSTILE = {
     "nested lists": GROW.replace("<>", "{% set n.l = [n.l, n.l] %}") + "{{ n.l }}",
     "nested dicts": GROW.replace("<>", "{% set n.l = dict(a=n.l, b=n.l) %}") + "{{ n.l|tojson }}",
     "nested namespaces": GROW.replace("<>", "{% set n.l = namespace(a=n.l, b=n.l) %}") + "{{ n.l }}",
-    "nested batches": GROW.replace("<>", "{% set n.l = [n.l]|batch(2, n.l)|first %}") + "{{ n.l == n.l }}",
+    "nested batches": GROW.replace("<>", "{% set n.l = [n.l]|batch(2, n.l)|first %}") + "{{ n.l }}",
+    "comparing nested lists": "{% set n = namespace(x=[1], y=[1]) %}{% for i in range(60) %}{% set n.x = [n.x, n.x] %}"
+                              "{% set n.y = [n.y, n.y] %}{% endfor %}{{ n.x == n.y }}",
     "center": "{{ 'a'|center(10000000000) }}",
     "ljust": "{{ 'x'.ljust(10000000000) }}",
     "format width": "{{ '{:>10000000000}'.format(1) }}",
@@ -204,7 +235,7 @@ HOSTILE = {
     "test of a list": "{% set l = range(99999)|list %}{% for i in l %}{% if -1 is in l %}{% endif %}{% endfor %}",
     "method that only reads": "{% set s = 'a' * 2000000 %}{% for i in range(99999) %}{{ s.isalpha() }}{% endfor %}",
     "slices": "{% set s = 'a' * 2000000 %}{% for i in range(99999) %}{% set t = s[1:] %}{% endfor %}",
-    "equal texts": "{% set s = 'a' * 2000000 %}{% set t = 'a' * 2000000 %}{% for i in range(99999) %}"
+    "equal texts": "{% set s = 'a' * 2000000 %}{% set t = s[1:] ~ 'a' %}{% for i in range(99999) %}"
                    "{% if s == t %}{% endif %}{% endfor %}",
     "attribute path": "{{ [{}]|map(attribute='a.' * 7000000, default={})|list }}",
     "one large value": "{{ 'a' * 30000000 }}",
@@ -214,14 +245,13 @@ HOSTILE = {
     "split backwards": "{{ ('a' * 1900000).rsplit('ab' ~ 'a' * 900000) }}",
     "strip many letters": "{{ ('\u4e61' * 1900000).lstrip('\u4d61' * 100000 ~ '\u4e61') }}",
     "trim many letters": "{{ ('\u4e61' * 1900000)|trim('\u4d61' * 100000 ~ '\u4e61') }}",
-    "sort by a long path": "{{ ['a', 'b']|sort(attribute='0.' * 900000 ~ '0') }}",
+    "sort by a long path": "{{ ('ab' * 99)|sort(attribute='0.' * 900000 ~ '0') }}",
     "sort letters": "{{ ('ab' * 900000)|sort }}",
     "urlize": "{{ ('www.' * 400000)|urlize }}",
     "division of long numbers": "{{ ('0x' ~ 'f' * 1900000)|int(0, 16) // ('0x' ~ 'f' * 900000)|int(0, 16) }}",
     "remainder of long numbers": "{{ ('0x' ~ 'f' * 1900000)|int(0, 16) % ('0x' ~ 'f' * 900000)|int(0, 16) }}",
     "a format by a test": "{{ '%999999999d' is even }}{{ '%999999999d' is divisibleby(3) }}",
     "% width from the arguments, with a name": "{{ '%(a(b)c)999999999d' % {'a(b)c': 1} }}",
-    "tags in Markup": "{{ ('<!--' * 400000)|safe.striptags() }}",
     "deep tuples as a key": "{% macro f() %}{% set n.x = varargs %}{% endmacro %}{% set n = namespace(x=()) %}"
                             "{% for i in range(99999) %}{% set _ = f(n.x) %}{% endfor %}{{ {n.x: 1} }}",
     "lists kept": "{% set n = namespace(l=[]) %}{% set s = 'abc,' * 400000 %}{% for i in range(999) %}"
@@ -229,82 +259,206 @@ HOSTILE = {
 }  # fmt: skip
 
 
+NAMED = r"^the chat template (was stopped: (it |a|Range|its )|is not valid jinja2|failed: |refuses this conversation: )"
+
+
+def processor_time() -> float:
+    """Of the processes that have ended, in seconds."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 @pytest.mark.parametrize("source", HOSTILE.values(), ids=HOSTILE)
-def test_hostile_templates_are_refused_soon(source):
-    began = time.thread_time()
-    with pytest.raises(TemplateError, match="chat template"):
-        ChatTemplate(source, seconds=0.5).render([USER])
-    assert time.thread_time() - began < 2
+def test_hostile_templates_are_stopped_soon(source):
+    began = processor_time()
+    with pytest.raises(TemplateError, match=NAMED):
+        ChatTemplate(source, seconds=0.3).render([USER])
+    render_process.end_all()
+    assert processor_time() - began < 1.5
+
+
+@pytest.mark.parametrize(("source", "text"), [
+    (GROW.replace("<>", "{% set n.l = [n.l, n.l] %}") + "{{ n.l == n.l }}", "True"),
+    ("{{ ['b', 'a']|sort(attribute='0.' * 9000 ~ '0') }}", "['a', 'b']"),
+    ("{{ strftime_now('%%' * 100000)|length }}", "100000"),
+])  # fmt: skip
+def test_what_only_looks_hostile_is_rendered(source, text):
+    """What it takes counts, not what it could take: a list is equal to itself without a look into it."""
+    assert ChatTemplate(source).render([USER]) == text
+
+
+def in_a_process(code: str, **options) -> subprocess.Popen:
+    """Python code with T for ChatTemplate, MESSAGES, and `workers()`, the ids of the processes that render."""
+    head = "import os, signal, sys, time\nfrom nanokv.text import render_process\n" \
+           "from nanokv.text.template import ChatTemplate as T\nMESSAGES = [{'role': 'user', 'content': 'x'}]\n" \
+           "def workers():\n    return [one.process.pid for one in render_process._all]\n"  # fmt: skip
+    return subprocess.Popen([sys.executable, "-c", head + code], cwd=ROOT, stdout=subprocess.PIPE, text=True, **options)
+
+
+def output_of(code: str) -> str:
+    with in_a_process(code, stderr=subprocess.PIPE) as child:
+        out, err = child.communicate(timeout=60)
+    assert child.returncode == 0 and not err, err
+    return out
 
 
 def test_hostile_templates_stay_small():
-    """Peak Python memory over the worst growers: tens of MB, not the 10 GB that they ask for."""
-    import tracemalloc
-
-    tracemalloc.start()
-    for name in ("doubling", "repeat", "doubling by set block", "join", "map", "much text in a loop", "nested batches"):
-        with pytest.raises(TemplateError):
-            ChatTemplate(HOSTILE[name]).render([USER])
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 200e6
-
-
-def bounded(share):
-    """tests/template_calls.py in a process of its own."""
-    command = [sys.executable, Path(__file__).with_name("template_calls.py"), str(share)]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout)
+    """The worst growers ask for up to 10 GB: their process is as large as it may be, and ours stays small."""
+    names = ("doubling", "repeat", "doubling by set block", "join", "map", "much text in a loop", "lists kept")
+    code = f"import resource, tracemalloc\nfrom nanokv.errors import TemplateError\ntracemalloc.start()\n" \
+           f"for source in {[HOSTILE[name] for name in names]!r}:\n" \
+           "    try: T(source).render(MESSAGES)\n    except TemplateError as error: print(error)\n" \
+           "render_process.end_all()\n" \
+           "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss, tracemalloc.get_traced_memory()[1])\n"
+    *errors, sizes = output_of(code).splitlines()
+    theirs, own = map(int, sizes.split())
+    assert errors == ["the chat template was stopped: it needed more than 512 MB"] * len(names)
+    assert theirs * (1 if sys.platform == "darwin" else 1024) < 520e6 and own < 20e6
 
 
-@pytest.mark.parametrize("share", [601, pytest.param(37, marks=pytest.mark.slow)])
-def test_no_single_call_is_long_or_large(share):
-    """Every method, filter, test and operator with the worst arguments that fit: a sample of 75,000 calls."""
-    found = bounded(share)
-    assert found["calls"] > 70_000 // share and 0 < found["refused"] < found["calls"]
-    assert found["strange"] == []
-    assert found["seconds"] < 1.5, found["slowest"]  # 0.7 where it was written; the clock of a render stops at 2
-    assert found["peak"] < 500e6
+SLOW = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 
 
-def test_every_kind_of_call_is_tried():
-    """The list follows the price list, so that a new entry is tried too."""
-    expressions = {call[0] for call in template_calls.calls()}
-    for kind, names in template_costs.METHODS.items():
-        if kind in template_calls.OWNERS:
-            assert {f"x.{name}()" for name in names} <= expressions
-    assert {f"x|{name}" for name in template_costs.FILTERS} <= expressions
-
-
-@pytest.mark.parametrize(("template", "named"), [
-    *((f"{{{{ 'a'|{name} }}}}", f"filter '{name}'") for name in ("urlize", "wordwrap", "attr", "striptags", "random")),
-    *((f"{{{{ 'a'.{name}() }}}}", f"{name} of a str") for name in ("encode", "translate")),
-    ("{{ (1).to_bytes(9, 'big') }}", "to_bytes of a int"),
-    ("{{ range(9).count(1) }}", "count of a range"),
-    ("{{ {}.fromkeys([1]) }}", "fromkeys of a type"),
-    ("{{ ('a'|safe).striptags() }}", "striptags of a Markup"),
-])  # fmt: skip
-def test_what_is_not_listed_is_refused_by_name(template, named):
-    with pytest.raises(TemplateError, match=f"{named}.*that a chat template may use"):
-        ChatTemplate(template).render([USER])
-
-
-def test_ctrl_c_is_heard():
-    """The slowest allowed calls, one after the other, on a budget that would last for minutes."""
-    template = "{% set s = 'a' * 1900000 %}{% set t = 'a' * 60 ~ 'b' ~ 'a' * 60 %}" \
-               "{% for i in range(99999) %}{% set z = s.rfind(t) + s.strip(t)|length %}{% endfor %}"
-    code = f"from nanokv.text.template import ChatTemplate as T\nt = T({template!r}, work=10**12, seconds=60)\n" \
-           "print(1, flush=True)\nt.render([{'role': 'user', 'content': 'x'}])"
-    child = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    with child:
-        child.stdout.readline()
+def test_ctrl_c_is_heard_and_ends_the_render():
+    code = f"t = T({SLOW!r}, seconds=60)\nprint(*workers(), flush=True)\nt.render(MESSAGES)"
+    with in_a_process(code, stderr=subprocess.PIPE, start_new_session=True) as child:
+        worker = int(child.stdout.readline())
         time.sleep(0.5)
-        assert child.poll() is None
-        child.send_signal(signal.SIGINT)
+        assert child.poll() is None and running(worker)
+        os.killpg(child.pid, signal.SIGINT)  # as a terminal sends it
         began = time.monotonic()
-        assert b"KeyboardInterrupt" in child.communicate(timeout=30)[1]
-        assert time.monotonic() - began < 3
+        assert "KeyboardInterrupt" in child.communicate(timeout=30)[1]
+        assert time.monotonic() - began < 3 and not running(worker)
+
+
+def running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    state = Path(f"/proc/{pid}/stat")
+    return not state.exists() or state.read_text().rpartition(")")[2].split()[0] != "Z"  # nobody waits for an orphan
+
+
+@pytest.mark.parametrize("while_rendering", [False, True])
+def test_no_process_outlives_ours(while_rendering):
+    code = f"t = T({SLOW!r}, seconds=1)\nprint(*workers(), flush=True)\n" \
+           f"{'t.render(MESSAGES)' if while_rendering else 'time.sleep(60)'}"
+    with in_a_process(code) as child:
+        worker = int(child.stdout.readline())
+        time.sleep(0.2)
+        child.kill()
+    wait_until(lambda: not running(worker))
+
+
+def wait_until(done, seconds=20):
+    until = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def test_a_process_that_is_gone_is_replaced():
+    template = ChatTemplate("{{ messages[0].content }}")
+    (one,) = render_process._idle
+    one.process.kill()
+    one.process.wait()
+    assert template.render([USER]) == USER["content"] and one not in render_process._all
+    assert render_process._idle[0].process.pid != one.process.pid
+
+
+def test_a_process_that_is_ended_from_outside_is_named():
+    template, errors = ChatTemplate(SLOW, seconds=60), []
+    (one,) = render_process._idle
+
+    def render():
+        try:
+            template.render([USER])
+        except TemplateError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=render)
+    thread.start()
+    time.sleep(0.3)
+    one.process.kill()
+    thread.join()
+    assert errors == ["the chat template was stopped: the process that rendered it ended, signal SIGKILL"]
+
+
+def test_the_clock_ends_what_takes_no_processor_time(monkeypatch):
+    """As on a system without the other limits, or where the process hangs."""
+    monkeypatch.setattr(render_process, "CLOCK", 0.3)
+    template = ChatTemplate("x", seconds=0.2)
+    os.kill(render_process._idle[-1].process.pid, signal.SIGSTOP)
+    with pytest.raises(TemplateError, match=r"it ran for more than 0\.5 s"):
+        template.render([USER])
+
+
+def test_an_answer_that_is_too_long_is_not_read():
+    process = render_process.take()
+    body = b'["{{ 7 * 7 }}", {}]'
+    request = render_process.HEAD.pack(len(body), 1.0, render_process.MEMORY, 100) + body
+    assert process.ask(request, 1.0, 100) == ["text", "49"]
+    with pytest.raises(TemplateError, match="its answer has 14 bytes, more than 10"):
+        process.ask(request, 1.0, 10)
+    render_process.drop(process)
+
+
+def test_where_no_process_can_be_started(monkeypatch, tmp_path):
+    render_process.end_all()
+    for executable, words in ((str(tmp_path / "none"), "No such file"), ("/bin/false", "exit code 1")):
+        monkeypatch.setattr(sys, "executable", executable)
+        with pytest.raises(TemplateError, match=words):
+            ChatTemplate("x")
+
+
+def test_threads_render_at_the_same_time():
+    templates = [ChatTemplate(f"{{% for i in range(900) %}}{n}{{{{ i }}}}{{% endfor %}}{{{{ messages[0].content }}}}")
+                 for n in range(4)]  # fmt: skip
+    expected = [template.render([USER]) for template in templates]
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda n: templates[n % 4].render([USER]), range(200)))
+    assert found == expected * 50 and len(render_process._idle) <= render_process.KEPT == len(render_process._all)
+
+
+def test_a_slow_render_does_not_hold_up_another():
+    code = f"from concurrent.futures import ThreadPoolExecutor\nquick, slow = T('q'), T({SLOW!r}, seconds=2)\n" \
+           "with ThreadPoolExecutor(1) as pool:\n    busy = pool.submit(slow.render, MESSAGES)\n    time.sleep(0.2)\n" \
+           "    print([quick.render(MESSAGES) for _ in range(20)].count('q'), busy.done(), flush=True)\n" \
+           "    print(busy.exception())"
+    assert output_of(code) == "20 False\nthe chat template was stopped: it ran for more than 2 s\n"
+
+
+def test_a_fork_starts_its_own():
+    code = "t = T('{{ messages[0].content }}')\nmine = workers()\nif os.fork() == 0:\n" \
+           "    print(workers(), t.render(MESSAGES), workers() != mine, flush=True)\n    sys.exit(0)\n" \
+           "os.wait()\nprint(t.render(MESSAGES), workers() == mine)"
+    assert output_of(code) == "[] x True\nx True\n"
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="no /proc")
+def test_the_process_holds_nothing(monkeypatch, tmp_path):
+    """Its three streams, no variable of ours, no right to open a file: what an escape from the sandbox would find."""
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    render_process.end_all()
+    with open(tmp_path / "open", "w") as file:
+        os.set_inheritable(file.fileno(), True)
+        ChatTemplate("x")
+    place = Path(f"/proc/{render_process._idle[0].process.pid}")
+    assert {path.name for path in (place / "fd").iterdir()} == {"0", "1", "2"}
+    names = {entry.partition(b"=")[0].decode() for entry in (place / "environ").read_bytes().split(b"\0") if entry}
+    assert names <= set(render_process.ENVIRONMENT)
+    limits = {line[:26].strip(): line[26:].split()[1] for line in (place / "limits").read_text().splitlines()[1:]}
+    none = ("Max open files", "Max processes", "Max file size", "Max core file size")
+    assert [limits[name] for name in none] == ["0"] * 4
+    assert not {"torch", "numpy"} & {path.name for line in (place / "maps").read_text().split("\n")
+                                     for path in Path(line[73:]).parents}  # fmt: skip
+
+
+def test_jinja2_is_not_imported_here():
+    """It takes 30 ms; and no template runs in this process."""
+    code = "T('x').render(MESSAGES)\nprint([name for name in ('jinja2', 'torch', 'numpy') if name in sys.modules])"
+    assert output_of(code) == "[]\n"
 
 
 @pytest.mark.parametrize("messages", CONVERSATIONS.values(), ids=CONVERSATIONS)
@@ -324,14 +478,14 @@ def test_other_families_equal_transformers(reference, name, messages):
             assert ChatTemplate(source, names).render(messages, tools) == expected
 
 
-def test_an_honest_long_chat_fits_the_budget(qwen):
+def test_an_honest_long_chat_is_rendered(qwen):
     """2,000 turns and a 200 kB paste render: the bounds are for attacks only."""
     paste = {"role": "user", "content": "naïve " * 33_000}
     messages = [USER, {"role": "assistant", "content": "Sunny."}] * 1000 + [paste]
     assert len(qwen.render(messages)) > 200_000
 
 
-def test_the_input_raises_the_budget():
+def test_the_input_raises_the_limits():
     """A 4 MB document is not an attack by the template."""
     big = "x" * 4_000_000
     shown = ChatTemplate("{{ messages[0].content + messages[0].content|replace('y', 'z') }}" * 8).render(

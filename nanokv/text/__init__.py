@@ -1,1 +1,1 @@
-"""Text in, ids out, and back: tokenizer, chat template and its sandbox, streaming, thinking."""
+"""Text in, ids out, and back: tokenizer, chat templates and the process that renders them, streaming, thinking."""

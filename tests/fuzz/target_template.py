@@ -1,18 +1,18 @@
 """Fuzz target: a chat template as text, and templates that are put together from everything which it may call.
 
-Every second input is grammar: random expressions over the names of template_costs.py, which random letters would take
+Every second input is grammar: random expressions over the names that a template has, which random letters would take
 for ever to find.
 """
 
 import random
 
 import common
+from jinja2.defaults import DEFAULT_FILTERS, DEFAULT_TESTS
 
 from nanokv.errors import TemplateError
-from nanokv.text import template_costs
 from nanokv.text.template import ChatTemplate
 
-INSTRUMENT = ["nanokv.text.template", "nanokv.text.sandbox", "nanokv.text.template_costs", "jinja2"]
+INSTRUMENT = ["nanokv.text.template", "nanokv.text.render_process"]
 ALLOWED = (TemplateError,)
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "naïve <b> " * 20},
             {"role": "assistant", "content": "<think>hm</think>Sunny."}]  # fmt: skip
@@ -20,9 +20,9 @@ TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "
 VALUES = ("messages", "tools", "messages[0].content", "n.x", "x", "y", "loop", "1", "-1", "9999", "2.5", "'a'", "'%s'",
           "'{0}{0}'", "' '", "[]", "[1, 'a']", "{}", "{'a': [1]}", "(1, 2)", "none", "true", "'a' * 90000",
           "range(9999)|list", "missing", "'%9999d'", "2 ** 4000", "'ab,' * 30000")  # fmt: skip
-METHODS = sorted({name for names in template_costs.METHODS.values() for name in names} | {"encode", "format_map"})
-FILTERS = sorted({*template_costs.FILTERS, "urlize"})
-TESTS = sorted(name for name in template_costs.TESTS if name.isidentifier() and name != "in")
+METHODS = sorted(name for kind in (str, list, tuple, dict, int) for name in vars(kind) if not name.startswith("_"))
+FILTERS = sorted({*DEFAULT_FILTERS, "tojson"})
+TESTS = sorted(name for name in DEFAULT_TESTS if name.isidentifier() and name != "in")
 OPERATORS = ("+", "-", "*", "//", "/", "%", "**", "~", "==", "<", ">=", "in", "not in", "and", "or")
 
 STATEMENTS = (
@@ -73,5 +73,5 @@ def expression(rng, depth) -> str:
 
 
 def run(data: bytes) -> None:
-    template = ChatTemplate(data.decode("utf-8", "replace"), {"eos_token": "<|im_end|>"})
+    template = ChatTemplate(data.decode("utf-8", "replace"), {"eos_token": "<|im_end|>"}, seconds=0.2)
     assert isinstance(template.render(MESSAGES, TOOLS), str)

@@ -1,0 +1,192 @@
+"""The program that renders chat templates in a process of its own: jinja2's sandbox inside limits of the system.
+
+    python -I -S render_worker.py FOLDER …      folders that hold jinja2 and what it needs
+
+A request is a head of numbers and a JSON list: the template's source, and the variables that it sees
+(null: it is only compiled). The head: bytes of the list, seconds of processor time, bytes of memory,
+characters of output. An answer is 8 bytes of length and a JSON list: ["text", …], or ["error" or
+"stopped", why]. A render that outlives its seconds is ended by the system, within a call in C too,
+and this process with it; render_process.py, the other side, says so and starts another.
+
+The language is that of transformers' templates (5.23: utils/chat_template_utils.py). Nothing of
+nanokv is imported here, so that a start takes 50 ms.
+"""
+
+import codecs
+import contextlib
+import functools
+import html  # noqa: F401  jinja2 imports these at first use, when no file can be opened any more
+import json
+import os
+import pprint  # noqa: F401
+import signal
+import struct
+import sys
+import textwrap  # noqa: F401
+from datetime import datetime
+
+if __name__ == "__main__":
+    sys.path += sys.argv[1:]
+
+import jinja2
+import jinja2.constants
+import jinja2.debug
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+HEAD, LENGTH = struct.Struct(">QdQQ"), struct.Struct(">Q")
+SOURCE = 131_072  # characters of a template; the longest published ones have 20,000
+CODECS = ("ascii", "latin-1", "unicode-escape", "utf-8")  # jinja2 reads texts in a template with them
+CLOSED = ("RLIMIT_NOFILE", "RLIMIT_NPROC", "RLIMIT_FSIZE", "RLIMIT_CORE")  # no files, processes, dumps
+
+
+def main() -> None:
+    """Answer until the other side has closed the pipe."""
+    requests, answers = os.fdopen(0, "rb"), os.fdopen(1, "wb")
+    for name in CODECS:
+        codecs.lookup(name)
+    datetime.now().strftime("%c")  # the system reads the time zone
+    limit_process()
+    while len(head := requests.read(HEAD.size)) == HEAD.size:
+        size, *limits = HEAD.unpack(head)
+        answer = json.dumps(answered(requests, size, *limits)).encode()
+        answers.write(LENGTH.pack(len(answer)) + answer)
+        answers.flush()
+    os._exit(0)
+
+
+def limit_process() -> None:
+    """What a template could hold on to, should it ever leave the sandbox. Ctrl-C is the parent's business."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if hasattr(signal, "SIGPROF"):
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process, whatever it is doing
+    try:
+        import resource
+    except ImportError:  # Windows: the parent's clock is the only limit
+        return
+    for name in CLOSED:
+        resource.setrlimit(getattr(resource, name), (0, 0))
+
+
+def answered(requests, size: int, seconds: float, memory: int, output: int) -> list[str]:
+    """The answer to one request."""
+    try:
+        limit_render(seconds, memory)
+        try:
+            return ["text", rendered(*json.loads(requests.read(size)), output)]
+        finally:
+            limit_render(0, memory)
+    except MemoryError:
+        return ["stopped", f"it needed more than {memory // 10**6:,} MB"]
+    except RecursionError:
+        return ["stopped", "it nests or recurses too deeply"]
+    except (Stopped, jinja2.exceptions.SecurityError, OverflowError) as error:
+        return ["stopped", str(error)]
+    except jinja2.TemplateSyntaxError as error:
+        return ["error", f"is not valid jinja2, line {error.lineno}: {error.message}"]
+    except jinja2.TemplateError as error:
+        return ["error", f"refuses this conversation: {error}"]
+    except Exception as error:
+        return ["error", f"failed: {type(error).__name__}: {error}"]
+
+
+def limit_render(seconds: float, memory: int) -> None:
+    """Processor time from now on, 0 for any; address space in bytes."""
+    if not hasattr(signal, "setitimer"):
+        return
+    import resource
+
+    with contextlib.suppress(OSError, ValueError):  # macOS has no such limit; or a lower one is set
+        resource.setrlimit(resource.RLIMIT_AS, (memory, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+
+
+def rendered(source: str, variables: dict | None, output: int) -> str:
+    """The text, at most so many characters."""
+    template = compiled(source)
+    text = "" if variables is None else template.render(variables)
+    if len(text) > output:
+        raise Stopped(f"it wrote more than {output:,} characters")
+    return text
+
+
+class Stopped(Exception):
+    """More than its limits."""
+
+
+# --- the language -----------------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=16)
+def compiled(source: str):
+    """The template, compiled once."""
+    if len(source) > SOURCE:
+        raise Stopped(f"its source has {len(source):,} characters, more than {SOURCE:,}")
+    return ENVIRONMENT.from_string(source)
+
+
+def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
+    """jinja2's own escapes < and > for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def raise_exception(message):
+    raise jinja2.TemplateError(message)
+
+
+def strftime_now(form):
+    return datetime.now().strftime(form)
+
+
+class TemplateDict:
+    """`dict(...)` in a template, without the attributes of the class."""
+
+    def __call__(self, *args, **kwargs):
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args, **kwargs):
+        return dict.fromkeys(*args, **kwargs)
+
+
+class GenerationTag(Extension):
+    """{% generation %} … {% endgeneration %} marks assistant text for training masks; in a prompt it is transparent."""
+
+    tags = {"generation"}
+
+    def parse(self, parser):
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.CallBlock(self.call_method("_through"), [], [], body).set_lineno(line)
+
+    def _through(self, caller):
+        return caller()
+
+
+class TemplateNamespace(jinja2.utils.Namespace):
+    """`namespace(...)` in a template; names that begin with an underscore would reach into Python."""
+
+    def __init__(*args, **kwargs):  # no named parameter, so that namespace(self=…) works
+        fields = dict(*args[1:], **kwargs)
+        for name in fields:
+            check_name(name)
+        jinja2.utils.Namespace.__init__(args[0], fields)
+
+    def __setitem__(self, name, value):
+        check_name(name)
+        jinja2.utils.Namespace.__setitem__(self, name, value)
+
+
+def check_name(name):
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"a namespace cannot hold the name {name!r}")
+
+
+ENVIRONMENT = ImmutableSandboxedEnvironment(
+    trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
+)
+ENVIRONMENT.filters["tojson"] = tojson
+ENVIRONMENT.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now, "dict": TemplateDict(),
+                        "namespace": TemplateNamespace}  # fmt: skip
+
+if __name__ == "__main__":
+    main()
