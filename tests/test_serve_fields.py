@@ -254,8 +254,17 @@ def test_several_answers_without_a_seed_can_be_repeated(server):
     _, first = server.post(CHAT, ask(max_tokens=5, temperature=1.5, n=2))
     _, again = server.post(CHAT, ask(max_tokens=5, temperature=1.5, n=2, seed=first["seed"]))
     assert first["choices"] == again["choices"]
-    _, last = server.post(CHAT, ask(max_tokens=1, temperature=1.5, n=2, seed=-1))
-    assert last["seed"] == -1 and len(last["choices"]) == 2, "-1 is the greatest seed, and the one after it is 0"
+    _, last = server.post(CHAT, ask(max_tokens=1, temperature=1.5, n=2, seed=2**64 - 1))
+    assert last["seed"] == 2**64 - 1 and len(last["choices"]) == 2, "the one after the greatest seed is 0"
+
+
+def test_a_seed_of_minus_one_is_drawn(server):
+    """As in vLLM, llama.cpp and Ollama; other negative ones are the same 64 bits without a sign."""
+    request = ask(max_tokens=8, temperature=1.5)
+    drawn = [server.post(CHAT, request | {"seed": -1})[1]["seed"] for _ in range(3)]
+    assert len(set(drawn)) == 3 and min(drawn) >= 0
+    one, other = (server.post(CHAT, request | {"seed": seed})[1] for seed in (-2, 2**64 - 2))
+    assert one["seed"] == -2 and one["choices"] == other["choices"]
 
 
 def test_a_stream_of_several_answers_carries_their_indices(server, api):

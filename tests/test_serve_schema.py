@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 
 import client_environment
-from nanokv.serve import openapi, protocol
+from nanokv.serve import openapi, protocol, requests
 from nanokv.serve.errors import ApiError
 from serving import CHAT, TEXT, Serving, ask
 from test_serve_tools import HERMES, OSLO, TIME, TOOLS, tool, with_template
@@ -27,6 +27,10 @@ def described(status: int, path: str, verb: str) -> dict:
     return response["content"]["application/json"]["schema"] | {"components": document["components"]}
 
 
+def schema(name: str) -> dict:
+    return openapi.document()["components"]["schemas"][name]
+
+
 def conforms(found: dict, status: int, path: str, verb: str) -> bool:
     return jsonschema.Draft202012Validator(described(status, path, verb)).is_valid(found)
 
@@ -39,9 +43,9 @@ def test_the_document_has_the_addresses_of_the_server(server):
 
 
 def test_the_document_has_the_fields_that_are_read():
-    chat, text = (set(request["properties"]) for request in (openapi.chat_request(), openapi.text_request()))
-    assert chat | text == protocol.KNOWN | set(protocol.NOT_DONE)
-    assert chat ^ text == {"messages", "chat_template_kwargs", "prompt", "add_special_tokens", "parallel_tool_calls"}
+    chat, text = (set(schema(name)["properties"]) for name in ("ChatRequest", "TextRequest"))
+    assert chat == set(requests.ChatRequest.model_fields) and text == set(requests.TextRequest.model_fields)
+    assert chat - text == {"parallel_tool_calls"} and text - chat == set(), "each knows what only the other does"
 
 
 @pytest.mark.parametrize(("path", "body"), [
@@ -94,7 +98,7 @@ ASSISTANT, RESULT = {"role": "assistant"}, {"role": "tool", "content": "12", "to
 ])  # fmt: skip
 def test_the_document_takes_what_is_taken_of_a_chat(fields, right):
     assert is_taken(protocol.chat, ask() | fields) == right
-    assert is_valid(openapi.chat_request(), ask() | fields) == right
+    assert is_valid(schema("ChatRequest"), ask() | fields) == right
 
 
 @pytest.mark.parametrize(("fields", "right"), [
@@ -107,7 +111,7 @@ def test_the_document_takes_what_is_taken_of_a_chat(fields, right):
 ])  # fmt: skip
 def test_the_document_takes_what_is_taken_of_a_completion(fields, right):
     assert is_taken(protocol.text, {"prompt": "a"} | fields) == right
-    assert is_valid(openapi.text_request(), {"prompt": "a"} | fields) == right
+    assert is_valid(schema("TextRequest"), {"prompt": "a"} | fields) == right
 
 
 def is_taken(check, fields: dict) -> bool:

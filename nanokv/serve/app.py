@@ -14,10 +14,11 @@ from starlette.routing import Route
 
 from nanokv.serve import logprobs, metrics, openapi, page, prompts, protocol
 from nanokv.serve.errors import ApiError, ClientGone, internal, named
-from nanokv.serve.fields import kind, needed, whole_numbers
+from nanokv.serve.fields import read
 from nanokv.serve.forms import ChatForm, TextForm
 from nanokv.serve.live import Live, Watching, tab_of
 from nanokv.serve.prompts import Prepared, Served
+from nanokv.serve.requests import Detokenize, TokenizeText
 from nanokv.serve.response import Answer, Limits, close
 from nanokv.serve.security import Guard, Hosts, Keys, respond
 from nanokv.serve.worker import Ticket, Worker
@@ -101,14 +102,14 @@ class Application:
         fields = protocol.parse_object(body)
         if "messages" in fields:
             asked = protocol.chat(fields)
-            return named(asked.param, prompts.chat_ids, self.served, asked.sources[0], asked.template, asked.tools)
-        prompt = needed(fields, "prompt", str)
-        special = kind(fields, "add_special_tokens", bool, True)
-        return named("prompt", prompts.text_ids, self.served, prompt, special)
+            return named(asked.param, prompts.chat_ids, self.served, asked)
+        request = read(TokenizeText, fields)
+        special = request.add_special_tokens is not False
+        return named("prompt", prompts.text_ids, self.served, request.prompt, special)
 
     def _text(self, body: bytes) -> Response:
-        tokens = whole_numbers(needed(protocol.parse_object(body), "tokens", list), "tokens")
-        return JSONResponse({"prompt": named("tokens", self.served.tokenizer.decode, tokens)})
+        request = read(Detokenize, protocol.parse_object(body))
+        return JSONResponse({"prompt": named("tokens", self.served.tokenizer.decode, request.tokens)})
 
     async def _beside(self, request: Request, function: Callable[[bytes], Response]) -> Response:
         """function(body), for an address that needs no engine; 4 MB of text make 15 MB of JSON, also in the thread."""

@@ -3,7 +3,6 @@
 Roles and texts are checked here; a refusal names the message, `messages[2].content`. Pictures and sound are refused.
 """
 
-import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,13 +11,12 @@ from nanokv.serve.fields import kind, needed, say
 from weights_loader.strict import loads
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-NAME = re.compile("[A-Za-z0-9_-]{1,64}")  # of a function
-MOST_TOOLS = 128
 
 
-def messages(fields: dict) -> list[dict]:
+def messages(found: Any) -> list[dict]:
     """Roles and texts, as the chat template takes them."""
-    found = needed(fields, "messages", list)
+    if not isinstance(found, list):
+        raise ApiError(400, f"messages is {say(found)}: a list was expected", "messages")
     if not found:
         raise ApiError(400, "messages is empty: at least one is needed", "messages")
     return [message(value, f"messages[{number}]") for number, value in enumerate(found)]
@@ -93,52 +91,6 @@ class Tools:
         """The functions that may be called."""
         named = self.forced and self.choice != "required"
         return [one for one in self.functions if self.choice == one["name"] or not named] if self.offered else []
-
-
-def tools(fields: dict) -> Tools:
-    """`tools`, `tool_choice` and `parallel_tool_calls`."""
-    given = kind(fields, "tools", list, [])
-    if len(given) > MOST_TOOLS:
-        raise ApiError(400, f"{len(given):,} tools, at most {MOST_TOOLS} are taken", "tools")
-    functions = tuple(function(one, f"tools[{number}]") for number, one in enumerate(given))
-    names = [one["name"] for one in functions]
-    if twice := {name for name in names if names.count(name) > 1}:
-        raise ApiError(400, f"tools has {min(twice)} twice", "tools")
-    choice, forced = chosen(fields.get("tool_choice"), names)
-    parallel = kind(fields, "parallel_tool_calls", bool, True)
-    return Tools(functions, choice, forced, parallel)
-
-
-def chosen(choice: Any, names: list[str]) -> tuple[str, bool]:
-    """(`tool_choice` as a word, whether something must be called)."""
-    if choice is None or choice in ("none", "auto"):
-        return choice or ("auto" if names else "none"), False
-    if choice == "required" and names:
-        return choice, True
-    if choice == "required":
-        raise ApiError(400, "tool_choice is required, and there are no tools", "tool_choice")
-    if not isinstance(choice, dict) or choice.get("type") != "function":
-        words = 'none, auto, required or {"type": "function", "function": {"name": …}} was expected'
-        raise ApiError(400, f"tool_choice is {say(choice)}: {words}", "tool_choice")
-    name = text_of(kind(choice, "function", dict, {}, "tool_choice"), "name", "tool_choice.function")
-    if name not in names:
-        raise ApiError(400, f"tool_choice names {say(name)}, which is not one of the tools", "tool_choice")
-    return name, True
-
-
-def function(tool: Any, place: str) -> dict:
-    """One function that the model may call: name, description, parameters."""
-    if not isinstance(tool, dict) or tool.get("type") != "function":
-        raise ApiError(400, f"{place} is {say(tool)}: a tool of type function was expected", place, "unsupported")
-    found = needed(tool, "function", dict, f"{place}.function")
-    name = text_of(found, "name", f"{place}.function")
-    if not NAME.fullmatch(name):
-        words = "1 to 64 letters, digits, _ and - were expected"
-        raise ApiError(400, f"{place}.function.name is {say(name)}: {words}", f"{place}.function.name")
-    kind(found, "description", str, "", f"{place}.function.description")
-    kind(found, "parameters", dict, {}, f"{place}.function.parameters")
-    kind(found, "strict", bool, False, f"{place}.function.strict")
-    return {key: value for key, value in found.items() if value is not None}
 
 
 def call(value: Any, place: str) -> dict:

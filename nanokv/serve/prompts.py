@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanokv.decoding.draw import SamplingParams
 from nanokv.decoding.generation import prompt_ids
+from nanokv.decoding.ranges import chosen_seed
 from nanokv.engine import Engine
 from nanokv.errors import NanoKVError
 from nanokv.serve import grammar
@@ -20,8 +21,7 @@ from nanokv.serve.answer import AnswerText, NoThoughts
 from nanokv.serve.calls import CLOSE, OPEN, NoCalls, ToolCalls
 from nanokv.serve.errors import ApiError, named, refused
 from nanokv.serve.logprobs import Echo
-from nanokv.serve.messages import Tools
-from nanokv.serve.protocol import Asked, unsigned
+from nanokv.serve.protocol import Asked
 from nanokv.text.thinking import ThinkSplitter, opens_thinking
 from nanokv.text.tokenizer import Tokenizer
 from weights_loader.strict import quote
@@ -104,8 +104,9 @@ def prepare(served: Served, asked: Asked, salt: str) -> Prepared:
     """Of either kind of request. Answer i to a prompt has the seed + i, so that the first is the one of n = 1."""
     model = served.name(asked.model)
     sampling = vars(served.sampling) | asked.sampling
-    sampling["seed"] = secrets.randbits(32) if sampling["seed"] is None else sampling["seed"]
-    settings = unsigned(sampling) | {"salt": salt, "top_logprobs": asked.logprobs or 0}
+    if (seed := chosen_seed(sampling["seed"])) is None:
+        seed = sampling["seed"] = secrets.randbits(32)
+    settings = sampling | {"seed": seed, "salt": salt, "top_logprobs": asked.logprobs or 0}
     prompts = [prompt(served, asked, number) for number in range(len(asked.sources))]
     if asked.echo and asked.logprobs is not None and (total := sum(map(len, prompts))) > ECHOED:
         raise ApiError(400, f"the prompts have {total:,} tokens, at most {ECHOED:,} get log-probabilities", "logprobs")
@@ -123,7 +124,7 @@ def prompt(served: Served, asked: Asked, number: int) -> list[int]:
     """The ids of one prompt, which leave room for an answer."""
     source, chat = asked.sources[number], asked.param == "messages"
     try:
-        ids = chat_ids(served, source, asked.template, asked.tools) if chat else text_ids(served, source, asked.special)
+        ids = chat_ids(served, asked) if chat else text_ids(served, source, asked.special)
         ids = prompt_ids(ids, served.engine.config.vocab_size)
     except NanoKVError as error:
         raise refused(error, asked.param) from error
@@ -162,8 +163,9 @@ def rendered_prompt(served: Served, template: dict, messages: list[dict], tools:
     return served.tokenizer.render(messages, tools, True, **served.template | template)
 
 
-def chat_ids(served: Served, messages: list[dict], template: dict, tools: Tools) -> list[int]:
+def chat_ids(served: Served, asked: Asked) -> list[int]:
     """Through the checkpoint's template. Control tokens in a message would end it and begin another's."""
+    (messages,), template, tools = asked.sources, asked.template, asked.tools
     if not served.allow_special:
         for text, place in texts(messages, "messages"):
             refuse_control(served.tokenizer, text, place)
@@ -173,6 +175,10 @@ def chat_ids(served: Served, messages: list[dict], template: dict, tools: Tools)
             refuse_control(served.tokenizer, text, place)
     render = partial(rendered_prompt, served, template)
     rendered = render(messages, tools.offered)
+    for name, other in asked.contrast.items():
+        if rendered == rendered_prompt(served, template | other, messages, tools.offered):
+            words = f"{name}: the chat template of this model does not look at it"
+            raise ApiError(400, words, name, "unsupported")
     if tools.offered:
         check_template(served, rendered != render(messages))
     if any("tool_calls" in message for message in messages):

@@ -1,50 +1,24 @@
-"""JSON to a checked request. Each field is checked here, once, and a refusal names it.
+"""JSON to a checked request. The models of requests.py check each field; here is what concerns several.
 
 A field that nobody knows is ignored and logged, as OpenAI's clients expect. A field that would change the answer and is
-not done yet is refused, unless its value asks for nothing. null is the same as absent everywhere.
+not done is refused, unless its value asks for nothing. null is the same as absent everywhere.
 """
 
 import json
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
-from nanokv.decoding.ranges import check_sampling
-from nanokv.errors import GenerationError
+from nanokv.decoding.ranges import RANGES
 from nanokv.serve.errors import ApiError
-from nanokv.serve.fields import equal, integer, kind, needed, say, whole_numbers
-from nanokv.serve.messages import Tools, messages, tools
+from nanokv.serve.fields import read, say, unsupported
+from nanokv.serve.messages import Tools
+from nanokv.serve.requests import ENDLESS, SAMPLING, ChatRequest, Common, NamedTool, OfSchema, TextRequest
 from weights_loader.strict import loads, quote
 
 logger = logging.getLogger(__name__)
-SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 MOST_BRACKETS = 200_000  # of lists and objects in one request, about 100 bytes of memory each
-MOST_STOPS, LONGEST_STOP = 16, 1_000  # each token is compared with all of them
-MOST_ANSWERS, MOST_PROMPTS = 16, 256  # `n`; and prompts of a request, all of which have a place in the queue
-MOST_LIKELY = {"messages": 20, "prompt": 5}  # OpenAI's limits of top_logprobs, and of a completion's logprobs
-RESERVED = (  # of the template's own variables, and what the checkpoint sets
-    "self", "messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token", "pad_token",
-    "unk_token",
-)
-COLDEST = 1e-30  # logits divided by less leave fp32's range
-KNOWN = {
-    "model", "messages", "prompt", "stream", "stream_options", "stop", "max_tokens", "max_completion_tokens",
-    "ignore_eos", "chat_template_kwargs", "add_special_tokens", "n", "logprobs", "top_logprobs", "echo", "tools",
-    "tool_choice", "parallel_tool_calls", "response_format", "stop_token_ids", "include_stop_str_in_output", *SAMPLING,
-}  # fmt: skip
-NOT_DONE: dict[str, tuple] = {  # field → the values that ask for nothing
-    "best_of": (1,), "prompt_logprobs": (0,), "suffix": ("",),
-    "functions": ([],), "function_call": ("none", "auto"), "logit_bias": ({},),
-    "presence_penalty": (0,), "frequency_penalty": (0,), "modalities": (["text"],), "audio": (),
-    "web_search_options": (), "structured_outputs": ({},), "guided_json": (), "guided_regex": (), "guided_choice": (),
-    "guided_grammar": (), "grammar": ("",), "json_schema": ({},), "min_tokens": (0,),
-    "continue_final_message": (False,), "use_beam_search": (False,),
-}  # fmt: skip
-
-ELSEWHERE: dict[str, dict[str, tuple]] = {  # the same of what only the other address knows
-    "messages": {"echo": (False,)},
-    "prompt": {"top_logprobs": (0,), "tools": ([],), "tool_choice": ("none", "auto"),
-               "response_format": ({"type": "text"},)},
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -57,7 +31,7 @@ class Asked:
     sampling: dict = field(default_factory=dict)  # what the request says itself
     stop: list[str] | None = None
     stop_token_ids: tuple[int, ...] = ()
-    include_stop: bool = False  # the stop string is part of the answer
+    include_stop: bool = False  # what ended the answer is part of it
     max_new_tokens: int | None = None
     ignore_eos: bool = False
     stream: bool = False
@@ -67,6 +41,8 @@ class Asked:
     echo: bool = False  # the prompt before its continuation
     special: bool = True  # what the checkpoint puts around a text, as in `encode`
     template: dict = field(default_factory=dict)
+    chat_template: str | None = None  # which of the model's; None: the usual one
+    contrast: dict[str, dict] = field(default_factory=dict)  # field → variables with which the template must differ
     tools: Tools = field(default_factory=Tools)
     schema: dict | None = None  # of the JSON that the answer must be
 
@@ -100,130 +76,156 @@ def parse_object(data: bytes) -> dict:
 
 def chat(fields: dict) -> Asked:
     """Of /v1/chat/completions."""
-    template = kind(fields, "chat_template_kwargs", dict, {})
-    if wrong := [name for name in template if name in RESERVED or not name.isidentifier()]:
-        raise ApiError(400, f"chat_template_kwargs cannot set {quote(wrong[0])}", "chat_template_kwargs")
-    found = common(fields, "messages")
-    likely, wanted = integer(fields, "top_logprobs", 0, MOST_LIKELY["messages"]), kind(fields, "logprobs", bool, False)
-    if likely and not wanted:
+    request = read(ChatRequest, fields)
+    note_unknown(fields, ChatRequest)
+    likely = request.top_logprobs or 0
+    if likely and not request.logprobs:
         raise ApiError(400, f"top_logprobs is {likely}: it needs logprobs: true", "top_logprobs")
-    logprobs = (likely or 0) if wanted else None
-    asked = Asked([messages(fields)], template=template, logprobs=logprobs, tools=tools(fields),
-                  schema=schema(fields), **found)  # fmt: skip
+    own, contrast = thinking(request)
+    asked = Asked([request.messages], "messages", logprobs=likely if request.logprobs else None,
+                  template=own | (request.chat_template_kwargs or {}), contrast=contrast,
+                  chat_template=request.chat_template, tools=tools(request, fields), schema=schema(request),
+                  **common(request))  # fmt: skip
     if asked.constrained and asked.ignore_eos:
         raise ApiError(400, "ignore_eos does not go together with an answer that has an end", "ignore_eos")
     return asked
 
 
-def schema(fields: dict) -> dict | None:
-    """`response_format` as a JSON schema; None: any text."""
-    wanted = kind(fields, "response_format", dict, {"type": "text"})
-    if wanted.get("type") == "text":
-        return None
-    if wanted.get("type") == "json_object":
-        return {"type": "object"}
-    if wanted.get("type") != "json_schema":
-        words = "text, json_object or json_schema was expected"
-        raise ApiError(400, f"response_format.type is {say(wanted.get('type'))}: {words}", "response_format")
-    described = needed(wanted, "json_schema", dict, "response_format.json_schema")
-    return needed(described, "schema", dict, "response_format.json_schema.schema")
-
-
 def text(fields: dict) -> Asked:
     """Of /v1/completions."""
-    echo = kind(fields, "echo", bool, False)
-    found = common(fields, "prompt", least=0 if echo else 1)
-    if equal(fields.get("logprobs"), False):
-        del fields["logprobs"]
-    logprobs = integer(fields, "logprobs", 0, MOST_LIKELY["prompt"])
-    special = kind(fields, "add_special_tokens", bool, True)
-    return Asked(each_prompt(fields), logprobs=logprobs, echo=echo, special=special, **found)
+    request = read(TextRequest, fields)
+    note_unknown(fields, TextRequest)
+    for name in ("max_tokens", "max_completion_tokens"):
+        if getattr(request, name) == 0 and not request.echo:
+            raise ApiError(400, f"{name} is 0: {RANGES['max_new_tokens'].words} was expected, or echo", name)
+    logprobs = None if request.logprobs is False else request.logprobs
+    return Asked(request.prompt, "prompt", logprobs=logprobs, echo=bool(request.echo),
+                 special=request.add_special_tokens is not False, **common(request))  # fmt: skip
 
 
-def each_prompt(fields: dict) -> list:
-    """`prompt` as a list of texts and lists of token ids."""
-    prompt = needed(fields, "prompt", (str, list))
-    is_one = isinstance(prompt, str) or not prompt or type(prompt[0]) is int
-    found = [prompt] if is_one else prompt
-    if not all(isinstance(one, str | list) for one in found):
-        raise ApiError(400, f"prompt is {say(prompt)}: texts or lists of token ids were expected", "prompt")
-    if len(found) > MOST_PROMPTS:
-        raise ApiError(400, f"{len(found):,} prompts in one request, at most {MOST_PROMPTS} are answered", "prompt")
-    for one in found:
-        whole_numbers(one if isinstance(one, list) else [], "prompt")
-    if "" in found or [] in found:
-        raise ApiError(400, "the prompt is empty: the model needs at least one token to continue", "prompt")
-    return found
-
-
-def common(fields: dict, param: str, least: int = 1) -> dict:
+def common(request: Common) -> dict:
     """What both have."""
-    refuse_not_done(fields, param)
-    options = kind(fields, "stream_options", dict, {})
+    stop = [request.stop] if isinstance(request.stop, str) else request.stop
+    include = bool(request.include_stop_str_in_output)
+    if include and not (stop or request.stop_token_ids):
+        name = "include_stop_str_in_output"
+        raise ApiError(400, f"{name} is true: it needs stop or stop_token_ids", name)
     return {
-        "param": param, "n": integer(fields, "n", 1, MOST_ANSWERS) or 1,
-        "model": kind(fields, "model", str, None), "stop": stops(fields), "sampling": sampling(fields),
-        "max_new_tokens": most_tokens(fields, least), "ignore_eos": kind(fields, "ignore_eos", bool, False),
-        "stream": kind(fields, "stream", bool, False),
-        "stop_token_ids": tuple(whole_numbers(kind(fields, "stop_token_ids", list, []), "stop_token_ids")),
-        "include_stop": kind(fields, "include_stop_str_in_output", bool, False),
-        "include_usage": bool(kind(options, "include_usage", bool, False, "stream_options.include_usage")),
+        "model": request.model, "n": request.n or 1, "sampling": sampling(request), "stop": stop,
+        "stop_token_ids": tuple(request.stop_token_ids or ()), "include_stop": include,
+        "max_new_tokens": most_tokens(request), "ignore_eos": bool(request.ignore_eos), "stream": bool(request.stream),
+        "include_usage": bool(request.stream_options and request.stream_options.include_usage),
     }  # fmt: skip
 
 
-def refuse_not_done(fields: dict, param: str) -> None:
-    """What would change the answer and is not done; then the log names what nobody knows."""
-    for name, nothing in (NOT_DONE | ELSEWHERE[param]).items():
-        if name in fields and not any(equal(fields[name], value) for value in nothing):
-            raise ApiError(400, f"{name} is {say(fields[name])}: this server does not do that yet", name, "unsupported")
-    if unknown := [name for name in fields if name not in KNOWN and name not in NOT_DONE]:
+def note_unknown(fields: dict, model: type[Common]) -> None:
+    """The log names what nobody knows."""
+    if unknown := [name for name in fields if name not in model.model_fields]:
         more = f" and {len(unknown) - 5:,} more" if len(unknown) > 5 else ""
         logger.info("ignored: %s%s", ", ".join(map(quote, unknown[:5])), more)
 
 
-def sampling(fields: dict) -> dict:
+def sampling(request: Common) -> dict:
     """How tokens are drawn, as far as the request says it."""
-    found = {name: fields[name] for name in SAMPLING if fields.get(name) is not None}
-    for name, value in unsigned(found).items():
-        try:
-            check_sampling(**{name: value})
-        except GenerationError as error:
-            message = str(error).replace("from 0 to 2^64 - 1", "from -2^63 to 2^64 - 1")
-            raise ApiError(400, message, name) from None
-    if 0 < found.get("temperature", 0) < COLDEST:
-        message = f"temperature is {found['temperature']:g}: it must be 0 or at least {COLDEST:g}"
-        raise ApiError(400, message, "temperature", hint="0 is greedy")
+    found = {name: getattr(request, name) for name in SAMPLING}
+    if request.repeat_penalty is not None:
+        found["repetition_penalty"] = same("repetition_penalty", found["repetition_penalty"],
+                                           "repeat_penalty", penalty(request))  # fmt: skip
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def penalty(request: Common) -> float:
+    """`repeat_penalty`, of which llama.cpp has the last tokens only. All of them are what is done here."""
+    window = request.repeat_last_n if request.repeat_last_n is not None else request.penalty_last_n
+    if request.repeat_penalty == 1 or window == 0:
+        return 1.0
+    if window != -1:
+        hint = 'repetition_penalty looks at all tokens; so does "repeat_last_n": -1'
+        raise unsupported("repeat_penalty", request.repeat_penalty, hint)
+    return request.repeat_penalty or 1.0
+
+
+def same(name: str, value: float | None, other: str, wanted: float) -> float:
+    """The value of a field that has two names; ApiError where they contradict each other."""
+    if value not in (None, wanted):
+        raise ApiError(400, f"{other} is {say(wanted)} and {name} is {say(value)}: they mean the same", other)
+    return wanted
+
+
+def most_tokens(request: Common) -> int | None:
+    """max_completion_tokens, or its older name, or what other servers call it. 0 where a prompt is repeated and nothing
+    is to follow it."""
+    found = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    for name in ("max_new_tokens", "n_predict", "num_predict"):
+        if (value := getattr(request, name)) is not None:
+            wanted = int(RANGES["max_new_tokens"].high) if value == ENDLESS else value
+            found = int(same("max_tokens", found, name, wanted))
     return found
 
 
-def unsigned(found: dict) -> dict:
-    """OpenAI's seed may be negative; that of a generator is the same 64 bits without a sign."""
-    seed = found.get("seed")
-    return found | {"seed": seed + 2**64} if type(seed) is int and -(2**63) <= seed < 0 else found
+# --- of chats ---------------------------------------------------------------------------------------------------------
 
 
-def most_tokens(fields: dict, least: int = 1) -> int | None:
-    """max_completion_tokens, or its older name; both are checked. 0 where a prompt is repeated and nothing is to
-    follow it."""
-    found = None
-    for name in ("max_tokens", "max_completion_tokens"):
-        if (value := fields.get(name)) is not None:
-            if not (type(value) is int and value == least):
-                try:
-                    check_sampling(max_new_tokens=value)
-                except GenerationError as error:
-                    raise ApiError(400, str(error).replace("max_new_tokens", name), name) from None
-            found = value
-    return found
+def thinking(request: ChatRequest) -> tuple[dict, dict[str, dict]]:
+    """(variables of the template, field → other values of them with which the prompt must differ): a template that
+    knows nothing of them would leave the field out silently.
+
+    `enable_thinking` is the variable of Qwen3, GLM and others, `thinking` that of DeepSeek, `reasoning_effort` that of
+    gpt-oss. "none" is not to think, as in vLLM and SGLang. Every other effort needs a template that reads it.
+    """
+    variables: dict = {}
+    contrast: dict[str, dict] = {}
+    for name, value in wishes(request):
+        on = value not in (False, "none")
+        if variables.get("enable_thinking", on) != on:
+            raise ApiError(400, f"{name} is {say(value)}, and {next(iter(contrast))} says the opposite", name)
+        variables |= {"enable_thinking": on, "thinking": on}
+        contrast[name] = {"enable_thinking": not on, "thinking": not on}
+        if on and value is not True:
+            variables["reasoning_effort"] = value
+            contrast[name] = {"reasoning_effort": "low" if value != "low" else "high"}
+    return variables, contrast
 
 
-def stops(fields: dict) -> list[str] | None:
-    """`stop` as a list; None where the request does not say."""
-    value = kind(fields, "stop", (str, list), None)
-    if value is None:
+def wishes(request: ChatRequest) -> Iterator[tuple[str, bool | str]]:
+    """(field, true, false or an effort): all that the request says of thinking."""
+    reasoning = request.reasoning
+    said: dict[str, Any] = {
+        "enable_thinking": request.enable_thinking, "think": request.think,
+        "thinking": request.thinking and request.thinking.type == "enabled",
+        "reasoning.enabled": reasoning and reasoning.enabled, "reasoning.effort": reasoning and reasoning.effort,
+        "reasoning_effort": request.reasoning_effort,
+    }  # fmt: skip
+    return ((name, value) for name, value in said.items() if value is not None)
+
+
+def schema(request: ChatRequest) -> dict | None:
+    """`response_format` as a JSON schema; None: any text."""
+    wanted = request.response_format
+    if wanted is None or wanted.type == "text":
         return None
-    found = [value] if isinstance(value, str) else value
-    if len(found) > MOST_STOPS or not all(isinstance(one, str) and 0 < len(one) <= LONGEST_STOP for one in found):
-        words = f"at most {MOST_STOPS} texts of 1 to {LONGEST_STOP:,} characters were expected"
-        raise ApiError(400, f"stop is {say(value)}: {words}", "stop")
-    return found
+    found = wanted.json_schema.schema_ if isinstance(wanted, OfSchema) else wanted.schema_
+    return found if wanted.type == "json_schema" else {"type": "object"} | (found or {})
+
+
+def tools(request: ChatRequest, fields: dict) -> Tools:
+    """`tools`, `tool_choice` and `parallel_tool_calls`. Templates get what the client sent of a function."""
+    given = [tool["function"] for tool in fields.get("tools", [])]
+    functions = tuple({key: value for key, value in one.items() if value is not None} for one in given)
+    names = [one["name"] for one in functions]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ApiError(400, f"tools has {min(twice)} twice", "tools")
+    choice, forced = chosen(request.tool_choice, names)
+    return Tools(functions, choice, forced, request.parallel_tool_calls is not False)
+
+
+def chosen(choice: str | NamedTool | None, names: list[str]) -> tuple[str, bool]:
+    """(`tool_choice` as a word, whether something must be called)."""
+    if choice is None or choice in ("none", "auto"):
+        return choice or ("auto" if names else "none"), False
+    if choice == "required" and not names:
+        raise ApiError(400, "tool_choice is required, and there are no tools", "tool_choice")
+    name = choice.function.name if isinstance(choice, NamedTool) else choice
+    if isinstance(choice, NamedTool) and name not in names:
+        raise ApiError(400, f"tool_choice names {say(name)}, which is not one of the tools", "tool_choice")
+    return name, True
