@@ -136,12 +136,14 @@ def test_a_call_or_the_schema_may_be_the_answer(server, scripted):
     assert server.post(CHAT, ask(tools=[LIGHT], **of(SCHEMA)))[0] == 400, "the script ignores the mask"
 
 
-def test_a_schema_that_needs_too_much_while_it_is_used_is_told(server):
-    many = {"type": "object", "properties": {f"p{number}": {"type": "integer"} for number in range(3_000)}}
-    status, found = server.post(CHAT, ask(temperature=1, seed=1, max_tokens=20, **of(many)))
-    assert (status, error(found)["code"]) == (400, "unsupported") and "limits" in found["error"]["message"]
-    *_, last = server.stream(CHAT, ask(temperature=1, seed=1, max_tokens=20, **of(many)))
-    assert error(json.loads(last.removeprefix("data: ")))["code"] == "unsupported"
+def test_a_schema_that_needs_too_much_is_told_before_the_first_token(server):
+    many = {"type": "object", "properties": {f"p{number}": {"type": "integer"} for number in range(1_000)}}
+    for stream in (False, True):
+        status, found = server.post(CHAT, ask(temperature=1, seed=1, max_tokens=20, stream=stream, **of(many)))
+        assert (status, error(found)["code"], error(found)["param"]) == (400, "unsupported", "response_format")
+        assert "limits" in found["error"]["message"]
+    few = {"type": "object", "properties": {f"p{number}": {"type": "integer"} for number in range(100)}}
+    assert server.post(CHAT, ask(temperature=1, seed=1, max_tokens=20, **of(few)))[0] == 200
 
 
 def test_a_pattern_whose_states_explode_ends_alone(server):
@@ -151,6 +153,7 @@ def test_a_pattern_whose_states_explode_ends_alone(server):
         status, other = server.post(CHAT, ask(max_tokens=20))
     assert status == 200 and other["usage"]["completion_tokens"] > 3
     assert found[0][0] == 400 and "too many states: 20000" in found[0][1]["error"]["message"]
+    assert found[0][1]["error"]["param"] == "response_format"
 
 
 def test_a_schema_that_takes_too_long_is_told(server, monkeypatch):
@@ -190,7 +193,8 @@ def test_whether_thoughts_are_expected(loaded, qwen3_files):
 
 
 @pytest.mark.parametrize(("format", "param"), [
-    ("json", "response_format"), ({"type": "xml"}, "response_format"), ({"type": "json_schema"}, "json_schema"),
+    ("json", "response_format"), ({"type": "json_object", "schema": []}, "schema"),
+    ({"type": "xml"}, "response_format"), ({"type": "json_schema"}, "json_schema"),
     ({"type": "json_schema", "json_schema": {"name": "x"}}, "schema"),
     (of([])["response_format"], "schema"), (of({"type": "sock"})["response_format"], "response_format"),
     (of({"$ref": "https://example.com/x.json"})["response_format"], "response_format"),
@@ -203,6 +207,66 @@ def test_a_format_that_cannot_be_kept_is_400(server, format, param):
     status, found = server.post(CHAT, ask(response_format=format))
     assert status == 400 and error(found)["param"].endswith(param) and len(found["error"]["message"]) < 2_100
     assert error(found)["param"].startswith("response_format")
+
+
+@pytest.mark.parametrize("keywords", [
+    {"uniqueItems": False}, {"propertyNames": {"type": "string"}}, {"unevaluatedProperties": False},
+    {"format": "password"}, {"format": "int64"}, {"format": []}, {"$schema": "https://json-schema.org/schema#"}, {"if": {}},
+    {"then": False}, {"not": False}, {"minContains": 3}, {"contains": {"type": "null"}, "minContains": 0},
+    {"dependentRequired": {}}, {"title": "T", "description": "d", "$comment": "c", "examples": [1], "default": {}},
+    {"readOnly": True, "deprecated": False, "x-order": 1, "discriminator": {"propertyName": "on"}, "nullable": False},
+    {"$id": "https://example.com/a.json", "contentEncoding": "base64", "contentMediaType": "text/plain"},
+])  # fmt: skip
+def test_keywords_that_say_nothing_are_left_out(server, keywords):
+    inner = {"type": "object", "properties": {"on": {"type": "boolean"} | keywords}, "required": ["on"],
+             "additionalProperties": False} | keywords  # fmt: skip
+    schema = {"type": "object", "properties": {"a": {"anyOf": [inner]}}, "required": ["a"],
+              "additionalProperties": False, **keywords}  # fmt: skip
+    status, found = server.post(CHAT, ask(temperature=2, seed=1, max_tokens=40, **of(schema)))
+    assert status == 200, found
+    assert json.loads(found["choices"][0]["message"]["content"]) in [{"a": {"on": on}} for on in (True, False)]
+
+
+@pytest.mark.parametrize(("keywords", "said"), [
+    ({"uniqueItems": True, "type": ["array", "null"]}, "uniqueItems is not done"),
+    ({"not": {"type": "null"}}, "not is not done"), ({"if": {"type": "null"}, "then": False}, "if"),
+    ({"contains": {"type": "null"}, "type": "array"}, "contains is not done"), ({"pattern": "a(?=b)"}, "look-around"),
+    ({"propertyNames": {"pattern": "^a"}, "type": "object"}, "propertyNames is not done"),
+    ({"oneOf": [{"maxLength": 3}, {"maxLength": 2}]}, "oneOf is done where no two"),
+])  # fmt: skip
+def test_keywords_that_are_not_done_are_named_in_one_line(server, keywords, said):
+    status, found = server.post(CHAT, ask(**of({"type": "object", "properties": {"a": {"type": "string"} | keywords}})))
+    assert (status, error(found)["code"], error(found)["param"]) == (400, "unsupported", "response_format")
+    message = found["error"]["message"]
+    assert said in message and "\n" not in message and "%" not in message and len(message) < 200
+
+
+@pytest.mark.parametrize(("schema", "right", "wrong"), [
+    ({"type": "integer", "minimum": 2, "exclusiveMinimum": True, "maximum": 3}, 3, 2),
+    ({"type": "integer", "minimum": 2, "exclusiveMinimum": False, "maximum": 2}, 2, 3),
+    ({"type": "integer", "maximum": 3, "exclusiveMaximum": True, "minimum": 2}, 2, 3),
+    ({"properties": {"uniqueItems": {"const": False}}, "required": ["uniqueItems"], "type": "object",
+      "additionalProperties": False}, {"uniqueItems": False}, {}),
+    ({"enum": [{"uniqueItems": False}]}, {"uniqueItems": False}, {}),
+])  # fmt: skip
+def test_limits_of_draft_4_and_names_like_keywords_keep_their_meaning(loaded, schema, right, wrong):
+    _, tokenizer = loaded
+    words = grammar.vocabulary(tokenizer, tokenizer.rows, [2, 0])
+    rules = grammar.compiled(grammar.source(schema, [], True, False, "none"), words, "response_format")
+    for value, taken in ((right, True), (wrong, False)):
+        matcher, ids = rules.matcher.deep_copy(), tokenizer.encode(json.dumps(value))
+        assert (matcher.validate_tokens(ids) == len(ids) and matcher.try_consume_tokens(ids) == len(ids)
+                and matcher.is_accepting()) == taken  # fmt: skip
+
+
+def test_a_json_object_obeys_its_schema(server):
+    """As llama.cpp, llama-cpp-python and Together take it."""
+    schema = {key: value for key, value in LIGHT["function"]["parameters"].items() if key != "type"}
+    answers = {key: server.post(CHAT, ask(temperature=2, seed=3, max_tokens=40, response_format=form))[1]
+               for key, form in (("object", {"type": "json_object", "schema": schema}),
+                                 ("schema", of(schema | {"type": "object"})["response_format"]))}  # fmt: skip
+    texts = {key: one["choices"][0]["message"]["content"] for key, one in answers.items()}
+    assert texts["object"] == texts["schema"] and set(json.loads(texts["object"])) == {"on"}
 
 
 def test_what_does_not_go_together_is_400(server):

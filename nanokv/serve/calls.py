@@ -4,6 +4,7 @@
     {"name": "weather", "arguments": {"city": "Oslo"}}
     </tool_call>
 
+Llama writes `parameters` for `arguments`, and some models their JSON as a text: both are read.
 A call is held back until all of it is there, because only then it is known to be one: what is no JSON, names a function
 that was not offered, or is cut off by the end stays text. Blanks around a call are layout.
 """
@@ -133,7 +134,8 @@ class ToolCalls:
     def _call(self, body: str) -> Call | None:
         try:
             said = loads(body)
-            name, arguments = said["name"], said.get("arguments", {})
+            name, arguments = said["name"], said.get("arguments", said.get("parameters")) or {}
+            arguments = loads(arguments) if isinstance(arguments, str) else arguments
             if name not in self.names or not isinstance(arguments, dict):
                 return None
         except (ValueError, TypeError, KeyError, AttributeError):  # no JSON, no object, no name

@@ -9,9 +9,10 @@ come first and are free. The vocabulary is read at the first such request, 2 s f
 """
 
 import json
+import re
 from collections.abc import Sequence
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ import torch
 from nanokv.errors import GenerationError
 from nanokv.serve.calls import CLOSE, OPEN
 from nanokv.serve.errors import ApiError
+from nanokv.serve.schemas import plain
 from nanokv.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -30,6 +32,7 @@ LIMITS: dict[str, Any] = {
     "step_lexer_fuel": 20_000, "step_max_items": 10_000, "max_lexer_states": 20_000, "verbose_errors": False,
 }  # fmt: skip
 MASKS_S = 2.0  # seconds of masks that an answer may take: they are computed between two steps of everybody's answers
+PROBED = 4  # places of an answer, and tokens at each, that are tried before its first token
 LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 THOUGHTS = {  # how an answer may begin
     "none": "start: body\n",
@@ -65,7 +68,7 @@ def source(schema: dict | None, functions: Sequence[dict], many: bool, forced: b
 
 def json_of(schema: dict) -> str:
     """A schema inside of a grammar."""
-    return "%json " + json.dumps(schema | {"x-guidance": LAYOUT})
+    return "%json " + json.dumps(plain(schema) | {"x-guidance": LAYOUT})
 
 
 def vocabulary(tokenizer: Tokenizer, rows: int, eos: Sequence[int]) -> "LLTokenizer":
@@ -102,7 +105,14 @@ def needs_package(param: str) -> None:
                        hint='pip install "nanokv[serve]"') from None  # fmt: skip
 
 
-def compiled(grammar: str, words: "LLTokenizer", param: str) -> "LLMatcher":
+class Compiled(NamedTuple):
+    """A grammar, and the field of the request that it is made of."""
+
+    matcher: "LLMatcher"
+    param: str
+
+
+def compiled(grammar: str, words: "LLTokenizer", param: str) -> Compiled:
     """ApiError that names the field where the grammar is too large, or says what llguidance does not do."""
     from llguidance import LLMatcher, LLParserLimits
 
@@ -111,19 +121,51 @@ def compiled(grammar: str, words: "LLTokenizer", param: str) -> "LLMatcher":
                        param)  # fmt: skip
     matcher = LLMatcher(words, LLMatcher.grammar_from_lark(grammar), log_level=0,
                         limits=LLParserLimits(**LIMITS))  # fmt: skip
-    if not matcher.is_error():
-        matcher.compute_bitmask()  # what is too large for its limits shows here
     if matcher.is_error():
-        raise ApiError(400, f"{param} cannot be turned into a grammar: {matcher.get_error()}", param)
-    matcher.reset()
-    return matcher
+        raise ApiError(400, f"{param} cannot be turned into a grammar: {reason(matcher)}", param, "unsupported")
+    probe(Compiled(matcher.deep_copy(), param))
+    return Compiled(matcher, param)
+
+
+def probe(grammar: Compiled) -> None:
+    """ApiError where the limits are passed by the first tokens already: at each of the first places a few of the tokens
+    that may stand there are tried, and one of them is followed."""
+    for _ in range(PROBED):
+        bits = grammar.matcher.compute_bitmask()
+        check_limits(grammar)
+        if grammar.matcher.is_stopped():
+            return
+        found = np.flatnonzero(np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little"))[:PROBED]
+        tried = [Compiled(grammar.matcher.deep_copy(), grammar.param) for _ in found]
+        for token, one in zip(found.tolist(), tried, strict=True):
+            one.matcher.consume_token(token)
+            check_limits(one)
+        grammar = next((one for one in tried if not one.matcher.is_stopped()), grammar)
+
+
+def check_limits(grammar: Compiled) -> None:
+    """ApiError where llguidance has given up."""
+    if grammar.matcher.is_error():
+        raise ApiError(400, f"{grammar.param}: the schema leads beyond the limits of llguidance: "
+                       f"{reason(grammar.matcher)}", grammar.param, "unsupported")  # fmt: skip
+
+
+def reason(matcher: "LLMatcher") -> str:
+    """Why llguidance refuses a grammar, in one line and without the grammar."""
+    said = matcher.get_error().partition("\n   1 | ")[0].replace("<non-verbose/>", "")
+    line = " ".join(part.strip() for part in said.splitlines() if part.strip(" ^"))
+    line = line.partition("failed to compile JSON schema: ")[2] or line.strip()
+    if keys := re.fullmatch(r"Unimplemented keys: \[(.*)\]", line):
+        return f"{keys[1].replace(chr(34), '')} is not done"
+    return "oneOf is done where no two of its schemas may overlap, else anyOf" if "coerce_one_of" in line else line
 
 
 class Constraint:
     """Of one answer. Called with the tokens so far; it may be called again with the same ones."""
 
-    def __init__(self, matcher: "LLMatcher"):
-        self.matcher: Any = matcher.deep_copy()
+    def __init__(self, grammar: Compiled):
+        self.matcher: Any = grammar.matcher.deep_copy()
+        self.param = grammar.param
         self.seen, self.seconds = 0, 0.0
 
     def __call__(self, logits: torch.Tensor, tokens: list[int]) -> torch.Tensor:
@@ -134,11 +176,10 @@ class Constraint:
         began = perf_counter()
         bits = np.frombuffer(self.matcher.compute_bitmask(), dtype=np.uint8)
         self.seconds += perf_counter() - began
-        if self.matcher.is_error():
-            reason = self.matcher.get_error().partition("\n")[0]
-            raise ApiError(400, f"the schema leads beyond the limits of llguidance: {reason}", code="unsupported")
+        check_limits(Compiled(self.matcher, self.param))
         if self.seconds > MASKS_S:
-            raise ApiError(400, f"the schema is too slow: {len(tokens):,} tokens took {self.seconds:.1f} s of masks, "
-                           f"{MASKS_S:g} are allowed", code="unsupported")  # fmt: skip
+            raise ApiError(400, f"{self.param}: the schema is too slow: {len(tokens):,} tokens took "
+                           f"{self.seconds:.1f} s of masks, {MASKS_S:g} are allowed",
+                           self.param, "unsupported")  # fmt: skip
         allowed = torch.from_numpy(np.unpackbits(bits, bitorder="little")[: logits.shape[-1]].astype(bool))  # (V,)
         return logits.masked_fill(~allowed.to(logits.device), -torch.inf)

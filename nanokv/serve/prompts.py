@@ -27,7 +27,7 @@ from nanokv.text.tokenizer import Tokenizer
 from weights_loader.strict import quote
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLTokenizer
 
 TEXT_TOKENS = 16  # of a completion whose request does not say how many: OpenAI's number
 ECHOED = 100_000  # prompt tokens of a request with log-probabilities of their own, up to 1 kB of memory each
@@ -113,9 +113,9 @@ def prepare(served: Served, asked: Asked, salt: str) -> Prepared:
     jobs = []
     for ids in prompts:
         echo = Echo(served.tokenizer, ids, asked.logprobs) if asked.echo else None
-        matcher = matcher_of(served, asked, ids) if asked.constrained else None
+        rules = grammar_of(served, asked, ids) if asked.constrained else None
         for i in range(asked.n):
-            own = {"seed": (settings["seed"] + i) % 2**64, "constrain": matcher and grammar.Constraint(matcher)}
+            own = {"seed": (settings["seed"] + i) % 2**64, "constrain": rules and grammar.Constraint(rules)}
             jobs.append(job(served, asked, ids, settings | own, echo, i == 0))
     return Prepared(asked, model, jobs, sampling["seed"] if sampling["temperature"] else None)
 
@@ -132,13 +132,16 @@ def prompt(served: Served, asked: Asked, number: int) -> list[int]:
     return ids
 
 
-def matcher_of(served: Served, asked: Asked, ids: list[int]) -> "LLMatcher":
-    """What the answers to this prompt must look like."""
+def grammar_of(served: Served, asked: Asked, ids: list[int]) -> grammar.Compiled:
+    """What the answers to this prompt must look like. What comes after thoughts is tried before they are thought."""
     param = "tools" if asked.schema is None else "response_format"
     grammar.needs_package(param)
+    words, tools = named(param, lambda: served.vocabulary), asked.tools
     thought = grammar.thoughts(served.tokenizer, ids, opens_thinking(served.tokenizer, ids))
-    source = grammar.source(asked.schema, asked.tools.callable, asked.tools.many, asked.tools.forced, thought)
-    return grammar.compiled(source, named(param, lambda: served.vocabulary), param)
+    for start in dict.fromkeys(("none", thought)):
+        source = grammar.source(asked.schema, tools.callable, tools.many, tools.forced, start)
+        rules = grammar.compiled(source, words, param)
+    return rules
 
 
 def job(served: Served, asked: Asked, ids: list[int], settings: dict, echo: Echo | None, first: bool) -> Job:

@@ -1,0 +1,75 @@
+"""JSON schemas without what says nothing: llguidance refuses a keyword that it does not do, whatever its value.
+
+Left out are keywords whose value allows everything, as `uniqueItems: false` and `propertyNames: {"type": "string"}`,
+and each `format` that it does not know: to JSON Schema a format is an annotation. What would forbid something stays,
+and is refused where llguidance does not do it.
+"""
+
+import json
+from typing import Any
+
+FORMATS = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}  # llguidance's
+DIALECTS = tuple(f"json-schema.org/{name}/schema" for name in (
+    "draft-03", "draft-04", "draft-06", "draft-07", "draft/2019-09", "draft/2020-12",
+))  # fmt: skip
+ANYTHING: tuple = (True, {})
+NOTHING: dict[str, tuple] = {  # keyword → values with which every JSON is right
+    "uniqueItems": (False,), "not": (False,), "propertyNames": (*ANYTHING, {"type": "string"}),
+    "unevaluatedProperties": ANYTHING, "unevaluatedItems": ANYTHING, "dependentRequired": ({},),
+    "dependentSchemas": ({},), "dependencies": ({},),
+}  # fmt: skip
+NEEDS = {  # keyword → the ones without which it says nothing
+    "minContains": ("contains",), "maxContains": ("contains",), "if": ("then", "else"), "then": ("if",),
+    "else": ("if",),
+}  # fmt: skip
+OF = {"uniqueItems": "array", "contains": "array", "unevaluatedItems": "array", "propertyNames": "object",
+      "unevaluatedProperties": "object", "dependentRequired": "object", "dependentSchemas": "object"}  # fmt: skip
+MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+SINGLE = ("items", "additionalItems", "additionalProperties", "unevaluatedProperties", "unevaluatedItems", "contains",
+          "propertyNames", "not", "if", "then", "else")  # fmt: skip
+
+
+def plain(schema: dict) -> dict:
+    """The schema, which allows the same JSON. `$id` is a name for `$ref`, and may stand twice without any."""
+    return cleaned(schema, frozenset() if '"$ref"' in json.dumps(schema) else frozenset(["$id"]))
+
+
+def cleaned(schema: Any, unused: frozenset[str]) -> Any:
+    """A schema and those within it, without these keywords and those that say nothing."""
+    if not isinstance(schema, dict):
+        return schema
+    kept = {name: value for name, value in schema.items() if name not in unused and says_something(name, value, schema)}
+    found = {name: inner(name, value, unused) for name, value in kept.items()}
+    for bound, name in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
+        if found.get(name) is True and bound in found:  # as in draft 4
+            found[name] = found.pop(bound)
+    return found
+
+
+def inner(name: str, value: Any, unused: frozenset[str]) -> Any:
+    """The value of a keyword, where that holds schemas."""
+    if name in MAPS and isinstance(value, dict):
+        return {key: cleaned(one, unused) for key, one in value.items()}
+    if name in LISTS and isinstance(value, list):
+        return [cleaned(one, unused) for one in value]
+    return cleaned(value, unused) if name in SINGLE else value
+
+
+def says_something(name: str, value: Any, schema: dict) -> bool:
+    """Whether a keyword forbids anything."""
+    if any(json.dumps(value) == json.dumps(one) for one in NOTHING.get(name, ())):
+        return False
+    if name in OF and isinstance(wanted := schema.get("type"), str | list) and OF[name] not in (wanted, *wanted):
+        return False
+    if name in NEEDS and not any(other in schema for other in NEEDS[name]):
+        return False
+    if name == "format":
+        return isinstance(value, str) and value in FORMATS
+    if name == "$schema":
+        return isinstance(value, str) and value.partition("://")[2].rstrip("#") in DIALECTS
+    if name in ("contains", "minContains") and schema.get("minContains") == 0 and "maxContains" not in schema:
+        return False
+    if name == "unevaluatedProperties" and "additionalProperties" in schema:
+        return False  # none is left
+    return not (name in ("exclusiveMinimum", "exclusiveMaximum") and value is False)
