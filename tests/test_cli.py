@@ -21,7 +21,8 @@ import pytest
 
 import nanokv
 from cli_helpers import choice, command, environment, run_cli, spawn_cli, text_of
-from nanokv.cli import COMMANDS, arguments, chat_commands, generate, main, make_parser, prompt
+from nanokv.cache.options import KINDS
+from nanokv.cli import ABOUT, COMMANDS, arguments, chat_commands, generate, main, make_parser, prompt
 from nanokv.cli.text import read_prompt_bytes
 from nanokv.errors import NanoKVError
 
@@ -52,9 +53,46 @@ def errors_in(err: str) -> tuple[str, str]:
 # --- help, flags, commands: no model ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["", *COMMANDS])
+def test_the_help_begins_with_what_nanokv_is_and_how_it_is_called(cli):
+    code, out, _ = cli("--help")
+    first, usage, examples, *_ = out.split("\n\n")
+    assert code == 0 and " ".join(first.split()) == ABOUT and "KV cache" in ABOUT
+    assert usage == "usage: nanokv COMMAND [flags]" and examples.startswith("examples:\n  nanokv chat\n")
+    assert out.splitlines()[-3] == "exit codes:" and len(out.splitlines()[-1]) < 80
+
+
+@pytest.mark.parametrize(("typed", "hint"), [
+    ("smollm2.ggf", "did you mean ./smollm2.gguf?"), ("./smolm2.gguf", "did you mean ./smollm2.gguf?"),
+    ("smollm2", "did you mean ./smollm2.gguf?"), ("mymodle", "did you mean ./mymodel?"),
+    ("./sub/Deap.gguf", "did you mean ./sub/deep.gguf?"), ("{here}/mymodl", "did you mean {here}/mymodel?"),
+    ("smollm2-135", "did you mean smollm2-135m?"),
+    ("notamodel", "nanokv models lists names; for example tiny, Qwen/Qwen3-0.6B"),
+    ("./xyzzy", "check the path: there is no such folder"), ("nowhere/mymodle", None),
+])  # fmt: skip
+def test_models_on_this_disk_come_first_among_what_was_meant(cli, tmp_path, monkeypatch, typed, hint):
+    """A folder without config.json and other files are no models, however near their names are."""
+    for name in ("smollm2.gguf", "mymodel/config.json", "sub/deep.gguf", "notamodels/x", "smollm2.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+    code, _, err = cli("generate", "x", "--offline", "-m", typed.format(here=tmp_path))
+    assert code == 2 and (hint is None or errors_in(err)[1] == hint.format(here=tmp_path))
+
+
+@pytest.mark.parametrize(("name", "hint"), [
+    ("dynamic", "'dict'"), ("DynamicCache", "'dict'"), ("q8_0", "quantized:bits=8"), ("sliding_window", "'sliding'"),
+    ("offloaded_static", "'offloaded'"), ("pagd", "did you mean 'paged'?"), ("StaticCache", "'static'"),
+])  # fmt: skip
+def test_caches_of_other_programs_lead_to_ours(cli, name, hint):
+    code, _, err = cli("generate", "x", "--cache", name)
+    assert code == 2 and errors_in(err)[0].startswith(f"no cache is called {name!r}") and hint in errors_in(err)[1]
+    for named in re.findall(r"'([a-z]+)[:']", errors_in(err)[1]):
+        assert named in KINDS
+
+
+@pytest.mark.parametrize("name", COMMANDS)
 def test_help_begins_with_examples_and_ends_with_exit_codes(cli, name):
-    code, out, err = cli(*filter(None, [name]), "--help")
+    code, out, err = cli(name, "--help")
     assert (code, err) == (0, "")
     lines = out.replace(" \\\n", " ").splitlines()  # a long example goes on after a backslash
     assert lines[0] == "examples:" and all("nanokv" in line for line in lines[1 : lines.index("")])
@@ -837,7 +875,9 @@ def test_ctrl_c_inside_an_import_is_ctrl_c_all_the_same(monkeypatch, capsys):
         ("--foo", None), ("--colour", "--color"), ("--tempature", "--temperature"), ("--top_k", "--top-k"),
         ("--max-new-token", "--max-new-tokens"), ("--quantise", "--quantize"), ("--ctx", "--context"),
         ("--n-ctx", "--context"), ("--num-predict", "--max-new-tokens"), ("--max-length", "--max-new-tokens"),
-        ("--xyzzy", None), ("--threads-count", "--threads"), ("--Seed", "--seed"),
+        ("--xyzzy", None), ("--threads-count", "--threads"), ("--Seed", "--seed"), ("-c", "--context"),
+        ("-ngl", "--device"), ("--n-gpu-layers", "--device"), ("-ctk", "--cache"), ("-V", "--version"),
+        ("-f", "--file"), ("-cnv", "--chat"), ("--repeat-penalty", "--repetition-penalty"), ("-np", None),
     ],
 )  # fmt: skip
 def test_the_suggested_flag_is_the_one_that_was_meant(cli, typed, meant):
@@ -860,7 +900,9 @@ def test_flags_of_other_programs_are_accepted_and_checked_like_ours():
 
 @pytest.mark.parametrize(
     ("name", "told"),
-    [("run", "nanokv chat -m MODEL"), ("list", "nanokv models"),
+    [("run", "nanokv chat -m MODEL"), ("list", "nanokv models"), ("version", "nanokv --version"),
+     ("-V", "nanokv --version"), ("perplexity", "nanokv bench"), ("quantize", "--quantize int8"),
+     ("server", "nanokv serve"), ("rm", "nanokv models"), ("ps", "nanokv models"),
      ("ls", "nanokv models"), ("pull", "nanokv chat -m Qwen/Qwen3-0.6B"), ("chatt", "did you mean nanokv chat?")],
 )  # fmt: skip
 def test_commands_of_other_programs_lead_to_ours(cli, name, told):

@@ -300,7 +300,8 @@ def test_an_answer_follows_the_width_of_the_terminal():
     assert written == ["one two three", " four five six seven", " \neighty nine", " ten"]
 
 
-def test_a_pipe_gets_an_answer_as_it_is(tmp_path):
+def test_a_pipe_gets_an_answer_as_it_is(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")  # of the shell's terminal
     with open(tmp_path / "out", "w") as file:
         assert wrapping.write_words(file, print) is print
 

@@ -69,6 +69,14 @@ def test_the_default_is_what_is_stored(source, dtype, convert, gguf_file, tmp_pa
     assert nanokv.load(out, dtype=None)[0].dtype == getattr(torch, dtype)
 
 
+@pytest.mark.parametrize("name", ["out.gguf", "out.GGUF"])
+def test_a_folder_is_not_called_like_a_gguf_file(convert, gguf_file, tmp_path, name):
+    code, out, err = convert(gguf_file, tmp_path / name)
+    assert (code, out) == (2, "") and "the result is a folder" in err
+    assert f"hint: nanokv convert {gguf_file} {tmp_path / 'out'}\n" in err
+    assert not (tmp_path / name).exists()
+
+
 def test_nothing_is_replaced_unasked(convert, gguf_file, tmp_path):
     out = tmp_path / "new"
     assert convert(gguf_file, out)[0] == 0

@@ -10,7 +10,8 @@ import pytest
 
 from cli_helpers import environment, run_cli
 from hub_server import HubServer
-from nanokv.cli.random_model import RANDOM
+from nanokv import costs
+from nanokv.cli.random_model import RANDOM, SMOLLM2
 from tiny_checkpoint import write_tiny_checkpoint
 
 COMMIT = "a" * 40
@@ -75,6 +76,23 @@ def test_the_table_says_what_to_type(cache):
     assert re.search(r"cannot be loaded:\n +org/half, [\d.]+ kB +incomplete: model.safetensors\n +org/other", out)
     assert "596 M" in lines["qwen3-0.6b-random"] and "1.19 GB" in lines["qwen3-0.6b-random"]
     assert all(len(line) <= 80 for line in out.splitlines() if str(cache) not in line and "gemma3" not in line)
+    for words in ("-m FILE.gguf", "-m owner/name:FILE.gguf", "-m ./FOLDER"):
+        assert words in out
+
+
+def test_short_names_have_the_size_of_their_download(cache):
+    """Those whose shape is known: two bytes per value; two Qwen3 files hold their tied head a second time."""
+    from nanokv.cli.models import DOWNLOAD
+    from nanokv.costs.memory import FAMILY
+    from weights_loader.download import SHORT
+
+    lines = {line.split()[1]: line for line in models(cache).splitlines() if line.startswith("  -m ")}
+    assert set(SHORT.values()) >= set(DOWNLOAD)
+    assert lines["qwen3-32b"].endswith(" 65.5 GB") and lines["smollm2-135m"].endswith(" 269 MB")
+    for name, config in FAMILY.items():
+        twice = config.vocab_size * config.hidden_size * (name in ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-1.7B"))
+        assert DOWNLOAD[name] == 2 * (costs.parameters(config) + twice)
+    assert DOWNLOAD["HuggingFaceTB/SmolLM2-135M-Instruct"] == 2 * costs.parameters(SMOLLM2)
 
 
 def test_an_empty_cache_says_how_to_fill_it(tmp_path):

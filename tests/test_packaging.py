@@ -128,14 +128,32 @@ def test_a_missing_package_is_asked_for_in_the_range_that_was_tested(monkeypatch
 
     extras = [f'{text}; extra == "{name}"' for name, texts in EXTRAS.items() for text in texts]
     monkeypatch.setattr("importlib.metadata.requires", lambda name: [*map(str, RUNTIME), *extras])
+    monkeypatch.setattr("sys.prefix", "/any")
+    monkeypatch.setattr("sys.executable", "/any/bin/python")
     for name in ("torch", "numpy", "safetensors"):
         (declared,) = (text for text in PROJECT["dependencies"] if Requirement(text).name == name)
         message, hint = describe(ModuleNotFoundError(f"No module named {name!r}", name=f"{name}.nn"))
         assert message == f"the package {name}.nn is not installed"
-        asked = Requirement(re.fullmatch(r'pip install "(.+)"', hint)[1])
+        asked = Requirement(re.fullmatch(r'/any/bin/python -m pip install "(.+)"', hint)[1])
         assert (asked.name, asked.specifier) == (name, Requirement(declared).specifier)
-    assert describe(ModuleNotFoundError("x", name="transformers"))[1] == 'pip install "transformers==5.23.0"'
-    assert describe(ModuleNotFoundError("x", name="nosuch"))[1] == "pip install nosuch"
+    line = "/any/bin/python -m pip install"
+    assert describe(ModuleNotFoundError("x", name="transformers"))[1] == f'{line} "transformers==5.23.0"'
+    assert describe(ModuleNotFoundError("x", name="nosuch"))[1] == f"{line} nosuch"
+
+
+def test_in_the_environment_that_make_made_it_is_make_that_installs(monkeypatch, tmp_path):
+    """Elsewhere the interpreter is named; nanokv itself, which is on no index, never."""
+    from nanokv.cli import installing
+
+    monkeypatch.setattr("sys.executable", "/a b/python")
+    monkeypatch.setattr("sys.prefix", str(ROOT / ".venv"))
+    monkeypatch.chdir(ROOT)
+    assert installing.hint(["uvicorn"]) == "make setup"
+    monkeypatch.chdir(tmp_path)
+    assert installing.hint(["uvicorn"]) == f"make -C {ROOT} setup"
+    monkeypatch.setattr("sys.prefix", "/usr")
+    monkeypatch.setattr("importlib.metadata.requires", lambda name: ['uvicorn<1,>=0.54; extra == "serve"'])
+    assert installing.hint(["uvicorn", "nosuch"]) == "'/a b/python' -m pip install \"uvicorn<1,>=0.54\" nosuch"
 
 
 def test_no_install_of_make_and_ci_is_free_to_choose():

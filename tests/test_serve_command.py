@@ -12,6 +12,8 @@ import time
 import pytest
 
 from cli_helpers import spawn_cli
+from nanokv.cli import installing
+from nanokv.cli.serve import NEEDED
 from nanokv.errors import NanoKVError
 from nanokv.serve.server import listen
 from serving import CHAT, ask
@@ -119,7 +121,20 @@ def test_without_the_extra_it_says_what_to_install(cli, monkeypatch):
     find = lambda name, *more: None if name == "uvicorn" else there(name, *more)  # noqa: E731
     monkeypatch.setattr("importlib.util.find_spec", find)
     code, _, err = cli("serve")
-    assert (code, *errors_in(err)) == (2, "nanokv serve needs uvicorn", 'pip install "nanokv[serve]"')
+    message, hint = errors_in(err)
+    assert (code, message) == (2, "nanokv serve needs uvicorn") and hint == installing.hint(NEEDED)
+
+
+def test_the_name_that_was_typed_is_a_name_of_the_model(tiny_folder, tmp_path):
+    """A link's own name, and the path as it was typed; another name is refused with the flag that gives it."""
+    link = tmp_path / "linked"
+    link.symlink_to(tiny_folder)
+    with serving(link, "--alias", "gpt-4o") as (_, port):
+        for name in (tiny_folder.name, str(link), "linked", "gpt-4o"):
+            assert send(port, ask(max_tokens=1, model=name)).getresponse().status == 200
+        response = send(port, ask(max_tokens=1, model="gpt-5")).getresponse()
+        found = json.loads(response.read())
+        assert response.status == 404 and "--alias NAME" in found["hint"]
 
 
 @pytest.mark.parametrize(("flags", "said"), [

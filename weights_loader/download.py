@@ -18,6 +18,7 @@ import os
 import re
 import shutil
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,6 +37,7 @@ SHORT = {  # what people type → the repository
 LOG = logging.getLogger("weights_loader")
 WORTH_SAYING = 50_000_000  # bytes of one file: a download of this size is announced
 KEPT = 1 << 16  # bytes: what arrives is written in pieces of this size, and a cut costs at most one
+SEARCHED = 1000  # entries of a folder in which a name like the typed one is looked for
 OFFLINE_HINT = "nanokv chat -m tiny works offline"
 MIRROR_HINT = "unset HF_ENDPOINT to ask huggingface.co itself"
 COMMIT = re.compile("[0-9a-f]{40}")
@@ -450,8 +452,31 @@ def _unknown(source: str, known: tuple[str, ...]) -> CheckpointError:
                            _nearest(source, known))  # fmt: skip
 
 
+def _beside(source: str) -> str | None:
+    """The GGUF file or model folder in the folder of this path whose name is closest: smollm2.ggf → ./smollm2.gguf."""
+    path = Path(os.path.expanduser(source))
+    try:
+        with os.scandir(path.parent) as entries:
+            found = {entry.name.lower(): entry.name for entry in islice(entries, SEARCHED) if _is_model(entry)}
+    except (OSError, ValueError):
+        return None
+    stems = {Path(name).stem.lower(): name for name in found.values()}
+    names = stems | found
+    close = difflib.get_close_matches(path.name.lower(), names, n=1, cutoff=0.8)
+    place = path.parent / names[close[0]] if close else None
+    return place and (str(place) if place.is_absolute() else f"./{place}")
+
+
+def _is_model(entry: os.DirEntry) -> bool:
+    """Seems to be one that `load` takes."""
+    return entry.name.endswith(".gguf") or os.path.isfile(os.path.join(entry.path, "config.json"))
+
+
 def _nearest(source: str, known: tuple[str, ...]) -> str:
-    """A hint with the known name that is closest in letters and digits: qwen3-06b → Qwen/Qwen3-0.6B."""
+    """A hint: a model on this disk with nearly that path, else the known name that is closest in letters and digits
+    (qwen3-06b → Qwen/Qwen3-0.6B)."""
+    if beside := _beside(source):
+        return f"did you mean {beside}?"
     if source.startswith(("/", ".", "~")) or source.endswith(".gguf"):
         return f"check the path: there is no such {'file' if source.endswith('.gguf') else 'folder'}"
     names = {re.sub("[^a-z0-9]", "", name.split("/")[-1].lower()): name for name in (*SHORT, *known, *FAMILY)}

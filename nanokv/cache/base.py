@@ -24,7 +24,7 @@ class LayerCache(LayerCapabilities):
 
     @property
     def used_nbytes(self) -> int:
-        """Of `nbytes`, what the tokens take; a cache that reserves room for later ones overrides it."""
+        """Of `nbytes`, what the tokens take; a cache that reserves room overrides it."""
         return self.nbytes
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

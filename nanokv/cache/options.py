@@ -4,6 +4,7 @@ command line, which checks `--cache` before torch is imported. What the options 
 
 import difflib
 import os
+import re
 from collections.abc import Callable
 
 from nanokv.errors import CacheError
@@ -36,12 +37,22 @@ KINDS: dict[str, dict[str, Rule | None]] = {  # cache → its options → (legal
     "batch": {"of": TEXT},  # and what its rows know
 }  # fmt: skip
 
+_QUANTIZED = "quantized:bits=8 and quantized:bits=4 keep keys and values in fewer bits"
+ELSEWHERE = {  # caches of other programs, in lower case and without "cache" → ours
+    "dynamic": "transformers' DynamicCache is 'dict' here; 'growing' holds the same and copies less",
+    "default": "'dict' is the plainest, 'growing' what the chat uses", "offloadedstatic": "did you mean 'offloaded'?",
+    "slidingwindow": "did you mean 'sliding'?", "sink": "'sliding:window=N:sinks=4' keeps the first tokens",
+    "quanto": _QUANTIZED, "hqq": _QUANTIZED, "q80": _QUANTIZED, "q40": _QUANTIZED, "fp8": _QUANTIZED,
+    "pagedattention": "did you mean 'paged'?", "radix": "did you mean 'prefix'?",
+}  # fmt: skip
+
 
 def check_options(name: str, options: dict, objects: bool = False) -> None:
     """CacheError if there is no such cache, or if it has no such option or value; `objects`: a program asks."""
     if name not in KINDS:
-        near = difflib.get_close_matches(str(name), KINDS, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else ""
+        plain = re.sub("[^a-z0-9]|cache$", "", str(name).lower())
+        near = difflib.get_close_matches(plain, KINDS, n=1)
+        hint = ELSEWHERE.get(plain) or (f"did you mean {near[0]!r}?" if near else "")
         raise CacheError(f"no cache is called {name!r}: there are {', '.join(KINDS)}", hint)
     known = dict(KINDS[name])
     if name == "batch":

@@ -101,7 +101,8 @@ class PagedCache(KVCache):
     def used_nbytes(self) -> int:
         """Of these pages, the places with a token in them."""
         size, length = self.pool.page_size, max(layer.length for layer in self)
-        filled = {page: min(size, length - i * size) for table in self.tables for i, page in enumerate(table)}
+        places = (place for table in self.tables for place in enumerate(table))
+        filled = {page: min(size, length - i * size) for i, page in places}
         return sum(filled.values()) * self.pool.bytes_per_page // size
 
 

@@ -11,7 +11,7 @@ import sys
 import warnings
 from itertools import pairwise
 
-from nanokv.cli import layout, ranks, terminal
+from nanokv.cli import installing, layout, ranks, terminal
 from nanokv.cli.arguments import (
     Parser,
     add_common_arguments,
@@ -40,13 +40,22 @@ COMMANDS = {  # name → (module, what it does)
     "course": ("nanokv.cli.course", "the notebooks: build, execute, render, grade; the claims of the articles"),
     "env": ("nanokv.cli.env", "show the settings that apply and where they come from"),
 }
+ABOUT = "nanokv: language models from scratch in PyTorch, with a KV cache that you can see and talk to."
 EXAMPLES = ("nanokv chat", 'nanokv generate "What is a KV cache?"', "nanokv chat -m Qwen/Qwen3-0.6B")
 _PULL = "a model is downloaded when it is first used: nanokv chat -m Qwen/Qwen3-0.6B"
+_SERVE = "nanokv serve answers over HTTP, as llama-server and OpenAI's API do"
+_DISK = "nanokv models shows where models lie; hf cache rm deletes one"
+_VERSION = "nanokv --version, or nanokv env for the versions of all packages"
 _LIST = "nanokv models lists what is here and what can be loaded"
 ELSEWHERE = {  # commands of other programs → what does it here
     "run": "nanokv chat -m MODEL talks with it; nanokv generate PROMPT answers once", "pull": _PULL, "download": _PULL,
     "list": _LIST, "ls": _LIST, "show": "nanokv memory MODEL, or nanokv models", "complete": "nanokv generate PROMPT",
-}
+    "version": _VERSION, "-V": _VERSION, "-v": _VERSION, "rm": _DISK, "ps": "nanokv models lists what is here; "
+    "nothing runs in the background", "server": _SERVE, "api": _SERVE, "cli": "nanokv chat, or nanokv generate PROMPT",
+    "perplexity": "nanokv bench --help: --quality compares quantized weights and caches with exact ones",
+    "quantize": "--quantize int8 or int4 with nanokv chat, generate, batch and serve; no file is written",
+    "llama-bench": "nanokv bench", "tokenize": "in Python: nanokv.load(NAME)[1].encode(TEXT)",
+}  # fmt: skip
 REPORT = "this is a bug in nanokv, please report it"
 
 
@@ -106,7 +115,9 @@ def overview() -> str:
     width = help_width()
     commands = "\n".join(layout.definitions([(name, about) for name, (_, about) in COMMANDS.items()], width))
     end = "nanokv COMMAND --help lists a command's flags. nanokv --version prints the version."
-    return f"{examples_text(EXAMPLES)}commands:\n{commands}\n\n{layout.paragraph(end, width)}\n\n{exit_codes_text()}\n"
+    parts = [ABOUT, "usage: nanokv COMMAND [flags]", examples_text(EXAMPLES).strip(), f"commands:\n{commands}", end]
+    wrapped = (layout.wrapped(part, width) for part in parts)
+    return "\n\n".join([*wrapped, exit_codes_text()]) + "\n"
 
 
 def version() -> str:
@@ -118,7 +129,7 @@ def version() -> str:
 
 def unknown_command(name: str) -> NanoKVError:
     """The error for a first word that is no command."""
-    if name.startswith("-"):
+    if name.startswith("-") and name not in ELSEWHERE:
         return NanoKVError(f"{name} before a command", f"flags follow the command: nanokv chat {name}")
     close = nearest(name, COMMANDS)
     hint = f"did you mean nanokv {close}?" if close else f"commands: {', '.join(COMMANDS)}"
@@ -169,7 +180,7 @@ def describe(error: BaseException) -> tuple[str, str] | None:
     if isinstance(error, MemoryError) or _is_torch_memory(error):
         return "out of memory", "a smaller --context, --dtype bfloat16, or -m tiny"
     if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith(("nanokv", "weights_loader")):
-        return f"the package {error.name} is not installed", f"pip install {requirement(error.name)}"
+        return f"the package {error.name} is not installed", installing.hint([error.name])
     if isinstance(error, ImportError) and not (error.name or "").startswith(("nanokv", "weights_loader")):
         full = "failed to map segment" in str(error) or "cannot allocate memory" in str(error).lower()
         return f"an import failed: {error}", "more memory: ulimit -v unlimited" if full else "install it again with pip"
@@ -179,20 +190,6 @@ def describe(error: BaseException) -> tuple[str, str] | None:
         hint = "free some space on that disk" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
         return f"{place}{reason}", hint
     return None
-
-
-def requirement(module: str) -> str:
-    """What pip has to be asked for: the range that nanokv was tested with, in quotes, or the bare name."""
-    import re
-    from importlib import metadata
-
-    name = module.split(".")[0]
-    try:
-        declared = metadata.requires("nanokv") or []
-    except metadata.PackageNotFoundError:
-        declared = []
-    ours = (found for text in declared if (found := re.fullmatch(rf"({re.escape(name)}[<>=!~][^;]*?)\s*(;.*)?", text)))
-    return next((f'"{found[1]}"' for found in ours), name)
 
 
 def _is_torch_memory(error: BaseException) -> bool:

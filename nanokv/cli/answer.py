@@ -32,11 +32,12 @@ def template_options(args) -> dict:
 
 
 class AnswerWriter:
-    """One answer on its way to the two streams. `show(text)` gets the clean text of the answer (default: stdout)."""
+    """One answer on its way to the two streams. `show(text)` gets its clean text (default: stdout)."""
 
     def __init__(self, args, style: Style | None = None, show=None):
         self.thinking = "off" if args.quiet else args.thinking or "show"
-        self.style, self.show = style or Style(sys.stderr, args.color), show or write_words(sys.stdout, write_out)
+        self.style = style or Style(sys.stderr, args.color)
+        self.show = show or write_words(sys.stdout, write_out)
         self.show_thought = write_words(sys.stderr, lambda text: write_err(self.style.dim(text)))
         self.splitter, self.kind, self.line = None, "", ""
         self.clean, self.dim, self.since = Sanitizer(), Sanitizer(), 0.0

@@ -5,6 +5,7 @@ stays None: only then can the checkpoint's generation_config apply. Order: flag 
 """
 
 import argparse
+import itertools
 import os
 import re
 import sys
@@ -31,6 +32,14 @@ ALIASES = {  # flags of llama.cpp, mlx-lm and the OpenAI interface → ours
 SYNONYMS = {  # not accepted, but clear: what is typed, without dashes → the flag to suggest
     "n-ctx": "context", "num-ctx": "context", "max-model-len": "context", "num-predict": "max-new-tokens",
     "max-length": "max-new-tokens", "max-completion-tokens": "max-new-tokens", "verbose": "debug", "silent": "quiet",
+    "c": "context", "b": "step-tokens", "ub": "step-tokens", "f": "file", "V": "version", "v": "debug",
+    "hf": "model", "hf-repo": "model", "sys": "system", "p-system": "system", "np": "running", "parallel": "running",
+    "ngl": "device", "n-gpu-layers": "device", "gpu-layers": "device", "dev": "device", "device-map": "device",
+    "ctk": "cache", "ctv": "cache", "cache-type-k": "cache", "cache-type-v": "cache", "kv-cache-dtype": "cache",
+    "repeat-penalty": "repetition-penalty", "load-in-8bit": "quantize", "load-in-4bit": "quantize",
+    "quantization": "quantize", "torch-dtype": "dtype", "served-model-name": "alias", "max-num-seqs": "running",
+    "max-num-batched-tokens": "step-tokens", "gpu-memory-utilization": "pages",
+    "tensor-parallel-size": "tensor-parallel", "tp": "tensor-parallel", "cnv": "chat", "conversation": "chat",
 }  # fmt: skip
 
 
@@ -77,6 +86,8 @@ class Parser(argparse.ArgumentParser):
         """parse_args, but a flag that nobody knows gets the nearest one instead of the usage lines."""
         shape = " ".join([self.prog, "[flags]", *(_shape(a) for a in self._actions if not a.option_strings)])
         self.usage = layout.paragraph(shape, help_width() - len("usage: "), rest=" " * len("usage: "))
+        if foreign := next(filter(self.is_foreign, itertools.takewhile("--".__ne__, argv)), None):
+            raise self.unknown_flag(foreign)
         args, extra = (self.parse_known_intermixed_args if self.intermixed else self.parse_known_args)(argv)
         if not extra:
             return args
@@ -84,9 +95,17 @@ class Parser(argparse.ArgumentParser):
         if flag is None:
             hint = 'put the text in quotes: "What is a KV cache?"' if "prompt" in args else f"{self.prog} --help"
             raise NanoKVError(f"unexpected argument {extra[0]!r}", hint)
-        name = flag.split("=", 1)[0]
+        raise self.unknown_flag(flag)
+
+    def is_foreign(self, word: str) -> bool:
+        """-ngl: a flag of another program that argparse would take for our -n with the value gl."""
+        return bool(re.fullmatch("-[a-z]{2,}", word)) and word[1:] in SYNONYMS
+
+    def unknown_flag(self, word: str) -> NanoKVError:
+        """The error, with the flag that was probably meant."""
+        name = word.split("=", 1)[0]
         close = nearest_flag(name, self.flags())
-        raise NanoKVError(f"no flag {name}", f"did you mean {close}?" if close else f"{self.prog} --help")
+        return NanoKVError(f"no flag {name}", f"did you mean {close}?" if close else f"{self.prog} --help")
 
 
 class Formatter(argparse.RawDescriptionHelpFormatter):
@@ -132,8 +151,10 @@ def _shape(action) -> str:
 def nearest_flag(word: str, flags) -> str | None:
     """The flag that was probably meant. Dashes are not compared: they would make any two short flags alike."""
     names = {flag.lstrip("-"): flag for flag in flags}
-    name = word.lstrip("-").replace("_", "-").lower()
-    return names.get(SYNONYMS.get(name)) or names.get(nearest(name, names))
+    typed = word.lstrip("-").replace("_", "-")
+    name = typed.lower()
+    meant = SYNONYMS.get(typed) or SYNONYMS.get(name)  # -V is not -v
+    return names.get(meant) or names.get(nearest(name, names))
 
 
 def nearest(word: str, names) -> str | None:

@@ -1,6 +1,6 @@
 """`nanokv batch`: one JSON object per line in, one per line out, all of them through the engine together.
 
-    {"prompt": "Once upon a time"}                                  the raw text is continued; --chat: it is a message
+    {"prompt": "Once upon a time"}                                  raw text; with --chat a message
     {"messages": [{"role": "user", "content": "Who are you?"}]}     through the chat template
     {"prompt": "…", "max_new_tokens": 8, "temperature": 0.7, "seed": 1, "stop": ["\\n"], "id": "mine"}
 
@@ -30,12 +30,12 @@ from nanokv.text.thinking import opens_thinking
 EXAMPLES = (
     "nanokv batch prompts.jsonl -o answers.jsonl",
     "nanokv batch prompts.jsonl -n 64 --cache prefix:page=16:pages=512 > answers.jsonl",
-    """echo '{"prompt": "What is a KV cache?"}' | nanokv batch - --chat""",
+    """echo '{"prompt": "Who are you?"}' | nanokv batch - --chat""",
 )
 DESCRIPTION = (
     'Answer every line of a JSONL file: {"prompt": …} or {"messages": […]}, each with settings of its own. '
-    "Messages go through the model's chat template. A prompt is raw text, which the model continues, as in OpenAI's "
-    "API; with --chat it is one user message, as for nanokv generate.\n"
+    "Messages go through the model's chat template. A prompt is raw text, which the model "
+    "continues, as in OpenAI's API; with --chat it is one user message, as for nanokv generate.\n"
     "An answer is an OpenAI text_completion or chat.completion on one line."
 )
 RANKS = "led"  # the others do what rank 0 tells them
@@ -47,8 +47,13 @@ def add_arguments(parser) -> None:
     parser.add_argument("-o", "--output", metavar="OUT", type=Path, help="write (and resume) OUT (default: stdout)")
     add_force(parser)
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--chat", action="store_true", help="each prompt is one user message in the chat template")
-    form.add_argument("--raw", action="store_true", help="each prompt is raw text (default, with a warning to chat models)")
+    form.add_argument(
+        "--chat", action="store_true", help="each prompt is one user message in the chat template"
+    )
+    form.add_argument(
+        "--raw", action="store_true",
+        help="each prompt is raw text (the default, with a warning if the model is a chat model)",
+    )  # fmt: skip
     pool.add_arguments(parser)
 
 
@@ -123,7 +128,8 @@ def prepare(args, loaded, lines, output) -> tuple[list[Job], list]:
 def check_form(args, loaded) -> None:
     """--chat needs a template."""
     if args.chat and loaded.tokenizer.chat_template is None:
-        raise NanoKVError(f"--chat: {loaded.name} has no chat template", "leave out --chat: prompts are raw text")
+        hint = "leave out --chat: prompts are raw text"
+        raise NanoKVError(f"--chat: {loaded.name} has no chat template", hint)
 
 
 def as_messages(fields: dict) -> dict:
@@ -139,7 +145,8 @@ def warn_of_raw_prompts(args, loaded, jobs) -> None:
     count = sum("prompt" in job.fields for job in jobs)
     if count and not args.raw and loaded.tokenizer.chat_template is not None:
         prompts = "1 prompt is" if count == 1 else f"{count:,} prompts are"
-        terminal.warning(f"{prompts} sent as raw text to a chat model: use messages, or --chat (--raw: it is meant)")
+        advice = "use messages, or --chat (--raw: it is meant)"
+        terminal.warning(f"{prompts} sent as raw text to a chat model: {advice}")
 
 
 def common_settings(args, loaded) -> dict:

@@ -140,7 +140,7 @@ def no_think(chat, rest):
 
 
 def _setting(chat, name):
-    """What /set shows as its value now: a number, and in brackets what it means where it switches something off."""
+    """What /set shows as its value now; in brackets what a number means that switches something off."""
     if name in CHOICES:
         return getattr(chat.session if name in OF_SESSION else chat.view, name)
     value, params = chat.session.params.get(name), chat.session.params
@@ -299,7 +299,7 @@ def leave(chat, rest):
 
 
 class Command(NamedTuple):
-    """What a slash command does, in a few words, and what it takes; an alias has no words of its own."""
+    """What a slash command does, in a few words, and what it takes; an alias has no words."""
 
     run: Callable
     text: str = ""
@@ -310,14 +310,18 @@ COMMANDS = {
     "/help": Command(show_help, "this list"), "/?": Command(show_help),
     "/clear": Command(clear, "forget the conversation, empty the cache"), "/reset": Command(clear),
     "/system": Command(system, 'set the system prompt ("" removes it); alone: show it', "TEXT"),
-    "/think": Command(think, "ask the model to think"), "/nothink": Command(no_think, "ask it not to"),
+    "/think": Command(think, "ask the model to think"),
+    "/nothink": Command(no_think, "ask it not to"),
     "/set": Command(
-        set_value, "temperature, top_k, seed, max_new_tokens, overflow ...; alone: show them", "NAME VALUE"
+        set_value, "temperature, top_k, seed, max_new_tokens, overflow ...; alone: show them",
+        "NAME VALUE",
     ),
     "/stats": Command(stats, "status line on or off"),
     "/cache": Command(show_cache, "draw the KV cache: a row per layer, roles, bytes, formula"),
     "/tokens": Command(show_tokens, "pieces and ids of the last prompt and its answer"),
-    "/save": Command(save, "write the conversation, with its cache if asked", "FILE [--kv] [--force]"),
+    "/save": Command(
+        save, "write the conversation, with its cache if asked", "FILE [--kv] [--force]"
+    ),
     "/load": Command(load, "a saved conversation, with its cache if it fits", "FILE"),
     "/undo": Command(undo, "forget the last turn"),
     "/retry": Command(retry, "answer the last message again"), "/regen": Command(retry),
@@ -326,7 +330,8 @@ COMMANDS = {
     "/read": Command(read, "put a file into the input line", "FILE"),
     "/edit": Command(edit, "write the message in $EDITOR"),
     "/copy": Command(copy, "last answer to the clipboard"),
-    "/exit": Command(leave, "leave (also exit, quit, Ctrl-D)"), "/bye": Command(leave), "/quit": Command(leave),
+    "/exit": Command(leave, "leave (also exit, quit, Ctrl-D)"),
+    "/bye": Command(leave), "/quit": Command(leave),
 }  # fmt: skip
 _MODEL = "a chat keeps its model: /exit, then nanokv chat -m NAME (nanokv models lists names)"
 ELSEWHERE = {  # commands of other programs → what does it here

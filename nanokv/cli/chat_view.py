@@ -1,7 +1,8 @@
 """What an answer looks like: text on stdout as it comes, thinking dim on stderr, one dim status line after it.
 
-Lines of an answer break between words (wrapping.py); nothing else that stands on the screen is drawn again. Every
-character goes through the sanitizer. A prefill that takes longer than a second shows its progress, on stderr.
+Lines of an answer break between words (wrapping.py); nothing else that stands on the screen is drawn
+again. Every character goes through the sanitizer. A prefill that takes longer than a second shows its
+progress, on stderr.
 """
 
 import os
@@ -28,8 +29,9 @@ LONGEST_RECALL = 12  # lines of a message, or of an answer, that a resumed chat 
 
 
 def status(turn, context, width=None) -> str:
-    """`  14 new + 0 reused → 8 out · first token 21 ms · 310 tok/s · cache 21/2,048 · 96.8 kB (147 kB reserved)`
+    """`  14 new + 0 reused → 8 out · first token 21 ms · 310 tok/s · cache 21/2,048 · 96.8 kB`
 
+    Behind the bytes of the tokens stand those of the whole cache, where it keeps more: (147 kB reserved).
     In a terminal that is too narrow the cache stands on a line of its own.
     """
     parts = [f"{turn.new:,} new + {turn.reused:,} reused → {turn.out:,} out"]

@@ -10,6 +10,7 @@ from nanokv.cli.arguments import DTYPE_NAMES, DTYPES
 from nanokv.cli.files import add_force, ask_to_replace
 from nanokv.costs import ITEMSIZE, weight_bytes
 from nanokv.costs.free_memory import available_memory
+from nanokv.errors import NanoKVError
 
 EXAMPLES = (
     "nanokv convert model.gguf ./model",
@@ -39,6 +40,11 @@ def run(args) -> int:
     """Plan, ask, load, write."""
     from nanokv.cli.loading import check_address_space, check_memory, plan_model
 
+    if args.folder.suffix.lower() == ".gguf":
+        raise NanoKVError(
+            f"{args.folder}: the result is a folder; nanokv reads GGUF and writes none",
+            f"nanokv convert {args.source} {args.folder.with_suffix('')}",
+        )
     args.model, args.device, args.cache, args.context, args.threads = args.source, "cpu", ("dict", {}), 2, None
     plan = plan_model(args)
     if args.dtype == "auto":  # what is stored, not what computes best here

@@ -141,14 +141,15 @@ def result(args, loaded: Loaded, generation, stream) -> dict:
 
 
 def status(found: dict, context: int) -> str:
-    """14 new + 0 reused → 8 out · first token 21 ms · 310 tok/s · cache 21/2,048 · 96.8 kB (147 kB reserved)"""
+    """14 new + 0 reused → 8 out · first token 21 ms · 310 tok/s · cache 21/2,048 · 96.8 kB"""
     usage, speed, cache = found["usage"], found["timings"], found["cache"]
     reused, out = usage["prompt_tokens_details"]["cached_tokens"], usage["completion_tokens"]
     parts = [f"{usage['prompt_tokens'] - reused:,} new + {reused:,} reused → {out:,} out"]
     parts += [f"first token {terminal.seconds_text(speed['ttft_s'])}"] if speed["ttft_s"] is not None else []
     parts += [f"{speed['decode_tok_s']:,.0f} tok/s"] if speed["decode_tok_s"] else []
     parts += speculation.status(found.get("speculation"))
-    parts += [f"cache {cache['tokens']:,}/{context:,}", terminal.held_text(cache["used_bytes"], cache["bytes"])]
+    parts += [f"cache {cache['tokens']:,}/{context:,}"]
+    parts += [terminal.held_text(cache["used_bytes"], cache["bytes"])]
     parts += [f"seed {found['seed']}"] if found["seed"] is not None else []
     if found["choices"][0]["finish_reason"] != "stop":
         reason = found["choices"][0]["stop_reason"]

@@ -8,6 +8,7 @@ one line per message: the pieces of its tokens, each with its id in small digits
 
 from collections import Counter
 from itertools import groupby
+from operator import itemgetter
 
 from nanokv.cli import layout
 from nanokv.cli.terminal import bytes_text, sanitize_line
@@ -43,7 +44,8 @@ def draw(session, style, width=80) -> str:
     for i, layer in enumerate(cache):
         lines.append(f"layer {i:>2} ".ljust(label) + painted + "  " + bytes_text(layer.nbytes))
     lines.append(layout.joined(formula(config, cache, held).split(" · "), width))
-    lines += [layout.paragraph(text, width) for text in filter(None, (balance(session), session.why))]
+    notes = filter(None, (balance(session), session.why))
+    lines += [layout.paragraph(text, width) for text in notes]
     return "\n".join(lines)
 
 
@@ -71,18 +73,18 @@ def element_size(cache) -> int:
 
 
 def balance(session) -> str:
-    """Why the cache holds one token less than the status line counts; "" before an answer, and after an edit."""
+    """Why the cache holds one token less than the status line counts; "" where it does not."""
     turn = session.last
     if not turn or not turn.out or session.cache.length != turn.new + turn.reused + turn.out - 1:
         return ""
     return (
-        f"{turn.new:,} new + {turn.reused:,} reused + {turn.out:,} out − 1 = {session.cache.length:,}: the last token "
-        "of an answer is chosen, but not fed; its key and value come with the next message"
+        f"{turn.new:,} new + {turn.reused:,} reused + {turn.out:,} out − 1 = {session.cache.length:,}: "
+        "the last token of an answer is chosen, but not fed; its key and value come with the next message"
     )
 
 
 def tokens_text(session, style, width=None, limit=400) -> str:
-    """The last prompt and its answer, a line per message; the oldest tokens left out when more than `limit`."""
+    """The last prompt and its answer, a line per message; of more than `limit` tokens the newest."""
     ids, roles = session.cached_ids, session.roles()
     if not ids:
         return "no prompt yet"
@@ -90,9 +92,9 @@ def tokens_text(session, style, width=None, limit=400) -> str:
     ids, roles = ids + last, roles + roles[-1:] * len(last)
     left = max(0, len(ids) - limit)
     lines = [f"… {left:,} earlier tokens"] if left else []
-    tokens = zip(ids[left:], session.tokenizer.pieces(ids[left:]), strict=True)
-    for (letter, _), group in groupby(zip(roles[left:], tokens, strict=True), key=lambda pair: pair[0]):
-        parts = [token_text(id, piece, style) for _, (id, piece) in group]
+    tokens = zip(roles[left:], ids[left:], session.tokenizer.pieces(ids[left:]), strict=True)
+    for (letter, _), group in groupby(tokens, key=itemgetter(0)):
+        parts = [token_text(id, piece, style) for _, id, piece in group]
         mark = getattr(style, COLOURS[letter])(letter)
         lines.append(mark + layout.joined(parts, width, "  ", between=" ").removeprefix(" "))
     note = " · the last one was not fed, so the cache lacks it" if last else ""
@@ -101,7 +103,8 @@ def tokens_text(session, style, width=None, limit=400) -> str:
 
 def unfed(session) -> list[int]:
     """The last token of the last answer, while the cache holds all before it."""
-    start, sampled, held = len(session.prompt_ids), session.last.ids if session.last else [], session.cached_ids
+    start, held = len(session.prompt_ids), session.cached_ids
+    sampled = session.last.ids if session.last else []
     return sampled[-1:] if len(held) >= start and held[start:] == sampled[:-1] else []
 
 

@@ -9,8 +9,9 @@ import argparse
 import logging
 import time
 from functools import partial
+from pathlib import Path
 
-from nanokv.cli import arguments, pool, terminal
+from nanokv.cli import arguments, installing, pool, terminal
 from nanokv.cli.answer import template_options
 from nanokv.cli.loading import Loaded, load_model
 from nanokv.errors import NanoKVError
@@ -25,7 +26,7 @@ DESCRIPTION = (
     "equal beginnings share their pages. docs/serve.md says what is served and what is refused.\n"
     "Settings given here apply where a request says nothing."
 )
-NEEDED = ("starlette", "uvicorn", "prometheus_client")  # the extra `serve`
+NEEDED = ("starlette", "uvicorn", "prometheus_client")  # of the extra `serve`
 RANKS = "led"  # the others do what rank 0 tells them
 
 
@@ -44,8 +45,9 @@ def add_arguments(parser) -> None:
         help="answer requests to this host name too (repeatable)",
     )  # fmt: skip
     parser.add_argument(
-        "--alias", metavar="NAME", action="append", default=[], help="another name of the model (repeatable)"
-    )
+        "--alias", metavar="NAME", action="append", default=[],
+        help="another name of the model, for clients that ask for gpt-4o (repeatable)",
+    )  # fmt: skip
     parser.add_argument("--pages", metavar="N", type=arguments.integer(1), help="pages in the pool of the cache")
     parser.add_argument(
         "--queue", metavar="N", type=arguments.integer(0, 100_000), default=64,
@@ -102,7 +104,7 @@ def check_installed() -> None:
 
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
-        raise NanoKVError(f"nanokv serve needs {', '.join(missing)}", 'pip install "nanokv[serve]"')
+        raise NanoKVError(f"nanokv serve needs {', '.join(missing)}", installing.hint(NEEDED))
 
 
 def pool_flags(args) -> None:
@@ -132,7 +134,7 @@ def make_server(args, loaded: Loaded, stop: "Stop", ready):
     if context < loaded.context:
         terminal.warning(f"{pages:,} pages hold {pages * page:,} tokens: that is the context, not {loaded.context:,}")
     served = Served(
-        engine, loaded.tokenizer, tuple(dict.fromkeys([loaded.name, *args.alias])), context,
+        engine, loaded.tokenizer, model_names(args, loaded), context,
         arguments.resolve_sampling(args, loaded.model.generation_config), args.max_new_tokens, tuple(args.stop),
         template_options(args), args.allow_special,
     )  # fmt: skip
@@ -142,6 +144,12 @@ def make_server(args, loaded: Loaded, stop: "Stop", ready):
     worker = Worker(engine, args.queue, prefills(args, loaded, engine, served.context))
     app = make_app(served, worker, Hosts(args.host, args.allow_host), Keys(keys), Limits(answer_s=args.timeout))
     return Server(app, worker, stop, stop.twice, args.grace, ready)
+
+
+def model_names(args, loaded: Loaded) -> tuple[str, ...]:
+    """What a request may call the model: its own name first, then what was typed after -m, and each --alias."""
+    last = [Path(args.model).name] if Path(args.model).exists() else []
+    return tuple(dict.fromkeys([loaded.name, args.model, *last, *args.alias]))
 
 
 def prefills(args, loaded: Loaded, engine, context: int):

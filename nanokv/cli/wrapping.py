@@ -1,8 +1,9 @@
-"""An answer on a terminal breaks between words while it is streamed, as it would in a text; a pipe gets it as it is.
+"""An answer on a terminal breaks between words while it is streamed; a pipe gets it as it is.
 
-A piece is written at once. A word that grows past the edge is taken back from its line and written on the next one,
-as ollama does. The last column stays empty, because terminals do not agree where the cursor is behind it. Lines of a
-fenced code block, and a word that is wider than the terminal, are left to the terminal: they can be copied whole.
+A piece is written at once. A word that grows past the edge is taken back from its line and written on
+the next one, as ollama does. The last column stays empty, because terminals do not agree where the
+cursor is behind it. Lines of a fenced code block, and a word that is wider than the terminal, are left
+to the terminal: they can be copied whole.
 """
 
 import os
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from functools import partial
 
 from nanokv.cli import layout
+from nanokv.cli.terminal import is_tty
 
 JOINER = "\u200d"  # makes one picture of the emoji before and after it
 TAB = 8  # columns
@@ -18,17 +20,18 @@ FENCE = "```"  # opens and closes a block of code
 
 
 def write_words(stream, write: Callable[[str], None]) -> Callable[[str], None]:
-    """`write` itself for a pipe, a file and a terminal that cannot move its cursor, else a WordWrap in front of it."""
-    if layout.columns(stream, None) is None or os.environ.get("TERM") == "dumb":
+    """A WordWrap in front of `write`; `write` itself where the stream has no cursor that moves."""
+    if not is_tty(stream) or os.environ.get("TERM") == "dumb":
         return write
-    return WordWrap(write, partial(layout.columns, stream, None))
+    return WordWrap(write, partial(layout.columns, stream))
 
 
 class WordWrap:
-    """`wrap(piece)` writes one piece; a new object begins at the left edge. `columns()` is asked again at every piece.
+    """`wrap(piece)` writes one piece; a new object begins at the left edge. `columns()` is asked again
+    at every piece.
 
-    The cursor's line holds `line` cells and then `word`, `cells` wide, of which `shown` characters are written already.
-    Blanks wait for the word behind them: at a break they are dropped.
+    The cursor's line holds `line` cells and then `word`, `cells` wide, of which `shown` characters are
+    written already. Blanks wait for the word behind them: at a break they are dropped.
     """
 
     def __init__(self, write: Callable[[str], None], columns: Callable[[], int]):
@@ -38,10 +41,10 @@ class WordWrap:
         self.width, self.line, self.blanks, self.out = columns(), 0, "", []
         self.word, self.cells, self.shown = "", 0, 0
         self.long = False  # the word is wider than the terminal, which breaks it
-        self.start, self.fenced = "", False  # the first characters of this line of the text; inside a code block?
+        self.start, self.fenced = "", False  # how this line of the text begins; in a code block?
 
     def __call__(self, piece: str) -> None:
-        if (width := self.columns()) != self.width:  # the terminal has broken the line again, or has cut it
+        if (width := self.columns()) != self.width:  # the terminal has broken its lines again
             self._end_word()
             self.width, self.line = width, self.line % width
         for character in piece:
@@ -67,25 +70,27 @@ class WordWrap:
             self.start += character
 
     def _begins(self, character: str) -> bool:
-        """May a line begin with this character although no blank is before it? Chinese and Japanese have no blanks."""
-        attached = not self._cells(character) or unicodedata.category(character) in ("Pe", "Pf", "Po")
+        """May a line begin here, without a blank? Chinese and Japanese have none."""
+        closing = unicodedata.category(character) in ("Pe", "Pf", "Po")
+        attached = closing or not self._cells(character)
         wide = 2 in (self._cells(self.word[-1]), self._cells(character))
         return wide and not attached and self.word[-1] != JOINER
 
     def _begin(self, character: str) -> None:
         """The first character of a word, behind the blanks or on a new line."""
-        gap = sum(TAB - (self.line + i) % TAB if c == "\t" else 1 for i, c in enumerate(self.blanks))
+        behind = self.line
+        for blank in self.blanks:
+            behind += TAB - behind % TAB if blank == "\t" else 1
         cells = self._cells(character)
-        if self.line and self.line + gap + cells >= self.width:
+        if self.line and behind + cells >= self.width:
             self._break()
         else:
             self.out.append(self.blanks)
-            self.line += gap
+            self.line = behind
         self.blanks, self.word, self.cells = "", character, cells
 
     def _grow(self, character: str) -> None:
-        """One more character of the word. Where it does not fit the word moves to the next line, if that has more room.
-        """
+        """One more character of the word, which moves to the next line where it does not fit."""
         cells = self._cells(character)
         if self.line + self.cells + cells >= self.width and not self.long:
             if self.line:

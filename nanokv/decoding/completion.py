@@ -107,9 +107,12 @@ def rate(tokens: int, seconds: float | None) -> float | None:
 
 
 def cache(cache: "KVCache") -> dict:
-    """What is in the cache afterwards: all of prompt and answer but the last token. `bytes` are those of `used_bytes`,
-    which the tokens take, and those that are reserved."""
-    return {"kind": cache.name, "tokens": cache.length, "used_bytes": cache.used_nbytes, "bytes": cache.nbytes}
+    """What is in the cache afterwards: all of prompt and answer but the last token.
+
+    `used_bytes` are what these tokens take; `bytes` also count what the cache keeps for later ones.
+    """
+    used, held = cache.used_nbytes, cache.nbytes
+    return {"kind": cache.name, "tokens": cache.length, "used_bytes": used, "bytes": held}
 
 
 def seed(run: Any) -> int | None:

@@ -102,7 +102,7 @@ def needs_package(param: str) -> None:
         import llguidance  # noqa: F401
     except ImportError:
         raise ApiError(400, f"{param} needs llguidance, which is not installed", param, "unsupported",
-                       hint='pip install "nanokv[serve]"') from None  # fmt: skip
+                       hint="pip install llguidance, in the environment of the server") from None  # fmt: skip
 
 
 class Compiled(NamedTuple):

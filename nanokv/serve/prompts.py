@@ -59,7 +59,8 @@ class Served:
         if asked is None or asked in self.names:
             return asked or self.names[0]
         known = ", ".join(self.names)
-        raise ApiError(404, f"no model {quote(asked)}: this server has {known}", "model", "model_not_found")
+        raise ApiError(404, f"no model {quote(asked)}: this server has {known}", "model", "model_not_found",
+                       hint="nanokv serve --alias NAME gives the model another name")  # fmt: skip
 
     def stop_ids(self, ids: Sequence[int]) -> Sequence[int]:
         """`stop_token_ids` of a request: ids of this model."""
