@@ -9,6 +9,7 @@ import signal
 import subprocess
 
 import pytest
+import torch
 
 import nanokv
 from cli_helpers import FakeStdin, choice, spawn_cli, text_of
@@ -383,6 +384,17 @@ def test_the_eos_token_has_no_text_even_if_it_is_an_ordinary_word(cli, tiny_fold
     tokenizer = nanokv.load(folder)[1]
     assert choice(row)["finish_reason"] == "stop" and choice(row)["token_ids"][-1] == eos and tokenizer.decode([eos])
     assert text_of(row) == tokenizer.text_of(choice(row)["token_ids"][:-1])
+
+
+def test_a_stop_string_may_name_a_control_token(cli, monkeypatch, loaded):
+    """The request ends at that token, and none of its text is shown."""
+    ids = loaded[1].encode("One.<|im_start|>two<|im_end|>")
+    monkeypatch.setattr("nanokv.engine.request.draw", lambda *args: torch.tensor([ids[len(args[-1])]]))
+    for stop, text in ((".<|im_start|>", "One"), ("<|im_start|>tw", "One."), ("<|im_end|>", "One.two")):
+        _, (row,), _ = cli("-", "-n", 40, stdin=requests(PROMPTS[0], stop=[stop]))
+        assert (text_of(row), choice(row)["stop_reason"]) == (text, stop) and choice(row)["finish_reason"] == "stop"
+        whole = next(n for n in range(len(ids) + 1) if stop in loaded[1].decode(ids[:n]))
+        assert choice(row)["token_ids"] == ids[:whole]
 
 
 def test_text_held_back_for_a_stop_string_comes_at_the_end(cli):

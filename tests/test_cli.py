@@ -430,6 +430,18 @@ def test_stop_string_ends_the_answer_before_it(cli, tiny_folder):
     assert choice(got)["stop_reason"] == whole[cut : cut + 2]
 
 
+def test_a_stop_string_may_be_a_control_token(cli, edited):
+    """Here <|im_start|>, which random weights write now and then, and which ends nothing by itself."""
+    argv = ["--raw", PROMPT, "-n", 40, "-m", edited("generation_config.json", eos_token_id=[]), "--temperature", 3]
+    for seed in range(30):
+        whole = choice(ids_of(cli, *argv, "--seed", seed))["token_ids"]
+        if 1 in whole[2:-2]:
+            break
+    found = ids_of(cli, *argv, "--seed", seed, "--stop", "<|im_start|>")
+    assert choice(found)["token_ids"] == whole[: whole.index(1) + 1]
+    assert choice(found)["stop_reason"] == "<|im_start|>" and "<|" not in text_of(found)
+
+
 def test_eos_ends_the_answer(cli, edited, oracle):
     third = oracle(PROMPT, 3)[0][2]
     got = ids_of(cli, "--raw", PROMPT, "-m", edited("generation_config.json", eos_token_id=[0, third]))
@@ -817,6 +829,24 @@ def test_env_names_values_and_origins_but_no_secrets(cli, monkeypatch):
     assert "pass" not in out and "hub.example" in out and "\x1b" not in out
     fields = json.loads(cli("env", "--json", "-m", "tiny")[1])
     assert fields["settings"]["model"] == ["tiny", "flag"] and "torch" in fields["versions"]
+
+
+def test_env_shows_which_tokens_end_an_answer_and_who_says_so(cli, edited, monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "empty"))
+
+    def ends(model):
+        return json.loads(cli("env", "--json", "-m", model)[1])["ends of an answer"]
+
+    folder = edited("generation_config.json", eos_token_id=[300, 0])
+    found = ends(folder)
+    assert [id for id, _ in found.values()] == ["300", "0", "2"]
+    assert found["<|im_end|>"] == ["2", "config.json, tokenizer's eos_token, known text, chat template"]
+    assert found["<|endoftext|>"] == ["0", "generation_config.json, known text"]
+    assert re.search(r"ends of an answer\n(.+\n)+.*<\|im_end\|> +2 +\(config.json", cli("env", "-m", folder)[1])
+    assert ends(edited("generation_config.json", eos_token_id=[])) == {"none": ["", "answers end at their length"]}
+    assert ends("Qwen/Qwen3-0.6B")["unknown"][0] == "not on this disk"
+    (folder / "tokenizer.json").write_text("{")
+    assert ends(folder)["unknown"][0] == "cannot be read"
 
 
 @pytest.mark.parametrize(

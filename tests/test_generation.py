@@ -3,7 +3,8 @@
 import pytest
 import tokenizers
 import torch
-from transformers import set_seed
+from transformers import PreTrainedTokenizerFast, set_seed
+from transformers.generation.stopping_criteria import StopStringCriteria
 
 import nanokv.decoding.generation as module
 from nanokv.cache import make_cache
@@ -478,6 +479,40 @@ def test_eos_and_control_tokens_have_no_text(tokenizer):
     z = tokenizer.encode("z")[0]
     script = Script([*tokenizer.encode("hi"), special, *tokenizer.encode("!"), z], "stop", eos_token_ids=(z,))
     assert "".join(TextStream(script, tokenizer)) == "hi!"
+
+
+@pytest.mark.parametrize(("text", "stop", "expected"), [
+    ("one<eos>two", ["<eos>"], "one"), ("one<eos>two", ["<eos>tw"], "one"),
+    ("one<eos>two", ["ne<eos>"], "o"), ("one<eos>two", ["x", "e<eos>t"], "on"),
+    ("a<eos>\n<eos>b", ["<eos><eos>", "<eos>\n<eos>"], "a"), ("a<eos>b", ["os>b"], "a"),
+    ("a<eo<eos>b", ["<eos>"], "a<eo"), ("a<eo<eos>b<eos>", ["o<eos>b"], "a<e"),
+    ("<eos>b", ["<eos>"], ""), ("日<eos>本", ["日<eos>"], ""), ("hello world<eos>", ["world<eos>"], "hello "),
+    ("ab<eos>cd", ["bc"], "abcd"), ("a<eos>b", ["<eos>c"], "ab"), ("a<eos>", ["<eos>c"], "a"),
+])  # fmt: skip
+def test_a_stop_string_may_name_control_tokens(tokenizer, text, stop, expected):
+    """Where transformers' generate(stop_strings=…) stops, at the same token; the control tokens are not shown."""
+    stream, _, script = shown(tokenizer, text, stop)
+    theirs = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend)
+    criterion = StopStringCriteria(theirs, stop)
+    ids = torch.tensor([script.tokens])
+    ends = [n for n in range(1, ids.shape[1] + 1) if criterion(ids[:, :n], None).item()]
+    assert (stream.text, bool(stream.stop_string)) == (expected, bool(ends))
+    assert script.fed == (ends or [ids.shape[1]])[0] and stream.stop_string in ["", *stop]
+
+
+def test_an_eos_is_named_by_a_stop_string_too(tokenizer):
+    z = tokenizer.encode("z")[0]
+    for stop, text in ((["z"], "hi"), (["iz"], "h"), (["q"], "hi")):
+        stream = TextStream(Script([*tokenizer.encode("hi"), z], "stop", eos_token_ids=(z,)), tokenizer, stop)
+        assert "".join(stream) == text and stream.stop_string == (stop[0] if stop != ["q"] else "")
+
+
+def test_a_stop_string_can_be_part_of_the_text():
+    """All of it, with the control tokens in it; others are not shown."""
+    stops = StopStrings(["b<x>c"], include=True)
+    pieces = [("a", True), ("<x>", False), ("b", True), ("<x>", False), ("cd", True), ("e", True)]
+    assert "".join(stops.put(text, shown) for text, shown in pieces) + stops.flush() == "ab<x>c"
+    assert stops.found == "b<x>c" and stops.held == ""
 
 
 @pytest.mark.parametrize("stop", [[""], [1], ["a", ""]])

@@ -3,9 +3,11 @@
 Each refused argument is looked at for its type, for what it names, and for the call that would have been right.
 """
 
+import copy
 import json
 import re
 import shutil
+from dataclasses import replace
 from functools import partial
 
 import numpy
@@ -15,7 +17,10 @@ import transformers
 
 import nanokv
 import weights_loader
+from cli_helpers import FakeStdin
+from nanokv.cli import main
 from nanokv.costs.memory import FAMILY
+from nanokv.decoding import batching
 from nanokv.errors import CacheError, GenerationError, NanoKVError, SessionError, TokenIdsError, TokenizerError
 from nanokv.inference import token_ids
 from nanokv.loading import skeleton
@@ -382,3 +387,71 @@ def test_what_is_printed_tells_sizes_in_one_line(loaded):
         assert [word for word in words if word not in line] == []
         assert len(line) <= 100 and "\n" not in line, line
     assert request.finish_reason is None and engine.pool.nbytes > 0
+
+
+# --- where an answer ends ---------------------------------------------------------------------------------------------
+
+SAID = (
+    "A KV cache stores the keys and values of all past tokens, so that they are not computed again "
+    "for every new token."
+)
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["special", "plain"])
+def fine_tune(request, tmp_path_factory):
+    """The bundled model as a fine-tune that ends its turns with a token which stands in its template only."""
+    folder = tmp_path_factory.mktemp("checkpoints") / "fine-tune"
+    shutil.copytree(weights_loader.BUNDLED["tiny"], folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_text((folder / name).read_text().replace("<|im_end|>", "<|turn_end|>"))
+    fields = json.loads((folder / "tokenizer.json").read_text())
+    for token in fields["added_tokens"]:
+        token["special"] = token["special"] and (request.param or token["content"] != "<|turn_end|>")
+    (folder / "tokenizer.json").write_text(json.dumps(fields))
+    fields = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(fields | {"eos_token": "<|endoftext|>"}))
+    for name, eos in (("config.json", 2045), ("generation_config.json", [2045])):  # a number, a list
+        fields = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps(fields | {"eos_token_id": eos}))
+    return folder
+
+
+def test_a_fine_tune_ends_where_its_template_ends_a_turn(fine_tune, tmp_path, capsys, monkeypatch):
+    """In generate, chat, batch, the engine and on the command line alike, and after it was saved; without a tag."""
+    model, tokenizer = nanokv.load(fine_tune)
+    assert model.generation_config.eos_token_ids == (2045, 2047) and 2047 in tokenizer.control_ids
+    messages = [{"role": "user", "content": "What is a KV cache?"}]
+    ids = tokenizer.encode(tokenizer.render(messages))
+    expected = [*tokenizer.encode(SAID), 2047]
+    assert list(nanokv.generate(model, ids, max_new_tokens=60)) == expected
+    assert batching.generate_ragged(model, [ids], max_new_tokens=60) == [expected]
+    engine = nanokv.Engine(model, pages=100)
+    request = engine.submit(ids, max_new_tokens=60)
+    while not engine.idle:
+        engine.step()
+    assert (request.tokens, request.finish_reason) == (expected, "stop")
+    session = nanokv.Session(model, tokenizer)
+    assert session.ask("What is a KV cache?") == SAID and session.last.finish_reason == "stop"
+    monkeypatch.setattr("sys.stdin", FakeStdin(b""))
+    assert main(["generate", "What is a KV cache?", "-m", str(fine_tune), "-q", "-n", "60", "-t", "0"]) == 0
+    assert capsys.readouterr().out == SAID + "\n"
+    model.save(tmp_path / "saved", tokenizer)
+    assert nanokv.load(tmp_path / "saved")[0].generation_config == model.generation_config
+
+
+def test_a_complete_checkpoint_ends_where_transformers_ends_it(loaded):
+    """What is found beside generation_config.json is in it already."""
+    theirs = transformers.GenerationConfig.from_pretrained(weights_loader.BUNDLED["tiny"]).eos_token_id
+    assert list(loaded[0].generation_config.eos_token_ids) == theirs
+
+
+def test_a_conversation_goes_on_after_a_control_token_that_was_a_stop_string(loaded):
+    """Its answers are those of the same model that ends there by itself."""
+    model = copy.copy(loaded[0])
+    model.generation_config = replace(model.generation_config, eos_token_ids=())
+    stopped = nanokv.Session(model, loaded[1], params={"stop": ["<|im_end|>"], "max_new_tokens": 60})
+    ended = nanokv.Session(*loaded, params={"max_new_tokens": 60})
+    for text in ("My name is Ada.", "What is my name?"):
+        assert stopped.ask(text) == ended.ask(text) != ""
+        assert (stopped.last.finish_reason, stopped.last.stop_string) == ("stop_string", "<|im_end|>")
+        assert stopped.last.ids == ended.last.ids and stopped.messages == ended.messages

@@ -23,7 +23,7 @@ from cli_helpers import choice
 from nanokv.decoding.draw import Step
 from nanokv.serve import prompts
 from nanokv.serve.answer import AnswerText
-from nanokv.serve.calls import NoCalls
+from nanokv.serve.calls import NoCalls, ToolCalls
 from nanokv.serve.response import Limits
 from nanokv.text.thinking import ThinkSplitter
 from serving import CHAT, TEXT, Serving, ask, chunks, error, strict
@@ -263,6 +263,74 @@ def test_a_stop_string_is_found_in_the_answer_however_it_is_cut(loaded):
         found = answer.put(Step(text[:at], 0.0), False) + answer.put(Step(text[at:], 0.0), True)
         texts = ["".join(piece.text for piece in found if piece.kind == kind) for kind in ("think", "answer")]
         assert texts == ["ab", "cd"]
+
+
+CONTROL = [  # text, fields, content, stop_reason; <|im_start|> is a control token, and no end
+    ("One.<|im_start|>two", {"stop": "<|im_start|>"}, "One.", "<|im_start|>"),
+    ("One.\n<|im_start|>two", {"stop": ["x", "\n<|im_start|>t"]}, "One.", "\n<|im_start|>t"),
+    ("One.<|im_start|>two", {"stop": ["<|im_start|>x"]}, "One.two", None),
+    ("One. <|im_start|>two", {"stop": ". <|im_start|>", "include_stop_str_in_output": True},
+     "One. <|im_start|>", ". <|im_start|>"),
+    ("One.<|im_start|>two three", {"stop": "three", "include_stop_str_in_output": True}, "One.two three", "three"),
+    ("<think>\nHm.<|im_start|>", {"stop": "<|im_start|>"}, "", "<|im_start|>"),  # a thought that was never closed
+    ("<think>\nHm. a<|im_start|>\n</think>\n\nYes", {"stop": "a<|im_start|>"}, "Yes", None),
+    ("<think>\nHm.\n</think>\n\n<|im_start|>", {"stop": "<|im_start|>"}, "", "<|im_start|>"),
+    ("<|im_start|>One", {"stop": "<|im_start|>"}, "", "<|im_start|>"),
+    ("One<|im_end|>two", {"stop": "<|im_end|>"}, "One", "<|im_end|>"),  # the model's own end, named
+    ("One<|im_end|>two", {}, "One", None), ("One<|im_end|>two", {"stop_token_ids": [1]}, "One", None),
+    ("One<|im_start|>two", {"stop_token_ids": [5, 1]}, "One", 1),
+    ("One<|im_start|>two", {"stop_token_ids": [1], "include_stop_str_in_output": True}, "One", 1),
+    ("One<|im_end|>two<|endoftext|>3", {"ignore_eos": True, "stop_token_ids": [0]}, "Onetwo", 0),
+    ("One<|im_end|>two<|endoftext|>3", {"ignore_eos": True, "stop": ["<|endoftext|>"]}, "Onetwo", "<|endoftext|>"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "fields", "content", "reason"), CONTROL)
+def test_an_answer_ends_at_a_token_that_the_request_names(server, scripted, text, fields, content, reason):
+    """By its text or by its id, wherever it stands; as a whole, as a stream, and as a continuation."""
+    scripted(text)
+    _, whole = server.post(CHAT, ask(**fields))
+    (choice,) = whole["choices"]
+    assert (choice["message"]["content"], choice["stop_reason"]) == (content, reason)
+    assert choice["finish_reason"] == "stop"
+    streamed = chunks(server.stream(CHAT, ask(**fields)))
+    assert "".join(one["choices"][0]["delta"].get("content", "") for one in streamed) == content
+    last = streamed[-1]["choices"][0]
+    assert (last["finish_reason"], last["stop_reason"]) == ("stop", reason)
+    if "think" not in text:
+        _, raw = server.post(TEXT, {"prompt": "x", "max_tokens": 50} | fields)
+        assert (raw["choices"][0]["text"], raw["choices"][0]["stop_reason"]) == (content, reason)
+
+
+@pytest.mark.parametrize("included", [False, True])
+def test_a_word_that_ends_an_answer_is_part_of_it_only_on_request(server, loaded, scripted, included):
+    """As vLLM has it for stop_token_ids; tokens of an answer that is cut there are computed no further."""
+    scripted("One two three")
+    id = loaded[1].encode("One two")[-1]
+    _, found = server.post(CHAT, ask(stop_token_ids=[id], include_stop_str_in_output=included, logprobs=True))
+    (choice,) = found["choices"]
+    assert choice["message"]["content"] == "One two"[: 7 if included else -len(loaded[1].decode([id]))]
+    assert choice["stop_reason"] == id and found["usage"]["completion_tokens"] == len(loaded[1].encode("One two"))
+
+
+@pytest.mark.parametrize("wrong", [[320_000], [-1], ["2"], [True], [1.5], 3, "2"])
+def test_stop_token_ids_are_ids_of_the_model(server, wrong):
+    status, found = server.post(CHAT, ask(stop_token_ids=wrong))
+    assert (status, error(found)["param"]) == (400, "stop_token_ids")
+
+
+def test_a_stop_token_beside_what_may_become_a_call_or_a_tag(loaded):
+    """What was held back as the beginning of a tag is text before it, and a call that lacks its last tag is one."""
+    call = '{"name": "time", "arguments": {}}'
+    for text, said, calls in (
+        ("One.\n\n<tool_c<|im_start|>", "One.\n\n<tool_c", 0), ("\n<|im_start|>", "\n", 0),
+        (f"One.\n<tool_call>\n{call}\n<|im_start|>", "One.", 1), ("<thi<|im_start|>", "<thi", 0),
+        (f"<tool_call>\n{call}\n</tool_call>\n<|im_start|>", "", 1),
+    ):  # fmt: skip
+        answer = AnswerText(loaded[1], ["<|im_start|>"], ThinkSplitter(), ToolCalls(["time"]))
+        pieces = [piece for id in loaded[1].encode(text) for piece in answer.put(Step(id, 0.0), False)]
+        assert answer.complete and answer.stop_reason == "<|im_start|>"
+        assert "".join(piece.text for piece in pieces) == said and answer.calls.count == calls
 
 
 def test_a_comment_keeps_the_connection_during_a_long_prefill(loaded):

@@ -9,13 +9,18 @@ from typing import Literal
 
 import jsonschema
 import pytest
+import tokenizers
 import torch
 from openai.types.chat import ChatCompletion
 from pydantic import BaseModel
 
 import nanokv
+from nanokv.decoding.draw import Step
 from nanokv.errors import GenerationError
 from nanokv.serve import grammar
+from nanokv.serve.answer import AnswerText
+from nanokv.serve.calls import ToolCalls
+from nanokv.text.thinking import ThinkSplitter
 from nanokv.text.tokenizer import Tokenizer
 from serving import CHAT, TEXT, Serving, ask, chunks, error, strict
 from test_serve_guard import asked
@@ -315,3 +320,40 @@ def test_the_engine_asks_before_each_token(loaded):
     assert plain.tokens == list(nanokv.generate(model, [5, 6], max_new_tokens=3, eos_token_ids=[]))
     with pytest.raises(GenerationError, match="constrain is 5"):
         engine.submit([5], constrain=5)
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_tags_may_follow_whatever_they_are_marked(special, tiny_folder):
+    """The token of a tag is its text to a grammar, and a call that was forced can be read."""
+    tokens = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+    tokenizer = with_tokens(tiny_folder, special, tokens)
+    ids = tokenizer.encode(f"<think>\nHm.\n</think>\n\n{CALL}")
+    assert {tokenizer.special_tokens[token] for token in tokens} < set(ids)
+    words = grammar.vocabulary(tokenizer, tokenizer.vocab_size, [2])
+    rules = grammar.source(None, [LIGHT["function"]], False, True, grammar.thoughts(tokenizer, [5], False))
+    matcher = grammar.compiled(rules, words, "tools")
+    assert matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+    answer = AnswerText(tokenizer, [], ThinkSplitter(), ToolCalls(["light"]), [2])
+    pieces = [piece for id in [*ids, 2] for piece in answer.put(Step(id, 0.0), id == 2)]
+    assert "".join(piece.text for piece in pieces) == "\nHm.\n" and [piece.call.name for piece in pieces if piece.call]
+
+
+def test_an_end_cannot_stand_inside_of_a_string(tiny_folder):
+    """An added token that is not marked special has text, but it would end the answer there."""
+    tokenizer = with_tokens(tiny_folder, False, ("<|turn_end|>", "<|word|>"))
+    end, word = (tokenizer.special_tokens[token] for token in ("<|turn_end|>", "<|word|>"))
+    words = grammar.vocabulary(tokenizer, tokenizer.vocab_size, [2, end])
+    matcher = grammar.compiled(grammar.source({"type": "string"}, [], False, False, "none"), words, "x")
+    assert matcher.try_consume_tokens(tokenizer.encode('"a')) == len(tokenizer.encode('"a'))
+    bits = torch.frombuffer(bytearray(matcher.compute_bitmask()), dtype=torch.uint8)
+    allowed = [bool(bits[id // 8] >> id % 8 & 1) for id in (word, end, 2)]
+    assert allowed == [True, False, False]
+
+
+def with_tokens(folder, special, tokens):
+    backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    (backend.add_special_tokens if special else backend.add_tokens)(list(tokens))
+    return Tokenizer(backend)
+
+
+CALL = '<tool_call>\n{"name": "light", "arguments": {"on": true}}\n</tool_call>'

@@ -13,8 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nanokv
+from nanokv.decoding.generation import ShownText
 from nanokv.errors import TemplateError, TokenizerError
 from nanokv.text import endings
+from nanokv.text.thinking import opens_thinking, split_thinking
 from nanokv.text.tokenizer import LONG_TEXT, StreamDecoder, Tokenizer
 
 pytestmark = pytest.mark.sampled
@@ -177,6 +179,9 @@ def test_tags_have_text_whatever_they_are_marked(special, qwen3_files, tmp_path)
     loaded = marked(qwen3_files / "tokenizer", tmp_path, special, *TAGS)
     text = "<think>\nHm.\n</think>\n\n<tool_call>\n{}\n</tool_call>"
     ids = loaded.encode(text + "<|im_end|>")
+    shown = ShownText(loaded)  # of generate, chat and batch
+    assert "".join(map(shown.put, ids)) + shown.flush() == text
+    assert split_thinking(loaded.text_of(ids))[0] == "\nHm.\n" and opens_thinking(loaded, ids[:1])
     assert loaded.text_of(ids) == text and not {loaded.special_tokens[tag] for tag in TAGS} & loaded.control_ids
     assert loaded.decode(ids, skip_special_tokens=True) == loaded.backend.decode(ids, skip_special_tokens=True)
     assert (loaded.decode(ids, skip_special_tokens=True) == text) is not special
@@ -236,7 +241,8 @@ def test_the_template_says_what_ends_a_turn(each, opening, end, with_template):
 def test_every_source_is_named_once_and_an_empty_list_means_no_end(qwen, small, with_template):
     assert endings.ends(qwen, [151_645, 151_643], [151_645]) == (
         endings.End(151_645, "<|im_end|>",
-                    ("generation_config.json", "config.json", "tokenizer", "known text", "chat template")),
+                    ("generation_config.json", "config.json", "tokenizer's eos_token", "known text",
+                     "chat template")),
         endings.End(151_643, "<|endoftext|>", ("generation_config.json", "known text")),
     )  # fmt: skip
     assert endings.ends(qwen, []) == ()

@@ -1,6 +1,7 @@
 """`nanokv env`: which settings apply, and where each one comes from. The first thing to paste into a bug report.
 
-Reads only; downloads nothing, loads no model. Tokens and passwords are never printed, only that they are set.
+Reads only; downloads nothing, loads no weights. Of the model it shows which tokens end an answer, and which of its
+files say so. Access tokens and passwords are never printed, only that they are set.
 """
 
 import importlib.metadata
@@ -17,8 +18,11 @@ from nanokv.cli.arguments import CACHE, add_model_arguments, environment
 from nanokv.cli.loading import check_address_space, check_device, display_name, thread_count
 from nanokv.costs.free_memory import available_memory
 
-EXAMPLES = ("nanokv env", "nanokv env --json", "NANOKV_THREADS=1 nanokv env")
-DESCRIPTION = "Print versions, paths and settings, each with its origin."
+EXAMPLES = ("nanokv env", "nanokv env -m ./folder", "nanokv env --json", "NANOKV_THREADS=1 nanokv env")
+DESCRIPTION = (
+    "Print versions, paths and settings, each with its origin; and which tokens end an answer of the "
+    "model, each with the files that say so."
+)
 PACKAGES = (
     "torch", "numpy", "tokenizers", "safetensors", "huggingface_hub", "jinja2", "rich", "prompt_toolkit",
     "transformers",
@@ -47,7 +51,7 @@ def run(args) -> int:
     check_options(*args.cache)
     check_device(args.device)
     sections = {
-        "versions": versions(), "settings": settings(args), "paths": paths(),
+        "versions": versions(), "settings": settings(args), "ends of an answer": ends(args.model), "paths": paths(),
         "environment": {name: (shown(name), "") for name in VARIABLES},
         "environment of make": {name: (shown(name), "") for name in MAKE},
     }  # fmt: skip
@@ -113,6 +117,40 @@ def settings(args) -> dict:
         "history": ("off", "NANOKV_NO_HISTORY") if environment("NANOKV_NO_HISTORY") else ("on", "built-in"),
         "network": ("offline", "flag or HF_HUB_OFFLINE") if args.offline or hub_offline() else ("allowed", "built-in"),
     }
+
+
+def ends(model: str) -> dict:
+    """Token → its id and what says that it ends an answer; of a model on this disk."""
+    try:
+        import weights_loader
+        from nanokv.text import endings
+        from nanokv.text.tokenizer import Tokenizer
+
+        folder = Path(weights_loader.resolve(model)) if is_here(model) else cached(model)
+        if folder is None:
+            return {"unknown": ("not on this disk", "nothing is downloaded for this table")}
+        found = endings.of_folder(folder, Tokenizer.from_folder(folder))
+    except Exception as error:  # no such folder, a damaged file, a broken install
+        return {"unknown": ("cannot be read", str(error) or type(error).__name__)}
+    names = {end: terminal.sanitize_line(end.text)[:40] or f"id {end.id}" for end in found}
+    rows = {name: (str(end.id), ", ".join(end.sources)) for end, name in names.items()}
+    return rows or {"none": ("", "answers end at their length")}
+
+
+def is_here(model: str) -> bool:
+    """A bundled model, or a path."""
+    from weights_loader import BUNDLED
+
+    return model in BUNDLED or os.path.exists(os.path.expanduser(model))
+
+
+def cached(model: str) -> Path | None:
+    """The folder of a hub model in the cache."""
+    from weights_loader import inventory
+    from weights_loader.download import SHORT
+
+    name = SHORT.get(model.lower(), model)
+    return next((one.folder for one in inventory.cached()[1] if one.name == name), None)
 
 
 def device_in_use(wanted: str) -> tuple[str, str]:

@@ -8,8 +8,8 @@ goes on with the user's next turn. So the ends are the union of five sources:
 
     generation_config.json   eos_token_id, an id or a list. [] says that nothing ends an answer.
     config.json              eos_token_id
-    tokenizer                eos_token, eot_token, eom_token; a GGUF file's fim_pad, fim_rep and
-                             fim_sep too
+    tokenizer                eos_token, eot_token, eom_token; of a GGUF file the tokens after which
+                             another file would begin, too (fim_pad, fim_rep, fim_sep)
     known text               added tokens that end a turn in published models
                              (weights_loader/control_texts.py)
     chat template            the token that it puts after what the assistant says
@@ -31,7 +31,7 @@ from weights_loader.control_texts import FILL_IN_ENDS, turn_ends
 from weights_loader.strict import read_object
 
 GENERATION, CONFIG = "generation_config.json", "config.json"
-NAMES = ("eos", "eot", "eom", *FILL_IN_ENDS)  # …_token of tokenizer_config.json
+NAMES = tuple(f"{name}_token" for name in ("eos", "eot", "eom", *FILL_IN_ENDS))  # tokenizer_config.json
 BEGINNINGS = {  # of a turn, in the templates that most models have; none of these ends one
     *SPOKEN, "<|im_start|>", "<tool_response>", "</tool_response>", "<|begin_of_text|>",
     "<|start_header_id|>", "<|end_header_id|>",
@@ -78,7 +78,8 @@ def ends(tokenizer: Tokenizer, generation: Sequence[int] | None = None,
     found: dict[int, list[str]] = {}
     _add(found, GENERATION, generation or ())
     _add(found, CONFIG, (id for id in config or () if not generation or id in added))
-    _add(found, "tokenizer", _named(tokenizer))
+    for name in NAMES:
+        _add(found, f"tokenizer's {name}", _named(tokenizer, name))
     _add(found, "known text", (texts[text] for text in sorted(turn_ends(texts))))
     _add(found, "chat template", _of_template(tokenizer, set(found)))
     return tuple(End(id, _text(tokenizer, id), tuple(sources)) for id, sources in found.items())
@@ -95,12 +96,11 @@ def _text(tokenizer: Tokenizer, id: int) -> str:
     return tokenizer.decode([id]) if id < tokenizer.rows else ""
 
 
-def _named(tokenizer: Tokenizer) -> Iterable[int]:
-    for name in NAMES:
-        text = tokenizer.config.get(f"{name}_token") or tokenizer.names.get(f"{name}_token")
-        text = text.get("content") if isinstance(text, dict) else text
-        if isinstance(text, str) and (id := tokenizer.backend.token_to_id(text)) is not None:
-            yield id
+def _named(tokenizer: Tokenizer, name: str) -> list[int]:
+    text = tokenizer.config.get(name) or tokenizer.names.get(name)
+    text = text.get("content") if isinstance(text, dict) else text
+    id = tokenizer.backend.token_to_id(text) if isinstance(text, str) else None
+    return [] if id is None else [id]
 
 
 # --- the template -------------------------------------------------------------------------------
