@@ -48,11 +48,19 @@ SOME = {  # fields that change the maths, with the values that this model implem
     "is_encoder_decoder": (False,),
     "add_cross_attention": (False,),
     "pruned_heads": ({},),
+    "position_embedding_type": ("rope", "rotary"),
+    "norm_type": ("rmsnorm", "rms_norm", "rms"),
+    "scoring_func": ("softmax",),  # of the router; the next four are DeepSeek's names for what is not switched on here
+    "topk_method": ("greedy",),
+    "n_group": (1, 0),
+    "topk_group": (1, 0),
+    "moe_layer_freq": (1,),
 }
 QUANTIZED = re.compile("(quantization|compression)(_config)?")  # the tensors are no plain numbers
 HARMLESS = frozenset(  # sampling, training, labels and bookkeeping: the logits do not depend on them
     """
     architectures transformers_version use_cache sliding_window max_window_layers attn_implementation name_or_path
+    experts_implementation cache_implementation
     initializer_range attention_dropout gradient_checkpointing neftune_noise_alpha use_bfloat16 torchscript
     tf_legacy_loss output_attentions output_hidden_states return_dict output_scores return_dict_in_generate
     chunk_size_feed_forward pretraining_tp is_decoder tie_encoder_decoder unsloth_fixed unsloth_version
@@ -64,11 +72,13 @@ HARMLESS = frozenset(  # sampling, training, labels and bookkeeping: the logits 
     suppress_tokens begin_suppress_tokens output_router_logits router_aux_loss_coef
     is_llama_config transformers.js_config auto_map
     seq_length max_seq_length max_seq_len max_sequence_length model_max_length tokenizer_model_max_length
-    use_flash_attention use_flash_attention_2 use_flash_attn
     """.split()
 )
-# Families of such names: of dropout, losses and first weights, and of single tokens.
-HARMLESS_NAMES = re.compile("_.*|(.*_)?(dropout|pdrop|loss|initializer|init)(_.*)?|.*_token_ids?")
+# Families of such names: of dropout, losses and first weights; of single tokens; of kernels and training.
+HARMLESS_NAMES = re.compile(
+    "_.*|(.*_)?(dropout|pdrop|loss|initializer|init)(_.*)?|.*_token_ids?|(bos|eos|pad|unk)_token|"
+    "(use_)?flash_?att.*|gradient_checkpointing.*|unsloth_.*"
+)
 TYPES = {  # of harmless fields, as transformers checks them: another type says that the file is damaged
     "architectures": (list, None), "transformers_version": (str, None), "problem_type": (str, None),
     "id2label": (dict, None), "label2id": (dict, None), "chunk_size_feed_forward": (int,),
@@ -378,7 +388,7 @@ def _values_of_family(fields: dict, family: families.Family) -> dict[str, tuple]
         "qkv_bias": (biased, False),  # which biases there are is decided by the tensors of the checkpoint
     }
     if not family.experts:
-        values["num_experts"] = (0,)
+        values |= {"num_experts": (0,), "decoder_sparse_step": (1,)}
     if not family.window_switch:
         values["sliding_window"] = (None,)
     return values
@@ -552,7 +562,7 @@ def _attention_factor(rope: dict, factor: float) -> float | None:
     """What a YaRN config wants cos and sin multiplied by; None: 0.1 ln(factor) + 1.
 
     `attention_factor` is the whole of it. `mscale` and `mscale_all_dim` together give a quotient, as in transformers.
-    `attn_factor` multiplies what the others give, as in llama.cpp and in vLLM up to 0.11: in DeepSeek-R1-0528-Qwen3-8B
+    `attn_factor` multiplies what the others give, as in llama.cpp and in vLLM of 2025: in DeepSeek-R1-0528-Qwen3-8B
     it is 0.8782 = 1 / (0.1 ln 4 + 1), which takes the sharpening back. transformers ignores it with a warning.
     """
     if "attention_factor" in rope:

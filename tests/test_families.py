@@ -148,6 +148,55 @@ def test_a_backbone_that_transformers_saved_alone_is_read(family, tmp_path):
     assert gap(score(model, ids), reference_logits(theirs, ids)) <= 1e-5
 
 
+CARRIED = {  # fields that published checkpoints carry and that switch nothing on, by the family
+    "qwen3_moe": {  # Qwen3-Coder-30B-A3B-Instruct
+        "qkv_bias": False, "use_qk_norm": True, "shared_expert_intermediate_size": 0, "max_window_layers": 28,
+        "router_aux_loss_coef": 0.0, "output_router_logits": False, "num_nextn_predict_layers": 0,
+    },
+    "qwen3": {"num_experts": 0, "rope_scaling": None, "use_qk_norm": True, "mlp_bias": False, "first_k_dense": 0},
+    "qwen2": {  # DeepSeek-R1-Distill-Qwen, and what trainers leave behind
+        "use_mrope": False, "max_window_layers": 21, "sliding_window": 4096, "qkv_bias": True, "attention_bias": False,
+        "_attn_implementation_autoset": True, "logit_scale": 1.0, "num_key_value_groups": 0,
+    },
+    "llama": {  # SmolLM2, Granite's names with neutral values, unsloth
+        "rope_interleaved": False, "is_llama_config": True, "pretraining_tp": 1, "attention_multiplier": 1.0,
+        "residual_multiplier": 1, "unsloth_fixed": True, "head_dim": None, "use_rope": True, "sliding_window": 0,
+        "final_logit_softcapping": None, "rope_scaling": {"type": "linear", "factor": 1.0},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", CARRIED)
+def test_fields_that_switch_nothing_on_leave_the_logits_of_transformers(family, tmp_path):
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 16} if family == "llama" else {}
+    reference, ids = tiny_reference(model_type=family, **sizes), random_ids(1, 2, 40)
+    reference.save_pretrained(tmp_path)
+    write_tokenizer_for(tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    if "rope_scaling" in CARRIED[family]:
+        fields.pop("rope_parameters", None)
+    (tmp_path / "config.json").write_text(json.dumps(fields | CARRIED[family]))
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation="eager").eval()
+    assert gap(score(load(tmp_path)[0], ids), reference_logits(theirs, ids)) <= 1e-5
+
+
+def test_a_context_beyond_what_the_file_says_has_the_logits_of_transformers(tmp_path):
+    """Qwen's recipe: YaRN is added and max_position_embeddings stays. 2,000 tokens, of which the file announces 640."""
+    rope = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 512}
+    reference = tiny_reference(rope_parameters=rope, max_position_embeddings=640)
+    reference.save_pretrained(tmp_path / "it")
+    write_tokenizer_for(tmp_path / "it")
+    model, tokenizer = load(tmp_path / "it")
+    assert model.config.max_position_embeddings == 2048
+    ids = random_ids(0, 1, 2000)
+    cache = make_cache("dict", model.config)
+    assert gap(prefill(model, ids, cache, 0), reference_logits(reference, ids)[:, -1]) <= 1e-5
+    model.save(tmp_path / "again", tokenizer)
+    back = AutoModelForCausalLM.from_pretrained(tmp_path / "again").eval()
+    assert back.config.max_position_embeddings == 2048
+    assert gap(reference_logits(back, ids), reference_logits(reference, ids)) == 0.0
+
+
 def write_tokenizer_for(folder):
     """Of fewer ids than the embedding has rows."""
     write_tokenizer(folder)

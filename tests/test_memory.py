@@ -69,6 +69,18 @@ def test_a_folder_and_a_file(cli, small, where):
     assert [row["model"] for row in report["family"]][1:] == list(FAMILY)
 
 
+YARN = {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 100}}
+
+
+def test_the_context_that_yarn_extends(cli, small):
+    """factor × original, where that is more than config.json says: the default, and what --context may be."""
+    (small / "config.json").write_text(json.dumps(SMALL | YARN))
+    assert json.loads(cli("memory", small, "--json")[1])["context"] == 400
+    code, _, err = cli("memory", small, "--context", 400)
+    assert (code, err) == (0, "")
+    assert "--context 401 is more than the model's 400 positions" in cli("memory", small, "--context", 401)[2]
+
+
 def test_bf16_or_fp32_halves_or_doubles(cli, small):
     half, whole = (json.loads(cli("memory", small, "--dtype", d, "--json")[1]) for d in ("bf16", "fp32"))
     for key in ("weights_bytes", "kv_bytes_per_token", "kv_bytes"):

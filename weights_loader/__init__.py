@@ -153,6 +153,7 @@ def only_gguf(folder: Path) -> Path:
     """
     files = sorted(path.name for path in folder.iterdir())
     models = [name for name in files if name.endswith(".gguf") and not name.startswith("mmproj")]
+    models = [name for name in models if is_gguf(folder / name)]
     if len(models) == 1:
         return gguf_folder(folder / models[0])
     found = f"it has {', '.join(files[:8])}{' ...' if len(files) > 8 else ''}" if files else "it is empty"
@@ -243,7 +244,7 @@ def resolve_head(config: dict, entries: dict) -> bool:
     says_tied = names.flag(config, "tie_word_embeddings")
     head, embedding = entries.get(names.HEAD), entries[names.to_hugging_face(names.EMBEDDING)]
     if head is None:
-        if not says_tied and "tie_word_embeddings" in config:
+        if config.get("tie_word_embeddings") is False:
             warnings.warn(f"{embedding.path.parent}: config.json says tie_word_embeddings false, but there is no "
                           f"{names.HEAD}: the embedding is used as the head", CheckpointWarning, stacklevel=4)
         return True

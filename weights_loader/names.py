@@ -118,7 +118,7 @@ def one_spelling(config: dict) -> dict:
         return config
     config = dict(config)
     count = config.pop("num_local_experts")
-    if config.setdefault("num_experts", count) != count:
+    if count is not None and config.setdefault("num_experts", count) != count:
         raise CheckpointError(
             f"config.json: num_experts {quote(config['num_experts'])} contradicts num_local_experts {quote(count)}"
         )
