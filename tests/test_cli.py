@@ -103,7 +103,8 @@ def test_help_begins_with_examples_and_ends_with_exit_codes(cli, name):
 def test_help_is_fast_and_imports_no_torch():
     """torch costs two seconds; nobody waits that long for --help."""
     code = "import sys; from nanokv.cli import main; main(sys.argv[1:]); print(*sys.modules, file=sys.stderr)"
-    heavy = {"torch", "numpy", "rich", "prompt_toolkit", "transformers", "huggingface_hub", "tokenizers", "safetensors"}
+    heavy = {"torch", "numpy", "rich", "prompt_toolkit", "transformers", "huggingface_hub", "tokenizers", "safetensors",
+             "pydantic", "starlette"}  # fmt: skip
     for words in (["--help"], *([name, "--help"] for name in COMMANDS)):
         done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, env=environment(), check=True)
         assert not heavy & set(done.stderr.decode().split()), words

@@ -1,4 +1,5 @@
-"""`nanokv serve`: log-probabilities, repeated prompts, several answers and several prompts in one request.
+"""`nanokv serve`: log-probabilities, repeated prompts, several answers and several prompts in one request,
+and the fields of other servers.
 
 Log-probabilities are those of transformers on the same weights, and stand with the text that they belong to. Several
 answers are those of as many requests.
@@ -6,6 +7,9 @@ answers are those of as many requests.
 
 import contextlib
 import json
+import logging
+import re
+from pathlib import Path
 
 import openai
 import pytest
@@ -14,9 +18,11 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from api_schema import schema_errors
-from nanokv.serve import logprobs
+from nanokv.serve import known, logprobs, protocol, requests
+from nanokv.serve.errors import ApiError
 from serving import CHAT, TEXT, Serving, ask, chunks, error, strict
 from test_serve_guard import ENDLESS, LONG, asked
+from test_serve_tools import HERMES, with_template
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
@@ -353,3 +359,199 @@ def test_one_answer_that_fails_ends_the_request(server, monkeypatch):
     assert (status, error(found)["code"]) == (500, "internal_error")
     events = server.stream(CHAT, ask(seed=11, n=3, temperature=1, **ENDLESS))
     assert error(json.loads(events[-1].removeprefix("data: ")))["code"] == "internal_error"
+
+
+# --- fields of other servers ------------------------------------------------------------------------------------------
+
+NOT_DONE = {CHAT: known.NOT_DONE | known.TEXT_ONLY, TEXT: known.NOT_DONE | known.CHAT_ONLY}
+BODIES = {CHAT: ask("Hi"), TEXT: {"prompt": "Hi"}}
+CHECKS = {CHAT: protocol.chat, TEXT: protocol.text}
+
+
+def refusal(path, **fields) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        CHECKS[path](BODIES[path] | fields)
+    return caught.value
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_what_is_not_done_is_refused_by_name_unless_it_asks_for_nothing(path):
+    plain = CHECKS[path](BODIES[path])
+    for name, off in NOT_DONE[path].items():
+        for value in off.values:
+            assert CHECKS[path](BODIES[path] | {name: value}) == plain, (name, value)
+        for value in (0, 1, -7, 0.5, False, True, "x", ["x"], {"x": 1}):
+            if not any(value == one and type(value) is type(one) for one in off.values):
+                found = refusal(path, **{name: value})
+                assert (found.status, found.param, found.code, found.hint) == (400, name, "unsupported", off.hint)
+                assert str(found) == f"{name} is {value!r}: this server does not do that"
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_what_changes_no_answer_is_taken_silently_and_what_nobody_knows_is_logged(path, caplog):
+    caplog.set_level(logging.INFO, "nanokv.serve.protocol")
+    plain = CHECKS[path](BODIES[path])
+    for name in known.HARMLESS:
+        assert CHECKS[path](BODIES[path] | {name: {"any": ["thing"]}}) == plain
+    assert caplog.messages == []
+    assert CHECKS[path](BODIES[path] | {"nobody": 1, "knows\n": 2}) == plain
+    assert caplog.messages == ['ignored: "nobody", "knows\\n"']
+
+
+def test_every_field_of_openai_has_a_place(api):
+    schemas = api["components"]["schemas"]
+
+    def names(part):
+        inner = schemas[part["$ref"].rpartition("/")[2]] if "$ref" in part else part
+        return set(inner.get("properties", ())).union(*map(names, inner.get("allOf", ())))
+
+    for name, model in (("CreateChatCompletionRequest", requests.ChatRequest),
+                        ("CreateCompletionRequest", requests.TextRequest)):  # fmt: skip
+        assert len(names(schemas[name])) > 15 and names(schemas[name]) <= set(model.model_fields)
+
+
+def test_the_documentation_has_every_field_and_what_becomes_of_it():
+    """The rows of docs/serve.md, which a person may read without the code."""
+    text = (Path(__file__).parents[1] / "docs" / "serve.md").read_text()
+    rows = dict(re.findall(r"^\| ((?:done|taken|refused)[^|]*) \| (.*) \|$", text, re.MULTILINE))
+    chat, completion = requests.ChatRequest.model_fields, requests.TextRequest.model_fields
+    own = [name for name in chat if name not in (known.HARMLESS | NOT_DONE[CHAT])]
+    text_own = [name for name in completion if name not in (known.HARMLESS | NOT_DONE[TEXT])]
+    expected = {
+        "done": [name for name in own if name in text_own],
+        "done, of a chat": [name for name in own if name not in text_own],
+        "done, of a completion": [name for name in text_own if name not in own],
+        "taken, without effect on the answer": known.HARMLESS,
+    }  # fmt: skip
+    tables = {f"refused: {about}": table for about, table in known.REFUSED.items()}
+    tables |= {"refused, of a chat": known.TEXT_ONLY, "refused, of a completion": known.CHAT_ONLY}
+    assert rows == {about: ", ".join(f"`{name}`" for name in names) for about, names in expected.items()} | {
+        about: ", ".join(f"`{name}`{bracketed(off.values)}" for name, off in table.items())
+        for about, table in tables.items()
+    }
+
+
+def bracketed(values) -> str:
+    return f" ({', '.join(f'`{json.dumps(value)}`' for value in values)})" if values else ""
+
+
+@pytest.mark.parametrize(("fields", "said"), [
+    ({"temperature": "hot"}, "temperature is 'hot': 0 (always the likeliest token) or a number from 1e-30"),
+    ({"n": 1.0}, "n is 1.0: an integer from 1 to 16 was expected"), ({"n": True}, "n is True: an integer"),
+    ({"stream": "yes"}, "stream is 'yes': true or false was expected"), ({"model": 5}, "model is 5: a text was"),
+    ({"stream_options": 1}, "stream_options is 1: an object was expected"),
+    ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage is 1: true or false was expected"),
+    ({"stop": [""]}, "stop is ['']: a list of at most 16 texts of 1 to 1,000 characters was expected"),
+    ({"stop_token_ids": [1.5]}, "stop_token_ids is [1.5]: a list of at most 1,000 token ids was expected"),
+    ({"seed": 2**64}, f"seed is {2**64}: an integer from -2^63 to 2^64 - 1 (-1: drawn) was expected"),
+    ({"max_tokens": -1}, "max_tokens is -1: an integer ≥ 1 was expected"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name is 'a b': a name of 1 to"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function is missing"), ({"tools": {}}, "tools is {}: a list was"),
+    ({"tools": [{"type": "function", "function": {"name": "a"}}] * 129}, "a list of at most 128 was expected"),
+    ({"response_format": {"type": "xml"}}, "an object with the type text, json_object or json_schema was expected"),
+    ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.schema is missing"),
+    ({"tool_choice": "sum"}, 'tool_choice is \'sum\': none, auto, required or {"type": "function"'),
+    ({"reasoning_effort": "hot"}, "reasoning_effort is 'hot': none, minimal, low, medium, high, xhigh, max was"),
+    ({"messages": 5}, "messages is 5: a list was expected"),
+])  # fmt: skip
+def test_a_refusal_says_what_was_expected(fields, said):
+    found = refusal(CHAT, **fields)
+    assert said in str(found) and "pydantic" not in str(found) and str(found).startswith(f"{found.param} ")
+
+
+def test_null_is_the_same_as_absent():
+    body = BODIES[CHAT] | dict.fromkeys(set(requests.ChatRequest.model_fields) - {"messages"})
+    assert protocol.chat(protocol.parse_object(json.dumps(body).encode())) == protocol.chat(BODIES[CHAT])
+    assert protocol.chat(body) == protocol.chat(BODIES[CHAT])
+
+
+@pytest.mark.parametrize(("fields", "penalty"), [
+    ({"repeat_penalty": 1.5, "repeat_last_n": -1}, 1.5), ({"repeat_penalty": 1.5, "penalty_last_n": -1}, 1.5),
+    ({"repeat_penalty": 1}, 1.0), ({"repeat_penalty": 1.5, "repeat_last_n": 0}, 1.0), ({"repeat_last_n": 64}, None),
+    ({"repeat_penalty": 1.5, "repeat_last_n": -1, "repetition_penalty": 1.5}, 1.5),
+])  # fmt: skip
+def test_llama_cpps_penalty_is_ours_where_it_looks_at_all_tokens(fields, penalty):
+    assert protocol.chat(BODIES[CHAT] | fields).sampling.get("repetition_penalty") == penalty
+
+
+@pytest.mark.parametrize(("fields", "code"), [
+    ({"repeat_penalty": 1.5}, "unsupported"), ({"repeat_penalty": 1.5, "repeat_last_n": 64}, "unsupported"),
+    ({"repeat_penalty": 1.5, "repeat_last_n": -1, "repetition_penalty": 1.2}, None), ({"repeat_penalty": 0}, None),
+])  # fmt: skip
+def test_a_penalty_of_the_last_tokens_is_refused(fields, code):
+    found = refusal(CHAT, **fields)
+    assert (found.param, found.code) == ("repeat_penalty", code)
+    assert "repetition_penalty" in found.hint + str(found) or fields["repeat_penalty"] == 0
+
+
+@pytest.mark.parametrize("name", ["n_predict", "num_predict", "max_new_tokens"])
+def test_the_number_of_tokens_has_the_names_of_other_servers(server, name):
+    _, found = server.post(TEXT, {"prompt": "Once upon", name: 3, "ignore_eos": True})
+    assert found["usage"]["completion_tokens"] == 3
+    assert protocol.chat(ask(max_tokens=3) | {name: 3}).max_new_tokens == 3
+    found = refusal(CHAT, max_tokens=5, **{name: 3})
+    assert found.param == name and str(found) == f"{name} is 3 and max_tokens is 5: they mean the same"
+    assert refusal(CHAT, **{name: -2}).param == name
+
+
+def test_a_completion_without_a_limit_reaches_the_end_of_the_context(server, loaded):
+    ids = loaded[1].encode("Once upon a time " * 200)[:480]
+    _, found = server.post(TEXT, {"prompt": ids, "n_predict": -1, "ignore_eos": True})
+    assert found["usage"]["completion_tokens"] == 512 - 480 + 1 and found["choices"][0]["stop_reason"] == "context"
+
+
+def test_what_includes_the_stop_string_needs_one():
+    assert refusal(CHAT, include_stop_str_in_output=True).param == "include_stop_str_in_output"
+    assert protocol.chat(BODIES[CHAT] | {"include_stop_str_in_output": False}) == protocol.chat(BODIES[CHAT])
+    for end in ({"stop": "x"}, {"stop_token_ids": [5]}):
+        assert protocol.chat(BODIES[CHAT] | {"include_stop_str_in_output": True} | end).include_stop
+    assert protocol.chat(BODIES[CHAT] | {"stop_token_ids": [5, 6]}).stop_token_ids == (5, 6)
+
+
+THINKER = HERMES + "{% if not enable_thinking | default(true) %}<think>\n\n</think>\n\n{% endif %}"
+EFFORT = "{% if reasoning_effort is defined %}Effort: {{ reasoning_effort }}\n{% endif %}" + HERMES
+OFF = [{"enable_thinking": False}, {"think": False}, {"thinking": {"type": "disabled"}}, {"reasoning_effort": "none"},
+       {"reasoning": {"effort": "none"}}, {"reasoning": {"enabled": False}}]  # fmt: skip
+ON = [{"enable_thinking": True}, {"think": True}, {"thinking": {"type": "enabled"}}, {"reasoning": {"enabled": True}}]
+LEVELS = [{"reasoning_effort": "high"}, {"think": "high"}, {"reasoning": {"effort": "high"}}]
+
+
+def prompts_of(tokenizer, template, model, asked) -> list:
+    """The prompt of each request, or the field that refuses it."""
+    with Serving(model, with_template(tokenizer, template)) as server:
+        answers = [server.post("/tokenize", ask() | fields) for fields in asked]
+    return [found["tokens"] if status == 200 else (error(found)["param"], found["error"]["code"])
+            for status, found in answers]  # fmt: skip
+
+
+def refused(asked) -> list:
+    names = [next(iter(one)) for one in asked]
+    inner = [next(iter(one[name])) if name == "reasoning" else "" for name, one in zip(names, asked, strict=True)]
+    return [(f"{name}.{part}" if part else name, "unsupported") for name, part in zip(names, inner, strict=True)]
+
+
+def test_thinking_has_the_names_of_all_servers_where_the_template_knows_it(loaded):
+    kwargs = [{"chat_template_kwargs": {"enable_thinking": on}} for on in (False, True)]
+    off, on, *found = prompts_of(loaded[1], THINKER, loaded[0], [*kwargs, *OFF, *ON, *LEVELS])
+    assert off != on and found == [off] * len(OFF) + [on] * len(ON) + refused(LEVELS)
+
+
+def test_an_effort_goes_to_a_template_that_reads_it(loaded):
+    kwargs = {"chat_template_kwargs": {"reasoning_effort": "high"}}
+    high, *found = prompts_of(loaded[1], EFFORT, loaded[0], [kwargs, *LEVELS, *OFF, *ON])
+    assert found == [high] * len(LEVELS) + refused(OFF) + refused(ON)
+
+
+def test_a_template_that_knows_nothing_of_thinking_is_told(loaded):
+    assert prompts_of(loaded[1], HERMES, loaded[0], [*OFF, *ON, *LEVELS]) == refused([*OFF, *ON, *LEVELS])
+
+
+def test_wishes_that_contradict_each_other_are_refused():
+    assert refusal(CHAT, enable_thinking=False, reasoning_effort="high").param == "reasoning_effort"
+    assert refusal(TEXT, enable_thinking=False).param == "enable_thinking"
+
+
+@pytest.mark.parametrize("name", ["{{ messages }}", "{% if a %}{% endif %}", "", 5])
+def test_a_template_is_chosen_by_its_name_alone(name):
+    assert refusal(CHAT, chat_template=name).param == "chat_template"
+    assert protocol.chat(BODIES[CHAT] | {"chat_template": "tool_use"}).chat_template == "tool_use"

@@ -216,7 +216,8 @@ def test_a_format_that_cannot_be_kept_is_400(server, format, param):
 
 @pytest.mark.parametrize("keywords", [
     {"uniqueItems": False}, {"propertyNames": {"type": "string"}}, {"unevaluatedProperties": False},
-    {"format": "password"}, {"format": "int64"}, {"format": []}, {"$schema": "https://json-schema.org/schema#"}, {"if": {}},
+    {"format": "password"}, {"format": "int64"}, {"format": []}, {"if": {}},
+    {"$schema": "https://json-schema.org/schema#"},
     {"then": False}, {"not": False}, {"minContains": 3}, {"contains": {"type": "null"}, "minContains": 0},
     {"dependentRequired": {}}, {"title": "T", "description": "d", "$comment": "c", "examples": [1], "default": {}},
     {"readOnly": True, "deprecated": False, "x-order": 1, "discriminator": {"propertyName": "on"}, "nullable": False},

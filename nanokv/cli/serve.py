@@ -26,7 +26,7 @@ DESCRIPTION = (
     "equal beginnings share their pages. docs/serve.md says what is served and what is refused.\n"
     "Settings given here apply where a request says nothing."
 )
-NEEDED = ("starlette", "uvicorn", "prometheus_client")  # of the extra `serve`
+NEEDED = ("starlette", "uvicorn", "prometheus_client", "pydantic")  # of the extra `serve`
 RANKS = "led"  # the others do what rank 0 tells them
 
 

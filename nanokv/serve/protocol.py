@@ -210,7 +210,7 @@ def schema(request: ChatRequest) -> dict | None:
 
 def tools(request: ChatRequest, fields: dict) -> Tools:
     """`tools`, `tool_choice` and `parallel_tool_calls`. Templates get what the client sent of a function."""
-    given = [tool["function"] for tool in fields.get("tools", [])]
+    given = [tool["function"] for tool in fields.get("tools") or []]
     functions = tuple({key: value for key, value in one.items() if value is not None} for one in given)
     names = [one["name"] for one in functions]
     if twice := {name for name in names if names.count(name) > 1}:
