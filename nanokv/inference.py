@@ -3,7 +3,7 @@
     score         all T positions, no cache     every token again          the baseline and the parity reference
     prefill       T new tokens into the cache   bound by arithmetic        cost ≈ 2·T·(weights) FLOPs, weights read once
     decode        one new token                 bound by memory bandwidth  cost ≈ weights + cache, read once, in bytes
-    verify_draft  T guessed tokens, all logits  both: a prefill in form    cost ≈ one decode as long as T is small
+    verify_draft  T guessed tokens, all logits  computed like a prefill    cost ≈ one decode while T is small
 
 `start_pos` is always stated by the caller and checked against the cache by the model.
 """
@@ -131,7 +131,7 @@ def check_cache(cache: object) -> None:
 def token_ids(model: Model, ids: Rows) -> Tensor:
     """Ids, a list, an array or a tensor (B,T), as int64 on the model's device; TokenIdsError before any work.
 
-    What is right already costs two comparisons; on a device its values are not looked at, that would wait for it.
+    Valid CPU ids cost two comparisons; ids on a GPU are not checked, because that would wait for the GPU.
     """
     device, vocabulary = model.embed_tokens.weight.device, model.config.vocab_size
     if isinstance(ids, torch.Tensor) and ids.dim() == 2 and ids.numel() and ids.dtype in (torch.int64, torch.int32):

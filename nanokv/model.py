@@ -68,7 +68,8 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU (Shazeer 2020, arXiv 2002.05202): one half decides how much of the other half passes."""
+    """SwiGLU (Shazeer 2020, arXiv 2002.05202): silu(gate) says, number by number, how much of `up`
+    passes."""
 
     def __init__(self, C: int, width: int):
         super().__init__()

@@ -841,6 +841,29 @@ def test_what_draws_or_keeps_books_is_folded_in_both_twins(tmp_path):
         ]
 
 
+def test_a_book_of_one_chapter_lists_what_is_there(tmp_path, monkeypatch, capsys):
+    """The chapters of an earlier run stay, and only what is written again is asked for; a wrong name is told."""
+    from nanokv.cli import main
+
+    ran = []
+
+    def run(notebook, limit):
+        ran.append(notebook)
+        return SimpleNamespace(error="", stderr="", notebook=notebook)
+
+    monkeypatch.setattr(book.running, "run", run)
+    monkeypatch.setattr(book.recorded, "beneath", lambda notebook, recording: notebook)
+    monkeypatch.setattr(book, "render", lambda notebook: "<h1>A page</h1>")
+    command = ["course", "book", "--folder", str(NOTEBOOKS), "-o", str(tmp_path)]
+    listed = lambda: re.findall(r'<li><a href="(\d\d)_', (tmp_path / "index.html").read_text("utf-8"))  # noqa: E731
+    assert main([*command, "06"]) == 0 and len(ran) == 1 and listed() == ["06"]
+    written = set(capsys.readouterr().out.split())
+    names = set(book.file_names(NOTEBOOKS, ["06"])) - {"style.css"}
+    assert written == {str(tmp_path / name) for name in names}
+    assert main([*command, "05", "--force"]) == 0 and len(ran) == 2 and listed() == ["05", "06"]
+    assert main([*command, "77"]) == 2 and "no notebook 77" in capsys.readouterr().err
+
+
 def test_a_page_of_the_book_folds_code_on_demand_and_scrolls_tables_in_their_box():
     import nbformat.v4 as form
 

@@ -8,10 +8,12 @@ how it is called shows all of that in milliseconds. .ci/run does the real thing.
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 import time
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,7 @@ TARGETS = [
     "help", "chat", "smollm2", "test", "check", "fuzz", "mutants", "soak", "load", "compat", "lint", "bench", "train",
     "notebooks", "book", "site", "setup", "clean", "distclean",
 ]  # fmt: skip
+HIDDEN = ("source", "teach", "AUTHORING.md", "__pycache__")
 FAKE = """#!/bin/sh
 # Plays python for the Makefile: writes down its arguments, makes a "venv", and installs nothing.
 case "$*" in
@@ -218,8 +221,52 @@ def test_make_starts_at_once(clone):
     assert min(times) < 0.2, f"{min(times):.3f} s on {sys.platform}"
 
 
-def test_the_notebooks_open_without_a_question_about_news(clone):
-    assert clone.make("notebooks", "ARGS=--allow-root").returncode == 0
-    assert clone.calls()[-1] == "jupyter lab --notebook-dir notebooks --allow-root"
+def test_the_notebooks_open_at_the_first_one_without_questions(clone):
+    """Root is the only user of many containers; anybody else needs no flag for it."""
+    root = " --allow-root" if os.getuid() == 0 else ""
+    assert clone.make("notebooks", "ARGS=--no-browser").returncode == 0
+    hidden = "".join(f" --ContentsManager.hide_globs={name}" for name in HIDDEN)
+    begin = "jupyter lab --notebook-dir notebooks --LabApp.default_url=/lab/tree/00_the_bridge.ipynb"
+    assert clone.calls()[-1] == f"{begin}{hidden}{root} --no-browser"
     written = json.loads((clone.folder / ".venv/share/jupyter/lab/settings/overrides.json").read_text())
-    assert written == {"@jupyterlab/apputils-extension:notification": {"checkForUpdates": False, "fetchNews": "false"}}
+    assert written == {
+        "@jupyterlab/apputils-extension:notification": {"checkForUpdates": False, "fetchNews": "false"},
+        "@jupyterlab/docmanager-extension:plugin": {"defaultViewers": {"markdown": "Markdown Preview"}},
+    }
+    assert clone.make("notebooks", "HIDDEN=").returncode == 0  # a teacher's way
+    assert "hide_globs" not in clone.calls()[-1]
+
+
+def lab_flags(*settings: str) -> list[str]:
+    """The words behind `jupyter lab` in the line that make would run."""
+    done = subprocess.run(["make", "-n", "notebooks", *settings], cwd=ROOT, capture_output=True, text=True, check=True)
+    (line,) = [line for line in done.stdout.splitlines() if "/jupyter lab " in line]
+    return shlex.split(line.split("/jupyter lab ")[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("settings", "seen"), [((), False), (("HIDDEN=",), True)])
+def test_the_lab_opens_the_first_notebook_and_lists_no_solutions(tmp_path, settings, seen):
+    """A real JupyterLab, asked over HTTP as its page asks."""
+    pytest.importorskip("jupyterlab")
+    info, env = tmp_path / "run", os.environ | {"HOME": str(tmp_path), "JUPYTER_RUNTIME_DIR": str(tmp_path / "run")}
+    flags = [*lab_flags(*settings), "--no-browser", "--port=0", "--IdentityProvider.token=secret"]
+    server = subprocess.Popen([sys.executable, "-m", "jupyterlab", *flags], cwd=ROOT, env=env,
+                              stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
+    try:
+        end = time.monotonic() + 60
+        while not (files := list(info.glob("jpserver-*.json"))):
+            assert server.poll() is None and time.monotonic() < end, "JupyterLab did not start"
+            time.sleep(0.1)
+        address = json.loads(files[0].read_text())["url"]
+
+        def get(path):
+            return urllib.request.urlopen(f"{address}{path}{'&' if '?' in path else '?'}token=secret", timeout=30)
+
+        names = {entry["name"] for entry in json.load(get("api/contents/"))["content"]}
+        assert {"00_the_bridge.ipynb", "README.md", "glossary.md"} < names
+        assert len(names.intersection(HIDDEN[:3])) == 3 * seen
+        assert get("").geturl().split("?")[0] == f"{address}lab/tree/00_the_bridge.ipynb"
+    finally:
+        server.terminate()
+        server.wait(30)

@@ -17,7 +17,7 @@ import pytest
 
 from nanokv.cli import main
 from nanokv.cli.course import ACTIONS
-from nanokv.course import checking, exam, grading, log, mistakes, prose, running, slides, twins, variants
+from nanokv.course import checking, exam, grading, log, mistakes, parts, prose, running, slides, twins, variants
 from nanokv.course.book import slug
 from nanokv.course.claims import CLAIMS
 from nanokv.errors import CourseError
@@ -73,6 +73,20 @@ def test_the_experiments_of_a_plan_are_called_as_in_the_notebook(path):
     rows = [row for row in minutes(path) if re.search(r"Experiment \d: ", row)]
     named = [name.strip() for row in rows for name in re.findall(r"Experiment \d: [^(,;]+", row)]
     assert [name for name in named if not any(heading.startswith(name) for heading in headings)] == []
+
+
+def test_the_table_of_lessons_says_what_the_plans_and_the_notebooks_say():
+    """Title, minutes, before and needed are the plans'; each part kept in `my` stands in its notebook's row."""
+    text = (TEACH / "README.md").read_text("utf-8")
+    row = r"^\| \[(\d\d)\]\((\S+)\) (.+?) \| (\d+) or (\d+) \| (.+?) \| (.+?) \| (.+?) \|$"
+    rows = re.findall(row, text, re.MULTILINE)
+    assert [row[0] for row in rows] == list(SOURCES)
+    for number, name, title, short, long, before, needed, produced in rows:
+        plan = (TEACH / name).read_text("utf-8")
+        goal = " ".join(plan.split("\n\n")[1].split())
+        assert plan.startswith(f"# Lesson {number}: {title}\n") and f"| activity | {short} | {long} |" in plan
+        assert f"Before: {before}. Needed: notebook {number}, {needed}." in goal
+        assert re.findall("`(.+?)`", produced) == [part for id, part in parts.NAMES.items() if id.startswith(number)]
 
 
 def minutes(path):

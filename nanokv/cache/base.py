@@ -55,7 +55,8 @@ class KVCache(CacheCapabilities):
     def length(self) -> int:
         """Tokens held, the same in every layer; a failed forward may leave them unequal, which raises until mended.
 
-        Who goes on after one truncates to the length from before it, unequal or not: a kernel counts a token first.
+        After a failed forward, call truncate(length before it), even if all layers report the same length: a kernel
+        counts a token before it computes it.
         """
         lengths = {layer.length for layer in self}
         if len(lengths) > 1:

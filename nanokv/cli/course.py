@@ -15,7 +15,7 @@ ACTIONS = {
     "build": "write the student notebooks from notebooks/source",
     "run": "execute the solution of each NOTEBOOK (05), or of all, offline",
     "record": "keep what the notebooks print on the model of NANOKV_MODEL, for readers who cannot load one",
-    "book": "execute all solutions and write the web pages",
+    "book": "execute the solution of each NOTEBOOK (06), or of all, and write them as web pages",
     "site": "write the book, the docs, the API and recorded runs as one static site with a search",
     "slides": "execute solutions and write a deck of slides for each: slides 05 -o slides",
     "claims": "print what the articles say and what is true",
@@ -35,7 +35,10 @@ EXAMPLES = (
     "nanokv course site --book book -o site",
     "nanokv course variants 05 --students names.txt --seed 7 -o handout",
 )
-DESCRIPTION = "The notebooks of the course.\n\n" + "\n".join(f"  {name:<9} {text}" for name, text in ACTIONS.items())
+DESCRIPTION = (
+    "The notebooks of the course. They are in the folder of the clone, not in an installed package: run this there. "
+    "claims and seal work anywhere.\n\n"
+) + "\n".join(f"  {name:<9} {text}" for name, text in ACTIONS.items())
 
 
 def folder() -> Path:
@@ -108,10 +111,9 @@ def _record(args) -> None:
 def _book(args) -> None:
     from nanokv.course import book
 
-    _no_words(args)
     out = args.out or Path("book")
-    ask_to_replace(args.force, *(out / name for name in book.file_names(args.folder)))
-    for page in book.build(args.folder, out, args.limit):
+    ask_to_replace(args.force, *(out / name for name in book.file_names(args.folder, args.words)))
+    for page in book.build(args.folder, out, args.limit, args.words):
         terminal.write_out(f"{page}\n")
 
 

@@ -23,13 +23,15 @@ def asset(name: str) -> str:
     return (files("nanokv.course") / "assets" / name).read_text(encoding="utf-8")
 
 
-def build(folder, out, limit: float = running.TIME_LIMIT) -> list[Path]:
-    """Execute every solution and write the pages; CourseError names the first notebook that fails."""
+def build(folder, out, limit: float = running.TIME_LIMIT, words=()) -> list[Path]:
+    """Execute the solutions that `words` name, or all, and write their pages; CourseError names the first that fails.
+
+    The contents list every notebook whose page is in `out` then.
+    """
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
-    sources = [twins.read(path) for path in twins.sources(folder)]
     pages = {}
-    for source in sources:
+    for source in map(twins.read, twins.chosen(folder, words)):
         done = running.run(source.solution(), limit)
         if done.error or done.stderr:
             why = done.error or done.stderr.strip()
@@ -37,14 +39,15 @@ def build(folder, out, limit: float = running.TIME_LIMIT) -> list[Path]:
         pages[source.name] = (source.title, render(recorded.beneath(done.notebook, recorded.read(source.number))))
     pages["glossary"] = ("Glossary", markdown((Path(folder) / "glossary.md").read_text(encoding="utf-8")))
     pages["claims"] = ("What the articles say", markdown(claims.page()))
-    pages["index"] = ("nanokv: the course", contents(sources))
+    there = [s for s in map(twins.read, twins.sources(folder)) if s.name in pages or (out / f"{s.name}.html").exists()]
+    pages["index"] = ("nanokv: the course", contents(there))
     (out / "style.css").write_text(asset("book.css") + highlighting(), encoding="utf-8")
     return [write(out / f"{name}.html", title, body) for name, (title, body) in pages.items()]
 
 
-def file_names(folder) -> list[str]:
+def file_names(folder, words=()) -> list[str]:
     """All that `build` writes."""
-    pages = [path.stem for path in twins.sources(folder)] + ["glossary", "claims", "index"]
+    pages = [path.stem for path in twins.chosen(folder, words)] + ["glossary", "claims", "index"]
     return ["style.css", *(f"{name}.html" for name in pages)]
 
 

@@ -129,7 +129,8 @@ def sources(folder) -> list[Path]:
     """The source files of a notebooks folder, in order."""
     found = sorted((Path(folder) / "source").glob("*.py"))
     if not found:
-        raise CourseError(f"{folder} has no source/*.py", "run it in the checkout, or pass --folder notebooks")
+        hint = "run it in the folder of the clone, or pass --folder CLONE/notebooks"
+        raise CourseError(f"{folder} has no source/*.py", hint)
     return found
 
 

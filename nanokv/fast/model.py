@@ -309,9 +309,9 @@ def optimize(model: Transformer, weights: str | None = None, compile: int | None
 
     `weights`: None (as loaded), "fp32", "bf16", "int8" or "int4". int4 keeps the embedding and the head in int8, as
     llama.cpp keeps them in more bits than the rest. As loaded, the weights are shared: those of `model` become views of
-    the fused ones. They stay what they were to an optimizer, but not all that is made here follows an edit of `model`:
-    optimize again after one. Logits are fp32. Raises ConfigError for another name, a shape that has no whole groups,
-    a model in float16, or one that is optimized already.
+    the fused ones, and an optimizer finds them as they were. If you change `model` later, call optimize again. Logits
+    are fp32. Raises ConfigError for another name, a shape that has no whole groups, a model in float16, or one that is
+    optimized already.
 
     A kernel takes the place of attention only where it computes the same: causal prefill in bf16, and decode steps
     whose queries see the whole of their own row. Other masks, functions and cache classes of the caller's are called as

@@ -31,7 +31,7 @@ const attentionPanel = {
     const group = `Query head ${view.head} reads KV head ${Math.floor(view.head / G)}`;
     this.fact.textContent = `${group}: ${G} query heads share each. ` + (step().fed > 1
       ? `This step is a block of ${step().fed} queries.` : "This step is one query, a single row.") +
-      ` Weights × values give the output of the kernel, to ${figures(error, 2)}.`;
+      ` Recomputing the output from these weights gives the model's own result to ${figures(error, 2)}.`;
     this.map.refresh();
     this.follow();
   },

@@ -10,8 +10,8 @@ const cachePanel = {
     own.addEventListener("change", () => { view.own = own.checked; refreshTab(); });
     controls.append(make("label", {}, own, " each layer on its own scale"));
     this.fact = make("p", { className: "fact" });
-    const meaning = "A column is a token, a row is a layer. A cell is the norm (the length) of the key or value that the cache " +
-      `holds there: one number for the ${MODEL.kvHeads * MODEL.headDim} of the vector. Choose a cell and all of them are drawn below.`;
+    const meaning = "A column is a token, a row is a layer. Each cell shows how long a key or value vector is (its norm): one " +
+      `number instead of the vector's ${MODEL.kvHeads * MODEL.headDim} numbers. Choose a cell and all of them are drawn below.`;
     host.append(make("p", { className: "meaning", textContent: meaning }), this.fact, controls);
     this.maps = ["Keys", "Values"].map((noun, part) => new HeatMap(host, `${noun}: the norm at each token, layer by layer`, {
       grid: () => normGrid(part),

@@ -8,8 +8,8 @@ const costPanel = {
   build(host) {
     const { repeat, uncached, difference } = DATA.costs;
     const both = uncached.length ? ` Without a cache nanokv.score runs the whole text again at every step; its logits differ by at most ${figures(difference, 2)}.` : " The run without a cache was not measured.";
-    host.append(make("p", { className: "fact", textContent:
-      `Times are medians of ${plural(repeat, "run")} of the run as it should be, on this machine, with nothing recording (${DATA.machine}).${both}` }));
+    host.append(make("p", { className: "fact whole", textContent: wholeRun() }), make("p", { className: "fact", textContent:
+      `Times are medians of ${plural(repeat, "repeat")} without recording, on this machine (${DATA.machine}).${both}` }));
     this.cards = make("div", { className: "cards" });
     host.append(this.cards);
     this.times = new Lines(host, "Milliseconds of each step", { lines: timeLines, table: timeTable, picked: (i) => goTo(i) });
@@ -19,16 +19,25 @@ const costPanel = {
     const at = costStep(), { cached, uncached } = DATA.costs, read = MODEL.weightBytes + RUNS[0].steps[at].nbytes;
     const card = (title, ...lines) => make("div", { className: "card" }, make("h3", { textContent: title }),
       make("dl", {}, ...lines.flatMap(([name, text]) => [make("dt", { textContent: name }), make("dd", { textContent: text })])));
-    this.cards.replaceChildren(card("With the cache", ["tokens through the model", `${plural(fedAt(at), "token")}, ${count(RUNS[0].before[at + 1])} so far`],
+    this.cards.replaceChildren(card(`Step ${at}, with the cache`, ["tokens through the model", `${plural(fedAt(at), "token")}, ${count(RUNS[0].before[at + 1])} so far`],
       ["time", `${milli(cached[at])}, ${milli(sum(cached, at))} so far`],
       ["bytes read at least", `${bytes(MODEL.weightBytes)} weights + ${bytes(RUNS[0].steps[at].nbytes)} cache = ${bytes(read)}`]),
-    ...(uncached.length ? [card("Without a cache", ["tokens through the model", `${plural(again(at), "token")}, ${count(sum(span(at + 1).map(again), at))} so far`],
+    ...(uncached.length ? [card(`Step ${at}, without a cache`, ["tokens through the model", `${plural(again(at), "token")}, ${count(sum(span(at + 1).map(again), at))} so far`],
       ["time", `${milli(uncached[at])}, ${milli(sum(uncached, at))} so far`],
       ["bytes read at least", `${bytes(MODEL.weightBytes)} weights`])] : []));
     this.times.refresh();
     this.work.refresh();
   },
 };
+
+// The totals come first: a single step, the prefill above all, may take longer with a cache.
+function wholeRun() {
+  const { cached, uncached } = DATA.costs, last = cached.length - 1, took = sum(cached, last);
+  const begin = `The whole run, ${plural(cached.length, "step")}: ${count(RUNS[0].before[last + 1])} tokens through the model in ${milli(took)} with the cache`;
+  if (!uncached.length) return `${begin}.`;
+  const fed = sum(span(cached.length).map(again), last), alone = sum(uncached, last);
+  return `${begin}, ${count(fed)} tokens in ${milli(alone)} without, ${figures(alone / took, 2)} times as long.`;
+}
 
 const costStep = () => Math.min(view.step, DATA.costs.cached.length - 1);
 const fedAt = (i) => RUNS[0].steps[i].fed;
