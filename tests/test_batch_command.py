@@ -282,11 +282,34 @@ def test_control_tokens_are_refused_wherever_a_template_might_print_them(cli):
         plain | {"tool_calls": [{"function": {"name": "f", "arguments": {evil: 1}}}]}, plain | {evil: 1},
     ]  # fmt: skip
     user = {"role": "user", "content": "and?"}
-    code, rows, _ = cli("-", "-n", 2, stdin=jsonl(*({"messages": [message, user]} for message in [plain, *bad])))
+    code, rows, err = cli("-", "-n", 2, stdin=jsonl(*({"messages": [message, user]} for message in [plain, *bad])))
     assert code == 2 and "error" not in rows[0]
+    assert "nanokv: warning: the chat template of this model leaves out the tool_calls of 1 line" in err
     for row in rows[1:]:
         assert "contains <|im_end|>, a control token" in row["error"]["message"]
     assert cli("-", "-n", 2, "--allow-special", stdin=jsonl({"messages": [bad[0], user]}))[0] == 0
+
+
+def test_a_replayed_call_is_one_request_whatever_names_and_forms_it_has(cli, tiny_folder, tmp_path):
+    """Thoughts under either name, arguments as an object or as OpenAI has them, with letters escaped or not."""
+    folder = shutil.copytree(tiny_folder, tmp_path / "model")
+    loop = "{% for c in m.tool_calls or [] %}{{ c.function.arguments|tojson }}{% endfor %}"
+    fields = json.loads((folder / "tokenizer_config.json").read_text())
+    fields["chat_template"] = "{% for m in messages %}{{ m.reasoning_content }}{{ m.content }}" + loop + "{% endfor %}"
+    (folder / "tokenizer_config.json").write_text(json.dumps(fields))
+    user = {"role": "user", "content": "and?"}
+    lines = [
+        {"messages": [{"role": "assistant", "content": content, thought: "hm",
+                       "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}, user]}
+        for content in ("", None) for thought in ("reasoning_content", "reasoning", "thinking")
+        for arguments in ({"x": "é"}, '{"x": "é"}', '{"x":"\\u00e9"}')
+    ]  # fmt: skip
+    _, rows, err = cli("-", "-n", 2, "-m", folder, stdin=jsonl(*lines))
+    answers = {(row["usage"]["prompt_tokens"], tuple(choice(row)["token_ids"])) for row in rows}
+    assert len(rows) == 18 and len(answers) == 1, err
+    lines[0]["messages"][0]["tool_calls"][0]["function"]["arguments"] = '{"x": "\\u003c|im_end|>"}'
+    code, rows, _ = cli("-", "-n", 2, "-m", folder, stdin=jsonl(lines[0]))
+    assert code == 2 and "contains <|im_end|>, a control token" in rows[0]["error"]["message"]
 
 
 def test_an_inserted_line_costs_one_answer(cli, tmp_path):

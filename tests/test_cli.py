@@ -423,6 +423,34 @@ def test_a_model_without_a_template_continues_the_text(cli, edited, oracle):
         assert (code, out) == (2, "") and "chat template" in errors_in(err)[0] and hint in errors_in(err)[1]
 
 
+def test_a_template_is_chosen_by_name_or_file(cli, edited, tiny_folder, oracle, tmp_path):
+    named = {"default": "d{{ messages[0].content }}", "tool_use": "t{{ messages[0].content }}"}
+    folder = edited("tokenizer_config.json",
+                    chat_template=[{"name": name, "template": text} for name, text in named.items()])  # fmt: skip
+    (tmp_path / "own.jinja").write_text("f{{ messages[0].content }}")
+    (tmp_path / "tool_use").write_text("a name comes before a file")
+    for given, text in (None, "dhi"), ("tool_use", "thi"), (tmp_path / "own.jinja", "fhi"):
+        found = ids_of(cli, "hi", "-m", folder, *(("--chat-template", given) if given else ()))
+        assert found["givens"][0]["token_ids"] == oracle(text, 6)[0]
+    base = edited("tokenizer_config.json", chat_template=None)
+    found = ids_of(cli, "hi", "-m", base, "--chat-template", tmp_path / "own.jinja")
+    assert found["choices"][0]["token_ids"] == oracle("fhi", 6)[0]
+
+
+def test_a_template_that_is_not_there_or_not_used_is_told(cli, edited, tiny_folder, tmp_path):
+    (tmp_path / "broken").write_text("\n{% for %}")
+    for flags, message, hint in (
+        (["rag"], '--chat-template "rag" is no file and no template of this model', 'it has "default"'),
+        ([str(tmp_path / "broken")], "the chat template is not valid jinja2, line 2: Expected an expression", ""),
+        (["default", "--raw"], "--chat-template needs a chat template", "leave out --raw, or leave --chat"),
+    ):
+        code, out, err = cli("generate", "hi", "-m", tiny_folder, "--chat-template", *flags)
+        assert (code, out) == (2, "") and errors_in(err)[0].startswith(message) and hint in errors_in(err)[1]
+    only = edited("tokenizer_config.json", chat_template=[{"name": "tool_use", "template": "x"}])
+    code, _, err = cli("generate", "hi", "-m", only)
+    assert code == 2 and '"tool_use"' in errors_in(err)[0] and "--chat-template" in errors_in(err)[1]
+
+
 def test_stop_string_ends_the_answer_before_it(cli, tiny_folder):
     whole = ids_of(cli, PROMPT, "-m", tiny_folder, "-n", "40")["choices"][0]["message"]["content"]
     cut = next(i for i in range(3, len(whole) - 2) if whole.find(whole[i : i + 2]) == i)

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from chat_templates import FAMILIES
 from nanokv.errors import TemplateError
 from nanokv.text import render_process
+from nanokv.text.call_forms import fitted
 from nanokv.text.template import ChatTemplate, plain
 from nanokv.text.tokenizer import Tokenizer
 
@@ -476,6 +477,92 @@ def test_other_families_equal_transformers(reference, name, messages):
                 ChatTemplate(source, names).render(messages, tools)
         else:
             assert ChatTemplate(source, names).render(messages, tools) == expected
+
+
+# --- tools and calls ------------------------------------------------------------------------------------------------
+
+
+SAYS = "{% for m in messages %}{{ m.role }}: {{ m.content }}|{% endfor %}"
+TOOLS_FIRST = "{% if tools %}{{ tools|tojson }}{% endif %}" + SAYS
+ASKED = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+
+
+def test_what_a_template_would_leave_out_is_refused(qwen):
+    for template, messages, tools, words in (
+        (SAYS, [USER], [TOOL], "no place for tools"), (SAYS, [USER, ASKED], None, "leaves tool_calls out"),
+        (TOOLS_FIRST, [USER, ASKED], [TOOL], "leaves tool_calls out"),
+    ):  # fmt: skip
+        own = Tokenizer(qwen.backend, qwen.names, template)
+        with pytest.raises(TemplateError, match=words):
+            own.render(messages, tools)
+        assert own.template().render(messages, tools)  # as transformers does
+    assert own.render([USER], []) == Tokenizer(qwen.backend, {}, SAYS).render([USER])
+    refuses = "{% if tools %}{{ raise_exception('no tools') }}{% endif %}" + SAYS
+    with pytest.raises(TemplateError, match="no tools"):
+        Tokenizer(qwen.backend, {}, refuses).render([USER], [TOOL])
+    needs = "{{ tools[0].type }}{% for m in messages %}{{ m.tool_calls[0].type }}{% endfor %}"
+    assert Tokenizer(qwen.backend, {}, needs).render([{"role": "assistant", "tool_calls": [CALL]}], [TOOL])
+
+
+CALLS = "{% for m in messages %}{{ m.role }}:{% for c in m.tool_calls or [] %}ARGUMENTS{% endfor %}|{% endfor %}"
+FORMS = {  # how a template prints arguments → what stands in the prompt
+    "an object": ("{{ c.function.arguments|tojson }}", '{"city": "Oslo", "n": 2}'),
+    "its items": ("{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }} {% endfor %}", "city=Oslo n=2 "),
+    "a text": ("{{ 'json ' + c.function.arguments }}", 'json {"city": "Oslo", "n": 2}'),
+    "printed": ("{{ c.function.arguments }}", '{"city": "Oslo", "n": 2}'),
+    "either": ("{{ c.function.arguments if c.function.arguments is string else c.function.arguments|tojson }}",
+               '{"city": "Oslo", "n": 2}'),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("arguments", [{"city": "Oslo", "n": 2}, '{"city": "Oslo", "n": 2}'], ids=["object", "text"])
+@pytest.mark.parametrize("form", FORMS)
+def test_arguments_have_the_form_that_the_template_takes(form, arguments):
+    source, shown = FORMS[form]
+    template = ChatTemplate(CALLS.replace("ARGUMENTS", source))
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    messages = [USER, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    assert template.render(fitted(template, messages)) == f"user:|assistant:{shown}|"
+
+
+@pytest.mark.parametrize(("text", "shown"), [("", "{}"), ("{", '"{"'), ("[1]", '"[1]"'), ("null", '"null"')])
+def test_arguments_that_are_no_object_stay_what_they_are(text, shown):
+    template = ChatTemplate(CALLS.replace("ARGUMENTS", "{{ c.function.arguments|tojson }}"))
+    message = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": text}}]}
+    assert template.render(fitted(template, [message])) == f"assistant:{shown}|"
+
+
+NULLS = {  # what a template says of a content → what it says of null
+    "of no interest": ("", ""),
+    "is there one": ("{% if 'content' in m %}a content{% endif %}", ""),
+    "is it none": ("{% if m.content is none %}none{% elif m.tool_calls %}{{ 1 / 0 }}{% endif %}", "none"),
+    "its length": ("{{ m['content'] + '!' }}", "!"),
+    "its methods": ("{{ m.content.strip() }}", ""),
+}
+
+
+@pytest.mark.parametrize("content", ["null", "absent"])
+@pytest.mark.parametrize("name", NULLS)
+def test_null_is_null_where_the_template_can_take_it(name, content, reference):
+    """As transformers leaves it out, unless the template then fails, or shows no call."""
+    source, shown = NULLS[name]
+    loop = CALLS.replace("ARGUMENTS", "{{ c.function.arguments|tojson }}").replace("{% for c", source + "{% for c")
+    template, said = ChatTemplate(loop), {} if content == "absent" else {"content": None}
+    messages = [{"role": "assistant", "tool_calls": [CALL]} | said]
+    assert template.render(fitted(template, messages)).startswith(f"assistant:{shown}{{")
+    try:
+        expected = theirs(reference, messages, chat_template=loop)
+    except Exception:
+        return
+    assert template.render(fitted(template, messages)) == expected
+
+
+def test_messages_without_calls_stay_and_what_is_none_is_left_to_the_template():
+    template = ChatTemplate(SAYS)
+    odd = [5, "x", {"role": "assistant", "content": "", "tool_calls": 5},
+           {"role": "assistant", "content": "", "tool_calls": [1, {"function": 2}]}]  # fmt: skip
+    for messages in ([USER, ANSWER], odd):
+        assert fitted(template, messages) == messages
 
 
 def test_an_honest_long_chat_is_rendered(qwen):

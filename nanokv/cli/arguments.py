@@ -342,6 +342,14 @@ def add_system_argument(parser) -> None:
     parser.add_argument("-s", "--system", metavar="TEXT", help="system prompt")
 
 
+def add_template_argument(parser) -> None:
+    """--chat-template, for commands that apply one."""
+    parser.add_argument(
+        "--chat-template", metavar="NAME|FILE",
+        help="one of the checkpoint's templates by its name, or a file with one",
+    )  # fmt: skip
+
+
 def add_common_arguments(parser):
     """What main adds to every command; returns the group."""
     parser.set_defaults(ranks=Alone())  # cli/ranks.py puts the group in its place

@@ -25,6 +25,8 @@ from nanokv.cli.prompt import room
 from nanokv.cli.text import refuse_special
 from nanokv.decoding import completion
 from nanokv.errors import NanoKVError
+from nanokv.text.call_forms import fitted
+from nanokv.text.template import LeftOut
 from nanokv.text.thinking import opens_thinking
 
 EXAMPLES = (
@@ -65,6 +67,7 @@ class Job:
     fields: dict = field(default_factory=dict)
     digest: str = ""
     ids: list = field(default_factory=list)
+    left_out: bool = False  # the template does not show its tool_calls
     wanted: int = 0  # max_new_tokens as asked for
     request: object = None
     answer: object = None
@@ -81,6 +84,7 @@ def run(args) -> int:
     check_form(args, loaded)
     jobs, wrong = prepare(args, loaded, lines, output)
     warn_of_raw_prompts(args, loaded, jobs)
+    warn_of_calls(jobs)
     if output.stale:
         name = terminal.sanitize_line(str(args.output))
         what = f"{output.stale:,} answers in {name} are to other requests or settings"
@@ -113,7 +117,7 @@ def prepare(args, loaded, lines, output) -> tuple[list[Job], list]:
             job.fields = parse_line(data)
             check_fields(job.fields)
             job.fields = as_messages(job.fields) if args.chat else job.fields
-            job.ids = encode(args, loaded, job.fields)
+            job.ids = encode(args, loaded, job)
             digests = [digest([mark, *common, job.fields, job.ids]) for mark in marks]
             job.digest = digests[0]
             if (found := next(filter(None, map(output.find, digests)), None)) is None:
@@ -155,18 +159,32 @@ def common_settings(args, loaded) -> dict:
     return asdict(sampling) | {"max_new_tokens": args.max_new_tokens or DEFAULT_NEW_TOKENS, "stop": args.stop}
 
 
-def encode(args, loaded, fields: dict) -> list[int]:
+def encode(args, loaded, job: Job) -> list[int]:
     """Prompt or rendered messages → ids; typed control tokens are refused, as everywhere."""
-    tokenizer = loaded.tokenizer
+    tokenizer, fields = loaded.tokenizer, job.fields
     if "prompt" in fields:
         refuse_special(fields["prompt"], tokenizer, args.allow_special)
         return tokenizer.encode(fields["prompt"], add_special_tokens=True)
     messages = fields["messages"]
     if not isinstance(messages, list) or not messages:
         raise NanoKVError("messages is no list of messages", '[{"role": "user", "content": "…"}]')
+    template = tokenizer.template()
+    messages = fitted(template, messages)
     for text in texts(messages):
         refuse_special(text, tokenizer, args.allow_special)
-    return tokenizer.encode(tokenizer.render(messages, add_generation_prompt=True, **template_options(args)))
+    try:
+        text = tokenizer.render(messages, add_generation_prompt=True, **template_options(args))
+    except LeftOut:  # warn_of_calls says so
+        job.left_out = True
+        text = template.render(messages, add_generation_prompt=True, **template_options(args))
+    return tokenizer.encode(text)
+
+
+def warn_of_calls(jobs) -> None:
+    """A model that knows no tools can still answer what else was said."""
+    if count := sum(job.left_out for job in jobs):
+        lines = "1 line" if count == 1 else f"{count:,} lines"
+        terminal.warning(f"the chat template of this model leaves out the tool_calls of {lines}")
 
 
 def fail(args, output, job: Job, error: Exception) -> None:

@@ -13,6 +13,7 @@ from nanokv.cli.arguments import (
     add_sampling_arguments,
     add_speed_arguments,
     add_system_argument,
+    add_template_argument,
 )
 from nanokv.cli.terminal import is_interactive, loading, sanitize_line, write_err, write_out
 
@@ -45,6 +46,7 @@ def add_arguments(parser):
     group.add_argument("--no-save", action="store_true", help="keep this conversation off the disk")
     group.add_argument("--overflow", choices=("stop", "drop"), default="stop",
                        help="context full: refuse with numbers (default), or drop the oldest turns")
+    add_template_argument(group)
     answer.add_thinking_argument(group)
     group.add_argument("--stats", choices=("on", "off"), default="on",
                        help="the line after each answer, in a terminal (default on)")

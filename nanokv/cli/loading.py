@@ -26,7 +26,9 @@ from nanokv.costs.free_memory import available_memory, free_address_space
 from nanokv.costs.memory import SHORT, most_tokens
 from nanokv.errors import ConfigError, ContextError, NanoKVError
 from nanokv.parallel.group import Alone
-from weights_loader.strict import read_object
+from nanokv.text import render_process
+from nanokv.text.chat_templates import names, read_template
+from weights_loader.strict import quote, read_object
 
 PAGE = 16  # tokens per page where --cache does not say
 TORCH_BYTES = 600_000_000  # address space that importing torch takes on a CPU; measured, 2.13
@@ -118,6 +120,8 @@ def _load_model(args, announce) -> Loaded:
         decide(args, plan, announce)
         check_memory(plan, available_memory("cpu"), memory_of_flags(args, plan))
     prefetched = speed.prefetch(plan, args)
+    if hasattr(args, "chat_template"):  # the command renders; the process starts while the model is read
+        render_process.start()
     check_address_space()
     stamp("plan")
     import torch  # the first of about 2 seconds
@@ -138,6 +142,7 @@ def _load_model(args, announce) -> Loaded:
     check = getattr(args, "check_finite", False)
     how = read_of(args.ranks)
     read, tokenizer = load_folder(plan.folder, plan.fields, dtype, plan.device, check, prefetched, how)
+    choose_template(args, tokenizer)
     args.ranks.meet()
     stamp("weights")
     model = speed.optimized(read, args, plan.code)
@@ -148,6 +153,22 @@ def _load_model(args, announce) -> Loaded:
     plan.config = model.config  # the tensors decide whether the head is tied, whatever config.json says
     seconds = time.perf_counter() - start
     return Loaded(**vars(plan), model=model, tokenizer=tokenizer, dtype=dtype, load_s=seconds, plain=plain)
+
+
+def choose_template(args, tokenizer) -> None:
+    """--chat-template takes the place of the checkpoint's own."""
+    choice = getattr(args, "chat_template", None)
+    if choice is None:
+        return
+    if choice not in tokenizer.chat_templates and os.path.isfile(choice):
+        tokenizer.chat_template = read_template(Path(choice))
+    elif choice in tokenizer.chat_templates:
+        tokenizer.chat_template = tokenizer.chat_templates[choice]
+    else:
+        known = names(tokenizer.chat_templates) or "none"
+        what = f"--chat-template {quote(choice)} is no file and no template of this model"
+        raise NanoKVError(what, f"it has {known}")
+    tokenizer.template()  # a broken one is told now
 
 
 def compare(args, plan: Plan) -> None:

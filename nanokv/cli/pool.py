@@ -21,6 +21,7 @@ def add_arguments(parser, step_tokens: int | None = None) -> None:
         help=f"tokens per step (default: {default})",
     )  # fmt: skip
     add_thinking_argument(parser, "off: ask the model not to think; otherwise thoughts are in reasoning_content")
+    arguments.add_template_argument(parser)
     parser.add_argument("--allow-special", action="store_true", help="control tokens spelled out in prompts are meant")
     arguments.add_model_arguments(parser, "prefix")
     arguments.add_speed_arguments(parser)

@@ -39,6 +39,7 @@ def add_prompt_arguments(parser) -> None:
     )  # fmt: skip
     form.add_argument("--chat", action="store_true", help="insist on the chat template: an error where there is none")
     arguments.add_system_argument(group)
+    arguments.add_template_argument(group)
     add_thinking_argument(group)
     group.add_argument(
         "--allow-special", action="store_true", help="control tokens spelled out in the prompt are meant"
@@ -85,9 +86,10 @@ def encode(args, loaded: Loaded, prompt: str) -> list[int]:
         refuse_special(text, tokenizer, args.allow_special)
     if not templated(args, tokenizer):
         without = "leave out --raw" if args.raw else f"{loaded.name} has none"
-        for flag, given in (("--system", args.system), ("--thinking", args.thinking)):
+        for flag, given in (("--system", args.system), ("--thinking", args.thinking),
+                            ("--chat-template", args.chat_template)):  # fmt: skip
             if given:
-                raise NanoKVError(f"{flag} is part of a chat template", f"{without}, or leave {flag} out")
+                raise NanoKVError(f"{flag} needs a chat template", f"{without}, or leave {flag} out")
         return tokenizer.encode(prompt, add_special_tokens=True)
     if not prompt.strip():
         raise NanoKVError("the prompt is empty", "--raw continues blanks")

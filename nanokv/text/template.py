@@ -11,7 +11,16 @@ from nanokv.errors import TemplateError
 from nanokv.text import render_process
 
 ROLES = ("system", "user", "assistant", "tool")  # a role that the template does not know would vanish silently
+NULL = object()  # a content that is null in the template: None is left out, as transformers does it
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one field; templates read the first
+
+
+class LeftOut(TemplateError):
+    """The template shows nothing of what it was given. `what`: tools or tool_calls."""
+
+    def __init__(self, what: str, message: str, hint: str = ""):
+        super().__init__(message, hint)
+        self.what = what
 
 
 class ChatTemplate:
@@ -25,9 +34,9 @@ class ChatTemplate:
     def render(self, messages, tools=None, add_generation_prompt=True, **template_kwargs) -> str:
         """Prompt text of a conversation. Raises TemplateError: bad messages, or a template that fails or asks too much.
 
-        messages: dicts with a role of ROLES and a content, a text or None; an assistant may carry reasoning_content
-        and tool_calls (then content may be absent). tools: JSON schemas. Other keywords reach the template. All of them
-        are JSON values: a tuple becomes a list.
+        messages: dicts with a role of ROLES and a content, a text, None or NULL; an assistant may carry
+        reasoning_content and tool_calls (then content may be absent). tools: JSON schemas. Other keywords reach the
+        template. All of them are JSON values: a tuple becomes a list.
         """
         messages = checked(messages)
         try:
@@ -43,6 +52,32 @@ class ChatTemplate:
         return render_process.answer_to(self.source, values, self.seconds)
 
 
+    def render_all(self, messages, tools=None, add_generation_prompt=True, **template_kwargs) -> str:
+        """`render`, which leaves out without a word what the template does not ask for; LeftOut where those are the
+        tools, or the calls of earlier messages."""
+        text = self.render(messages, tools, add_generation_prompt, **template_kwargs)
+
+        def says_the_same(messages, tools):
+            try:
+                return text == self.render(messages, tools, add_generation_prompt, **template_kwargs)
+            except TemplateError:  # so it looks at them
+                return False
+
+        if tools and says_the_same(messages, None):
+            raise LeftOut("tools", "the chat template of this model has no place for tools",
+                          "a model that was trained to call tools, or a template that shows them")  # fmt: skip
+        calls = any(message["role"] == "assistant" and message.get("tool_calls") for message in messages)
+        if calls and says_the_same(without_calls(messages), tools):
+            raise LeftOut("tool_calls", "the chat template of this model leaves tool_calls out")
+        return text
+
+
+def without_calls(messages) -> list[dict]:
+    """The same messages, as if nothing had been called."""
+    return [{"content": None} | {name: part for name, part in message.items() if name != "tool_calls"}
+            for message in messages]  # fmt: skip
+
+
 def checked(messages) -> list[dict]:
     """Messages without their None fields (as transformers drops them); TemplateError names the first bad one."""
     if not isinstance(messages, (list, tuple)) or not messages:
@@ -55,7 +90,7 @@ def checked(messages) -> list[dict]:
             raise TemplateError(f"message {number} has the role {role!r}, not one of {', '.join(ROLES)}")
         if "content" not in message and not (role == "assistant" and "tool_calls" in message):
             raise TemplateError(f"message {number} ({role}) has no content", 'content: "" is an empty one')
-        if content is not None and not isinstance(content, str):
+        if content not in (None, NULL) and not isinstance(content, str):
             raise TemplateError(f"message {number} ({role}) has a {type(content).__name__} as content, not text")
         if not isinstance(message.get("tool_calls") or [], (list, tuple)):
             raise TemplateError(f"message {number} ({role}): tool_calls is not a list")
@@ -74,6 +109,8 @@ def plain(value):
     """Rebuilt from exact JSON types, so that no object with methods of its own reaches the template."""
     if value is None or type(value) in (str, int, float, bool):
         return value
+    if value is NULL:
+        return None
     for kind in (str, int, float):
         if isinstance(value, kind):
             return {str: str.__str__, int: int.__int__, float: float.__float__}[kind](value)

@@ -173,10 +173,11 @@ class Tokenizer:
                chat_template: str | None = None, **template_kwargs: Any) -> str:  # fmt: skip
         """Messages → prompt text by the checkpoint's own template, e.g. enable_thinking=False; TemplateError.
 
-        chat_template: one of `chat_templates` by name, or a source; default: tool_use with tools, if there is one.
+        chat_template: one of `chat_templates` by name, or a source; default: tool_use with tools, if there is one. As
+        transformers renders, but tools and tool_calls that the template would leave out are an error.
         """
         template = self.template(chat_template, tools)
-        return template.render(messages, tools, add_generation_prompt, **template_kwargs)
+        return template.render_all(messages, tools, add_generation_prompt, **template_kwargs)
 
     def template(self, choice: str | None = None, tools: list[dict] | None = None) -> ChatTemplate:
         """The template that such a conversation gets."""

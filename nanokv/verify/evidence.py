@@ -18,6 +18,7 @@ from nanokv.inference import decode, prefill, score
 from nanokv.loading import load
 from nanokv.rope import rope_angles
 from nanokv.study.debug import record
+from nanokv.text.template import LeftOut
 
 PROMPT = "The cache holds one key and one value for every token, layer and KV head: 12 + 34 = 46. Grüße, 世界! 🙂🧑‍🚀\n"
 TEXTS = (
@@ -77,7 +78,7 @@ def ask(tokenizer, vocabulary: int, context: int) -> Questions:
     room = max(2, min(48, context // 2))
     prompts = [tokenizer.encode(PROMPT)]
     if tokenizer.chat_template is not None:
-        texts = (_render(tokenizer.render, conversation) for conversation in CONVERSATIONS)
+        texts = (_render(tokenizer, conversation) for conversation in CONVERSATIONS)
         prompts.append(tokenizer.encode(next((text for text in texts if not text.startswith("refused")), "")))
     generator = torch.Generator().manual_seed(0)
     prompts.append(torch.randint(0, min(vocabulary, tokenizer.vocab_size), (33,), generator=generator).tolist())
@@ -109,7 +110,7 @@ def answers_of_ours(name: str, model, tokenizer, questions: Questions) -> Eviden
         greedy,
         [tokenizer.encode(text) for text in questions.texts],
         [tokenizer.decode(ids) for ids in questions.id_lists],
-        None if tokenizer.chat_template is None else [_render(tokenizer.render, c) for c in questions.conversations],
+        None if tokenizer.chat_template is None else [_render(tokenizer, c) for c in questions.conversations],
         [cached_path(model, ids.to(device)) for ids in questions.prompts],
         forced,
     )
@@ -132,9 +133,12 @@ def cached_path(model, ids):
     return torch.cat(rows).float().cpu(), [(layer["key"].cpu(), layer["value"].cpu()) for layer in cache]
 
 
-def _render(render, conversation: dict) -> str:
-    """A template may refuse a conversation (tools, an odd role); the other side must then refuse it too."""
+def _render(tokenizer, conversation: dict) -> str:
+    """A template may refuse a conversation (tools, an odd role); the other side must then refuse it too. What it leaves
+    out the other side leaves out in silence."""
     try:
-        return render(**conversation)
+        return tokenizer.render(**conversation)
+    except LeftOut:
+        return tokenizer.template(tools=conversation.get("tools")).render(**conversation)
     except TemplateError as error:
         return f"refused: {error}"
