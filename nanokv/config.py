@@ -496,13 +496,18 @@ def _without_theta(rope: dict) -> dict:
     return said | {"rope_type": _rope_type(rope)}
 
 
-def _context(fields: dict, yarn: Yarn | None) -> int:
-    """How many positions the model serves: what the file says, or YaRN's factor × original where that is more.
+def _said_context(fields: dict) -> int:
+    return _by_loader(names.size, fields, "max_position_embeddings", POSITIONS)
 
-    Qwen's recipe for long texts adds YaRN and leaves max_position_embeddings as it was; vLLM derives its
-    max_model_len in this way too.
+
+def _context(fields: dict, yarn: Yarn | None) -> int:
+    """How many positions the model serves: what the file says, or YaRN's factor × original where
+    that is more.
+
+    Qwen's recipe for long texts adds YaRN and leaves max_position_embeddings as it was; vLLM derives
+    its max_model_len in this way too.
     """
-    said = _by_loader(names.size, fields, "max_position_embeddings", POSITIONS)
+    said = _said_context(fields)
     if yarn is None:
         return said
     extended = yarn.factor * yarn.original_max_position_embeddings
@@ -513,11 +518,13 @@ def _context(fields: dict, yarn: Yarn | None) -> int:
 
 
 def _original_context(fields: dict, rope: dict) -> int:
-    """The context before it was extended, as in transformers: the config's own field, else the rope's, else all."""
+    """The context before it was extended: the config's own field, else the rope's, else all, as in
+    transformers."""
     name = "original_max_position_embeddings"
-    places = fields.get(name), rope.get(name), fields.get("max_position_embeddings")
-    said = next((value for value in places if value is not None), None)
-    return _by_loader(names.size, {name: said}, name, POSITIONS)
+    for place in (fields, rope):
+        if place.get(name) is not None:
+            return _by_loader(names.size, place, name, POSITIONS)
+    return _said_context(fields)
 
 
 def _llama3(fields: dict, rope: dict) -> Llama3Rope:
@@ -546,7 +553,7 @@ def _yarn(fields: dict, rope: dict, theta: float) -> Yarn:
         raise ConfigError(f"rope_type 'yarn' needs a rope_theta above 1, not {shown(theta)}")
     original = _original_context(fields, rope)
     said = {name: value for name, value in rope.items() if value is not None}
-    factor = _positive(said, "factor", fields["max_position_embeddings"] / original)  # null: the ratio of the two
+    factor = _positive(said, "factor", _said_context(fields) / original)  # null: the ratio
     betas = {name: value for name, value in said.items() if value != 0}  # 0 is the default, as in transformers
     return Yarn(
         factor=factor,
@@ -561,14 +568,17 @@ def _yarn(fields: dict, rope: dict, theta: float) -> Yarn:
 def _attention_factor(rope: dict, factor: float) -> float | None:
     """What a YaRN config wants cos and sin multiplied by; None: 0.1 ln(factor) + 1.
 
-    `attention_factor` is the whole of it. `mscale` and `mscale_all_dim` together give a quotient, as in transformers.
-    `attn_factor` multiplies what the others give, as in llama.cpp and in vLLM of 2025: in DeepSeek-R1-0528-Qwen3-8B
-    it is 0.8782 = 1 / (0.1 ln 4 + 1), which takes the sharpening back. transformers ignores it with a warning.
+    `attention_factor` is the whole of it. `mscale` and `mscale_all_dim` together give a quotient, as
+    in transformers. `attn_factor` multiplies what the others give, as in llama.cpp and in vLLM of
+    2025: in DeepSeek-R1-0528-Qwen3-8B it is 0.8782 = 1 / (0.1 ln 4 + 1), which takes the sharpening
+    back. transformers ignores it with a warning.
     """
     if "attention_factor" in rope:
         return _positive(rope, "attention_factor", 1.0)
-    mscale, all_dim = (_number(rope, name, 0.0) for name in ("mscale", "mscale_all_dim"))
-    own = yarn_scale(factor, mscale) / yarn_scale(factor, all_dim) if mscale and all_dim else None
+    own = None
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        above, below = (_positive(rope, name, 1.0) for name in ("mscale", "mscale_all_dim"))
+        own = yarn_scale(factor, above) / yarn_scale(factor, below)
     if "attn_factor" not in rope:
         return own
     return _positive(rope, "attn_factor", 1.0) * (yarn_scale(factor) if own is None else own)

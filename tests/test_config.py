@@ -299,6 +299,7 @@ def test_other_rope_types_are_refused(fields, spelling, rope):
 
 @pytest.mark.parametrize(("rope", "names"), [
     (YARN | {"mscale": "x", "mscale_all_dim": 1.0}, ["mscale", "'x'"]),
+    (YARN | {"mscale": 1.0, "mscale_all_dim": -7.2}, ["mscale_all_dim", "-7.2"]),
     (YARN | {"truncate": "no"}, ["truncate", "'no'"]),
     (YARN | {"apply_yarn_scaling": False}, ["apply_yarn_scaling", "False"]),
     (YARN | {"extrapolation_factor": 0.5}, ["extrapolation_factor", "0.5"]),
@@ -357,6 +358,15 @@ def test_yarn_extends_the_context_and_the_written_config_says_so(fields, spellin
     assert config.max_position_embeddings == context
     written = config.to_dict()
     assert Config.from_dict(written) == config and written["max_position_embeddings"] == context
+
+
+@pytest.mark.parametrize("said", [None, "512", 0, [512]])
+@pytest.mark.parametrize("rope", [YARN, YARN | {"factor": None}, {"rope_type": "yarn", "factor": 4.0}], ids=str)
+def test_yarn_beside_a_context_that_is_none(fields, said, rope):
+    fields |= {"max_position_embeddings": said, "rope_scaling": rope}
+    for bad in (fields, {name: value for name, value in fields.items() if name != "max_position_embeddings"}):
+        with pytest.raises(ConfigError, match="max_position_embeddings"):
+            Config.from_dict(bad)
 
 
 def test_llama3_says_its_whole_context_itself(fields):

@@ -57,7 +57,8 @@ def read(folder: Path, config: dict, dtype: "torch.dtype | None", device: "torch
     from . import shards
 
     with readable(folder):
-        entries = check(folder, config, shards.read_entries(folder, names.flag(config, "tie_word_embeddings")))
+        tied = names.flag(config, "tie_word_embeddings")
+        entries = check(folder, config, shards.read_entries(folder, tied))
         config["tie_word_embeddings"] = names.HEAD not in entries
         where = dtype, device, prefetched
         state = {names.to_nanokv(name): shards.materialize(entry, *where) for name, entry in entries.items()}
@@ -71,7 +72,8 @@ def read_part(folder: Path, config: dict, dtype: "torch.dtype | None", device: "
     from . import shards
 
     with readable(folder):
-        entries = check(folder, config, shards.read_entries(folder, names.flag(config, "tie_word_embeddings")))
+        tied = names.flag(config, "tie_word_embeddings")
+        entries = check(folder, config, shards.read_entries(folder, tied))
         config["tie_word_embeddings"] = names.HEAD not in entries
         wanted = {name: part(names.to_nanokv(name), entry.shape) for name, entry in entries.items()}
         state = {
@@ -114,8 +116,9 @@ def check_target(dtype: "torch.dtype | None" = None, device: "str | torch.device
 def resolve(source: Source, revision: str | None = None) -> Path:
     """The folder that holds the model: the bundled one, a local one, or the hub's cache after a download.
 
-    A GGUF file, on this disk under whatever name, or as "owner/name:file.gguf" on the hub, has one with its small files
-    in the user's cache. A folder that holds one GGUF file and no config.json stands for the file.
+    A GGUF file, on this disk under whatever name, or as "owner/name:file.gguf" on the hub, has one
+    with its small files in the user's cache. A folder that holds one GGUF file and no config.json
+    stands for the file.
     """
     text = str(source)
     folder = BUNDLED.get(text) or Path(os.path.expanduser(text))
@@ -149,8 +152,8 @@ def not_a_folder(path: Path, text: str) -> CheckpointError:
 
 
 def only_gguf(folder: Path) -> Path:
-    """The one GGUF file of a folder without config.json; pictures have files of their own (mmproj), which do not count.
-    """
+    """The one GGUF file of a folder without config.json. Files that encode pictures (mmproj) do not
+    count."""
     files = sorted(path.name for path in folder.iterdir())
     models = [name for name in files if name.endswith(".gguf") and not name.startswith("mmproj")]
     models = [name for name in models if is_gguf(folder / name)]

@@ -183,7 +183,10 @@ def check_lengths(found: GgufFile, own: dict, fields: dict) -> None:
 
 
 def rope(found: GgufFile, own: dict, fields: dict) -> dict:
-    """rope_parameters: theta, and how the context was extended. A file that says a factor and no type means linear."""
+    """rope_parameters: theta, and how the context was extended.
+
+    A file that says a factor and no type means linear.
+    """
     theta, kind = {"rope_theta": fields["rope_theta"]}, own.get("rope.scaling.type", "linear")
     if kind == "yarn":
         return theta | {"rope_type": "yarn"} | yarn(found, own)
@@ -211,8 +214,8 @@ def yarn(found: GgufFile, own: dict) -> dict:
 def attention_multiplier(found: GgufFile, own: dict) -> float:
     """What multiplies YaRN's own 0.1 ln(factor) + 1; config.json's attention_factor would replace it.
 
-    Of the two keys llama.cpp's converter wrote the first, and since December 2025 writes the second, which llama.cpp
-    itself documents as a multiplier.
+    llama.cpp's converter has written the one key and the other; its --help calls the second a
+    multiplier of attention's magnitude too.
     """
     said = [own.get(f"rope.scaling.{key}", 1.0) for key in ("attn_factor", "yarn_attn_factor")]
     if not all(type(value) is float for value in said):

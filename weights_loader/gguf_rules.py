@@ -1,8 +1,8 @@
 """How a text is cut before the merges: the rules that `tokenizer.ggml.pre` of a GGUF file names.
 
-The names, and which of them mean the same, are those of llama.cpp (src/llama-vocab.cpp), which knows the rules by
-heart. Names of one rule differ in three things: whether a piece that is a token stays whole, whether texts begin with
-bos, and NFC. llama.cpp normalizes no text; the published tokenizer.json of Qwen's vocabularies does.
+The names, and which of them mean the same, are those of llama.cpp (src/llama-vocab.cpp). Names of
+one regex differ in three things: whether a piece that is a token stays whole, whether texts begin
+with bos, and NFC. llama.cpp normalizes no text; the tokenizer.json of Qwen's vocabularies does.
 Only rules that steps of the `tokenizers` library say exactly are here.
 """
 

@@ -47,11 +47,15 @@ def to_hugging_face(name: str) -> str:
 
 
 def whole_names(stored: Iterable[str], expected: Container[str]) -> dict[str, str]:
-    """Stored name → Hugging Face's. A backbone that was saved alone (Qwen3-Embedding) lacks "model." before all of its
-    names; where some have it, none is changed."""
-    stored = list(stored)
-    alone = not any(name.startswith("model.") for name in stored)
-    return {name: to_hugging_face(name) if alone and to_hugging_face(name) in expected else name for name in stored}
+    """Stored name → Hugging Face's.
+
+    A backbone that was saved alone (Qwen3-Embedding) lacks "model." before all of its names. Where
+    some names have it, none is changed.
+    """
+    named = {name: name for name in stored}
+    if any(name.startswith("model.") for name in named):
+        return named
+    return named | {name: whole for name in named if (whole := to_hugging_face(name)) in expected}
 
 
 def expected(config: dict) -> dict[str, tuple[int, ...]]:

@@ -157,10 +157,11 @@ def weight_files(folder: Path) -> tuple[list[str], dict[str, str] | None]:
 
 
 def read_entries(folder: Path, tied: bool = True) -> dict[str, Entry]:
-    """Every tensor of the checkpoint in the folder by its stored name; headers read and checked, no values.
+    """Every tensor of the checkpoint in the folder by its stored name; headers read, no values.
 
-    An index says which shards there are. As in transformers, what they hold counts: the index may leave a tensor out.
-    One that it names must be there, but a `tied` head, which some writers list and do not store.
+    An index says which shards there are. As in transformers, what they hold counts: the index may
+    leave a tensor out. One that it names must be there, except a `tied` head, which some writers
+    list and do not store.
     """
     if (folder / POINTER).is_file():
         path, tensors = places(folder)
