@@ -13,8 +13,7 @@ Nothing is converted: "5" is not 5, and true is not 1. null is the same as absen
 from collections.abc import Callable
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
-from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+from pydantic import BaseModel, ConfigDict, PlainValidator, ValidationError, WrapValidator
 
 from nanokv.decoding.ranges import RANGES
 from nanokv.serve.errors import ApiError
@@ -37,17 +36,41 @@ def read(model: type[Model], fields: dict) -> Model:
         raise refusal(error) from None
 
 
+class Wrong(ValueError):
+    """What a check of ours says to pydantic. `kind`: expected, told (the words say all), or unsupported."""
+
+    def __init__(self, kind: str, words: str):
+        super().__init__(words)
+        self.kind = kind
+
+
+def expected(words: str) -> Wrong:
+    """An error that says what was expected, after the field and its value."""
+    return Wrong("expected", words)
+
+
+def told(message: str) -> Wrong:
+    """An error that says all of it by itself."""
+    return Wrong("told", message)
+
+
+def not_done(hint: str = "") -> Wrong:
+    """An error that says: this server does not do that. `hint`: what it does."""
+    return Wrong("unsupported", hint)
+
+
 def refusal(error: ValidationError) -> ApiError:
     """What pydantic found first, in our words: the field's place, its value, and what was expected."""
     first = error.errors(include_url=False)[0]
-    name = place(first["loc"])
-    if first["type"] == "missing":
+    name, kind, facts = place(first["loc"]), first["type"], first.get("ctx", {})
+    if kind == "missing":
         return ApiError(400, f"{name} is missing", name)
-    if first["type"] == "told":
-        return ApiError(400, first["msg"], name)
-    if first["type"] == "unsupported":
-        return unsupported(name, first["input"], first["msg"])
-    words = EXPECTED[first["type"]].format(**first.get("ctx", {})) if first["type"] in EXPECTED else first["msg"]
+    wrong = facts["error"] if kind == "value_error" else Wrong("expected", first["msg"])
+    if wrong.kind == "told":
+        return ApiError(400, str(wrong), name)
+    if wrong.kind == "unsupported":
+        return unsupported(name, first["input"], str(wrong))
+    words = EXPECTED[kind].format(**facts) if kind in EXPECTED else wrong
     return ApiError(400, f"{name} is {say(first['input'])}: {words} was expected", name)
 
 
@@ -107,8 +130,14 @@ class Expected:
     def __init__(self, words: str):
         self.words = words
 
-    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
-        return core_schema.custom_error_schema(handler(source), "expected", custom_error_message=self.words)
+    def check(self, value: Any, handler: Callable[[Any], Any]) -> Any:
+        try:
+            return handler(value)
+        except ValidationError:
+            raise expected(self.words) from None
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        return WrapValidator(self.check).__get_pydantic_core_schema__(source, handler)
 
 
 class Checked:
@@ -118,11 +147,13 @@ class Checked:
         self.check, self.needed = check, needed
         self.schema = schema if needed else {"anyOf": [schema, {"type": "null"}]}
 
-    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
-        check = core_schema.no_info_plain_validator_function(self.check)
-        return check if self.needed else core_schema.nullable_schema(check)
+    def checked(self, value: Any) -> Any:
+        return None if value is None and not self.needed else self.check(value)
 
-    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: Any) -> dict:
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        return PlainValidator(self.checked).__get_pydantic_core_schema__(source, handler)
+
+    def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict:
         return self.schema
 
 
@@ -169,21 +200,6 @@ class Nothing(Checked):
         if any(equal(value, one) for one in self.values):
             return value
         raise not_done(self.hint)
-
-
-def expected(words: str) -> PydanticCustomError:
-    """An error that says what was expected, after the field and its value."""
-    return PydanticCustomError("expected", words)  # type: ignore[arg-type]
-
-
-def told(message: str) -> PydanticCustomError:
-    """An error that says all of it by itself."""
-    return PydanticCustomError("told", message)  # type: ignore[arg-type]
-
-
-def not_done(hint: str = "") -> PydanticCustomError:
-    """An error that says: this server does not do that. `hint`: what it does."""
-    return PydanticCustomError("unsupported", hint)  # type: ignore[arg-type]
 
 
 def equal(one: Any, other: Any) -> bool:
