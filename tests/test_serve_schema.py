@@ -82,6 +82,7 @@ ASSISTANT, RESULT = {"role": "assistant"}, {"role": "tool", "content": "12", "to
     ({"logprobs": True, "top_logprobs": 20}, True), ({"top_logprobs": 21}, False), ({"logprobs": 1}, False),
     ({"echo": False}, True), ({"echo": True}, False),
     (TOOLS, True), ({"tools": [{"type": "function"}]}, False), ({"tools": [tool("a b")]}, False),
+    ({"tools": [None]}, False),
     ({"tools": [tool("time", parameters=[])]}, False), ({"tools": [tool("time", strict=None)]}, True),
     ({"tools": [{"type": "custom", "function": {"name": "time"}}]}, False),
     (TOOLS | {"tool_choice": "required", "parallel_tool_calls": False}, True), ({"parallel_tool_calls": 1}, False),

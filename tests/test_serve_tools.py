@@ -215,7 +215,8 @@ def test_qwen3s_own_template_has_calls_and_results_where_it_wants_them(tmp_path,
 
 FORCED = {"type": "function", "function": {"name": "weather"}}
 WRONG = [
-    ("tools", 5, "tools"), ("tools", [5], "tools[0]"), ("tools", [{"type": "custom"}], "tools[0]"),
+    ("tools", 5, "tools"), ("tools", [5], "tools[0]"), ("tools", [None], "tools[0]"),
+    ("tools", [{"type": "custom"}], "tools[0]"),
     ("tools", [{"type": "function"}], "tools[0].function"), ("tools", [tool("a b")], "tools[0].function.name"),
     ("tools", [tool("x" * 65)], "tools[0].function.name"), ("tools", [tool("x"), tool("x")], "tools"),
     ("tools", [tool("x", parameters=[])], "tools[0].function.parameters"), ("tools", [tool("x")] * 129, "tools"),

@@ -101,7 +101,7 @@ class Application:
     def _ids(self, body: bytes) -> list[int]:
         fields = protocol.parse_object(body)
         if "messages" in fields:
-            asked = protocol.chat(fields)
+            asked = protocol.tokenize(fields)
             return named(asked.param, prompts.chat_ids, self.served, asked)
         request = read(TokenizeText, fields)
         special = request.add_special_tokens is not False

@@ -37,7 +37,7 @@ OPERATIONS = {
     ),
     "/v1/models": Operation("get", (), (replies.Models,)),
     "/v1/models/{name}": Operation("get", (), (replies.Model,), NAMED),
-    "/tokenize": Operation("post", (requests.ChatRequest, requests.TokenizeText), (replies.Tokens,)),
+    "/tokenize": Operation("post", (requests.ChatPrompt, requests.TokenizeText), (replies.Tokens,)),
     "/detokenize": Operation("post", (requests.Detokenize,), (replies.Detokenized,)),
     "/health": Operation("get", (), (replies.Status,), FREE),
 }

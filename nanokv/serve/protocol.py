@@ -7,14 +7,14 @@ not done is refused, unless its value asks for nothing. null is the same as abse
 import json
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nanokv.decoding.ranges import RANGES
 from nanokv.serve.errors import ApiError
 from nanokv.serve.fields import read, say, unsupported
 from nanokv.serve.messages import Tools
-from nanokv.serve.requests import ENDLESS, SAMPLING, ChatRequest, Common, NamedTool, OfSchema, TextRequest
+from nanokv.serve.requests import ENDLESS, SAMPLING, ChatPrompt, ChatRequest, Common, NamedTool, OfSchema, TextRequest
 from weights_loader.strict import loads, quote
 
 logger = logging.getLogger(__name__)
@@ -81,14 +81,16 @@ def chat(fields: dict) -> Asked:
     likely = request.top_logprobs or 0
     if likely and not request.logprobs:
         raise ApiError(400, f"top_logprobs is {likely}: it needs logprobs: true", "top_logprobs")
-    own, contrast = thinking(request)
-    asked = Asked([request.messages], "messages", logprobs=likely if request.logprobs else None,
-                  template=own | (request.chat_template_kwargs or {}), contrast=contrast,
-                  chat_template=request.chat_template, tools=tools(request, fields), schema=schema(request),
-                  **common(request))  # fmt: skip
+    asked = replace(chat_prompt(request, fields), logprobs=likely if request.logprobs else None,
+                    schema=schema(request), **common(request))  # fmt: skip
     if asked.constrained and asked.ignore_eos:
         raise ApiError(400, "ignore_eos does not go together with an answer that has an end", "ignore_eos")
     return asked
+
+
+def tokenize(fields: dict) -> Asked:
+    """Of /tokenize: of a chat what makes the prompt."""
+    return chat_prompt(read(ChatPrompt, fields), fields)
 
 
 def text(fields: dict) -> Asked:
@@ -166,7 +168,14 @@ def most_tokens(request: Common) -> int | None:
 # --- of chats ---------------------------------------------------------------------------------------------------------
 
 
-def thinking(request: ChatRequest) -> tuple[dict, dict[str, dict]]:
+def chat_prompt(request: ChatPrompt, fields: dict) -> Asked:
+    """What makes the prompt of a chat."""
+    own, contrast = thinking(request)
+    return Asked([request.messages], "messages", template=own | (request.chat_template_kwargs or {}), contrast=contrast,
+                 chat_template=request.chat_template, tools=tools(request, fields))  # fmt: skip
+
+
+def thinking(request: ChatPrompt) -> tuple[dict, dict[str, dict]]:
     """(variables of the template, field → other values of them with which the prompt must differ): a template that
     knows nothing of them would leave the field out silently.
 
@@ -187,7 +196,7 @@ def thinking(request: ChatRequest) -> tuple[dict, dict[str, dict]]:
     return variables, contrast
 
 
-def wishes(request: ChatRequest) -> Iterator[tuple[str, bool | str]]:
+def wishes(request: ChatPrompt) -> Iterator[tuple[str, bool | str]]:
     """(field, true, false or an effort): all that the request says of thinking."""
     reasoning = request.reasoning
     said: dict[str, Any] = {
@@ -208,7 +217,7 @@ def schema(request: ChatRequest) -> dict | None:
     return found if wanted.type == "json_schema" else {"type": "object"} | (found or {})
 
 
-def tools(request: ChatRequest, fields: dict) -> Tools:
+def tools(request: ChatPrompt, fields: dict) -> Tools:
     """`tools`, `tool_choice` and `parallel_tool_calls`. Templates get what the client sent of a function."""
     given = [tool["function"] for tool in fields.get("tools") or []]
     functions = tuple({key: value for key, value in one.items() if value is not None} for one in given)

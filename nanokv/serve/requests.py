@@ -4,7 +4,7 @@ Fields of other servers that are not done here stand in known.py and become fiel
 """
 
 import re
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, NoReturn, get_args
 
 from pydantic import Discriminator, Field, Tag, create_model
 
@@ -153,13 +153,20 @@ class Tool(Fields):
     function: Function
 
 
+def other_tool(value: Any) -> NoReturn:
+    """Not a function."""
+    raise not_done("functions are called here")
+
+
 def kind_of_tool(value: Any) -> str:
     """Functions are called. Other kinds run on OpenAI's machines."""
     return "<function>" if isinstance(value, dict) and value.get("type") == "function" else "<other>"
 
 
 OneTool = Annotated[
-    Annotated[Tool, Tag("<function>")] | Annotated[Any, Nothing(), Tag("<other>")], Discriminator(kind_of_tool)
+    Annotated[Tool, Tag("<function>")]
+    | Annotated[Any, Checked(other_tool, {"not": {}}, needed=True), Tag("<other>")],
+    Discriminator(kind_of_tool),
 ]
 
 
@@ -224,6 +231,28 @@ class Thinking(Fields):
     budget_tokens: Annotated[Any, Nothing()] = None
 
 
+class ChatPrompt(Fields):
+    """What makes the prompt of a chat; all that /tokenize reads of one."""
+
+    messages: Annotated[list, Checked(messages, MESSAGES, needed=True)]
+    tools: Annotated[list[OneTool], Field(max_length=MOST_TOOLS)] | None = None
+    tool_choice: Annotated[
+        Literal["none", "auto", "required"] | NamedTool | None,
+        Expected('none, auto, required or {"type": "function", "function": {"name": …}}'),
+    ] = None
+    parallel_tool_calls: YesNo = None
+    chat_template: Annotated[str | None, Checked(template_name, {"type": "string", "pattern": "^[^{]+$"})] = None
+    chat_template_kwargs: Annotated[dict | None, Checked(variables, {
+        "type": "object",
+        "propertyNames": {"pattern": "^[A-Za-z_][A-Za-z0-9_]*$", "not": {"enum": list(RESERVED)}},
+    })] = None  # fmt: skip
+    enable_thinking: YesNo = None
+    think: Annotated[bool | Effort | None, Expected(f"true, false, {EFFORTS}")] = None
+    thinking: Thinking | None = None
+    reasoning: Reasoning | None = None
+    reasoning_effort: Annotated[Effort | None, Expected(EFFORTS)] = None
+
+
 # --- requests ---------------------------------------------------------------------------------------------------------
 
 Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
@@ -271,29 +300,12 @@ _Chat: Any = create_model("_Chat", __base__=Common, **refused(NOT_DONE, TEXT_ONL
 _Text: Any = create_model("_Text", __base__=Common, **refused(NOT_DONE, CHAT_ONLY), **HARMLESS)
 
 
-class ChatRequest(_Chat):
+class ChatRequest(_Chat, ChatPrompt):
     """Of /v1/chat/completions."""
 
-    messages: Annotated[list, Checked(messages, MESSAGES, needed=True)]
-    tools: Annotated[list[OneTool], Field(max_length=MOST_TOOLS)] | None = None
-    tool_choice: Annotated[
-        Literal["none", "auto", "required"] | NamedTool | None,
-        Expected('none, auto, required or {"type": "function", "function": {"name": …}}'),
-    ] = None
-    parallel_tool_calls: YesNo = None
     response_format: Format | None = None
     logprobs: YesNo = None
     top_logprobs: Annotated[int | None, Between(0, MOST_LIKELY["messages"])] = None
-    chat_template: Annotated[str | None, Checked(template_name, {"type": "string", "pattern": "^[^{]+$"})] = None
-    chat_template_kwargs: Annotated[dict | None, Checked(variables, {
-        "type": "object",
-        "propertyNames": {"pattern": "^[A-Za-z_][A-Za-z0-9_]*$", "not": {"enum": list(RESERVED)}},
-    })] = None  # fmt: skip
-    enable_thinking: YesNo = None
-    think: Annotated[bool | Effort | None, Expected(f"true, false, {EFFORTS}")] = None
-    thinking: Thinking | None = None
-    reasoning: Reasoning | None = None
-    reasoning_effort: Annotated[Effort | None, Expected(EFFORTS)] = None
 
 
 class TextRequest(_Text):
@@ -310,7 +322,7 @@ class TextRequest(_Text):
 
 
 class TokenizeText(Fields):
-    """Of /tokenize, beside a ChatRequest."""
+    """Of /tokenize, which takes a ChatPrompt too."""
 
     prompt: Annotated[str, Expected("a text")]
     add_special_tokens: YesNo = None
