@@ -1,9 +1,10 @@
 """The drawing behind /cache: what the cache holds, a row per layer, and the arithmetic that gives its bytes.
 
 Every cell stands for the same number of tokens and carries the letter of the role that most of them have: s(ystem),
-u(ser), a(ssistant), or · for what the cache dropped. Colour repeats the letter, it never stands alone. The total is the
-measured `nbytes`, not the formula's value; the two are printed side by side so that a difference shows. /tokens prints
-one line per message: the pieces of its tokens, each with its id in small digits.
+u(ser), a(ssistant), or · for what the cache dropped. Colour repeats the letter, it never stands alone. A row ends with
+the bytes of its tokens. The total is the measured `nbytes`, not the formula's value; the two are printed side by side
+so that a difference shows. /tokens prints one line per message: the pieces of its tokens, each with its id in small
+digits.
 """
 
 from collections import Counter
@@ -42,7 +43,7 @@ def draw(session, style, width=80) -> str:
     parts += [f"{letter} {name} {counts[letter]:,}" for letter, name in NAMES.items() if counts[letter]]
     lines = [layout.joined(parts, width)]
     for i, layer in enumerate(cache):
-        lines.append(f"layer {i:>2} ".ljust(label) + painted + "  " + bytes_text(layer.nbytes))
+        lines.append(f"layer {i:>2} ".ljust(label) + painted + "  " + bytes_text(layer.used_nbytes))
     lines.append(layout.joined(formula(config, cache, held).split(" · "), width))
     notes = filter(None, (balance(session), session.why))
     lines += [layout.paragraph(text, width) for text in notes]
