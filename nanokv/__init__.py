@@ -91,7 +91,8 @@ if not TYPE_CHECKING:  # it would hide a name that is mistyped
         elif name in _MODULES:
             value = importlib.import_module(_MODULES[name])
         else:
-            raise AttributeError(f"module 'nanokv' has no attribute {name!r}")
+            habits = importlib.import_module("nanokv.habits")
+            raise habits.unknown_name(sys.modules[__name__], name, habits.MODULE)
         globals()[name] = value
         return value
 

@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from nanokv.config import Config, GenerationConfig
+from nanokv.habits import MODEL, Elsewhere, unknown_name
 from weights_loader import CheckpointError, writing
 
 if TYPE_CHECKING:
@@ -40,6 +41,16 @@ class PretrainedModel(nn.Module):
     embed_tokens: nn.Embedding
     lm_head: nn.Linear
     generation_config = GenerationConfig()  # replaced by the checkpoint's own when one is loaded
+
+    from_pretrained = Elsewhere(MODEL["from_pretrained"])
+
+    if not TYPE_CHECKING:  # nn.Module's own says what it gives
+
+        def __getattr__(self, name):
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                raise unknown_name(self, name, MODEL) from None
 
     @property
     def device(self) -> torch.device:

@@ -64,6 +64,14 @@ class SessionError(NanoKVError):
     """A saved conversation cannot be read, written or continued."""
 
 
+class UnknownArgument(NanoKVError, TypeError):
+    """A function of ours was called with an argument that it does not have."""
+
+
+class UnknownName(NanoKVError, AttributeError):
+    """Another library has an attribute of this name; the hint says how it is done here."""
+
+
 class ParallelError(NanoKVError):
     """The ranks cannot work together: sizes that do not divide, other files, or one that is gone."""
 

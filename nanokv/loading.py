@@ -12,39 +12,45 @@ import weights_loader
 from nanokv.clock import stamp
 from nanokv.config import Config, GenerationConfig
 from nanokv.errors import ConfigError
+from nanokv.habits import hinted
 from nanokv.model import Transformer
 from nanokv.text import endings
 from nanokv.text.tokenizer import Tokenizer
-from weights_loader import CheckpointError, names
+from weights_loader import CheckpointError, Device, Dtype, names
 from weights_loader.prefetch import Prefetch
 from weights_loader.strict import read_object
 
 Read = Callable[[Path, dict, torch.dtype | None, torch.device, Prefetch | None], Transformer]
 
 
-def load(source: str | os.PathLike = "tiny", dtype: torch.dtype | None = torch.float32,
-         device: str | torch.device = "cpu", revision: str | None = None,
-         check_finite: bool = False) -> tuple[Transformer, Tokenizer]:  # fmt: skip
-    """("tiny" | folder | "Qwen/Qwen3-0.6B") → (model in eval mode, tokenizer).
+@hinted
+def load(source: str | os.PathLike = "tiny", dtype: Dtype = "auto", device: Device = "auto",
+         revision: str | None = None, check_finite: bool = False) -> tuple[Transformer, Tokenizer]:  # fmt: skip
+    """("tiny" | "smollm2" | folder | GGUF file | "Qwen/Qwen3-0.6B") → (model in eval mode, tokenizer).
 
-    dtype None keeps what the checkpoint stores. The model is built on the meta device and the loaded tensors are
-    assigned to it, so weights exist once in memory. Raises CheckpointError or ConfigError before memory is taken.
-    check_finite also reads every weight, 0.1 to 0.2 s per GB on two cores, and refuses NaN and infinity: softmax can
-    turn those into logits that are finite and wrong.
+    dtype and device are torch's or their names: torch.bfloat16, "bfloat16" or "bf16". "auto" is what the command line
+    takes: a GPU if there is one, and the checkpoint's own dtype, but float32 on a CPU for float16 and for "tiny". dtype
+    None keeps the dtype of each tensor.
+    The model is built on the meta device and the loaded tensors are assigned to it, so weights exist once in memory.
+    Raises CheckpointError or ConfigError before memory is taken. check_finite also reads every weight, 0.1 to 0.2 s per
+    GB on two cores, and refuses NaN and infinity: softmax can turn those into logits that are finite and wrong.
     """
-    weights_loader.check_target(dtype, device)
+    _, place = weights_loader.check_target(dtype, device)
     folder = weights_loader.resolve(source, revision=revision)
-    return load_folder(folder, read_object(folder / "config.json", ConfigError), dtype, device, check_finite)
+    fields = read_object(folder / "config.json", ConfigError)
+    if dtype == "auto":
+        dtype = weights_loader.default_dtype(source, Config.from_dict(fields).torch_dtype, place.type)
+    return load_folder(folder, fields, dtype, place, check_finite)
 
 
-def load_folder(folder: Path, fields: dict, dtype: torch.dtype | None, device: str | torch.device,
+def load_folder(folder: Path, fields: dict, dtype: Dtype, device: Device,
                 check_finite: bool = False, prefetched: Prefetch | None = None,
                 read: Read | None = None) -> tuple[Transformer, Tokenizer]:  # fmt: skip
     """`load` of a folder on this disk; `fields` is what its config.json says. Each of its files is read once.
 
     `read` makes the model from the weights: all of it here, a rank's part in nanokv/parallel.
     """
-    device = weights_loader.check_target(dtype, device)
+    dtype, device = weights_loader.check_target(dtype, device)
     config = Config.from_dict(fields)  # refuse what is not implemented before a byte of weights is read
     generation_config = GenerationConfig.from_folder(folder, fields)
     tokenizer = Tokenizer.from_folder(folder, rows=config.vocab_size)

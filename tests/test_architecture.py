@@ -33,7 +33,7 @@ LAYERS = [
     {"nanokv.model", "nanokv.costs"},
     {"nanokv.checkpoint"},
     {"nanokv.rope", "nanokv.text", "nanokv.attention", "nanokv.cache.options"},
-    {"nanokv.config"},
+    {"nanokv.config", "nanokv.habits"},
     {"nanokv.errors", "nanokv.clock"},
     {"weights_loader"},
 ]

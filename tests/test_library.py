@@ -4,6 +4,7 @@ Each refused argument is looked at for its type, for what it names, and for the 
 """
 
 import copy
+import inspect
 import json
 import re
 import shutil
@@ -18,7 +19,9 @@ import transformers
 import nanokv
 import weights_loader
 from cli_helpers import FakeStdin
-from nanokv.cli import main
+from nanokv import habits
+from nanokv.cli import generate, main, make_parser
+from nanokv.cli.loading import load_model
 from nanokv.costs.memory import FAMILY
 from nanokv.decoding import batching
 from nanokv.errors import CacheError, GenerationError, NanoKVError, SessionError, TokenIdsError, TokenizerError
@@ -95,6 +98,22 @@ def test_a_batch_may_have_any_form(loaded, form):
         assert way(model, ids, max_new_tokens=3) == [alone, alone]
 
 
+@pytest.mark.parametrize("form", ONE)
+def test_one_sequence_is_a_batch_of_one(loaded, form):
+    """What `generate` takes `prefill` takes too. Tokens of several rows in one dimension are no row to decode."""
+    model, _ = loaded
+    assert torch.equal(nanokv.score(model, ONE[form]), nanokv.score(model, torch.tensor([LIST])))
+    cache = nanokv.make_cache("dict", model.config)
+    logits = nanokv.prefill(model, ONE[form], cache)
+    after = nanokv.decode(model, logits.argmax(-1), cache, start_pos=3)
+    whole = nanokv.score(model, [*LIST, int(logits.argmax())])[:, -1]
+    assert (after - whole).abs().max() <= 1e-5 * whole.abs().max() and cache.length == 4
+    two = nanokv.make_cache("dict", model.config, batch_size=2)
+    logits = nanokv.prefill(model, [LIST, LIST], two)
+    with pytest.raises(ValueError, match="decode takes one token per row, got 2"):
+        nanokv.decode(model, logits.argmax(-1), two, start_pos=3)
+
+
 @pytest.mark.parametrize("what", NO_IDS)
 def test_what_are_no_ids_says_so_everywhere(loaded, what):
     model, tokenizer = loaded
@@ -116,8 +135,8 @@ def test_what_are_no_ids_says_so_everywhere(loaded, what):
 def test_forms_that_are_no_batch_are_named(loaded):
     model, _ = loaded
     for ids, words, hint in (
-        (LIST, "got 3 without a batch dimension", "[ids]"), ([], "got 0 without a batch dimension", "[ids]"),
         ([[1, 2], [3]], "got rows of 1 to 2 ids", "generate_padded"), ([[], []], "got (2,0)", "tokenizer.encode"),
+        ([], "got (1,0)", "tokenizer.encode"),
     ):  # fmt: skip
         with pytest.raises(TokenIdsError, match=re.escape(words)) as caught:
             nanokv.score(model, ids)
@@ -171,9 +190,11 @@ def test_a_name_is_no_cache(loaded, cache, right):
 
 
 @pytest.mark.parametrize(("arguments", "words", "hint"), [
-    ({"dtype": "fp16"}, "dtype 'fp16' is not a floating-point", "dtype=torch.float16"),
-    ({"dtype": "bfloat16"}, "dtype 'bfloat16' is not a floating-point", "dtype=torch.bfloat16"),
-    ({"dtype": torch.int8}, "dtype torch.int8 is not a floating-point", "dtype=torch.float32"),
+    ({"dtype": "bf17"}, "dtype 'bf17' is not a floating-point", 'dtype="bfloat16", "float32" or "auto"'),
+    ({"dtype": "Tensor"}, "dtype 'Tensor' is not a floating-point", 'dtype="bfloat16", "float32" or "auto"'),
+    ({"dtype": 16}, "dtype 16 is not a floating-point", 'dtype="bfloat16", "float32" or "auto"'),
+    ({"dtype": torch.int8}, "dtype torch.int8 is not a floating-point", 'optimize(model, weights="int8")'),
+    ({"dtype": "q4"}, "dtype 'q4' is not a floating-point", 'optimize(model, weights="int4")'),
     ({"device": "gpu"}, "device is 'gpu', which torch does not know", "cuda"),
     ({"device": "cuda:99"}, "device is 'cuda:99', but torch", 'device="cpu"'),
 ])  # fmt: skip
@@ -187,12 +208,143 @@ def test_a_wrong_dtype_or_device_is_named_before_any_download(monkeypatch, argum
 
 def test_a_cache_of_a_wrong_dtype_or_device_is_refused_when_it_is_made(loaded):
     config = loaded[0].config
-    for arguments, hint in (({"dtype": "fp16"}, "dtype=torch.float16"), ({"device": "gpu"}, "cuda")):
+    for arguments, hint in (({"dtype": "int8"}, 'make_cache("quantized:bits=8"'), ({"device": "gpu"}, "cuda")):
         with pytest.raises(CacheError, match=f"{next(iter(arguments))} .*'{next(iter(arguments.values()))}'") as caught:
             nanokv.make_cache("dict", config, **arguments)
         assert hint in caught.value.hint
-    cache = nanokv.make_cache("dict", config, dtype=torch.float32, device="cpu")
-    assert nanokv.prefill(loaded[0], [LIST], cache).shape == (1, config.vocab_size)
+    for dtype in (torch.float32, "fp32", "torch.float32", "auto", None):
+        cache = nanokv.make_cache("dict", config, dtype=dtype, device="cpu")
+        assert nanokv.prefill(loaded[0], [LIST], cache).shape == (1, config.vocab_size)
+    cache = nanokv.make_cache("dict", config, dtype="bf16")
+    with pytest.raises(CacheError, match="float32"):
+        nanokv.prefill(loaded[0], [LIST], cache)
+
+
+@pytest.mark.parametrize(("written", "meant"), [
+    ("bf16", torch.bfloat16), ("bfloat16", torch.bfloat16), ("torch.bfloat16", torch.bfloat16),
+    ("BF16", torch.bfloat16), ("fp16", torch.float16), ("half", torch.float16), ("float32", torch.float32),
+    ("fp32", torch.float32), ("float", torch.float32), ("double", torch.float64), (torch.float16, torch.float16),
+    ("auto", None), (None, None),
+])  # fmt: skip
+def test_a_dtype_may_be_written_as_people_write_it(written, meant):
+    assert weights_loader.as_dtype(written) == meant
+    stored = torch.bfloat16  # of the bundled model
+    assert nanokv.load("tiny", dtype=written)[0].dtype == (meant or (torch.float32 if written else stored))
+    assert weights_loader.load("tiny", dtype=written)[1]["norm.weight"].dtype == (meant or stored)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_load_takes_the_dtype_and_device_that_the_command_line_takes(tmp_path, monkeypatch, dtype):
+    """The checkpoint's own, in half the bytes of float32; on a CPU not float16. A GPU, where there is one."""
+    folder = write_tiny_checkpoint(tmp_path / "model", dtype=dtype)
+    args = make_parser("generate", generate).parse(["x", "-m", str(folder)])
+    model, _ = nanokv.load(folder)
+    expected = torch.float32 if dtype == torch.float16 else dtype
+    assert model.dtype == expected == load_model(args).dtype and model.device == torch.device("cpu")
+    assert nanokv.Session.from_pretrained(folder).model.dtype == expected
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    seen = []
+    monkeypatch.setattr("nanokv.loading.load_folder", lambda *given: seen.append(given[2:4]))
+    nanokv.load(folder)
+    nanokv.load("tiny")
+    nanokv.load("tiny", device="cpu")
+    name = str(dtype).removeprefix("torch.")
+    cuda = torch.device("cuda")
+    assert seen == [(name, cuda), ("bfloat16", cuda), ("float32", torch.device("cpu"))]
+
+
+def test_options_of_a_cache_may_stand_in_its_name(loaded):
+    model = loaded[0]
+    for text, options in (("quantized:bits=4:rotate=hadamard", {"bits": 4, "rotate": "hadamard"}),
+                          ("sliding:window=64:sinks=4", {"window": 64, "sinks": 4}), ("dict", {})):  # fmt: skip
+        cache = nanokv.make_cache(text, model.config)
+        assert (cache.name, cache.options) == (text.split(":")[0], options)
+    assert nanokv.make_cache("quantized:bits=4", model.config, bits=2).options == {"bits": 2}, "an argument counts more"
+    for text, words in (("quantized:bits=5", "bits is 5: 2, 4, 8"), ("quantized:bits", "NAME:option=value"),
+                        ("quantised:bits=4", "no cache is called 'quantised'"), ("dict:bits=4", "has no option bits"),
+                        (":bits=4", "the name of a cache is missing")):  # fmt: skip
+        with pytest.raises(CacheError, match=words):
+            nanokv.make_cache(text, model.config)
+
+
+# --- what people type from habit --------------------------------------------------------------------------------------
+
+HABITS = {  # what is typed → (the kind of Python's own error, what the hint says); model, tokenizer, ids are there
+    "model.generate(ids)": (AttributeError, "nanokv.generate(model, ids)"),
+    "model.save_pretrained('x')": (AttributeError, "model.save(folder, tokenizer)"),
+    "nanokv.Qwen3.from_pretrained('tiny')": (AttributeError, 'nanokv.load("tiny")'),
+    "model.from_pretrained('tiny')": (AttributeError, 'nanokv.load("tiny")'),
+    "fast.generate(ids)": (AttributeError, "nanokv.generate(model, ids)"),
+    "tokenizer('Hello')": (TypeError, "tokenizer.encode(text)"),
+    "tokenizer.apply_chat_template([])": (AttributeError, "tokenizer.render([{"),
+    "nanokv.Tokenizer.from_pretrained('x')": (AttributeError, "nanokv.Tokenizer.from_folder(folder)"),
+    "nanokv.generate(model, ids, do_sample=True)": (TypeError, "temperature=0"),
+    "nanokv.generate(model, ids, max_tokens=5)": (TypeError, "max_new_tokens=N"),
+    "nanokv.generate(model, ids, temprature=1)": (TypeError, "did you mean temperature=?"),
+    "nanokv.generate(model, ids, xyz=1)": (TypeError, "there are model, ids, cache, max_new_tokens"),
+    "nanokv.beam_search(model, ids, num_beams=2)": (TypeError, "beams=N"),
+    "nanokv.load('tiny', torch_dtype='auto')": (TypeError, "dtype="),
+    "nanokv.load('tiny', load_in_4bit=True)": (TypeError, "nanokv.optimize(model, weights="),
+    "nanokv.optimize(model, quantize='int8')": (TypeError, 'weights="int8"'),
+    "nanokv.Llama(model_path='x.gguf')": (AttributeError, "nanokv.load("),
+    "nanokv.AutoModelForCausalLM.from_pretrained('x')": (AttributeError, "nanokv.load("),
+    "nanokv.Session('tiny')": (TypeError, "nanokv.Session.from_pretrained('tiny')"),
+    "nanokv.Session(model)": (TypeError, "nanokv.Session.from_pretrained("),
+    "nanokv.Session(model, tokenizer, n_ctx=512)": (TypeError, "context=N"),
+    "nanokv.Session.from_pretrained('some/model', max_tokens=5)": (TypeError, "max_new_tokens=N"),
+    "session.ask('hi', max_tokens=5)": (TypeError, "max_new_tokens=N"),
+    "session.stream('hi', num_predict=5)": (TypeError, "max_new_tokens=N"),
+    "session.create_chat_completion([])": (AttributeError, "session.ask(text)"),
+    "tokenizer.render('Hello')": (ValueError, 'render([{"role": "user", "content": text}])'),
+    "tokenizer.render({'role': 'user', 'content': 'x'})": (ValueError, 'render([{"role": "user"'),
+    "nanokv.Session.from_pretrained('some/model', cache='statik')": (ValueError, "did you mean 'static'?"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("typed", HABITS)
+def test_what_is_typed_from_habit_gets_a_hint(loaded, typed):
+    """As a NanoKVError with a hint, and as the error that Python itself would raise."""
+    model, tokenizer = loaded
+    kind, hint = HABITS[typed]
+    names = {"nanokv": nanokv, "model": model, "tokenizer": tokenizer, "ids": LIST}
+    names |= {"session": nanokv.Session(model, tokenizer), "fast": nanokv.optimize(nanokv.load("tiny")[0])}
+    with pytest.raises(NanoKVError) as caught:
+        eval(typed, names)
+    assert isinstance(caught.value, kind) and hint in caught.value.hint
+    assert f"hint: {caught.value.hint}" in caught.value.__notes__
+
+
+def test_names_that_nobody_has_are_pythons_own_errors(loaded):
+    for thing in (nanokv, *loaded, nanokv.Session(*loaded)):
+        assert not hasattr(thing, "no_such_name") and not hasattr(thing, "from_pretrained_")
+        with pytest.raises(AttributeError) as caught:
+            _ = thing.no_such_name
+        assert type(caught.value) is AttributeError and caught.value.name == "no_such_name"
+    assert not hasattr(loaded[0], "generate") and "generate" not in dir(loaded[0])
+
+
+def test_hints_are_of_names_that_do_not_exist():
+    """What is there needs no hint, and a hint in its place would hide it."""
+    tables = ((habits.MODULE, nanokv), (habits.MODEL, nanokv.Qwen3), (habits.TOKENIZER, nanokv.Tokenizer),
+              (habits.SESSION, nanokv.Session))  # fmt: skip
+    assert {name: thing for table, thing in tables for name in table if hasattr(thing, name)} == {}
+    for function in (nanokv.generate, nanokv.load, nanokv.beam_search, nanokv.speculate):
+        own = inspect.signature(function).parameters.keys()
+        assert own & habits.ARGUMENTS.keys() == set() and {"model", "source"} & own
+
+
+def test_what_generate_returns_says_what_it_is(loaded):
+    model, _ = loaded
+    tokens = nanokv.generate(model, LIST, max_new_tokens=3)
+    assert repr(tokens) == "<Tokens: an iterator over ids, 0 so far, not ended; list(…) takes the rest>"
+    assert iter(tokens) is tokens and list(tokens) == list(nanokv.generate(model, LIST, max_new_tokens=3))
+    assert repr(tokens) == "<Tokens: an iterator over ids, 3 so far, length; list(…) takes the rest>"
+    assert tokens.report.finish_reason == "length" and list(tokens) == []
+    begun = nanokv.generate(model, LIST, max_new_tokens=3)
+    next(begun)
+    begun.close()
+    assert begun.report.finish_reason == "closed" and list(begun) == []
 
 
 def test_cuda_where_there_is_none(monkeypatch):

@@ -21,7 +21,7 @@ from nanokv.cli import chat_commands, inspector
 from nanokv.cli.terminal import Style
 from nanokv.decoding.generation import StopStrings
 from nanokv.decoding.speculative import PromptLookup, Speculation
-from nanokv.errors import ContextError, SessionError, UnsupportedError
+from nanokv.errors import ContextError, NanoKVError, SessionError, UnsupportedError
 from nanokv.text.ids import common_prefix
 from nanokv.text.thinking import ThinkSplitter, split_thinking
 from oracle import Press
@@ -562,3 +562,53 @@ def test_an_answer_that_failed_between_two_tokens_is_over_at_once(loaded, monkey
     with pytest.raises(StopIteration):
         next(generation._steps)
     consistent(session)
+
+
+# --- settings as keywords ---------------------------------------------------------------------------------------------
+
+
+def test_settings_may_be_keywords(loaded):
+    given = Session(*loaded, params={"temperature": 1.0, "seed": 3, "max_new_tokens": 8})
+    session = Session(*loaded, temperature=1.0, seed=3, max_new_tokens=8)
+    assert session.params == given.params and session.ask("hi") == given.ask("hi")
+    assert Session(*loaded, params={"seed": 3, "top_k": 5}, seed=4).params == {"seed": 4, "top_k": 5}
+
+
+def test_settings_of_one_answer_are_gone_after_it(loaded):
+    """Also where it is cut short, and for an answer that is made again or goes on."""
+    session = Session(*loaded, max_new_tokens=8)
+    session.ask("hi", max_new_tokens=3, temperature=1, seed=7)
+    assert (session.last.out, session.last.seed) == (3, 7) and session.params == {"max_new_tokens": 8}
+    first = session.last.ids
+    assert "".join(session.retry(max_new_tokens=3, temperature=1, seed=6)) == session.messages[-1]["content"]
+    assert session.last.ids == first, "the second answer draws with seed 6 + 1"
+    list(session.resume(max_new_tokens=2))
+    assert session.last.out == 2
+    stream = session.stream("more", max_new_tokens=5)
+    assert session.params == {"max_new_tokens": 8}, "not begun"
+    next(stream)
+    stream.close()
+    assert session.params == {"max_new_tokens": 8} and session.last.finish_reason == "interrupted"
+    session.ask("plain")
+    assert session.last.out == 8
+
+
+def test_a_wrong_setting_is_refused_before_any_work(loaded):
+    session = Session(*loaded, max_new_tokens=8)
+    for settings, words in (({"temperature": -1}, "temperature is -1"), ({"max_new_tokens": 0}, "max_new_tokens is 0"),
+                            ({"stop": [""]}, "stop strings must be"), ({"top_k": 0.5}, "top_k is 0.5"),
+                            ({"nonsense": 1}, "has no argument 'nonsense'")):  # fmt: skip
+        for call in (partial(session.ask, "hi"), partial(session.stream, "hi"), partial(Session, *loaded)):
+            with pytest.raises(NanoKVError, match=words):
+                call(**settings)
+    assert session.messages == [] and session.cache.length == 0 and session.last is None
+    assert session.ask("hi", stop=None, seed=None) == Session(*loaded, max_new_tokens=8).ask("hi")
+
+
+@pytest.mark.parametrize("name", ["static", "quantized:bits=8", "sliding:window=64:sinks=4", "growing"])
+def test_a_cache_may_be_named(loaded, name):
+    model, tokenizer = loaded
+    session = Session(model, tokenizer, name, max_new_tokens=8, context=100)
+    own = Session(model, tokenizer, nanokv.make_cache(name, model.config, capacity=100), max_new_tokens=8, context=100)
+    assert session.ask("hi") == own.ask("hi") and session.cache.name == name.split(":")[0]
+    assert session.context == 100 and (name != "static" or session.cache.capacity == 100)

@@ -41,8 +41,8 @@ nanokv.lod("tiny")
 """
 SEEN = [
     "nanokv.model.Transformer", "nanokv.text.tokenizer.Tokenizer", "torch._C.device", "nanokv.cache.base.KVCache",
-    "int", "torch._tensor.Tensor", "typing.Iterator[int]", "nanokv.chat.session.Session", "str", "typing.Iterator[str]",
-    "list[int]", "str",
+    "int", "torch._tensor.Tensor", "nanokv.decoding.generation.Tokens[", "nanokv.chat.session.Session", "str",
+    "typing.Iterator[str]", "list[int]", "str",
 ]  # fmt: skip
 
 

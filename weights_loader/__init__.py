@@ -8,10 +8,11 @@ of the families in families.py and nothing of nanokv; it does not build a model.
 
 import contextlib
 import os
+import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from . import installed, names
 from .gguf_file import is_gguf
@@ -24,26 +25,33 @@ if TYPE_CHECKING:
     from .shards import Part
 
 __all__ = [
-    "BUNDLED", "CheckpointError", "CheckpointWarning", "check_hashes", "check_target", "config_file", "load", "resolve",
+    "BUNDLED", "CheckpointError", "CheckpointWarning", "Device", "Dtype", "as_dtype", "check_hashes", "check_target",
+    "config_file", "default_dtype", "load", "resolve",
 ]  # fmt: skip
 
+Dtype: TypeAlias = "torch.dtype | str | None"  # torch.bfloat16, "bfloat16", "bf16"; None and "auto": what is stored
+Device: TypeAlias = "torch.device | str | None"  # None and "auto": a GPU, if there is one
 Source = str | os.PathLike  # a bundled name or an installed one, a folder, a GGUF file, a hub id, "owner/name:x.gguf"
 BUNDLED = {"tiny": Path(__file__).parent / "checkpoints" / "tiny"}
-SPELLED = {"fp16": "float16", "half": "float16", "float16": "float16", "bf16": "bfloat16", "bfloat16": "bfloat16"}
+SPELLED = {  # of a dtype, as people write it → torch's name
+    "fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32", "float": "float32",
+    "fp64": "float64", "double": "float64",
+}  # fmt: skip
 LAYOUT = (
     "a model folder holds config.json, tokenizer.json, tokenizer_config.json and model.safetensors "
     "(or model.safetensors.index.json with its shards)"
 )
 
 
-def load(source: Source, dtype: "torch.dtype | None" = None, device: "str | torch.device" = "cpu",
+def load(source: Source, dtype: Dtype = None, device: Device = "cpu",
          revision: str | None = None) -> "tuple[dict, dict[str, torch.Tensor]]":  # fmt: skip
     """(name | folder | hub id) → (config dict, {"layers.0.self_attn.q_proj.weight": tensor, ...}).
 
-    dtype None keeps the stored types; on the CPU such tensors are views of the mapped file. lm_head.weight is there
-    only if it differs from the embedding, and config["tie_word_embeddings"] says the same. Raises CheckpointError.
+    dtype None or "auto" keeps the stored types; on the CPU such tensors are views of the mapped file. lm_head.weight is
+    there only if it differs from the embedding, and config["tie_word_embeddings"] says the same. Raises
+    CheckpointError.
     """
-    device = check_target(dtype, device)
+    dtype, device = check_target(dtype, device)
     folder = resolve(source, revision)
     config = read_object(folder / "config.json")
     names.expected(config)  # vocab_size is a size
@@ -95,13 +103,13 @@ def readable(folder: Path) -> Iterator[None]:
         raise CheckpointError(f"{place} cannot be read: {reason}") from error
 
 
-def check_target(dtype: "torch.dtype | None" = None, device: "str | torch.device" = "cpu") -> "torch.device":
-    """The device, if weights can lie on it and have this dtype; CheckpointError before anything is downloaded."""
+def check_target(dtype: Dtype = None,
+                 device: Device = "auto") -> "tuple[torch.dtype | None, torch.device]":  # fmt: skip
+    """What torch calls them, if weights can lie there and have this dtype; CheckpointError before any download."""
     import torch
 
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        meant = SPELLED.get(str(dtype).removeprefix("torch."), "float32")
-        raise CheckpointError(f"dtype {dtype!r} is not a floating-point torch.dtype or None", f"dtype=torch.{meant}")
+    if device is None or device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError) as error:
@@ -110,7 +118,28 @@ def check_target(dtype: "torch.dtype | None" = None, device: "str | torch.device
     if (found.index or 0) >= (count := present.get(found.type, 1 << 8)):
         why = f"torch {torch.__version__} sees {count} of its kind here"
         raise CheckpointError(f"device is {device!r}, but {why}", 'device="cpu"')
-    return found
+    return as_dtype(dtype), found
+
+
+def as_dtype(dtype: Dtype) -> "torch.dtype | None":
+    """torch's own for a name, "bf16", "bfloat16" or "torch.bfloat16"; None for None and "auto"."""
+    import torch
+
+    if dtype is None or dtype == "auto":
+        return None
+    name = str(dtype).removeprefix("torch.").lower()
+    found = getattr(torch, SPELLED.get(name, name), None) if isinstance(dtype, str) else dtype
+    if isinstance(found, torch.dtype) and found.is_floating_point:
+        return found
+    few = re.fullmatch("(?:u?int|q)?([48])(?:bit)?", name)
+    hint = f'optimize(model, weights="int{few[1]}")' if few else 'dtype="bfloat16", "float32" or "auto"'
+    raise CheckpointError(f"dtype {dtype!r} is not a floating-point dtype of torch", hint)
+
+
+def default_dtype(source: Source, stored: str, device: str) -> str:
+    """The name of the dtype in which "auto" computes: what the checkpoint stores; on a CPU float32 for float16, for
+    which it has no fast products, and for the bundled model."""
+    return "float32" if device == "cpu" and (str(source) in BUNDLED or stored == "float16") else stored
 
 
 def resolve(source: Source, revision: str | None = None) -> Path:

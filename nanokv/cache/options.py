@@ -47,6 +47,32 @@ ELSEWHERE = {  # caches of other programs, in lower case and without "cache" →
 }  # fmt: skip
 
 
+def read_kind(text: str) -> tuple[str, dict]:
+    """`NAME[:option=value…]` → (name, options), numbers and true, false, none as Python has them; CacheError.
+
+    Which names and options exist is checked by check_options.
+    """
+    name, *rest = text.split(":")
+    options = {}
+    for part in rest:
+        key, equals, value = part.partition("=")
+        if not key.isidentifier() or not equals or not value:
+            raise CacheError(f"{text!r} is not NAME or NAME:option=value")
+        options[key] = _literal(value)
+    if not name:
+        raise CacheError("the name of a cache is missing")
+    return name, options
+
+
+def _literal(text: str) -> object:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return {"true": True, "false": False, "none": None}.get(text.lower(), text)
+
+
 def check_options(name: str, options: dict, objects: bool = False) -> None:
     """CacheError if there is no such cache, or if it has no such option or value; `objects`: a program asks."""
     if name not in KINDS:

@@ -16,7 +16,7 @@ from nanokv.cache.base import KVCache, LayerCache, NoCache
 from nanokv.cache.batch import BatchCache
 from nanokv.cache.dict_cache import DictCache
 from nanokv.cache.offloaded import OffloadedCache
-from nanokv.cache.options import check_options
+from nanokv.cache.options import check_options, read_kind
 from nanokv.cache.paged import PagedCache
 from nanokv.cache.pool import ElasticPool, PagePool
 from nanokv.cache.prefix import ElasticPrefixPool, PrefixCache, PrefixPool
@@ -26,6 +26,7 @@ from nanokv.cache.static import GrowingCache, StaticCache
 from nanokv.cache.stores import DiskStore, HostStore
 from nanokv.config import Config
 from nanokv.errors import CacheError
+from weights_loader import Device, Dtype
 
 __all__ = [
     "CACHES", "BatchCache", "DictCache", "KVCache", "LayerCache", "NoCache", "PagePool", "PrefixPool", "make_cache",
@@ -113,20 +114,24 @@ CACHES: dict[str, Callable[..., KVCache]] = {
 
 
 def make_cache(name: str, config: Config, batch_size: int = 1, capacity: Capacity = None,
-               dtype: torch.dtype | None = None, device: str | torch.device | None = None,
+               dtype: Dtype = None, device: Device = None,
                **options: Any) -> KVCache:  # fmt: skip
-    """An empty cache of the named kind for a model of this config; capacity in tokens per row.
+    """An empty cache of the named kind for a model of this config; capacity in tokens per row. Options may be part of
+    the name, as on the command line: "quantized:bits=4"; an argument of the same name counts more.
 
     Memory is taken by the first append, in the dtype and on the device of what the model writes; if `dtype` or
     `device` is given, an append of another one is refused.
     """
+    if isinstance(name, str):
+        name, named = read_kind(name)
+        options = named | options
     check_options(name, options, objects=True)
     if not hasattr(config, "num_hidden_layers"):
         raise CacheError(f"config is a {type(config).__name__}, not a Config", hint="pass model.config")
     check("batch_size", batch_size, 1)
     if capacity is not None:
         check("capacity", capacity, 1)
-    target = check_target(dtype, device)
+    dtype, target = check_target(dtype, device)
     cache = CACHES[name](config, batch_size, capacity, **options)
     cache.name, cache.options = name, options | cache.options
     cache.requested_capacity, cache.requested_rows = capacity, batch_size
@@ -137,15 +142,16 @@ def make_cache(name: str, config: Config, batch_size: int = 1, capacity: Capacit
     return cache
 
 
-def check_target(dtype: torch.dtype | None, device: str | torch.device | None) -> torch.device | None:
-    """The device; CacheError if keys and values cannot have this dtype or lie there."""
+def check_target(dtype: Dtype, device: Device) -> tuple[torch.dtype | None, torch.device | None]:
+    """What torch calls them; CacheError if keys and values cannot have this dtype or lie there."""
     if dtype is None and device is None:
-        return None
+        return None, None
     try:
-        target = weights_loader.check_target(dtype, device or "cpu")
+        found, place = weights_loader.check_target(dtype, device or "cpu")
     except weights_loader.CheckpointError as error:
-        raise CacheError(str(error), error.hint) from error
-    return target if device else None
+        fewer_bits = 'make_cache("quantized:bits=8", config)' if "int" in error.hint else error.hint
+        raise CacheError(str(error), fewer_bits) from error
+    return found, place if device else None
 
 
 def check_pool(pool: PagePool, kind: type, config: Config, page: int, pages: int) -> None:

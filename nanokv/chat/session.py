@@ -9,25 +9,39 @@ Every turn renders the whole conversation, keeps the longest common prefix of th
 (`cache.truncate(n)`), and prefills the rest from start_pos n. No printing, no files: those live in nanokv/cli.
 """
 
+import inspect
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
 import torch
 
 from nanokv.cache import KVCache, make_cache
+from nanokv.cache.options import check_options, read_kind
 from nanokv.chat.history import Role, token_roles, why_broken
 from nanokv.checkpoint import Model
-from nanokv.decoding.generation import Generation, LoopGuard, SamplingParams, TextStream, context_limit, never
-from nanokv.decoding.ranges import chosen_seed
-from nanokv.errors import ContextError, SessionError, UnsupportedError
+from nanokv.decoding.generation import (
+    Generation,
+    LoopGuard,
+    SamplingParams,
+    StopStrings,
+    TextStream,
+    context_limit,
+    never,
+)
+from nanokv.decoding.ranges import check_sampling, chosen_seed
+from nanokv.errors import ContextError, SessionError, UnknownArgument, UnsupportedError
+from nanokv.habits import SESSION, refuse, unknown_name
+from nanokv.inference import check_cache
 from nanokv.loading import load
 from nanokv.text.ids import common_prefix
 from nanokv.text.thinking import incomplete_bytes, inside_thinking, split_thinking
 from nanokv.text.tokenizer import Tokenizer
+from weights_loader import Device, Dtype
 
 DEFAULT_NEW_TOKENS = 1024
+SETTINGS = (*(field.name for field in fields(SamplingParams)), "max_new_tokens", "stop")  # of one answer
 
 
 @dataclass
@@ -53,27 +67,50 @@ class Turn:
     speculation: dict = field(default_factory=dict)      # what guessing saved, where something guessed
 
 
+def checked_settings(where: str, settings: dict, others: Iterable[str] = ()) -> dict:
+    """The settings, a copy, if there is each of them and all are in their ranges; `others` are arguments beside them.
+
+    UnknownArgument, GenerationError.
+    """
+    if unknown := settings.keys() - set(SETTINGS):
+        refuse(where, unknown, [name for name in (*others, *SETTINGS) if name not in ("params", "settings")])
+    given = {name: value for name, value in settings.items() if value is not None}
+    StopStrings(given.pop("stop", ()))
+    check_sampling(max_new_tokens=given.pop("max_new_tokens", 1))
+    SamplingParams(**given)
+    return dict(settings)
+
+
 class Session:
     """Messages (always alternating user, assistant) and the one cache that holds them.
 
-    `params`: temperature, top_k, top_p, min_p, repetition_penalty, seed, max_new_tokens, stop (strings).
+    Settings are keywords, of all answers here and of one in `ask`, `stream`, `retry` and `resume`: temperature, top_k,
+    top_p, min_p, repetition_penalty, seed, max_new_tokens, stop (strings). `params` is the same as a dict.
+    `cache`: one to use, or the name of a kind with its options, "quantized:bits=4".
     `make_generation` makes the Generation of each answer: another class, or one with a Draft (speculative.py).
     `overflow`: "stop" raises ContextError before any work; "drop" forgets the oldest whole turns, the system stays.
     """
 
-    def __init__(self, model: Model, tokenizer: Tokenizer, cache: KVCache | None = None, params: dict | None = None,
-                 system: str | None = None, context: int | None = None, template_kwargs: dict | None = None,
-                 overflow: str = "stop", loop_guard: str = "off",
-                 make_generation: Callable[..., Generation] = Generation):  # fmt: skip
+    def __init__(self, model: Model, tokenizer: Tokenizer | None = None, cache: KVCache | str | None = None,
+                 params: dict | None = None, system: str | None = None, context: int | None = None,
+                 template_kwargs: dict | None = None, overflow: str = "stop", loop_guard: str = "off",
+                 make_generation: Callable[..., Generation] = Generation, **settings: Any):  # fmt: skip
+        if tokenizer is None or isinstance(model, str | os.PathLike):
+            source = model if isinstance(model, str | os.PathLike) else "tiny"
+            raise UnknownArgument(f"a Session needs a model and its tokenizer, got {model!r}",
+                                  f"nanokv.Session.from_pretrained({str(source)!r}) loads both")  # fmt: skip
+        settings = checked_settings("Session()", (params or {}) | settings, inspect.signature(Session).parameters)
         for name, value, known in (("overflow", overflow, ("stop", "drop")), ("loop_guard", loop_guard, ("on", "off"))):
             if value not in known:
                 raise SessionError(f"{name} is {value!r}: it must be {' or '.join(map(repr, known))}")
         self.make_generation = make_generation
         self.model, self.tokenizer = model, tokenizer
-        self.cache = make_cache("dict", model.config) if cache is None else cache
+        cache = "dict" if cache is None else cache
+        self.cache = make_cache(cache, model.config, capacity=context) if isinstance(cache, str) else cache
+        check_cache(self.cache)
         limit = context_limit(model, self.cache)
         self.context = min(context or limit, limit)
-        self.params, self.template_kwargs = dict(params or {}), dict(template_kwargs or {})
+        self.params, self.template_kwargs = settings, dict(template_kwargs or {})
         self.system, self.overflow, self.loop_guard = system, overflow, loop_guard
         self.messages: list[dict] = []
         self.prompt_ids: list[int] = []
@@ -86,10 +123,17 @@ class Session:
         self.cache.truncate(0)
 
     @classmethod
-    def from_pretrained(cls, source: str | os.PathLike = "tiny", *, dtype: torch.dtype | None = torch.float32,
-                        device: str | torch.device = "cpu", revision: str | None = None, **options: Any) -> Self:
+    def from_pretrained(cls, source: str | os.PathLike = "tiny", *, dtype: Dtype = "auto", device: Device = "auto",
+                        revision: str | None = None, **options: Any) -> Self:  # fmt: skip
         """A conversation with the model that nanokv.load finds; `options` are what Session takes besides."""
+        own = inspect.signature(Session).parameters
+        checked_settings("Session.from_pretrained()", {k: v for k, v in options.items() if k not in own}, own)
+        if isinstance(options.get("cache"), str):  # before a download
+            check_options(*read_kind(options["cache"]), objects=True)
         return cls(*load(source, dtype=dtype, device=device, revision=revision), **options)
+
+    def __getattr__(self, name: str) -> Any:
+        raise unknown_name(self, name, SESSION)
 
     def __repr__(self) -> str:
         tokens = f"{len(self.cached_ids):,} of {self.context:,} tokens"
@@ -98,26 +142,38 @@ class Session:
 
     # --- asking ---------------------------------------------------------------------------------------------------
 
-    def ask(self, text: str) -> str:
-        """The whole answer to one message, thinking left out."""
-        reply = "".join(self.stream(text))
+    def ask(self, text: str, **settings: Any) -> str:
+        """The whole answer to one message, thinking left out. settings: of this answer alone, temperature=1 for one."""
+        reply = "".join(self.stream(text, **settings))
         return split_thinking(reply, self.thinking_opened)[1]
 
-    def stream(self, text: str, should_stop: Callable[[], bool] = never) -> Iterator[str]:
+    def stream(self, text: str, should_stop: Callable[[], bool] = never, **settings: Any) -> Iterator[str]:
         """Iterator over the answer's text; whole characters only. `should_stop()` is read between tokens and chunks."""
-        return self._answer([*self.messages, {"role": "user", "content": text}], [], should_stop)
+        message = {"role": "user", "content": text}
+        return self._with(settings, self._answer([*self.messages, message], [], should_stop))
 
-    def retry(self, should_stop: Callable[[], bool] = never) -> Iterator[str]:
+    def retry(self, should_stop: Callable[[], bool] = never, **settings: Any) -> Iterator[str]:
         """Answer the last message again: same prompt, another seed."""
         if not self.messages:
             raise SessionError("nothing to retry: no message yet")
-        return self._answer(self.messages[:-1], [], should_stop)
+        return self._with(settings, self._answer(self.messages[:-1], [], should_stop))
 
-    def resume(self, should_stop: Callable[[], bool] = never) -> Iterator[str]:
+    def resume(self, should_stop: Callable[[], bool] = never, **settings: Any) -> Iterator[str]:
         """Go on with the last answer, which is not closed: not one token of it is computed again."""
         if not self.messages:
             raise SessionError("nothing to continue: no answer yet")
-        return self._answer(self.messages[:-1], self._open_reply(), should_stop)
+        return self._with(settings, self._answer(self.messages[:-1], self._open_reply(), should_stop))
+
+    def _with(self, settings, answer):
+        """An answer under settings of its own, checked now; those of the session are back when it ends."""
+        return self._under(checked_settings("an answer", settings), answer) if settings else answer
+
+    def _under(self, settings, answer):
+        before, self.params = self.params, self.params | settings
+        try:
+            yield from answer
+        finally:
+            self.params = before
 
     def _open_reply(self):
         """Ids of the last answer without eos and without a character that was cut in the middle."""

@@ -11,10 +11,11 @@ import re
 import sys
 from dataclasses import fields
 
+from nanokv.cache.options import read_kind
 from nanokv.cli import layout
 from nanokv.cli.terminal import write_out
 from nanokv.decoding.ranges import RANGES, chosen_seed
-from nanokv.errors import NanoKVError
+from nanokv.errors import CacheError, NanoKVError
 from nanokv.parallel.group import Alone
 
 EXIT_CODES = (
@@ -236,25 +237,10 @@ def parse_setting(name: str, text: str):
 
 def cache_name(text: str) -> tuple[str, dict]:
     """`NAME[:option=value…]` → (name, options). Which names and options exist is asked of the cache package later."""
-    name, *rest = text.split(":")
-    options = {}
-    for part in rest:
-        key, equals, value = part.partition("=")
-        if not key.isidentifier() or not equals or not value:
-            raise argparse.ArgumentTypeError(f"{text!r} is not NAME or NAME:option=value")
-        options[key] = _literal(value)
-    if not name:
-        raise argparse.ArgumentTypeError("the name of a cache is missing")
-    return name, options
-
-
-def _literal(text: str):
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            pass
-    return {"true": True, "false": False, "none": None}.get(text.lower(), text)
+    try:
+        return read_kind(text)
+    except CacheError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 # --- shared flags -------------------------------------------------------------------------------------------------

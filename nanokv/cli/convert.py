@@ -52,11 +52,9 @@ def run(args) -> int:
     check_memory(plan, available_memory("cpu"))
     ask_to_replace(args.force, args.folder / "config.json")
     check_address_space()
-    import torch
-
     from nanokv.loading import load
 
-    model, tokenizer = load(plan.folder, dtype=getattr(torch, plan.dtype_name))
+    model, tokenizer = load(plan.folder, dtype=plan.dtype_name, device="cpu")
     model.save(args.folder, tokenizer, force=True)
     size = terminal.bytes_text(weight_bytes(plan.config, ITEMSIZE[plan.dtype_name]))
     terminal.notice(f"{plan.config.family.title}, {size} in {plan.dtype_name}", args)

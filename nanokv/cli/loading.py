@@ -28,6 +28,7 @@ from nanokv.errors import ConfigError, ContextError, NanoKVError
 from nanokv.parallel.group import Alone
 from nanokv.text import render_process
 from nanokv.text.chat_templates import names, read_template
+from weights_loader import default_dtype
 from weights_loader.strict import quote, read_object
 
 PAGE = 16  # tokens per page where --cache does not say
@@ -256,12 +257,8 @@ def choose_context(wanted: int | None, config: Config) -> int:
 
 
 def choose_dtype(args, config: Config, device: str) -> str:
-    """auto = the checkpoint's own; on a CPU float32 for float16 (no fast fp16 GEMM there) and for the bundled model."""
-    if args.dtype != "auto":
-        return args.dtype
-    if device == "cpu" and (args.model == "tiny" or config.torch_dtype == "float16"):
-        return "float32"
-    return config.torch_dtype
+    """--dtype; auto is that of nanokv.load."""
+    return default_dtype(args.model, config.torch_dtype, device) if args.dtype == "auto" else args.dtype
 
 
 def thread_count(ranks: int = 1) -> int:

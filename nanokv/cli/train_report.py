@@ -15,7 +15,7 @@ def evaluate(args, name: str, seeds: list[int]) -> dict:
     from nanokv.cli.train_log import EvaluationProgress
     from nanokv.training.evaluate import TARGETS, TASKS, WRITTEN, broken_recall, evaluate, examples
 
-    model, tokenizer = nanokv.load(name)
+    model, tokenizer = nanokv.load(name, dtype="float32", device="cpu")
     progress = EvaluationProgress(args, (len(TASKS) + len(WRITTEN)) * args.cases * len(seeds) + args.cases)
     width = layout.columns(sys.stdout, None)
 

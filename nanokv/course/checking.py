@@ -55,7 +55,7 @@ class Case(SimpleNamespace):
         if self._model is None:
             from nanokv.loading import load
 
-            self._model = load("tiny")[0]
+            self._model = load("tiny", dtype="float32", device="cpu")[0]
         return self._model
 
     @property

@@ -62,7 +62,7 @@ def prompt(model) -> torch.Tensor:
 
 def write() -> None:
     """Ask transformers for the last token's record of QUESTION, in fp32, with the bundled model."""
-    model, tokenizer = load("tiny")
+    model, tokenizer = load("tiny", dtype="float32", device="cpu")
     ids = torch.tensor([tokenizer.encode(tokenizer.render([{"role": "user", "content": QUESTION}]))])
     theirs = last_token(record(in_transformers("tiny"), ids))
     tensors = {f"{'-' if layer is None else layer} {name}": x.contiguous() for (layer, name), x in theirs.items()}

@@ -55,7 +55,7 @@ def start(notebook: str, seed: int | None = None, model: str = ""):
     source = model or wanted
     recording = recorded.read(notebook) if wanted != "tiny" else None
     try:
-        model, tokenizer = load(model or located(wanted))
+        model, tokenizer = load(model or located(wanted), dtype="float32", device="cpu")  # the figures of the text
     except (ValueError, OSError) as error:  # CheckpointError is no NanoKVError
         if source == "tiny":
             raise

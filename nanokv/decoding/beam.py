@@ -22,6 +22,7 @@ from nanokv.decoding.generation import EosIds, Generation, SamplingParams, Step,
 from nanokv.decoding.sample import logprob
 from nanokv.decoding.sample import repetition_penalty as penalise
 from nanokv.errors import GenerationError
+from nanokv.habits import hinted
 from nanokv.inference import decode, verify_draft
 from nanokv.text.ids import Ids
 
@@ -37,6 +38,7 @@ class Beam(NamedTuple):
     score: float
 
 
+@hinted
 def beam_search(model: Model, ids: Ids, beams: int = 4, max_new_tokens: int = 64, length_penalty: float = 1.0,
                 early_stopping: bool | str = False, eos_token_ids: EosIds = None, num_return: int = 1,
                 cache: KVCache | None = None, repetition_penalty: float = 1.0, chunk: int | None = None,

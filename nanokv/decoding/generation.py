@@ -14,6 +14,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import compress
 from time import perf_counter
+from typing import Generic, TypeVar
 
 import torch
 
@@ -23,6 +24,7 @@ from nanokv.decoding.draw import GREEDY, SamplingParams, Step, draw, reason_to_e
 from nanokv.decoding.ranges import check_sampling
 from nanokv.decoding.sample import logprob
 from nanokv.errors import ContextError, GenerationError, TokenIdsError, UnsupportedError
+from nanokv.habits import hinted
 from nanokv.inference import check_cache, decode, prefill, prefill_chunk
 from nanokv.text.ids import Ids, id_list
 from nanokv.text.thinking import overlap
@@ -44,10 +46,11 @@ class Timings:
     decode_seconds: float = 0.0
 
 
+@hinted
 def generate(model: Model, ids: Ids, cache: KVCache | None = None, max_new_tokens: int = 64, temperature: float = 0.0,
              top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, repetition_penalty: float = 1.0,
-             seed: int | None = None, eos_token_ids: EosIds = None) -> Iterator[int]:  # fmt: skip
-    """Yield up to max_new_tokens ids that continue `ids`, which are the tokens that are not yet in the cache.
+             seed: int | None = None, eos_token_ids: EosIds = None) -> "Tokens[Generation]":  # fmt: skip
+    """Iterator over up to max_new_tokens ids that continue `ids`, which are the tokens that are not yet in the cache.
 
     ids: a list, an array or a tensor, (T,) or (1,T). An eos token ends it and is yielded, as in transformers' output.
     eos_token_ids: None = the checkpoint's, [] = never stop. The arguments are checked at the call, before any work:
@@ -58,7 +61,7 @@ def generate(model: Model, ids: Ids, cache: KVCache | None = None, max_new_token
     if cache is None:
         cache = make_cache("dict", model.config)
     generation = Generation(model, ids, cache, params, max_new_tokens, eos_token_ids)
-    return (step.token for step in generation)
+    return Tokens(generation)
 
 
 def context_limit(model: Model, cache: KVCache) -> int:
@@ -225,6 +228,27 @@ class Generation:
     def sure(self) -> int:
         """So many of (tokens before + ids + generated) every layer holds, whatever was cut short after them."""
         return min([self.fed if self.tokens else self.prefilled, *(layer.length for layer in self.cache)])
+
+
+Report = TypeVar("Report", bound=Generation)
+
+
+class Tokens(Iterator[int], Generic[Report]):
+    """The ids of a Generation, one by one, each computed when it is asked for; `report` is the Generation."""
+
+    def __init__(self, report: Report):
+        self.report = report
+
+    def __next__(self) -> int:
+        return next(self.report).token
+
+    def __repr__(self) -> str:
+        state = self.report.finish_reason or "not ended"
+        return f"<Tokens: an iterator over ids, {len(self.report.tokens):,} so far, {state}; list(…) takes the rest>"
+
+    def close(self) -> None:
+        """End it here; the cache is cut back to what was taken. Also after an exception, however often."""
+        self.report.finish(self.report.finish_reason or "closed")
 
 
 class TextStream:

@@ -8,7 +8,7 @@ bits, so tokens can differ where two logits tie within rounding: not seen in fp3
 kept short enough (cache.max_rollback) to leave no trace in caches that quantize or forget.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 from nanokv.cache import KVCache, make_cache
 from nanokv.checkpoint import Model
-from nanokv.decoding.generation import EosIds, Generation, SamplingParams, Step, context_limit
+from nanokv.decoding.generation import EosIds, Generation, SamplingParams, Step, Tokens, context_limit
 from nanokv.decoding.ranges import check_sampling
 from nanokv.decoding.sample import distribution, logprob
 from nanokv.errors import CapacityError, GenerationError
+from nanokv.habits import hinted
 from nanokv.inference import decode, prefill_chunk, prefill_chunks, verify_draft
 from nanokv.loading import skeleton
 from nanokv.model import Transformer
@@ -131,10 +132,11 @@ def speculative_sample(guesses: list[int], q: Tensor | None, p: Tensor,
     return kept, int(torch.multinomial(rest, 1, generator=generator))  # which also makes it sum to 1
 
 
+@hinted
 def speculate(model: Model, ids: Ids, draft: Draft, cache: KVCache | None = None, max_new_tokens: int = 64,
               temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0,
               repetition_penalty: float = 1.0, seed: int | None = None,
-              eos_token_ids: EosIds = None) -> "Tokens":  # fmt: skip
+              eos_token_ids: EosIds = None) -> "Tokens[Speculation]":  # fmt: skip
     """nanokv.generate with guesses from `draft`: the same arguments and errors, the same greedy tokens.
 
     Returns an iterator of ids; its `.report` (a Speculation) counts rounds, guesses and forwards saved. In a round the
@@ -143,20 +145,6 @@ def speculate(model: Model, ids: Ids, draft: Draft, cache: KVCache | None = None
     params = SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty, seed)
     cache = make_cache("dict", model.config) if cache is None else cache
     return Tokens(Speculation(model, ids, cache, params, max_new_tokens, eos_token_ids, draft=draft))
-
-
-class Tokens(Iterator[int]):
-    """The ids of a Speculation, one by one."""
-
-    def __init__(self, report: "Speculation"):
-        self.report = report
-
-    def __next__(self) -> int:
-        return next(self.report).token
-
-    def close(self) -> None:
-        """End it here; the cache is cut back to what was taken. Also after an exception, however often."""
-        self.report.finish(self.report.finish_reason or "closed")
 
 
 class Speculation(Generation):

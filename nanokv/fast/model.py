@@ -21,6 +21,7 @@ from nanokv.cache.capabilities import Pages
 from nanokv.errors import CacheError, ConfigError
 from nanokv.fast import choice, native
 from nanokv.fast.weights import FORMATS, Addressed, Dense, Int8, Matrix, check_dense
+from nanokv.habits import hinted
 from nanokv.loading import skeleton
 from nanokv.model import Transformer
 from nanokv.rope import apply_rope, rope_angles, rope_frequencies
@@ -302,6 +303,7 @@ class FastTransformer(Transformer):
 def optimize(model: Transformer, weights: str | None = None, compile: None = None) -> Transformer: ...
 @overload
 def optimize(model: Transformer, weights: str | None = None, *, compile: int) -> "Compiled": ...
+@hinted
 @torch.inference_mode(False)  # or the plain model, whose weights become views, could not be trained any more
 @torch.no_grad()
 def optimize(model: Transformer, weights: str | None = None, compile: int | None = None):

@@ -19,7 +19,7 @@ from nanokv.model import Transformer
 from nanokv.parallel.shards import Ranks, Shard, build_shard
 from nanokv.parallel.watch import Watch
 from nanokv.text.tokenizer import Tokenizer
-from weights_loader import shards
+from weights_loader import Device, Dtype, shards
 from weights_loader.prefetch import Prefetch
 from weights_loader.strict import read_object
 
@@ -28,13 +28,13 @@ PROBE = 64  # bytes at each place of a tensor: a fine-tuned checkpoint has the h
 PLACES = 8  # both ends and between: a copy that was broken off has the right size and a hole
 
 
-def load(source: str | os.PathLike, ranks: Ranks, dtype: torch.dtype | None = torch.float32,
-         device: str | torch.device = "cpu", revision: str | None = None) -> tuple[Transformer, Tokenizer]:  # fmt: skip
+def load(source: str | os.PathLike, ranks: Ranks, dtype: Dtype = torch.float32,
+         device: Device = "cpu", revision: str | None = None) -> tuple[Transformer, Tokenizer]:  # fmt: skip
     """`nanokv.load` of this rank's part. Every rank of the group calls it, with the same source.
 
     ParallelError if sizes do not divide, or if the ranks see different files; else the errors of nanokv.load.
     """
-    weights_loader.check_target(dtype, device)
+    dtype, device = weights_loader.check_target(dtype, device)
     folder = weights_loader.resolve(source, revision=revision)
     fields = read_object(folder / "config.json", ConfigError)
     return load_folder(folder, fields, dtype, device, read=reader(ranks))

@@ -16,7 +16,7 @@ class Array(Protocol):
 
 
 Ids = Iterable[int] | Array  # of one sequence: a list, (T,) or (1,T)
-Rows = Iterable[Iterable[int]] | Array  # of a batch: (B,T)
+Rows = Iterable[Iterable[int]] | Iterable[int] | Array  # of a batch: (B,T); (T,) is one row
 
 ENCODE = "tokenizer.encode(text) gives the ids of a text"
 INTEGERS = 'an integer dtype: ids.long(), or ids.astype("int64") in numpy'
@@ -34,16 +34,13 @@ def id_list(ids: Ids, vocab_size: int) -> list[int]:
 
 
 def id_rows(ids: Rows, vocab_size: int) -> list[list[int]]:
-    """A batch as B lists of T ints, B and T at least 1; TokenIdsError as above."""
+    """A batch as B lists of T ints, B and T at least 1; one sequence is a batch of one. TokenIdsError as above."""
     try:
         found = _nested(ids)
-        nested = bool(found) and isinstance(found[0], list)
-        rows = [_ints(row) for row in (found if nested else [found])]
+        rows = [_ints(row) for row in (found if found and isinstance(found[0], list) else [found])]
     except TokenIdsError as error:
         raise _not_rows(str(error), error.hint) from None
     widths = sorted({len(row) for row in rows})
-    if not nested:
-        raise _not_rows(f"got {len(found)} without a batch dimension", "[ids] is one row")
     if len(widths) > 1:
         raise _not_rows(f"got rows of {widths[0]} to {widths[-1]} ids", "generate_padded takes prompts of any lengths")
     if widths == [0]:

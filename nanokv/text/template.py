@@ -80,6 +80,10 @@ def without_calls(messages) -> list[dict]:
 
 def checked(messages) -> list[dict]:
     """Messages without their None fields (as transformers drops them); TemplateError names the first bad one."""
+    if isinstance(messages, str | Mapping):
+        content = "text" if isinstance(messages, str) else "…"
+        raise TemplateError(f"a chat prompt needs a list of messages, got {str(messages)[:60]!r}",
+                            f'tokenizer.render([{{"role": "user", "content": {content}}}])')  # fmt: skip
     if not isinstance(messages, (list, tuple)) or not messages:
         raise TemplateError("there are no messages: a chat prompt needs a list of at least one")
     for number, message in enumerate(messages, 1):

@@ -10,11 +10,12 @@ import functools
 import os
 from collections.abc import Mapping, Set
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import tokenizers
 
-from nanokv.errors import TokenizerError, foreign
+from nanokv.errors import TokenizerError, UnknownArgument, foreign
+from nanokv.habits import ENCODE, TOKENIZER, Elsewhere, unknown_name
 from nanokv.text import chat_templates
 from nanokv.text.ids import Ids, id_list
 from nanokv.text.template import ChatTemplate
@@ -76,6 +77,14 @@ class Tokenizer:
             rows = rows if type(rows) is int else 0
         templates = chat_templates.read_templates(folder, config)
         return cls(backend, _token_names(config), templates, rows, config, last_id)
+
+    from_pretrained = Elsewhere(TOKENIZER["from_pretrained"])
+
+    def __getattr__(self, name: str) -> Any:
+        raise unknown_name(self, name, TOKENIZER)
+
+    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+        raise UnknownArgument("a Tokenizer is not called", f"{ENCODE}, tokenizer.render(messages) a prompt")
 
     def __repr__(self) -> str:
         template = "a chat template" if self.chat_template else "no chat template"

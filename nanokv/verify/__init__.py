@@ -69,7 +69,7 @@ def verify(source: str, folder: Path, against: Path | None = None, against_name:
     report = Report(str(source), None, str(dtype).removeprefix("torch."))
     report.checks.append(hash_check(folder))
     say(f"loading {source}")
-    model, tokenizer = load(folder, dtype=dtype)
+    model, tokenizer = load(folder, dtype=dtype, device="cpu")
     report.checks += [files_check(model), finite_check(model)]
     if not report.equal:  # what is computed with such weights says nothing
         report.checks += [Check(name, "skipped", "the weights are not finite") for name in ALONE_TOO + NEEDS_REFERENCE]

@@ -118,7 +118,7 @@ def answers_of_ours(name: str, model, tokenizer, questions: Questions) -> Eviden
 
 def load_and_answer(name: str, folder: Path, questions: Questions, dtype) -> Evidence:
     """Load, question, drop: another checkpoint as the reference."""
-    model, tokenizer = load(folder, dtype=dtype, check_finite=True)
+    model, tokenizer = load(folder, dtype=dtype, device="cpu", check_finite=True)
     return answers_of_ours(name, model, tokenizer, questions)
 
 

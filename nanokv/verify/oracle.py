@@ -57,7 +57,7 @@ def readable(folder: Path) -> Iterator[Path]:
         yield folder
         return
     with tempfile.TemporaryDirectory(prefix="nanokv-verify-") as copy:
-        model, tokenizer = load_ours(folder)
+        model, tokenizer = load_ours(folder, dtype=torch.float32, device="cpu")
         model.save(copy, tokenizer)
         yield Path(copy)
 
