@@ -594,7 +594,7 @@ def test_errors_of_the_template_are_typed():
 
 @pytest.mark.parametrize(("messages", "words"), [
     ([], "no messages"),
-    ("hi", "no messages"),
+    ("hi", "a list of messages"),
     (["hi"], "message 1 is a str"),
     ([USER, {"role": "bot", "content": "x"}], "message 2 has the role 'bot'"),
     ([{"content": "x"}], "message 1 has the role None"),
