@@ -213,6 +213,72 @@ def test_qwen3s_own_template_has_calls_and_results_where_it_wants_them(tmp_path,
         assert said(found["choices"][0]) == (None, [("time", {})], "tool_calls")
 
 
+NAMED = {"default": CHATML, "tool_use": HERMES, "rag": "rag {{ messages[-1].content }}"}
+
+
+@pytest.fixture
+def prompted(loaded):
+    """prompted(template, …fields) → the prompt of a request, or the error."""
+
+    def prompted(template, **fields):
+        with Serving(loaded[0], with_template(loaded[1], template), context=2000, pages=200) as server:
+            status, found = server.post("/tokenize", fields)
+            if status != 200:
+                return error(found)
+            return server.post("/detokenize", {"tokens": found["tokens"]})[1]["prompt"]
+
+    return prompted
+
+
+def test_the_template_for_tools_is_taken_with_tools_and_another_by_its_name(prompted):
+    asked = ask("Tide?")
+    assert "Call by <tool_call>" in prompted(NAMED, **asked, **TOOLS)
+    assert prompted(NAMED, **asked) == prompted(CHATML, **asked)
+    assert prompted(NAMED, **asked, chat_template="rag") == "rag Tide?"
+    assert prompted(NAMED, **asked, chat_template="default", **TOOLS)["param"] == "tools"
+    found = prompted(NAMED, **asked, chat_template="tool use")
+    assert found["param"] == "chat_template" and '"default", "tool_use", "rag"' in found["message"]
+    assert prompted(NAMED, **asked, chat_template="{{ messages }}")["param"] == "chat_template"
+    hidden = prompted(NAMED, **asked, chat_template_kwargs={"chat_template": "{{ messages }}"})
+    assert hidden["param"] == "chat_template_kwargs"
+
+
+SHOWN = "{% for m in messages %}{{ m.role }}[{{ m.reasoning_content }}]{{ m.content }}" \
+        "{% for c in m.tool_calls or [] %}{{ ARGUMENTS }}{% endfor %};{% endfor %}"  # fmt: skip
+
+
+def replayed(arguments='{"city": "Oslo"}', content="", **more):
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+    said = {"role": "assistant", "content": content, "tool_calls": [call]} | more
+    return [{"role": "user", "content": "Oslo?"}, said, {"role": "tool", "tool_call_id": "1", "content": "Rain."}]
+
+
+@pytest.mark.parametrize(("arguments", "shown"), [
+    ("c.function.arguments|tojson", '{"city": "Oslo"}'), ("'=' + c.function.arguments", '={"city": "Oslo"}'),
+    ("c.function.arguments.items()|list", "[('city', 'Oslo')]"),
+])  # fmt: skip
+def test_a_replayed_call_has_the_form_that_the_template_takes(prompted, arguments, shown):
+    """Text or object, from the client and for the template; the thoughts before it under the names that others use."""
+    template = SHOWN.replace("ARGUMENTS", arguments)
+    expected = f"user[]Oslo?;assistant[hm]{shown};tool[]Rain.;"
+    for given in ('{"city": "Oslo"}', '{"city":"Oslo"}', {"city": "Oslo"}):
+        for name in ("reasoning_content", "reasoning", "thinking"):
+            for content in ("", None):
+                assert prompted(template, messages=replayed(given, content, **{name: "hm"})) == expected
+    assert prompted(template, messages=replayed(reasoning=5))["param"] == "messages[1].reasoning"
+
+
+def test_null_is_null_where_the_template_asks_for_it(prompted):
+    """DeepSeek-R1's shows a call only where the content is none; Qwen3's first one could not read such a content."""
+    calls = "{% for c in m.tool_calls %}{{ c.function.arguments|tojson }}{% endfor %}"
+    where = "{% for m in messages %}{% if m.content is none %}" + calls + "{% else %}{{ '-' + m.content }}{% endif %}" \
+            "{% endfor %}"  # fmt: skip
+    assert prompted(where, messages=replayed(content=None)) == '-Oslo?{"city": "Oslo"}-Rain.'
+    assert prompted(where, messages=replayed(content=""))["code"] == "unsupported"
+    first = SHOWN.replace("m.content", "m.content.strip()").replace("ARGUMENTS", "c.function.arguments|tojson")
+    assert prompted(first, messages=replayed(content=None)) == 'user[]Oslo?;assistant[]{"city": "Oslo"};tool[]Rain.;'
+
+
 FORCED = {"type": "function", "function": {"name": "weather"}}
 WRONG = [
     ("tools", 5, "tools"), ("tools", [5], "tools[0]"), ("tools", [None], "tools[0]"),

@@ -8,6 +8,7 @@ from typing import Any
 
 from nanokv.serve.errors import ApiError
 from nanokv.serve.fields import kind, needed, say
+from nanokv.text.template import REASONING
 from weights_loader.strict import loads
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -40,14 +41,15 @@ def message(value: Any, place: str) -> dict:
         return said | {"tool_call_id": text_of(value, "tool_call_id", place)}
     if role == "assistant" and (calls := kind(value, "tool_calls", list, [], f"{place}.tool_calls")):
         said["tool_calls"] = [call(one, f"{place}.tool_calls[{number}]") for number, one in enumerate(calls)]
-    thought = kind(value, "reasoning_content", str, None, f"{place}.reasoning_content")
-    return said if thought is None else said | {"reasoning_content": thought}
+    thoughts = [kind(value, name, str, None, f"{place}.{name}") for name in REASONING]
+    thought = next((one for one in thoughts if one is not None), None)
+    return said if thought is None else said | {REASONING[0]: thought}
 
 
-def content_text(content: Any, place: str) -> str:
-    """A text, or text parts, with a line break between them as llama.cpp and vLLM have it."""
+def content_text(content: Any, place: str) -> str | None:
+    """A text, or text parts, with a line break between them as llama.cpp and vLLM have it. null stays null."""
     if content is None or isinstance(content, str):
-        return content or ""
+        return content
     if not isinstance(content, list):
         raise ApiError(400, f"{place} is {say(content)}: a text or a list of parts was expected", place)
     return "\n".join(part_text(part, f"{place}[{number}]") for number, part in enumerate(content))
@@ -94,18 +96,17 @@ class Tools:
 
 
 def call(value: Any, place: str) -> dict:
-    """A call that the assistant has made. Templates take its arguments as an object, OpenAI has them as JSON text."""
+    """A call that the assistant has made, its arguments as an object: OpenAI sends JSON text, ollama the object."""
     if not isinstance(value, dict) or value.get("type", "function") != "function":
         raise ApiError(400, f"{place} is {say(value)}: a call of type function was expected", place, "unsupported")
     found = needed(value, "function", dict, f"{place}.function")
-    name, text = text_of(found, "name", f"{place}.function"), text_of(found, "arguments", f"{place}.function")
+    name, where = text_of(found, "name", f"{place}.function"), f"{place}.function.arguments"
+    given = needed(found, "arguments", (str, dict), where)
     try:
-        arguments = loads(text or "{}")
+        arguments = loads(given or "{}") if isinstance(given, str) else given
     except ValueError as error:
-        where = f"{place}.function.arguments"
         raise ApiError(400, f"{where} is not JSON: {error}", where) from None
     if not isinstance(arguments, dict):
-        where = f"{place}.function.arguments"
         raise ApiError(400, f"{where} is {say(arguments)}: the JSON of an object was expected", where)
     made = {"type": "function", "function": {"name": name, "arguments": arguments}}
     return made | {"id": text_of(value, "id", place)}

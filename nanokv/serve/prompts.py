@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from nanokv.decoding.draw import SamplingParams
@@ -22,6 +22,8 @@ from nanokv.serve.calls import CLOSE, OPEN, NoCalls, ToolCalls
 from nanokv.serve.errors import ApiError, named, refused
 from nanokv.serve.logprobs import Echo
 from nanokv.serve.protocol import Asked
+from nanokv.text.call_forms import fitted
+from nanokv.text.template import ChatTemplate, LeftOut
 from nanokv.text.thinking import ThinkSplitter, opens_thinking
 from nanokv.text.tokenizer import Tokenizer
 from weights_loader.strict import quote
@@ -162,42 +164,45 @@ def job(served: Served, asked: Asked, ids: list[int], settings: dict, echo: Echo
     return Job(ids, text, settings, wanted, echo, first)
 
 
-def rendered_prompt(served: Served, template: dict, messages: list[dict], tools: list[dict] | None = None) -> str:
-    """The text that the model goes on from."""
-    return served.tokenizer.render(messages, tools, True, **served.template | template)
-
-
 def chat_ids(served: Served, asked: Asked) -> list[int]:
     """Through the checkpoint's template. Control tokens in a message would end it and begin another's."""
-    (messages,), template, tools = asked.sources, asked.template, asked.tools
+    (messages,), tools = asked.sources, asked.tools
     if not served.allow_special:
         for text, place in texts(messages, "messages"):
             refuse_control(served.tokenizer, text, place)
         for text, place in texts(list(tools.functions), "tools"):
             refuse_control(served.tokenizer, text, place)
-        for text, place in texts(template, "chat_template_kwargs"):
+        for text, place in texts(asked.template, "chat_template_kwargs"):
             refuse_control(served.tokenizer, text, place)
-    render = partial(rendered_prompt, served, template)
-    rendered = render(messages, tools.offered)
+    template = chosen_template(served, asked)
+    messages = fitted(template, messages)
+    variables = served.template | asked.template
+    try:
+        rendered = template.render_all(messages, tools.offered, **variables)
+    except LeftOut as error:
+        param = "tools" if error.what == "tools" else "messages"
+        raise ApiError(400, str(error), param, "unsupported") from None
+    if tools.offered:
+        check_calls(template)
     for name, other in asked.contrast.items():
-        if rendered == rendered_prompt(served, template | other, messages, tools.offered):
+        if rendered == template.render(messages, tools.offered, **variables | other):
             words = f"{name}: the chat template of this model does not look at it"
             raise ApiError(400, words, name, "unsupported")
-    if tools.offered:
-        check_template(served, rendered != render(messages))
-    if any("tool_calls" in message for message in messages):
-        bare = [{name: part for name, part in message.items() if name != "tool_calls"} for message in messages]
-        if rendered == render(bare, tools.offered):
-            raise ApiError(400, "the chat template of this model leaves tool_calls out", "messages", "unsupported")
     return served.tokenizer.encode(rendered)
 
 
-def check_template(served: Served, shows_tools: bool) -> None:
-    """Does the model learn about tools, and is a call written as calls.py reads it?"""
-    if not shows_tools:
-        raise ApiError(400, "the chat template of this model has no place for tools", "tools", "unsupported")
-    source = served.tokenizer.chat_template or ""
-    if OPEN not in source or "<function=" in source:
+def chosen_template(served: Served, asked: Asked) -> ChatTemplate:
+    """One of the model's own, by name; without one as `Tokenizer.render` takes it."""
+    known, name = served.tokenizer.chat_templates, asked.chat_template
+    if name is not None and name not in known:
+        words = f"chat_template is {quote(name)}: this model has {', '.join(map(quote, known)) or 'none'}"
+        raise ApiError(400, words, "chat_template")
+    return served.tokenizer.template(name, asked.tools.offered)
+
+
+def check_calls(template: ChatTemplate) -> None:
+    """Is a call written as calls.py reads it?"""
+    if OPEN not in template.source or "<function=" in template.source:
         raise ApiError(400, f"this model does not write calls as JSON between {OPEN} and {CLOSE}, which is what this "
                        "server reads", "tools", "unsupported")  # fmt: skip
 

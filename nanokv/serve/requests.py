@@ -25,6 +25,7 @@ from nanokv.serve.fields import (
 )
 from nanokv.serve.known import CHAT_ONLY, HARMLESS, NOT_DONE, TEXT_ONLY, refused
 from nanokv.serve.messages import ROLES, messages
+from nanokv.text.template import REASONING
 from weights_loader.strict import quote
 
 MOST_STOPS, LONGEST_STOP = 16, 1_000  # each token is compared with all of them
@@ -34,7 +35,7 @@ MOST_LIKELY = {"messages": 20, "prompt": 5}  # OpenAI's limits of top_logprobs, 
 MOST_TOOLS = 128
 RESERVED = (  # of the template's own variables, and what the checkpoint sets
     "self", "messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token", "pad_token",
-    "unk_token",
+    "unk_token", "chat_template",
 )  # fmt: skip
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 NAME = re.compile("[A-Za-z0-9_-]{1,64}")  # of a function
@@ -53,7 +54,8 @@ PART = {"anyOf": [
     for name in ("text", "refusal")
 ]}  # fmt: skip
 CONTENT: dict = {"anyOf": [TEXT, {"type": "array", "items": PART}]}
-CALLED = {"type": "object", "properties": {"name": TEXT, "arguments": TEXT}, "required": ["name", "arguments"]}
+ARGUMENTS = {"anyOf": [TEXT, {"type": "object"}]}
+CALLED = {"type": "object", "properties": {"name": TEXT, "arguments": ARGUMENTS}, "required": ["name", "arguments"]}
 CALL = {"type": "object", "properties": {"id": TEXT, "function": CALLED, "type": {"const": "function"}},
         "required": ["id", "function"]}  # fmt: skip
 
@@ -63,15 +65,16 @@ def maybe(schema: dict) -> dict:
     return {"anyOf": [schema, {"type": "null"}]}
 
 
+THOUGHTS = {name: maybe(TEXT) for name in REASONING}
 ASKS = [role for role in ROLES if role not in ("assistant", "tool")]
 MESSAGES: dict = {"type": "array", "minItems": 1, "items": {"anyOf": [
     {"type": "object", "required": ["role", "content"],
-     "properties": {"role": {"enum": ASKS}, "content": CONTENT, "reasoning_content": maybe(TEXT)}},
+     "properties": {"role": {"enum": ASKS}, "content": CONTENT} | THOUGHTS},
     {"type": "object", "required": ["role", "content", "tool_call_id"],
      "properties": {"role": {"const": "tool"}, "content": CONTENT, "tool_call_id": TEXT}},
     {"type": "object", "required": ["role"],
-     "properties": {"role": {"const": "assistant"}, "content": maybe(CONTENT), "reasoning_content": maybe(TEXT),
-                    "tool_calls": maybe({"type": "array", "items": CALL})}},
+     "properties": {"role": {"const": "assistant"}, "content": maybe(CONTENT),
+                    "tool_calls": maybe({"type": "array", "items": CALL})} | THOUGHTS},
 ]}}  # fmt: skip
 
 
