@@ -281,19 +281,18 @@ class GenerationConfig:
 
     @classmethod
     def from_folder(cls, folder: str | os.PathLike, config: dict | None = None) -> "GenerationConfig":
-        """Read generation_config.json; without one, the eos ids of config.json (or `config`, what it says) and greedy
-        decoding."""
-        fields: dict = {}
-        for name in ("config.json", "generation_config.json"):
-            path = Path(folder) / name
-            known = config if name == "config.json" else None
-            if known is not None or path.is_file():
-                found = read_object(path, ConfigError) if known is None else known
-                found = {k: v for k, v in found.items() if v is not None}
-                if name == "config.json":  # of its many fields those that old checkpoints keep there
-                    found = {k: v for k, v in found.items() if k in SAMPLED or k in NEUTRAL or k in NEUTRAL_SAMPLED}
-                fields |= found
-        return cls.from_dict(fields)
+        """Read generation_config.json, and config.json unless `config` says what is in it."""
+        config = optional_fields(Path(folder) / "config.json") if config is None else config
+        return cls.from_fields(config, optional_fields(Path(folder) / "generation_config.json"))
+
+    @classmethod
+    def from_fields(cls, config: dict, generation: dict) -> "GenerationConfig":
+        """Of what both files say: generation_config.json goes first; of config.json's many fields those
+        count that old checkpoints keep there."""
+        kept = SAMPLED | NEUTRAL.keys() | NEUTRAL_SAMPLED.keys()
+        old = {name: value for name, value in config.items() if name in kept and value is not None}
+        new = {name: value for name, value in generation.items() if value is not None}
+        return cls.from_dict(old | new)
 
     @classmethod
     def from_dict(cls, fields: dict) -> "GenerationConfig":
@@ -327,6 +326,11 @@ class GenerationConfig:
             fields = {"repetition_penalty": self.repetition_penalty}
         eos = {"eos_token_id": list(self.eos_token_ids)} if self.eos_token_ids else {}
         return {"do_sample": sampled} | eos | fields
+
+
+def optional_fields(path: Path) -> dict:
+    """The JSON object in a file, {} where there is no such file."""
+    return read_object(path, ConfigError) if path.is_file() else {}
 
 
 def eos_token_ids(fields: dict) -> tuple[int, ...] | None:

@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 import weights_loader
 from nanokv.clock import stamp
-from nanokv.config import Config, GenerationConfig
+from nanokv.config import Config, GenerationConfig, eos_token_ids, optional_fields
 from nanokv.errors import ConfigError
 from nanokv.habits import hinted
 from nanokv.model import Transformer
@@ -52,9 +52,10 @@ def load_folder(folder: Path, fields: dict, dtype: Dtype, device: Device,
     """
     dtype, device = weights_loader.check_target(dtype, device)
     config = Config.from_dict(fields)  # refuse what is not implemented before a byte of weights is read
-    generation_config = GenerationConfig.from_folder(folder, fields)
+    generation = optional_fields(folder / "generation_config.json")
+    generation_config = GenerationConfig.from_fields(fields, generation)
     tokenizer = Tokenizer.from_folder(folder, rows=config.vocab_size)
-    ends = endings.of_folder(folder, tokenizer, fields)
+    ends = endings.ends(tokenizer, eos_token_ids(generation), eos_token_ids(fields))
     generation_config = replace(generation_config, eos_token_ids=tuple(end.id for end in ends))
     tokenizer.control_ids |= {end.id for end in ends} & set(tokenizer.special_tokens.values())
     stamp("tokenizer")

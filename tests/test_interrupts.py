@@ -278,6 +278,9 @@ class LetterStream:
     def put(self, token):
         return self.tokenizer.decode([token])
 
+    def hidden(self, token):
+        return ""
+
     def flush(self):
         return ""
 

@@ -24,11 +24,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from nanokv.config import eos_token_ids
-from nanokv.errors import ConfigError, TemplateError
+from nanokv.config import eos_token_ids, optional_fields
+from nanokv.errors import TemplateError
 from nanokv.text.tokenizer import SPOKEN, Tokenizer
 from weights_loader.control_texts import FILL_IN_ENDS, turn_ends
-from weights_loader.strict import read_object
 
 GENERATION, CONFIG = "generation_config.json", "config.json"
 NAMES = tuple(f"{name}_token" for name in ("eos", "eot", "eom", *FILL_IN_ENDS))  # tokenizer_config.json
@@ -49,19 +48,11 @@ class End:
     sources: tuple[str, ...]
 
 
-def of_folder(folder: str | os.PathLike, tokenizer: Tokenizer,
-              config: dict | None = None) -> tuple[End, ...]:  # fmt: skip
-    """The ends of a checkpoint, those of generation_config.json first.
-
-    config: what config.json says, where it has been read. Raises ConfigError: an eos_token_id is no id.
-    """
-    generation = _fields(Path(folder) / GENERATION)
-    config = _fields(Path(folder) / CONFIG) if config is None else config
-    return ends(tokenizer, eos_token_ids(generation), eos_token_ids(config))
-
-
-def _fields(path: Path) -> dict:
-    return read_object(path, ConfigError) if path.is_file() else {}
+def of_folder(folder: str | os.PathLike, tokenizer: Tokenizer) -> tuple[End, ...]:
+    """The ends of a checkpoint, those of generation_config.json first. ConfigError: an eos_token_id is
+    no id."""
+    said = (eos_token_ids(optional_fields(Path(folder) / name)) for name in (GENERATION, CONFIG))
+    return ends(tokenizer, *said)
 
 
 def ends(tokenizer: Tokenizer, generation: Sequence[int] | None = None,
