@@ -148,7 +148,7 @@ def test_the_example_of_a_smaller_cache_takes_half_the_bytes(cli):
 
 def bytes_shown(done) -> float:
     """The size of the cache in the status line of (exit code, stdout, stderr)."""
-    number, unit = re.search(r" ([\d.,]+) ([kM])B · ", done[2]).groups()
+    number, unit, _ = re.search(r" ([\d.,]+) ([kM])B( \([\d.]+ [kM]B reserved\))? · ", done[2]).groups()
     return float(number.replace(",", "")) * {"k": 1e3, "M": 1e6}[unit]
 
 

@@ -255,7 +255,8 @@ def test_the_drawing_of_a_sliding_cache_marks_what_left_the_window(loaded):
         row = re.fullmatch(r"layer  0 (\S+)  .*", lines[1])[1]
         assert len(row) == seen and set(row[sinks : -15]) == {"·"} and "·" not in row[:sinks] + row[-15:]
         assert f"· dropped {seen - held}" in lines[0]
-        assert f"× {held} tokens = {cache.nbytes:,} B · measured {cache.nbytes:,} B" in lines[-1]
+        assert f"× {held} tokens = {cache.nbytes:,} B · measured {cache.nbytes:,} B" in lines[-2]
+        assert lines[-1].startswith(f"18 new + 0 reused + 20 out − 1 = {seen}: the last token of an answer")
 
 
 def test_settings_show_the_limit_that_holds_where_none_was_set(loaded):

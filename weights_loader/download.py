@@ -454,15 +454,14 @@ def _unknown(source: str, known: tuple[str, ...]) -> CheckpointError:
 
 
 def _beside(source: str) -> str | None:
-    """The GGUF file or model folder in the folder of this path whose name is closest: smollm2.ggf → ./smollm2.gguf."""
+    """The GGUF file or model folder beside this path with nearly its name: x.ggf → ./x.gguf."""
     path = Path(os.path.expanduser(source))
     try:
         with os.scandir(path.parent) as entries:
-            found = {entry.name.lower(): entry.name for entry in islice(entries, SEARCHED) if _is_model(entry)}
+            found = [entry.name for entry in islice(entries, SEARCHED) if _is_model(entry)]
     except (OSError, ValueError):
         return None
-    stems = {Path(name).stem.lower(): name for name in found.values()}
-    names = stems | found
+    names = {Path(name).stem.lower(): name for name in found} | {name.lower(): name for name in found}
     close = difflib.get_close_matches(path.name.lower(), names, n=1, cutoff=0.8)
     place = path.parent / names[close[0]] if close else None
     return place and (str(place) if place.is_absolute() else f"./{place}")
@@ -474,8 +473,8 @@ def _is_model(entry: os.DirEntry) -> bool:
 
 
 def _nearest(source: str, known: tuple[str, ...]) -> str:
-    """A hint: a model on this disk with nearly that path, else the known name that is closest in letters and digits
-    (qwen3-06b → Qwen/Qwen3-0.6B)."""
+    """A hint: a model on this disk with nearly that path, else the known name that is closest in
+    letters and digits (qwen3-06b → Qwen/Qwen3-0.6B)."""
     if beside := _beside(source):
         return f"did you mean {beside}?"
     if source.startswith(("/", ".", "~")) or source.endswith(".gguf"):

@@ -39,11 +39,13 @@ KINDS: dict[str, dict[str, Rule | None]] = {  # cache → its options → (legal
 
 _QUANTIZED = "quantized:bits=8 and quantized:bits=4 keep keys and values in fewer bits"
 ELSEWHERE = {  # caches of other programs, in lower case and without "cache" → ours
-    "dynamic": "transformers' DynamicCache is 'dict' here; 'growing' holds the same and copies less",
-    "default": "'dict' is the plainest, 'growing' what the chat uses", "offloadedstatic": "did you mean 'offloaded'?",
-    "slidingwindow": "did you mean 'sliding'?", "sink": "'sliding:window=N:sinks=4' keeps the first tokens",
-    "quanto": _QUANTIZED, "hqq": _QUANTIZED, "q80": _QUANTIZED, "q40": _QUANTIZED, "fp8": _QUANTIZED,
+    "dynamic": "transformers' DynamicCache is 'dict' here; 'growing' holds the same, copies less",
+    "default": "'dict' is the plainest, 'growing' what the chat uses",
+    "sink": "'sliding:window=N:sinks=4' keeps the first tokens",
+    "offloadedstatic": "did you mean 'offloaded'?", "slidingwindow": "did you mean 'sliding'?",
     "pagedattention": "did you mean 'paged'?", "radix": "did you mean 'prefix'?",
+    "quanto": _QUANTIZED, "hqq": _QUANTIZED, "q80": _QUANTIZED, "q40": _QUANTIZED,
+    "fp8": _QUANTIZED,
 }  # fmt: skip
 
 

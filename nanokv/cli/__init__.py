@@ -40,7 +40,9 @@ COMMANDS = {  # name → (module, what it does)
     "course": ("nanokv.cli.course", "the notebooks: build, execute, render, grade; the claims of the articles"),
     "env": ("nanokv.cli.env", "show the settings that apply and where they come from"),
 }
-ABOUT = "nanokv: language models from scratch in PyTorch, with a KV cache that you can see and talk to."
+ABOUT = (
+    "nanokv: language models from scratch in PyTorch, with a KV cache that you can see and talk to."
+)
 EXAMPLES = ("nanokv chat", 'nanokv generate "What is a KV cache?"', "nanokv chat -m Qwen/Qwen3-0.6B")
 _PULL = "a model is downloaded when it is first used: nanokv chat -m Qwen/Qwen3-0.6B"
 _SERVE = "nanokv serve answers over HTTP, as llama-server and OpenAI's API do"
@@ -50,10 +52,11 @@ _LIST = "nanokv models lists what is here and what can be loaded"
 ELSEWHERE = {  # commands of other programs → what does it here
     "run": "nanokv chat -m MODEL talks with it; nanokv generate PROMPT answers once", "pull": _PULL, "download": _PULL,
     "list": _LIST, "ls": _LIST, "show": "nanokv memory MODEL, or nanokv models", "complete": "nanokv generate PROMPT",
-    "version": _VERSION, "-V": _VERSION, "-v": _VERSION, "rm": _DISK, "ps": "nanokv models lists what is here; "
-    "nothing runs in the background", "server": _SERVE, "api": _SERVE, "cli": "nanokv chat, or nanokv generate PROMPT",
-    "perplexity": "nanokv bench --help: --quality compares quantized weights and caches with exact ones",
-    "quantize": "--quantize int8 or int4 with nanokv chat, generate, batch and serve; no file is written",
+    "version": _VERSION, "-V": _VERSION, "-v": _VERSION, "rm": _DISK, "server": _SERVE, "api": _SERVE,
+    "ps": "nanokv models lists what is here; nothing runs in the background",
+    "cli": "nanokv chat, or nanokv generate PROMPT",
+    "perplexity": "nanokv bench --quality compares quantized weights and caches with exact ones",
+    "quantize": "--quantize int8 or int4 with nanokv chat, generate, batch, serve; writes no file",
     "llama-bench": "nanokv bench", "tokenize": "in Python: nanokv.load(NAME)[1].encode(TEXT)",
 }  # fmt: skip
 REPORT = "this is a bug in nanokv, please report it"
@@ -115,9 +118,9 @@ def overview() -> str:
     width = help_width()
     commands = "\n".join(layout.definitions([(name, about) for name, (_, about) in COMMANDS.items()], width))
     end = "nanokv COMMAND --help lists a command's flags. nanokv --version prints the version."
-    parts = [ABOUT, "usage: nanokv COMMAND [flags]", examples_text(EXAMPLES).strip(), f"commands:\n{commands}", end]
-    wrapped = (layout.wrapped(part, width) for part in parts)
-    return "\n\n".join([*wrapped, exit_codes_text()]) + "\n"
+    examples = examples_text(EXAMPLES).strip()
+    parts = [ABOUT, "usage: nanokv COMMAND [flags]", examples, f"commands:\n{commands}", end]
+    return "\n\n".join([*(layout.wrapped(part, width) for part in parts), exit_codes_text()]) + "\n"
 
 
 def version() -> str:

@@ -32,7 +32,7 @@ def template_options(args) -> dict:
 
 
 class AnswerWriter:
-    """One answer on its way to the two streams. `show(text)` gets its clean text (default: stdout)."""
+    """One answer on its way to the two streams; `show(text)` gets its clean text (None: stdout)."""
 
     def __init__(self, args, style: Style | None = None, show=None):
         self.thinking = "off" if args.quiet else args.thinking or "show"

@@ -140,7 +140,7 @@ def no_think(chat, rest):
 
 
 def _setting(chat, name):
-    """What /set shows as its value now; in brackets what a number means that switches something off."""
+    """What /set shows as its value now; in brackets what a number means that does nothing."""
     if name in CHOICES:
         return getattr(chat.session if name in OF_SESSION else chat.view, name)
     value, params = chat.session.params.get(name), chat.session.params

@@ -79,13 +79,14 @@ def balance(session) -> str:
     if not turn or not turn.out or session.cache.length != turn.new + turn.reused + turn.out - 1:
         return ""
     return (
-        f"{turn.new:,} new + {turn.reused:,} reused + {turn.out:,} out − 1 = {session.cache.length:,}: "
-        "the last token of an answer is chosen, but not fed; its key and value come with the next message"
+        f"{turn.new:,} new + {turn.reused:,} reused + {turn.out:,} out − 1 = "
+        f"{session.cache.length:,}: the last token of an answer is chosen, but not fed; its key and "
+        "value come with the next message"
     )
 
 
 def tokens_text(session, style, width=None, limit=400) -> str:
-    """The last prompt and its answer, a line per message; of more than `limit` tokens the newest."""
+    """The last prompt and its answer, a line per message; of more than `limit` tokens the last."""
     ids, roles = session.cached_ids, session.roles()
     if not ids:
         return "no prompt yet"

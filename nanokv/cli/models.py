@@ -23,13 +23,20 @@ DESCRIPTION = (
     "List the models that can be loaded here without a download, with the argument to type for each. A folder in "
     "Hugging Face format, or a GGUF file, is loaded by its path: nanokv chat -m ./folder, nanokv chat -m FILE.gguf."
 )
-DOWNLOAD = {  # repository → bytes of its weights: 2 per value in bf16; two Qwen3 store a tied head twice
-    "HuggingFaceTB/SmolLM2-135M-Instruct": 2 * 134_515_008, "HuggingFaceTB/SmolLM2-360M-Instruct": 2 * 361_821_120,
-    "HuggingFaceTB/SmolLM2-1.7B-Instruct": 2 * 1_711_376_384, "meta-llama/Llama-3.2-1B-Instruct": 2 * 1_235_814_400,
-    "meta-llama/Llama-3.2-3B-Instruct": 2 * 3_212_749_824, "Qwen/Qwen2.5-0.5B-Instruct": 2 * 494_032_768,
-    "Qwen/Qwen2.5-1.5B-Instruct": 2 * 1_543_714_304, "Qwen/Qwen3-0.6B": 2 * 751_632_384,
-    "Qwen/Qwen3-1.7B": 2 * 2_031_739_904, "Qwen/Qwen3-4B": 2 * 4_022_468_096, "Qwen/Qwen3-8B": 2 * 8_190_735_360,
-    "Qwen/Qwen3-14B": 2 * 14_768_307_200, "Qwen/Qwen3-32B": 2 * 32_762_123_264,
+DOWNLOAD = {  # repository → bytes of its weights: 2 per value; two Qwen3 hold their tied head twice
+    "HuggingFaceTB/SmolLM2-135M-Instruct": 2 * 134_515_008,
+    "HuggingFaceTB/SmolLM2-360M-Instruct": 2 * 361_821_120,
+    "HuggingFaceTB/SmolLM2-1.7B-Instruct": 2 * 1_711_376_384,
+    "meta-llama/Llama-3.2-1B-Instruct": 2 * 1_235_814_400,
+    "meta-llama/Llama-3.2-3B-Instruct": 2 * 3_212_749_824,
+    "Qwen/Qwen2.5-0.5B-Instruct": 2 * 494_032_768,
+    "Qwen/Qwen2.5-1.5B-Instruct": 2 * 1_543_714_304,
+    "Qwen/Qwen3-0.6B": 2 * 751_632_384,
+    "Qwen/Qwen3-1.7B": 2 * 2_031_739_904,
+    "Qwen/Qwen3-4B": 2 * 4_022_468_096,
+    "Qwen/Qwen3-8B": 2 * 8_190_735_360,
+    "Qwen/Qwen3-14B": 2 * 14_768_307_200,
+    "Qwen/Qwen3-32B": 2 * 32_762_123_264,
 }
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 ANY, SHAPES = ("chat", "generate", "batch", "memory", "bench", "profile", "trace", "verify"), ("bench", "profile")
@@ -67,8 +74,8 @@ def run(args) -> int:
     models += [random_shape(name) for name in RANDOM]
     if args.json:
         terminal.write_out(to_json(
-            {"cache": str(place), "models": [asdict(model) for model in models], "short_names": SHORT_NAMES,
-             "download_bytes": DOWNLOAD}
+            {"cache": str(place), "models": [asdict(model) for model in models],
+             "short_names": SHORT_NAMES, "download_bytes": DOWNLOAD}
         ) + "\n")
     else:
         terminal.write_out(text(models, place, terminal.Style(sys.stdout, args.color)))
@@ -138,8 +145,9 @@ def text(models, place, style) -> str:
             lines += ["  cannot be loaded:", *layout.definitions(broken, width, "    ")]
         lines.append("")
     lines.append(style.bold(layout.paragraph("short names, fetched when they are first used", width)))
-    short = [(f"  -m {name}", repository, size_text(repository)) for name, repository in SHORT_NAMES.items()]
-    lines += [*layout.table(("", "on the hub", "download"), short, width, (0, 1)), "", *files(style, width), ""]
+    short = [(f"  -m {name}", hub, size_text(hub)) for name, hub in SHORT_NAMES.items()]
+    lines += [*layout.table(("", "on the hub", "download"), short, width, (0, 1)), ""]
+    lines += [*files(style, width), ""]
     used = terminal.sanitize_line(environment("NANOKV_MODEL") or "tiny")
     lines.append(layout.paragraph(f"Without -m it is {used}. For example: nanokv chat -m tiny", width))
     return "\n".join(lines) + "\n"
@@ -151,9 +159,10 @@ def files(style, width: int | None) -> list[str]:
         ("-m FILE.gguf", "a GGUF file on this disk"),
         ("-m owner/name:FILE.gguf", "a GGUF file on the hub"),
         ("-m ./FOLDER", "a folder in Hugging Face format"),
+        ("-m owner/name", "any other repository on the hub"),
     ]
     title = style.bold(layout.paragraph("files and folders, and whatever the hub has", width))
-    return [title, *layout.definitions([*rows, ("-m owner/name", "any other repository on the hub")], width)]
+    return [title, *layout.definitions(rows, width)]
 
 
 def size_text(repository: str) -> str:

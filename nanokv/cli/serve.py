@@ -147,7 +147,7 @@ def make_server(args, loaded: Loaded, stop: "Stop", ready):
 
 
 def model_names(args, loaded: Loaded) -> tuple[str, ...]:
-    """What a request may call the model: its own name first, then what was typed after -m, and each --alias."""
+    """What a request may call the model: its own name, what was typed after -m, each --alias."""
     last = [Path(args.model).name] if Path(args.model).exists() else []
     return tuple(dict.fromkeys([loaded.name, args.model, *last, *args.alias]))
 

@@ -220,7 +220,7 @@ def bytes_text(count: float) -> str:
 
 
 def held_text(used: int, held: int) -> str:
-    """What tokens take and, where memory is kept for more of them, all: 641 kB (1.18 MB reserved)."""
+    """What tokens take and, where room is kept for more, all of it: 641 kB (1.18 MB reserved)."""
     text, reserved = bytes_text(used), bytes_text(held)
     return text if text == reserved else f"{text} ({reserved} reserved)"
 

@@ -1,9 +1,9 @@
 """An answer on a terminal breaks between words while it is streamed; a pipe gets it as it is.
 
-A piece is written at once. A word that grows past the edge is taken back from its line and written on
-the next one, as ollama does. The last column stays empty, because terminals do not agree where the
-cursor is behind it. Lines of a fenced code block, and a word that is wider than the terminal, are left
-to the terminal: they can be copied whole.
+A piece is written at once. A word that grows past the edge is taken back from its line and written
+on the next one, as ollama does. The last column stays empty, because terminals do not agree where
+the cursor is behind it. Lines of a fenced code block, and a word that is wider than the terminal,
+are left to the terminal: they can be copied whole.
 """
 
 import os
@@ -27,11 +27,11 @@ def write_words(stream, write: Callable[[str], None]) -> Callable[[str], None]:
 
 
 class WordWrap:
-    """`wrap(piece)` writes one piece; a new object begins at the left edge. `columns()` is asked again
-    at every piece.
+    """`wrap(piece)` writes one piece; a new object begins at the left edge. `columns()` is asked
+    again at every piece.
 
-    The cursor's line holds `line` cells and then `word`, `cells` wide, of which `shown` characters are
-    written already. Blanks wait for the word behind them: at a break they are dropped.
+    The cursor's line holds `line` cells and then `word`, `cells` wide, of which `shown` characters
+    are written already. Blanks wait for the word behind them: at a break they are dropped.
     """
 
     def __init__(self, write: Callable[[str], None], columns: Callable[[], int]):
