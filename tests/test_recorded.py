@@ -160,7 +160,7 @@ def test_a_model_that_cannot_be_loaded_leads_to_the_recording(shell, monkeypatch
 
 def test_a_model_that_runs_has_its_own_outputs(shell, monkeypatch, capsys):
     tiny = nanokv.loading.load("tiny")
-    monkeypatch.setattr(nanokv.loading, "load", lambda name: tiny)
+    monkeypatch.setattr(nanokv.loading, "load", lambda name, **_: tiny)
     monkeypatch.setattr(recorded, "read", lambda number: ONE)
     monkeypatch.setenv("NANOKV_MODEL", "a/large-one")
     recorded.follow(shell, ONE)

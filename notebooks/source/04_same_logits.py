@@ -145,7 +145,7 @@ print(f"{len(steps)} operations compared, {sum(step.difference == 0 for step in 
 # at once, and one by one through a cache. In exact arithmetic nothing would differ. Then we compare fp32 with bf16.
 
 # %%
-half = nanokv.load(source, dtype=torch.bfloat16)[0]
+half = nanokv.load(source, dtype="bfloat16", device="cpu")[0]
 alone, ours_half, alone_half = reference.one_by_one(model, ids), debug.record(half, ids), reference.one_by_one(half, ids)
 
 

@@ -129,7 +129,7 @@ def tensor_parallel(group, ids):
     for kind in ("sum", "gather"):
         send = getattr(group, kind)
         setattr(group, kind, lambda x, kind=kind, send=send: (sent.append((kind, x.nbytes)), send(x))[1])
-    part = split(nanokv.load("tiny")[0], group)
+    part = split(nanokv.load("tiny", device="cpu")[0], group)
     cache = nanokv.make_cache("dict", part.config)
     nanokv.prefill(part, torch.tensor(ids)[:, :-1], cache)
     sent.clear()
@@ -295,7 +295,7 @@ def context_parallel(group, ids):
         return gather(x)
 
     group.gather = counted
-    model = nanokv.load("tiny")[0]
+    model = nanokv.load("tiny", device="cpu")[0]
     cache = ContextCache(nanokv.make_cache("dict", model.config), group, page=16)
     bytes_of = {}
     for length in (100, 1000):
@@ -345,7 +345,7 @@ def hand_over(group, ids):
     """Rank 0: bytes that were sent. Rank 1: the tokens that it generated from the keys it was given."""
     from torch import distributed
 
-    model = nanokv.load("tiny")[0]
+    model = nanokv.load("tiny", device="cpu")[0]
     cache, c = nanokv.make_cache("dict", model.config), model.config
     prompt, sent = torch.tensor(ids), 0
     if group.rank == 0:
