@@ -378,9 +378,6 @@ def _refuse_unimplemented(fields: dict, family: families.Family):
     for name, value in fields.items():
         if name not in in_tables and not HARMLESS_NAMES.fullmatch(name) and not is_off(name, value):
             _refuse_unknown(name, value, family)
-    if fields.get("auto_map"):
-        text = "config.json names Python code of its own (auto_map), which is not run"
-        warnings.warn(f"{text}: the model is computed as a plain {family.title}", CheckpointWarning, stacklevel=4)
 
 
 def _values_of_family(fields: dict, family: families.Family) -> dict[str, tuple]:

@@ -11,7 +11,7 @@ from nanokv.config import Config, GenerationConfig
 from nanokv.errors import ConfigError, NanoKVError
 from oracle import tiny_config, tiny_reference
 from weights_loader import names
-from weights_loader.strict import CheckpointError, CheckpointWarning
+from weights_loader.strict import CheckpointError
 
 pytestmark = pytest.mark.sampled
 
@@ -91,7 +91,7 @@ def test_every_field_that_transformers_knows_is_read_or_known_harmless():
     {"pad_token_id": 151654, "temperature": 0.6, "top_k": 20, "max_length": 40, "do_sample": True},
     {"attention_dropout": 0.1, "initializer_range": 0.5, "use_cache": False, "max_window_layers": 1},
     {"sliding_window": 4096, "use_sliding_window": False},
-    {"quantization_config": None, "quantization": {}, "auto_map": {}, "anything": None},
+    {"quantization_config": None, "quantization": {}, "auto_map": {"AutoModel": "m.M"}, "anything": None},
     {"original_max_position_embeddings": 2048, "model_max_length": 512, "max_sequence_length": 512, "seq_length": 64},
     {"hidden_act": "swish"}, {"hidden_activation": "silu", "activation_function": "swish"}, {"attention_bias": None},
     {"resid_pdrop": 0.1, "hidden_dropout_prob": 0.1, "router_z_loss_coef": 0.01, "init_std": 0.006},
@@ -253,12 +253,6 @@ def test_a_value_that_switches_nothing_on_changes_nothing_whatever_the_name(fiel
     plain = Config.from_dict(fields)
     for value in OFF[name]:
         assert Config.from_dict(fields | {name: value}) == plain, value
-
-
-def test_code_that_a_checkpoint_names_is_not_run_and_that_is_said(fields):
-    code = {"auto_map": {"AutoModelForCausalLM": "modeling_mine.Mine"}}
-    with pytest.warns(CheckpointWarning, match=r"auto_map.*not run.*plain Qwen3"):
-        assert Config.from_dict(fields | code) == Config.from_dict(fields)
 
 
 @pytest.mark.parametrize("name", ["quantization_config", "quantization", "compression_config"])

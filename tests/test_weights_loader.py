@@ -248,6 +248,13 @@ def test_an_untied_config_without_a_head_is_tied_with_a_warning(tmp_path):
     assert config["tie_word_embeddings"] is True and "lm_head.weight" not in state
 
 
+def test_code_that_a_checkpoint_names_is_not_run_and_that_is_said_once(tmp_path):
+    code = {"auto_map": {"AutoModelForCausalLM": "modeling_mine.Mine"}}
+    with pytest.warns(weights_loader.CheckpointWarning, match=r"auto_map.*not run.*plain Qwen3") as caught:
+        weights_loader.load(write(tmp_path, CONFIG | code))
+    assert len(caught) == 1
+
+
 # --- folders and files
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from . import installed, names
+from . import families, installed, names
 from .gguf_file import is_gguf
 from .strict import CheckpointError, CheckpointWarning, quote, read_object
 
@@ -243,6 +243,10 @@ def check_hashes(folder: str | os.PathLike) -> list[str]:
 def check(folder: Path, config: dict, entries: dict) -> dict:
     """The entries in the config's order, exactly those that it asks for; lm_head only if it is not tied."""
     shapes = names.expected(config)
+    if config.get("auto_map"):
+        text = f"{folder}: config.json names Python code of its own (auto_map), which is not run"
+        plain = f"the model is computed as a plain {families.family_of(config).title}"
+        warnings.warn(f"{text}: {plain}", CheckpointWarning, stacklevel=4)
     whole = names.whole_names(entries, shapes)
     entries = {whole[name]: entry for name, entry in entries.items()}
     extra = [name for name in entries if name not in shapes and not names.IGNORED.fullmatch(name)]
