@@ -17,7 +17,7 @@ from pydantic import BaseModel
 import nanokv
 from nanokv.decoding.draw import Step
 from nanokv.errors import GenerationError
-from nanokv.serve import grammar
+from nanokv.serve import grammar, schemas
 from nanokv.serve.answer import AnswerText
 from nanokv.serve.calls import ToolCalls
 from nanokv.text.thinking import ThinkSplitter
@@ -231,6 +231,23 @@ def test_keywords_that_say_nothing_are_left_out(server, keywords):
     status, found = server.post(CHAT, ask(temperature=2, seed=1, max_tokens=40, **of(schema)))
     assert status == 200, found
     assert json.loads(found["choices"][0]["message"]["content"]) in [{"a": {"on": on}} for on in (True, False)]
+
+
+@pytest.mark.parametrize("name", ["password", "int64", "idn-email", "regex", "x-colour"])
+def test_an_unknown_format_is_an_annotation(server, name):
+    schema = {"type": "object", "properties": {"a": {"type": "string", "maxLength": 2, "format": name}},
+              "required": ["a"], "additionalProperties": False}  # fmt: skip
+    status, found = server.post(CHAT, ask(temperature=2, seed=1, max_tokens=40, **of(schema)))
+    assert status == 200, found
+    jsonschema.validate(json.loads(found["choices"][0]["message"]["content"]), schema)
+
+
+def test_a_format_that_is_known_is_kept(loaded):
+    words = grammar.vocabulary(loaded[1], loaded[1].rows, [2, 0])
+    for name in schemas.FORMATS:
+        source = grammar.source({"type": "string", "format": name}, [], True, False, "none")
+        matcher, ids = grammar.compiled(source, words, "x").matcher, loaded[1].encode('"!"')
+        assert matcher.validate_tokens(ids) < len(ids), name
 
 
 @pytest.mark.parametrize(("keywords", "said"), [
