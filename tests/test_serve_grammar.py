@@ -178,8 +178,8 @@ def test_thoughts_come_first_and_are_free(loaded, text, thought, follows):
     words = grammar.vocabulary(tokenizer, tokenizer.rows, [2, 0])
     schema = {"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"],
               "additionalProperties": False}  # fmt: skip
-    matcher = grammar.compiled(grammar.source(schema, [], True, False, thought), words, "response_format")
-    constraint, logits = grammar.Constraint(matcher), torch.zeros(1, tokenizer.rows)
+    rules = grammar.compiled(grammar.source(schema, [], True, False, thought), words, "response_format")
+    constraint, logits = grammar.Constraint(rules), torch.zeros(1, tokenizer.rows)
     for _ in range(2):  # a draw that was cut short is repeated
         allowed = (constraint(logits, tokenizer.encode(text))[0] > -torch.inf).nonzero()[:, 0].tolist()
     begins = {tokenizer.token_bytes(id)[:1].decode("latin-1") for id in allowed if id not in (0, 1, 2)}
@@ -349,7 +349,7 @@ def test_tags_may_follow_whatever_they_are_marked(special, tiny_folder):
     assert {tokenizer.special_tokens[token] for token in tokens} < set(ids)
     words = grammar.vocabulary(tokenizer, tokenizer.vocab_size, [2])
     rules = grammar.source(None, [LIGHT["function"]], False, True, grammar.thoughts(tokenizer, [5], False))
-    matcher = grammar.compiled(rules, words, "tools")
+    matcher = grammar.compiled(rules, words, "tools").matcher
     assert matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
     answer = AnswerText(tokenizer, [], ThinkSplitter(), ToolCalls(["light"]), [2])
     pieces = [piece for id in [*ids, 2] for piece in answer.put(Step(id, 0.0), id == 2)]
@@ -361,7 +361,7 @@ def test_an_end_cannot_stand_inside_of_a_string(tiny_folder):
     tokenizer = with_tokens(tiny_folder, False, ("<|turn_end|>", "<|word|>"))
     end, word = (tokenizer.special_tokens[token] for token in ("<|turn_end|>", "<|word|>"))
     words = grammar.vocabulary(tokenizer, tokenizer.vocab_size, [2, end])
-    matcher = grammar.compiled(grammar.source({"type": "string"}, [], False, False, "none"), words, "x")
+    matcher = grammar.compiled(grammar.source({"type": "string"}, [], False, False, "none"), words, "x").matcher
     assert matcher.try_consume_tokens(tokenizer.encode('"a')) == len(tokenizer.encode('"a'))
     bits = torch.frombuffer(bytearray(matcher.compute_bitmask()), dtype=torch.uint8)
     allowed = [bool(bits[id // 8] >> id % 8 & 1) for id in (word, end, 2)]
