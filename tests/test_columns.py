@@ -15,6 +15,7 @@ import pytest
 
 from chat_terminal import Terminal, chat_argv
 from nanokv.cli import COMMANDS, bench, layout, main, wrapping
+from nanokv.cli.answer import AnswerWriter
 from nanokv.cli.chat_view import status
 
 WIDTHS = (80, 60, 40)
@@ -298,6 +299,23 @@ def test_an_answer_follows_the_width_of_the_terminal():
     for piece in ("one two three", " four five six seven", " eighty nine", " ten"):
         wrap(piece)
     assert written == ["one two three", " four five six seven", " \neighty nine", " ten"]
+
+
+def test_thoughts_break_between_words_too(monkeypatch, capsys):
+    """On the other stream, dim; the thought ends its line, so the answer begins at the left edge."""
+    monkeypatch.setattr(wrapping, "is_tty", lambda stream: True)
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("TERM", "xterm")
+    writer = AnswerWriter(types.SimpleNamespace(quiet=False, thinking="show", color="always"))
+    writer.begin(True)
+    for piece in re.findall(r"(?s).{1,5}", PROSE + "</think>" + PROSE):
+        writer.put(piece)
+    writer.finish()
+    for text in capsys.readouterr():
+        screen = pyte.Screen(40, 40)
+        pyte.Stream(screen).feed(text.replace("\n", "\r\n"))
+        assert [line.rstrip() for line in screen.display if line.strip()] == on_screen(PROSE, 40)[0]
+    assert screen.cursor.x == 0
 
 
 def test_a_pipe_gets_an_answer_as_it_is(tmp_path, monkeypatch):

@@ -285,6 +285,9 @@ def test_the_cost_tables_and_the_byte_table_add_up(page, runs):
     fed = [len(right.ids) + n for n in range(len(right.steps))]
     assert [row[1] for row in work] == [str(n) for n in fed]
     assert [int(row[2].replace(",", "")) for row in work] == [sum(fed[: n + 1]) for n in range(len(fed))]
+    whole = find(page, "p.whole").text
+    assert whole.startswith(f"The whole run, {len(fed)} steps: {fed[-1]} tokens through the model in ")
+    assert f"with the cache, {sum(fed):,} tokens in " in whole and whole.endswith(" times as long.")
     page.execute_script("openTab(0)")
     rows = table(page, visible_figures(page)[4])[2]
     assert [row[2] for row in rows] == [row[3] for row in rows] == [f"{step.nbytes:,}" for step in right.steps]

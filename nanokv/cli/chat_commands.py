@@ -158,7 +158,7 @@ def set_value(chat, rest):
     name = name.replace("-", "_")
     if not value.strip() and (not rest or name in (*SETTINGS, *CHOICES)):
         shown = [name] if rest else [*SETTINGS, *CHOICES]
-        chat.view.say(" · ".join(f"{key} {_setting(chat, key)}" for key in shown))
+        chat.view.say(layout.joined([f"{key} {_setting(chat, key)}" for key in shown], chat.width()))
     elif name in CHOICES:
         if value.strip() not in CHOICES[name]:
             raise NanoKVError(f"{name} {value.strip()!r} is not {' or '.join(CHOICES[name])}")
