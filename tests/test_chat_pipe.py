@@ -171,7 +171,7 @@ class Said:
         self.messages = [{}] * messages
         self.cache = SimpleNamespace(length=3)
         self.last = Turn(**{"new": 14, "reused": 1200, "out": 8, "ttft": 0.021, "tok_s": 310.4, "finish_reason": "stop",
-                            "kv_bytes": 96_768, "cached": 21} | turn)  # fmt: skip
+                            "kv_used": 96_768, "kv_bytes": 147_456, "cached": 21} | turn)  # fmt: skip
 
 
 def show(capsys, said, cut=3, thinking="show", markdown=False, **turn):
@@ -183,7 +183,10 @@ def show(capsys, said, cut=3, thinking="show", markdown=False, **turn):
 
 
 def test_status_line_is_the_specified_one(capsys):
-    expected = "  14 new + 1,200 reused → 8 out · first token 21 ms · 310 tok/s · cache 21/2,048 · 96.8 kB\n"
+    expected = (
+        "  14 new + 1,200 reused → 8 out · first token 21 ms · 310 tok/s · cache 21/2,048 · 96.8 kB "
+        "(147 kB reserved)\n"
+    )
     assert show(capsys, "Yes.") == ("Yes.\n", expected)
 
 
