@@ -60,7 +60,8 @@ class HubServer(ThreadingHTTPServer):
     def files(self, repo: str, commit: str) -> dict[str, Path]:
         root = self.folder / repo
         branch = next((p for p in root.glob("@*") if self.commit(repo, p.name[1:]) == commit), root)
-        return {p.name: p for p in sorted(branch.iterdir()) if p.is_file()}
+        found = [*branch.iterdir(), *branch.glob("additional_chat_templates/*")]
+        return {str(p.relative_to(branch)): p for p in sorted(found) if p.is_file()}
 
 
 class Handler(BaseHTTPRequestHandler):

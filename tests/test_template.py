@@ -399,7 +399,7 @@ def test_an_answer_that_is_too_long_is_not_read():
     process = render_process.take()
     body = b'["{{ 7 * 7 }}", {}]'
     request = render_process.HEAD.pack(len(body), 1.0, render_process.MEMORY, 100) + body
-    assert process.ask(request, 1.0, 100) == ["text", "49"]
+    assert process.ask(request, 1.0, 100) == ("text", "49")
     with pytest.raises(TemplateError, match="its answer has 14 bytes, more than 10"):
         process.ask(request, 1.0, 10)
     render_process.drop(process)

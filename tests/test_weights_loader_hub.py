@@ -317,6 +317,22 @@ def test_optional_files_may_be_absent(client, repos):
     assert set(client("org/tiny")["files"]) == WANTED - {"generation_config.json"} | {"chat_template.jinja"}
 
 
+def test_other_templates_come_too(hub, client, repos):
+    """Those of the names that transformers has; one is not larger than a template, and damage is found."""
+    others = repos / "org" / "tiny" / "additional_chat_templates"
+    others.mkdir()
+    for name in ("tool_use.jinja", "rag.jinja", "notes.txt"):
+        (others / name).write_text(f"{name} {{{{ messages }}}}")
+    folder = Path(client("org/tiny")["folder"])
+    found = {path.name for path in (folder / others.name).iterdir()}
+    assert found == {"tool_use.jinja", "rag.jinja"} and not hub.gets("notes.txt")
+    (folder / others.name / "rag.jinja").resolve().write_text("{{ damaged }}")
+    assert "rag.jinja" in client("org/tiny", HF_HUB_OFFLINE="1")["error"]
+    hub.lies["tool_use.jinja"] = {"X-Linked-Size": str(10**12)}
+    shutil.rmtree(folder.parents[1])
+    assert "at most 1,000,000 are read" in client("org/tiny")["error"]
+
+
 def test_a_hostile_index_from_the_hub_is_refused(hub, client, repos):
     index = repos / "org" / "sharded" / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"model.norm.weight": "../../../evil.safetensors"}}))

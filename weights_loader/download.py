@@ -27,7 +27,11 @@ from .installed import PACKAGES
 from .names import INDEX, SINGLE, missing_weights, read_weight_map
 from .strict import LIMITS, CheckpointError, quote, read_object
 
-SMALL = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")  # optional
+TEMPLATES = "additional_chat_templates"  # beside chat_template.jinja; these names are known, a list costs a request
+SMALL = (  # optional
+    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
+    f"{TEMPLATES}/tool_use.jinja", f"{TEMPLATES}/rag.jinja",
+)  # fmt: skip
 FAMILY = tuple(f"Qwen/Qwen3-{size}" for size in ("0.6B", "1.7B", "4B", "8B", "14B", "32B"))
 SHORT = {  # what people type → the repository
     "smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct", "smollm2-360m": "HuggingFaceTB/SmolLM2-360M-Instruct",
@@ -171,6 +175,11 @@ def _announce(repo: str, folder: Path) -> None:
     LOG.info("%s: %s parameters, %s MB in memory as bfloat16", repo, f"{count:,}", f"{2 * count / 1e6:,.0f}")
 
 
+def _limit(name: str) -> int | None:
+    """Bytes that are read of such a file."""
+    return LIMITS.get("chat_template.jinja" if name.startswith(TEMPLATES) else name)
+
+
 def _optional(repo: str, name: str, commit: str) -> Path | None:
     """The file, or None if the repository has none by that name (the cache remembers that)."""
     from huggingface_hub import _CACHED_NO_EXIST, try_to_load_from_cache
@@ -253,7 +262,7 @@ def _fetch_blob(repo: str, name: str, remote: Remote, blob: Path):
 
 
 def _most(name: str, remote: Remote) -> int:
-    return LIMITS[name] if remote.size is None else remote.size
+    return _limit(name) if remote.size is None else remote.size
 
 
 def _receive(repo: str, name: str, remote: Remote, file):
@@ -384,7 +393,7 @@ def _metadata(repo: str, name: str, revision: str) -> Remote:
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
 
     meta = get_hf_file_metadata(hf_hub_url(repo, name, revision=revision))
-    what, limit = f"{repo}/{name}: the server's", LIMITS.get(name)
+    what, limit = f"{repo}/{name}: the server's", _limit(name)
     if not COMMIT.fullmatch(meta.commit_hash or ""):
         raise CheckpointError(f"{what} commit is {quote(meta.commit_hash)}, not 40 hex digits", MIRROR_HINT)
     if COMMIT.fullmatch(revision) and meta.commit_hash != revision:

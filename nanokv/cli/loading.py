@@ -121,7 +121,7 @@ def _load_model(args, announce) -> Loaded:
         decide(args, plan, announce)
         check_memory(plan, available_memory("cpu"), memory_of_flags(args, plan))
     prefetched = speed.prefetch(plan, args)
-    if hasattr(args, "chat_template"):  # the command renders; the process starts while the model is read
+    if hasattr(args, "chat_template") and not args.ranks.rank:  # it will render: that process starts meanwhile
         render_process.start()
     check_address_space()
     stamp("plan")

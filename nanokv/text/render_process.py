@@ -7,6 +7,7 @@ processes belong to the one that started them, not to its forks, and end when it
 """
 
 import atexit
+import contextlib
 import json
 import os
 import signal
@@ -48,7 +49,7 @@ class RenderProcess:
         except OSError as error:
             raise TemplateError(f"no process can be started for chat templates: {error}") from error
 
-    def ask(self, request: bytes, seconds: float, most: int) -> list[str]:
+    def ask(self, request: bytes, seconds: float, most: int) -> tuple[str, str]:
         """The answer, of at most so many bytes; TemplateError where the process ended instead."""
         timer = threading.Timer(CLOCK + seconds, self.process.kill)
         timer.start()
@@ -63,7 +64,10 @@ class RenderProcess:
             timer.cancel()
         if not answer:
             raise stopped(f"it ran for more than {CLOCK + seconds:.3g} s" if late else self._end_of(seconds))
-        return json.loads(answer)
+        with contextlib.suppress(ValueError, RecursionError):
+            kind, words = json.loads(answer)
+            return str(kind), str(words)
+        raise stopped("what came back is no answer")
 
     def _read(self, most: int) -> bytes:
         """b"" where there is no whole answer."""
@@ -77,9 +81,9 @@ class RenderProcess:
     def _end_of(self, seconds: float) -> str:
         """Why it ended by itself."""
         code = self.process.wait()
-        if code == -getattr(signal, "SIGPROF", 0):
-            return f"it ran for more than {seconds:.3g} s"
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        if how == "signal SIGPROF":
+            return f"it ran for more than {seconds:.3g} s"
         return f"the process that rendered it ended, {how}"
 
     @property
@@ -93,12 +97,9 @@ class RenderProcess:
         self.process.wait()
 
     def forget(self) -> None:
-        """Close the pipes, with which it ends if nobody else holds them."""
+        """Close the pipes, with which it ends if nobody else holds them. What waits to be written is not."""
         for pipe in (self.process.stdin, self.process.stdout):
-            try:
-                pipe.close()
-            except OSError:  # what was not written yet cannot be
-                pass
+            pipe.raw.close()
 
 
 _all: set[RenderProcess] = set()
@@ -133,8 +134,7 @@ def stopped(why: str) -> TemplateError:
 
 def take() -> RenderProcess:
     """One that waits, else a new one."""
-    while _idle:
-        process = _idle.pop()
+    while (process := waiting()) is not None:
         if process.alive:
             return process
         drop(process)
@@ -143,12 +143,19 @@ def take() -> RenderProcess:
     return process
 
 
+def waiting() -> RenderProcess | None:
+    """One of those that wait, for this thread alone."""
+    try:
+        return _idle.pop()
+    except IndexError:
+        return None
+
+
 def keep(process: RenderProcess) -> None:
     """For the next render."""
-    if len(_idle) < KEPT:
-        _idle.append(process)
-    else:
-        drop(process)
+    _idle.append(process)
+    while len(_idle) > KEPT and (one := waiting()) is not None:
+        drop(one)
 
 
 def drop(process: RenderProcess) -> None:
@@ -158,9 +165,10 @@ def drop(process: RenderProcess) -> None:
 
 
 def start() -> None:
-    """Begin to start one, which then waits for the first render."""
-    if not _idle:
-        keep(take())
+    """Begin to start one, which then waits for the first render; where that fails the render will say so."""
+    with contextlib.suppress(TemplateError):
+        if not _idle:
+            keep(take())
 
 
 def end_all() -> None:
