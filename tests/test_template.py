@@ -456,6 +456,16 @@ def test_the_process_holds_nothing(monkeypatch, tmp_path):
                                      for path in Path(line[73:]).parents}  # fmt: skip
 
 
+def test_the_process_starts_while_a_tokenizer_with_a_template_is_read(tiny_folder, tmp_path):
+    for name in ("tokenizer.json", "config.json"):
+        (tmp_path / name).write_bytes((tiny_folder / name).read_bytes())
+    code = "from nanokv.text.tokenizer import Tokenizer\n" \
+           f"Tokenizer.from_folder({str(tmp_path)!r})\nprint(len(workers()))\n" \
+           f"own = Tokenizer.from_folder({str(tiny_folder)!r})\nbefore = workers()\nown.render(MESSAGES)\n" \
+           "print(len(before), workers() == before)"  # fmt: skip
+    assert output_of(code) == "0\n1 True\n"
+
+
 def test_jinja2_is_not_imported_here():
     """It takes 30 ms; and no template runs in this process."""
     code = "T('x').render(MESSAGES)\nprint([name for name in ('jinja2', 'torch', 'numpy') if name in sys.modules])"

@@ -16,7 +16,7 @@ import tokenizers
 
 from nanokv.errors import TokenizerError, UnknownArgument, foreign
 from nanokv.habits import ENCODE, TOKENIZER, Elsewhere, unknown_name
-from nanokv.text import chat_templates
+from nanokv.text import chat_templates, render_process
 from nanokv.text.ids import Ids, id_list
 from nanokv.text.template import ChatTemplate
 from nanokv.text.tokenizer_file import read_backend, write_tokenizer
@@ -70,12 +70,13 @@ class Tokenizer:
         rows: of the embedding; None asks config.json, where there is one.
         """
         folder = Path(path)
-        backend, last_id = read_backend(folder / "tokenizer.json")
         config = _json_object(folder / "tokenizer_config.json")
+        if templates := chat_templates.read_templates(folder, config):
+            render_process.start()  # beside what is read now, so that the first render need not wait
+        backend, last_id = read_backend(folder / "tokenizer.json")
         if rows is None:
             rows = _json_object(folder / "config.json").get("vocab_size", 0)
             rows = rows if type(rows) is int else 0
-        templates = chat_templates.read_templates(folder, config)
         return cls(backend, _token_names(config), templates, rows, config, last_id)
 
     from_pretrained = Elsewhere(TOKENIZER["from_pretrained"])
