@@ -595,7 +595,7 @@ def test_another_model_is_told_what_to_do_when_a_cell_is_slow(monkeypatch, capsy
     import nanokv.loading
 
     tiny = nanokv.loading.load("tiny")
-    monkeypatch.setattr(nanokv.loading, "load", lambda name: tiny)
+    monkeypatch.setattr(nanokv.loading, "load", lambda name, **_: tiny)
     monkeypatch.setenv("NANOKV_MODEL", "a/large-one")
     session.start("05")
     said = capsys.readouterr().out

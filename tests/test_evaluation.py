@@ -361,7 +361,7 @@ SHIFTS = {"right": 0, "start_pos off by one": 1, "start_pos restarted at 0": -9,
 @pytest.mark.parametrize(("fault", "shift"), SHIFTS.items())
 def test_a_lie_shifts_the_keys_that_follow(folder, fault, shift):
     """Layer 0, where keys depend on the token and its position alone. What was cached before stays as it is."""
-    model, _ = nanokv.load(folder)
+    model, _ = nanokv.load(folder, dtype=torch.float32)
     ids = torch.randint(0, SMALL.vocab_size, (1, 15), generator=torch.Generator().manual_seed(0))
     right, wrong = make_cache("dict", SMALL), make_cache("dict", SMALL)
     prefill(model, ids, right)
@@ -379,7 +379,7 @@ def test_a_lie_shifts_the_keys_that_follow(folder, fault, shift):
 
 
 def test_a_lie_about_nothing_changes_no_logit(folder, tokenizer):
-    model, _ = nanokv.load(folder)
+    model, _ = nanokv.load(folder, dtype=torch.float32)
     ids = tokenizer.encode(data.render([{"role": "user", "content": "My name is Zorbla."}] * 2))
     whole = prefill(model, torch.tensor([ids]), make_cache("dict", SMALL))[0]
     _, split = evaluate.answer_from(model, tokenizer, ids[:9], ids[9:], lambda length: length, limit=3)

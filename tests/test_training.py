@@ -762,7 +762,7 @@ def test_the_export_is_the_checkpoint_in_bf16(finished):
 
 def test_the_export_is_an_ordinary_hugging_face_folder(finished):
     """nanokv.load and transformers read the same model out of it: logits, ids, template, eos."""
-    model, tokenizer = nanokv.load(finished / "model")
+    model, tokenizer = nanokv.load(finished / "model", dtype=torch.float32)
     reference = transformers.AutoModelForCausalLM.from_pretrained(finished / "model", dtype=torch.float32).eval()
     theirs = transformers.AutoTokenizer.from_pretrained(finished / "model")
     assert type(reference).__name__ == "Qwen3ForCausalLM"
@@ -779,7 +779,7 @@ def test_the_export_is_an_ordinary_hugging_face_folder(finished):
 
 def test_the_export_can_be_talked_to(finished):
     """Session, the path of the chat: some answer, and a cache that holds the conversation."""
-    session = nanokv.Session(*nanokv.load(finished / "model"), params={"max_new_tokens": 5})
+    session = nanokv.Session(*nanokv.load(finished / "model", dtype=torch.float32), params={"max_new_tokens": 5})
     session.ask("My name is Zorbla.")
     session.ask("What is my name?")
     assert session.last.reused > 0 and session.cache.length > 20
@@ -805,7 +805,7 @@ def test_smoke_run_of_the_real_command(tmp_path):
     assert set(report["missed"]) <= set(report["tasks"]) and report["cases"] == 1 and len(report["faults"]) == 5
     size = sum(path.stat().st_size for path in (tmp_path / "run" / "model").iterdir())
     assert size < 12_000_000
-    model, tokenizer = nanokv.load(tmp_path / "run" / "model")
+    model, tokenizer = nanokv.load(tmp_path / "run" / "model", dtype=torch.float32)
     assert model.config.to_dict() == trainer.TINY.to_dict() and tokenizer.vocab_size == trainer.VOCAB_SIZE
     again = run_cli("train", "--out", tmp_path / "run", "--evaluate", "--cases", 1, "--json", timeout=600)
     assert again.returncode == 1 and json.loads(again.stdout) == report  # a bad model, measured alone: 1
