@@ -435,7 +435,7 @@ def test_sdpa_is_causal_would_hide_the_past():
 # --- what the three functions refuse --------------------------------------------------------------------------------
 
 
-NOT_IDS = {"1-D": torch.zeros(3).long(), "empty": torch.zeros(1, 0).long(), "float": torch.ones(1, 3)}
+NOT_IDS = {"3-D": torch.zeros(1, 3, 1).long(), "empty": torch.zeros(1, 0).long(), "float": torch.ones(1, 3)}
 
 
 @pytest.mark.parametrize("ids", NOT_IDS.values(), ids=NOT_IDS)
