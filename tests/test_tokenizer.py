@@ -417,14 +417,17 @@ def stored(request, small_folder, tmp_path):
 @pytest.mark.parametrize("tools", [None, [], TOOLS], ids=["no tools", "[]", "tools"])
 @pytest.mark.parametrize("name", [None, *NAMED, "{{ messages|length }}"])
 def test_the_template_that_transformers_takes(stored, name, tools):
-    """And where it takes none, or takes a name that is not there for the template itself, ours says which there are."""
+    """Where it takes none, or takes a name that it does not know for the template itself, ours says which there are. A
+    template that is alone has no name there; here it is default."""
     reference, ours = transformers.AutoTokenizer.from_pretrained(stored), Tokenizer.from_folder(stored)
     try:
         expected = reference.apply_chat_template(TURN, tools, chat_template=name, tokenize=False)
     except ValueError as error:
         assert "no default specified" in str(error)
         expected = name = None
-    if name == expected:  # theirs is either refused, or the name itself as a text
+    if name == expected == "default" and list(ours.chat_templates) == ["default"]:
+        assert ours.template(name, tools) is ours.template(None, tools)
+    elif name == expected:  # theirs is either refused, or the name itself as a text
         with pytest.raises(TemplateError, match=", ".join(f'"{one}"' for one in ours.chat_templates)):
             ours.template(name, tools)
     else:
