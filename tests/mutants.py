@@ -60,6 +60,7 @@ TESTS = {
     "nanokv/decoding/completion.py": "completion cli",
     "nanokv/decoding/draw.py": "generation speculative engine batching session",
     "nanokv/decoding/generation.py": "generation session speculative cli batching",
+    "nanokv/decoding/ranges.py": "sample transcripts serve_fields cli",
     "nanokv/decoding/sample.py": "sample generation beam speculative",
     "nanokv/decoding/speculative.py": "speculative generation",
     "nanokv/engine/": "engine engine_packed batch_command interrupts",

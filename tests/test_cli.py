@@ -63,7 +63,7 @@ def test_the_help_begins_with_what_nanokv_is_and_how_it_is_called(cli):
 
 @pytest.mark.parametrize(("typed", "hint"), [
     ("smollm2.ggf", "did you mean ./smollm2.gguf?"), ("./smolm2.gguf", "did you mean ./smollm2.gguf?"),
-    ("smollm2", "did you mean ./smollm2.gguf?"), ("mymodle", "did you mean ./mymodel?"),
+    ("smollm", "did you mean ./smollm2.gguf?"), ("mymodle", "did you mean ./mymodel?"),
     ("./sub/Deap.gguf", "did you mean ./sub/deep.gguf?"), ("{here}/mymodl", "did you mean {here}/mymodel?"),
     ("smollm2-135", "did you mean smollm2-135m?"),
     ("notamodel", "nanokv models lists names; for example tiny, Qwen/Qwen3-0.6B"),
@@ -431,7 +431,7 @@ def test_a_template_is_chosen_by_name_or_file(cli, edited, tiny_folder, oracle, 
     (tmp_path / "tool_use").write_text("a name comes before a file")
     for given, text in (None, "dhi"), ("tool_use", "thi"), (tmp_path / "own.jinja", "fhi"):
         found = ids_of(cli, "hi", "-m", folder, *(("--chat-template", given) if given else ()))
-        assert found["givens"][0]["token_ids"] == oracle(text, 6)[0]
+        assert found["choices"][0]["token_ids"] == oracle(text, 6)[0]
     base = edited("tokenizer_config.json", chat_template=None)
     found = ids_of(cli, "hi", "-m", base, "--chat-template", tmp_path / "own.jinja")
     assert found["choices"][0]["token_ids"] == oracle("fhi", 6)[0]

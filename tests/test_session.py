@@ -262,7 +262,7 @@ def test_the_drawing_of_a_sliding_cache_marks_what_left_the_window(loaded):
 def test_settings_show_the_limit_that_holds_where_none_was_set(loaded):
     said = []
     view = SimpleNamespace(say=said.append, thinking="show", markdown="off")
-    chat_commands.set_value(SimpleNamespace(session=Session(*loaded), view=view), "")
+    chat_commands.set_value(SimpleNamespace(session=Session(*loaded), view=view, width=lambda: 80), "")
     assert "max_new_tokens 1024 · " in said[0]
 
 

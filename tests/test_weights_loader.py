@@ -159,7 +159,7 @@ def test_a_value_too_large_for_float16_is_refused(tmp_path):
 
 
 def test_dtype_must_be_floating_point(tmp_path):
-    for wrong in ("float32", torch.int8, 32):
+    for wrong in ("int8", "float3", torch.int8, 32):
         with pytest.raises(CheckpointError, match="is not a floating-point"):
             weights_loader.load(write(tmp_path), dtype=wrong)
 

@@ -255,7 +255,7 @@ def test_a_gated_llama_by_its_short_name(hub, client, llama):
 
 
 def test_one_gguf_file_of_a_repository(hub, client, llama, tmp_path):
-    small = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "gguf.json"}
+    small = {"config.json", "tokenizer.json", "tokenizer_config.json", "gguf.json"}
     cache = {"NANOKV_CACHE": str(tmp_path / "nanokv")}
     answer = client("org/llama-GGUF:llama.Q8_0.gguf", **cache)
     assert set(answer["files"]) == small

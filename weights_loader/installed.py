@@ -43,7 +43,7 @@ PACKAGES = {
 
 def location(name: str) -> Path | None:
     """Where the file of an installed package lies; None where there is none. The file is not read."""
-    import importlib.metadata  # 20 ms, which `import nanokv` need not pay
+    import importlib.metadata  # takes 20 ms, and only this needs it
 
     package = PACKAGES[name]
     try:

@@ -22,11 +22,6 @@ class LayerCache(LayerCapabilities):
     length: int = 0
     nbytes: int = 0  # held for keys and values
 
-    @property
-    def used_nbytes(self) -> int:
-        """Of `nbytes`, what the tokens take; a cache that reserves room overrides it."""
-        return self.nbytes
-
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """(B,Hk,T,D) ×2, keys already rotated → (B,Hk,S,D) ×2, oldest first; the last T rows are the new ones."""
         raise NotImplementedError
@@ -70,11 +65,6 @@ class KVCache(CacheCapabilities):
     def nbytes(self) -> int:
         """Bytes of keys and values in all layers."""
         return sum(layer.nbytes for layer in self)
-
-    @property
-    def used_nbytes(self) -> int:
-        """Of these, the bytes that tokens take; the others are reserved for later ones."""
-        return sum(layer.used_nbytes for layer in self)
 
     def mask(self, T: int) -> Tensor | None:
         """The mask that all layers share, asked once per forward, before any layer appends."""

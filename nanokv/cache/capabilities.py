@@ -70,7 +70,8 @@ class Pages:
 class LayerCapabilities(FirstNames):
     """Of one layer."""
 
-    append: Callable  # LayerCache has it
+    append: Callable  # LayerCache has it, and nbytes
+    nbytes: int
     own_append: Callable  # the one that the class was written with
     renamed = {"rollback": "max_rollback", "room": "reserve", "mark": "snapshot", "back": "rollback",
                "rows": "batch_size", "expects": "expected"}  # fmt: skip
@@ -93,6 +94,11 @@ class LayerCapabilities(FirstNames):
     def patched(self) -> bool:
         """Has a caller put another function in the place of the class's `append`? `reserve` would pass it by."""
         return getattr(self.append, "__func__", None) is not type(self).own_append
+
+    @property
+    def used_nbytes(self) -> int:
+        """Of `nbytes`, what the tokens take; a cache that reserves room overrides it."""
+        return self.nbytes
 
     def reserve(self, like: torch.Tensor) -> Pages:
         """A slot for one more token per row, counted as seen: the caller writes its key and value (B,Hk,1,D), in the
@@ -178,6 +184,11 @@ class CacheCapabilities(FirstNames, list):
     def max_rollback(self) -> int | None:
         """The longest guess that can be appended and truncated as if it had never been there; None = any."""
         return self[0].max_rollback if self else None
+
+    @property
+    def used_nbytes(self) -> int:
+        """Of `nbytes`, what the tokens take; the rest is reserved for later ones."""
+        return sum(layer.used_nbytes for layer in self)
 
     def reserve_layers(self, like: torch.Tensor) -> list[Pages]:
         """`reserve` of every layer, for a kernel that goes through all of them in one call."""
