@@ -276,6 +276,7 @@ CONTROL = [  # text, fields, content, stop_reason; <|im_start|> is a control tok
     ("<think>\nHm. a<|im_start|>\n</think>\n\nYes", {"stop": "a<|im_start|>"}, "Yes", None),
     ("<think>\nHm.\n</think>\n\n<|im_start|>", {"stop": "<|im_start|>"}, "", "<|im_start|>"),
     ("<|im_start|>One", {"stop": "<|im_start|>"}, "", "<|im_start|>"),
+    ("One.<|im_start|>user", {"stop": [".user", "x"]}, "One.user", None),  # no stop string jumps over it
     ("One<|im_end|>two", {"stop": "<|im_end|>"}, "One", "<|im_end|>"),  # the model's own end, named
     ("One<|im_end|>two", {}, "One", None), ("One<|im_end|>two", {"stop_token_ids": [1]}, "One", None),
     ("One<|im_start|>two", {"stop_token_ids": [5, 1]}, "One", 1),

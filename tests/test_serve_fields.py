@@ -448,6 +448,8 @@ def bracketed(values) -> str:
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name is 'a b': a name of 1 to"),
     ({"tools": [{"type": "function"}]}, "tools[0].function is missing"), ({"tools": {}}, "tools is {}: a list was"),
     ({"tools": [{"type": "function", "function": {"name": "a"}}] * 129}, "a list of at most 128 was expected"),
+    ({"response_format": {"type": "text", "schema": {}}}, "response_format.schema is {}: this server does not do that"),
+    ({"response_format": {"type": "json_object", "json_schema": {}}}, "response_format.json_schema is {}: this server"),
     ({"response_format": {"type": "xml"}}, "an object with the type text, json_object or json_schema was expected"),
     ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.schema is missing"),
     ({"tool_choice": "sum"}, 'tool_choice is \'sum\': none, auto, required or {"type": "function"'),

@@ -268,6 +268,19 @@ def test_a_replayed_call_has_the_form_that_the_template_takes(prompted, argument
     assert prompted(template, messages=replayed(reasoning=5))["param"] == "messages[1].reasoning"
 
 
+def test_names_in_messages_reach_the_template(prompted):
+    """Templates of tools read the name of the function in its answer."""
+    template = "{% for m in messages %}{{ m.role }}:{{ m.name }} {% endfor %}{% for t in tools or [] %}{% endfor %}"
+    said = [{"role": "user", "content": "a", "name": "ada"},
+            {"role": "tool", "content": "b", "name": "time", "tool_call_id": "1"}]  # fmt: skip
+    assert prompted(template, messages=said) == "user:ada tool:time "
+    assert prompted(template, messages=[said[0] | {"name": 5}])["param"] == "messages[0].name"
+    assert prompted(template, messages=[said[0] | {"prefix": False, "partial": None}]) == "user:ada "
+    for name in ("prefix", "partial"):
+        found = prompted(template, messages=[said[0], {"role": "assistant", "content": "b", name: True}])
+        assert (found["param"], found["code"]) == (f"messages[1].{name}", "unsupported")
+
+
 def test_null_is_null_where_the_template_asks_for_it(prompted):
     """DeepSeek-R1's shows a call only where the content is none; Qwen3's first one could not read such a content."""
     calls = "{% for c in m.tool_calls %}{{ c.function.arguments|tojson }}{% endfor %}"

@@ -100,11 +100,14 @@ class AnswerText:
         return [piece for piece in pieces if piece.text or piece.tokens or piece.call]
 
     def _control(self, id: int) -> list[Piece]:
-        """A token that is not shown, where it matters to a stop string: no tag and no call reaches across it then."""
+        """A token that is not shown. No stop string reaches across it unless it contains its text; then no tag and no
+        call does either."""
         text = self.decoder.hidden(id)
         elsewhere = self.splitter.thinking or self.calls.open
-        if not text or not (self.stops.inside(text) if elsewhere else self.stops.meets(text)):
+        if not text or (elsewhere and not self.stops.inside(text)):
             return []
+        if not self.stops.meets(text):
+            return [self._shown(self.stops.flush())]
         pieces = self._settle()
         if not self.stops.held:
             self._next = self._length

@@ -12,6 +12,7 @@ from nanokv.text.template import REASONING
 from weights_loader.strict import loads
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+HALF = ("prefix", "partial")  # the answer would go on with what an assistant's last message says
 
 
 def messages(found: Any) -> list[dict]:
@@ -36,7 +37,13 @@ def message(value: Any, place: str) -> dict:
     content = value.get("content")
     if content is None and role != "assistant":
         raise ApiError(400, f"{place}.content is missing", f"{place}.content")
+    for field in HALF:
+        if value.get(field) not in (None, False):
+            raise ApiError(400, f"{place}.{field} is {say(value[field])}: this server does not go on with a message",
+                           f"{place}.{field}", "unsupported")  # fmt: skip
     said: dict = {"role": ROLES[role], "content": content_text(content, f"{place}.content")}
+    if (name := kind(value, "name", str, None, f"{place}.name")) is not None:
+        said["name"] = name
     if role == "tool":
         return said | {"tool_call_id": text_of(value, "tool_call_id", place)}
     if role == "assistant" and (calls := kind(value, "tool_calls", list, [], f"{place}.tool_calls")):

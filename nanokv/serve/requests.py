@@ -24,7 +24,7 @@ from nanokv.serve.fields import (
     told,
 )
 from nanokv.serve.known import CHAT_ONLY, HARMLESS, NOT_DONE, TEXT_ONLY, refused
-from nanokv.serve.messages import ROLES, messages
+from nanokv.serve.messages import HALF, ROLES, messages
 from nanokv.text.template import REASONING
 from weights_loader.strict import quote
 
@@ -38,6 +38,7 @@ RESERVED = (  # of the template's own variables, and what the checkpoint sets
     "unk_token", "chat_template",
 )  # fmt: skip
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+SCHEMA = "a JSON schema comes with the type json_schema, or as schema with json_object"
 NAME = re.compile("[A-Za-z0-9_-]{1,64}")  # of a function
 IDS: dict = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 PROMPT: list[dict] = [{"type": "string", "minLength": 1}, IDS | {"minItems": 1}]
@@ -65,13 +66,14 @@ def maybe(schema: dict) -> dict:
     return {"anyOf": [schema, {"type": "null"}]}
 
 
-THOUGHTS = {name: maybe(TEXT) for name in REASONING}
+BESIDES = {"name": maybe(TEXT)} | {field: {"enum": [False, None]} for field in HALF}
+THOUGHTS = BESIDES | {name: maybe(TEXT) for name in REASONING}
 ASKS = [role for role in ROLES if role not in ("assistant", "tool")]
 MESSAGES: dict = {"type": "array", "minItems": 1, "items": {"anyOf": [
     {"type": "object", "required": ["role", "content"],
      "properties": {"role": {"enum": ASKS}, "content": CONTENT} | THOUGHTS},
     {"type": "object", "required": ["role", "content", "tool_call_id"],
-     "properties": {"role": {"const": "tool"}, "content": CONTENT, "tool_call_id": TEXT}},
+     "properties": {"role": {"const": "tool"}, "content": CONTENT, "tool_call_id": TEXT} | BESIDES},
     {"type": "object", "required": ["role"],
      "properties": {"role": {"const": "assistant"}, "content": maybe(CONTENT),
                     "tool_calls": maybe({"type": "array", "items": CALL})} | THOUGHTS},
@@ -193,10 +195,19 @@ class JsonSchema(Fields):
 
 
 class AnyText(Fields):
-    """No schema, or that of any object."""
+    """No schema."""
 
-    type: Literal["text", "json_object"]
+    type: Literal["text"]
+    schema_: Annotated[Any, Nothing(hint=SCHEMA)] = Field(None, alias="schema")
+    json_schema: Annotated[Any, Nothing(hint=SCHEMA)] = None
+
+
+class AnyObject(Fields):
+    """The schema of any object, or one without OpenAI's envelope."""
+
+    type: Literal["json_object"]
     schema_: Object = Field(None, alias="schema")
+    json_schema: Annotated[Any, Nothing(hint=SCHEMA)] = None
 
 
 class OfSchema(Fields):
@@ -209,11 +220,11 @@ class OfSchema(Fields):
 def form(value: Any) -> str | None:
     """Which of the two models a `response_format` is."""
     wanted = value.get("type") if isinstance(value, dict) else None
-    return {"text": "<any>", "json_object": "<any>", "json_schema": "<schema>"}.get(str(wanted))
+    return {"text": "<text>", "json_object": "<object>", "json_schema": "<schema>"}.get(str(wanted))
 
 
 Format = Annotated[
-    Annotated[AnyText, Tag("<any>")] | Annotated[OfSchema, Tag("<schema>")],
+    Annotated[AnyText, Tag("<text>")] | Annotated[AnyObject, Tag("<object>")] | Annotated[OfSchema, Tag("<schema>")],
     Discriminator(form, "expected", "an object with the type text, json_object or json_schema"),
 ]
 
