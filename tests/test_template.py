@@ -136,6 +136,8 @@ FEATURES = {
     "slices": "{{ messages[1:]|length }}{{ messages[::-1][0].role }}{{ messages[0].content[:-3] }}",
     "sum and round": "{{ [1, 2]|sum }}{{ [{'n': 1}]|sum(attribute='n') }}{{ 2.55|round(1) }}{{ 3|round(1, 'ceil') }}",
     "dicts": "{{ dict(messages[0]|items) }}{{ dict.fromkeys(['a'], 1) }}{{ dict([('a', 1)], b=2) }}",
+    "letters beyond ASCII": "{% set é = 1 %}{{ é }}{{ '\\N{BULLET}' }}{{ 'é'.encode('ascii', 'namereplace') }}",
+    "codecs": "{{ 'é'.encode('cp1252') }}{{ 'é'.encode('utf-16-le') }}{{ 'é'.encode('idna') }}",
     "keywords of a namespace": "{% set n = namespace(value=0, budget=1, self=2, args=3, owner=4) %}"
                                "{% for m in messages %}{% set n.value = n.value + 1 %}{% endfor %}{{ n.value }}"
                                "{{ n.budget }}{{ n.self }}",
@@ -368,7 +370,15 @@ def test_a_process_that_is_gone_is_replaced():
     assert render_process._idle[0].process.pid != one.process.pid
 
 
-def test_a_process_that_is_ended_from_outside_is_named():
+def test_a_process_that_is_ended_while_it_waits_costs_no_render():
+    """It may still look alive when it is taken."""
+    template = ChatTemplate("{{ messages[0].content }}")
+    for _ in range(20):
+        os.kill(render_process._idle[-1].process.pid, signal.SIGKILL)
+        assert template.render([USER]) == USER["content"]
+
+
+def test_a_render_whose_process_is_ended_from_outside_twice_is_named():
     template, errors = ChatTemplate(SLOW, seconds=60), []
     (one,) = render_process._idle
 
@@ -382,6 +392,11 @@ def test_a_process_that_is_ended_from_outside_is_named():
     thread.start()
     time.sleep(0.3)
     one.process.kill()
+    wait_until(lambda: render_process._all - {one})  # another one renders
+    assert not errors
+    time.sleep(0.3)
+    for other in render_process._all - {one}:
+        other.process.kill()
     thread.join()
     assert errors == ["the chat template was stopped: the process that rendered it ended, signal SIGKILL"]
 

@@ -33,6 +33,11 @@ KEPT = 2  # processes that wait for the next render
 HOSTILE = "it is broken or hostile"
 
 
+class Killed(TemplateError):
+    """By somebody else, while it waited or rendered: no limit here sends SIGKILL but the clock's, so another may live.
+    """
+
+
 class RenderProcess:
     """One of them, which renders one template at a time."""
 
@@ -62,8 +67,10 @@ class RenderProcess:
         finally:
             late = timer.finished.is_set()
             timer.cancel()
+        if not answer and late:
+            raise stopped(f"it ran for more than {CLOCK + seconds:.3g} s")
         if not answer:
-            raise stopped(f"it ran for more than {CLOCK + seconds:.3g} s" if late else self._end_of(seconds))
+            raise self._end_of(seconds)
         with contextlib.suppress(ValueError, RecursionError):
             kind, words = json.loads(answer)
             return str(kind), str(words)
@@ -78,13 +85,14 @@ class RenderProcess:
         answer = self.process.stdout.read(size)
         return answer if len(answer) == size else b""
 
-    def _end_of(self, seconds: float) -> str:
+    def _end_of(self, seconds: float) -> TemplateError:
         """Why it ended by itself."""
         code = self.process.wait()
+        if code == -getattr(signal, "SIGPROF", 0):
+            return stopped(f"it ran for more than {seconds:.3g} s")
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        if how == "signal SIGPROF":
-            return f"it ran for more than {seconds:.3g} s"
-        return f"the process that rendered it ended, {how}"
+        why = f"the process that rendered it ended, {how}"
+        return Killed(f"the chat template was stopped: {why}") if code == -9 else stopped(why)
 
     @property
     def alive(self) -> bool:
@@ -112,19 +120,32 @@ def answer_to(source: str, variables: str = "null", seconds: float = SECONDS) ->
     seconds += len(variables) / BYTES_A_SECOND
     memory, output = (least + PER_BYTE * len(variables) for least in (MEMORY, OUTPUT))
     body = f"[{json.dumps(source)}, {variables}]".encode()
-    process = take()
+    request = HEAD.pack(len(body), seconds, memory, output) + body
+    most = 12 * output + 10_000  # 12 bytes: \\ud83d\\ude00
     try:
-        request = HEAD.pack(len(body), seconds, memory, output) + body
-        kind, words = process.ask(request, seconds, 12 * output + 10_000)  # 12 bytes: \\ud83d\\ude00
-        if kind == "stopped":
-            raise stopped(words)
-    except BaseException:  # Ctrl-C too: its answer is not for the next one
-        drop(process)
-        raise
-    keep(process)
+        kind, words = asked(request, seconds, most)
+    except Killed:
+        kind, words = asked(request, seconds, most)
+    if kind == "stopped":
+        raise stopped(words)
     if kind == "error":
         raise TemplateError(f"the chat template {words}")
     return words
+
+
+def asked(request: bytes, seconds: float, most: int) -> tuple[str, str]:
+    """What a process answers, which then waits for the next render unless it was stopped."""
+    process = take()
+    try:
+        kind, words = process.ask(request, seconds, most)
+    except BaseException:  # Ctrl-C too: its answer is not for the next one
+        drop(process)
+        raise
+    if kind == "stopped":
+        drop(process)
+    else:
+        keep(process)
+    return kind, words
 
 
 def stopped(why: str) -> TemplateError:

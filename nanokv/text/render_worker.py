@@ -23,6 +23,7 @@ import signal
 import struct
 import sys
 import textwrap  # noqa: F401
+import unicodedata  # noqa: F401
 from datetime import datetime
 
 if __name__ == "__main__":
@@ -36,7 +37,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 HEAD, LENGTH = struct.Struct(">QdQQ"), struct.Struct(">Q")
 SOURCE = 131_072  # characters of a template; the longest published ones have 20,000
-CODECS = ("ascii", "latin-1", "unicode-escape", "utf-8")  # jinja2 reads texts in a template with them
+CODECS = (  # jinja2 reads texts in a template with them, or the template itself names one
+    "ascii", "cp1252", "idna", "latin-1", "punycode", "unicode-escape", "utf-8",
+    "utf-16", "utf-16-le", "utf-16-be", "utf-32",
+)  # fmt: skip
 CLOSED = ("RLIMIT_NOFILE", "RLIMIT_NPROC", "RLIMIT_FSIZE", "RLIMIT_CORE")  # no files, processes, dumps
 
 
