@@ -62,7 +62,7 @@ def snapshot(repo: str, revision: str | None, known: tuple[str, ...]) -> Path:
 
     A full cache is used as it is when the hub cannot be reached. Raises CheckpointError for everything else.
     """
-    from huggingface_hub import is_offline_mode
+    from huggingface_hub import constants
     from huggingface_hub.errors import HFValidationError, RevisionNotFoundError
     from huggingface_hub.utils import validate_repo_id
 
@@ -72,7 +72,7 @@ def snapshot(repo: str, revision: str | None, known: tuple[str, ...]) -> Path:
     except HFValidationError:
         raise _unknown(repo, known) from None
     folder, missing = _cached(repo, revision)
-    if folder and not missing and (is_offline_mode() or COMMIT.fullmatch(revision)):
+    if folder and not missing and (constants.HF_HUB_OFFLINE or COMMIT.fullmatch(revision)):
         return _intact(folder)
     if "/" not in repo:  # every model of today has an owner: a typo costs no request
         if folder and not missing:
@@ -91,13 +91,13 @@ def snapshot(repo: str, revision: str | None, known: tuple[str, ...]) -> Path:
 
 def gguf_file(repo: str, name: str, revision: str | None, known: tuple[str, ...]) -> Path:
     """One GGUF file of a repository, in the cache."""
-    from huggingface_hub import is_offline_mode, try_to_load_from_cache
+    from huggingface_hub import constants, try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError, RevisionNotFoundError
 
     revision = _check_revision(revision or "main")
     try:
         cached = try_to_load_from_cache(repo, name, revision=revision)
-        if isinstance(cached, str) and is_offline_mode():
+        if isinstance(cached, str) and constants.HF_HUB_OFFLINE:
             return Path(cached)
         return _file(repo, name, revision)
     except CheckpointError:
@@ -183,17 +183,23 @@ def _limit(name: str) -> int | None:
 def _optional(repo: str, name: str, commit: str) -> Path | None:
     """The file, or None if the repository has none by that name (the cache remembers that)."""
     from huggingface_hub import _CACHED_NO_EXIST, try_to_load_from_cache
-    from huggingface_hub.errors import RemoteEntryNotFoundError
 
     if try_to_load_from_cache(repo, name, revision=commit) is _CACHED_NO_EXIST:
         return None
     try:
         return _file(repo, name, commit)
-    except RemoteEntryNotFoundError:
+    except _no_such_file():
         marker = _storage(repo) / ".no_exist" / commit / name  # the client's own: the next run asks nothing
         marker.parent.mkdir(parents=True, exist_ok=True)
         marker.touch()
         return None
+
+
+def _no_such_file() -> type[Exception]:
+    """What the client raises for a file that a repository lacks; before 1.0 the name was another."""
+    from huggingface_hub import errors
+
+    return getattr(errors, "RemoteEntryNotFoundError", errors.EntryNotFoundError)
 
 
 def _file(repo: str, name: str, revision: str) -> Path:
@@ -433,7 +439,7 @@ def _explain(error: Exception, repo: str, revision: str, missing: list[str], kno
         return CheckpointError(f"{repo} is gated (HTTP {status})", f"accept its licence at {page}; {login}")
     if isinstance(error, hub.RevisionNotFoundError):
         return CheckpointError(f"{repo} has no revision {quote(revision)}", f"branches and tags: {page}/tree/main")
-    if isinstance(error, hub.RemoteEntryNotFoundError):
+    if isinstance(error, _no_such_file()):
         name = str(error.response.request.url).split("/resolve/")[-1].partition("/")[2]
         return CheckpointError(f"{repo} has no {name} at revision {revision}", "is it a transformers model of today?")
     if isinstance(error, hub.RepositoryNotFoundError) or status == 404:
