@@ -34,7 +34,7 @@ LAYERS = [
     {"nanokv.checkpoint"},
     {"nanokv.rope", "nanokv.text", "nanokv.attention", "nanokv.cache.options"},
     {"nanokv.config", "nanokv.habits"},
-    {"nanokv.errors", "nanokv.clock"},
+    {"nanokv.errors", "nanokv.clock", "nanokv.installing"},
     {"weights_loader"},
 ]
 PROGRAMS = {"nanokv.cli", "nanokv.faults", "nanokv.training"}  # may use the public names, `import nanokv`

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import signal
+import sys
 import time
 import types
 from collections import Counter
@@ -17,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import nanokv
 from cli_helpers import run_cli
-from nanokv import costs
+from nanokv import costs, installing
 from nanokv.bench import gguf, machine, profile, serving
 from nanokv.bench.rotation import Rotation
 from nanokv.bench.runners import Ours, Runner, Transformers, Uncached
@@ -472,6 +473,14 @@ def test_bench_refuses_before_work(cli, argv, message):
     code, out, err = cli("bench", *argv)
     assert code == 2 and out == ""
     assert message in err and err.count("\n") <= 2
+
+
+def test_a_picture_without_matplotlib_is_refused_before_anything_is_measured(cli, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setattr("nanokv.cli.bench.load_model", None)
+    code, out, err = cli("bench", "--plot", tmp_path / "x.png")
+    assert (code, out) == (2, "")
+    assert err == f"nanokv: error: --plot needs matplotlib\nhint: {installing.hint(['matplotlib'])}\n"
 
 
 @pytest.mark.parametrize("weights", ["plain", "fast"])

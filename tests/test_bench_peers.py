@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from cli_helpers import environment
+from nanokv import installing
 from nanokv.bench import peer, remote, rotation
 from nanokv.bench.remote import PeerError, Process, Remote
 from nanokv.bench.rotation import Rotation
@@ -260,5 +261,5 @@ def test_llama_cpp_that_is_not_installed_is_named(cli, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     code, out, err = cli("bench", "--against", "llama.cpp", "--contexts", "16", "--steps", "1", "--repeat", "1")
     assert code == 0 and err == "" and "nanokv plain growing" in out
-    assert "llama.cpp bf16 fp16, context 16: llama.cpp is not installed (pip install llama-cpp-python gguf)" in \
-        " ".join(out.split())
+    hint = installing.hint(["llama-cpp-python", "gguf"])
+    assert f"llama.cpp bf16 fp16, context 16: llama.cpp is not installed ({hint})" in " ".join(out.split())

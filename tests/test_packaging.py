@@ -179,16 +179,23 @@ def test_a_missing_package_is_asked_for_in_the_range_that_was_tested(monkeypatch
 
 def test_in_the_environment_that_make_made_it_is_make_that_installs(monkeypatch, tmp_path):
     """Elsewhere the interpreter is named; nanokv itself, which is on no index, never."""
-    from nanokv.cli import installing
+    from nanokv import installing
 
+    declared = ["numpy>=1.26", *(f'uvicorn<1,>=0.54; extra == "{name}"' for name in ("serve", "dev"))]
+    declared += ['llama-cpp-python<0.4,>=0.3.16; extra == "bench"']
     monkeypatch.setattr("sys.executable", "/a b/python")
     monkeypatch.setattr("sys.prefix", str(ROOT / ".venv"))
     monkeypatch.chdir(ROOT)
     assert installing.hint(["uvicorn"]) == "make setup"
+    (extras,) = re.findall(r'\$\(VENV\)/\.course:.*?"\.\[(.+?)\]"', (ROOT / "Makefile").read_text(), re.DOTALL)
+    assert extras.split(",") == list(installing.BY_MAKE)
+    monkeypatch.setattr("importlib.metadata.requires", lambda name: declared)
+    assert installing.hint(["uvicorn.config", "numpy"]) == "make setup"
+    llama = "'/a b/python' -m pip install \"llama-cpp-python<0.4,>=0.3.16\" \"numpy>=1.26\""
+    assert installing.hint(["llama-cpp-python", "numpy"]) == llama, "make setup would not bring it"
     monkeypatch.chdir(tmp_path)
     assert installing.hint(["uvicorn"]) == f"make -C {ROOT} setup"
     monkeypatch.setattr("sys.prefix", "/usr")
-    monkeypatch.setattr("importlib.metadata.requires", lambda name: ['uvicorn<1,>=0.54; extra == "serve"'])
     assert installing.hint(["uvicorn", "nosuch"]) == "'/a b/python' -m pip install \"uvicorn<1,>=0.54\" nosuch"
 
 

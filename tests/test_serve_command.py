@@ -12,7 +12,7 @@ import time
 import pytest
 
 from cli_helpers import spawn_cli
-from nanokv.cli import installing
+from nanokv import installing
 from nanokv.cli.serve import NEEDED
 from nanokv.errors import NanoKVError
 from nanokv.serve.server import listen

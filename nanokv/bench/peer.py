@@ -15,6 +15,7 @@ import sys
 import threading
 from pathlib import Path
 
+from nanokv import installing
 from nanokv.errors import NanoKVError
 
 DEATH = 1  # PR_SET_PDEATHSIG
@@ -102,7 +103,7 @@ def llama_cpp(path: str, variant: str, context: int, **checkpoint):
 
         from nanokv.bench import gguf
     except ImportError:
-        raise NanoKVError("llama.cpp is not installed", "pip install llama-cpp-python gguf") from None
+        raise NanoKVError("llama.cpp is not installed", installing.hint(["llama-cpp-python", "gguf"])) from None
     from nanokv.bench.runners import LlamaCpp
     from nanokv.config import Config
 

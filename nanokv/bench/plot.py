@@ -1,15 +1,21 @@
 """The picture of a bench run: speed over context, beside the limit that the memory sets. Needs matplotlib."""
 
+from nanokv import installing
 from nanokv.errors import NanoKVError
+
+
+def figure_class() -> type:
+    """matplotlib's Figure; NanoKVError where it is not installed, so that it can be asked for before any work."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise NanoKVError("--plot needs matplotlib", installing.hint(["matplotlib"])) from None
+    return Figure
 
 
 def plot(rows, title: str, path: str) -> None:
     """PNG or SVG, by the ending. Left tokens per second with each runner's limit, right the share of the limit."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise NanoKVError("--plot needs matplotlib", "pip install matplotlib") from None
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    figure = figure_class()(figsize=(11, 4.5), layout="constrained")
     speed, share = figure.subplots(1, 2)
     lines = {}
     for row in rows:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy
 import torch
 
-from nanokv import costs
+from nanokv import costs, installing
 from nanokv.bench.machine import now
 from nanokv.cache import make_cache
 from nanokv.errors import NanoKVError
@@ -112,7 +112,7 @@ class Transformers(Runner):
         try:
             import transformers
         except ImportError:
-            raise NanoKVError("transformers is not installed", "pip install transformers") from None
+            raise NanoKVError("transformers is not installed", installing.hint(["transformers"])) from None
         family = model.config.family
         if family.experts:  # transformers keeps those of a layer in one tensor
             raise NanoKVError(f"transformers is compared on dense models only, this one is a {family.title}",

@@ -11,7 +11,8 @@ import sys
 import warnings
 from itertools import pairwise
 
-from nanokv.cli import installing, layout, ranks, terminal
+from nanokv import installing
+from nanokv.cli import layout, ranks, terminal
 from nanokv.cli.arguments import (
     Parser,
     add_common_arguments,

@@ -118,6 +118,10 @@ def check_flags(args, against) -> None:
         raise NanoKVError(f"--plot {args.plot!r} does not end in .png or .svg", "--plot bench.png")
     if args.plot and not (Path(args.plot).parent.is_dir() and os.access(Path(args.plot).parent, os.W_OK)):
         raise NanoKVError(f"--plot {args.plot!r}: no file can be written there", "--plot bench.png")
+    if args.plot:
+        from nanokv.bench.plot import figure_class
+
+        figure_class()
     mode = "--quality" if args.quality else "--requests" if args.requests else None
     if mode == "--requests" and not set(against) <= {"transformers"}:
         raise NanoKVError("--requests compares with transformers' generate_batch only", hint="--against transformers")

@@ -11,7 +11,8 @@ import time
 from functools import partial
 from pathlib import Path
 
-from nanokv.cli import arguments, installing, pool, terminal
+from nanokv import installing
+from nanokv.cli import arguments, pool, terminal
 from nanokv.cli.answer import template_options
 from nanokv.cli.loading import Loaded, load_model
 from nanokv.errors import NanoKVError

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
+from nanokv import installing
 from nanokv.errors import GenerationError
 from nanokv.serve.calls import CLOSE, OPEN
 from nanokv.serve.errors import ApiError
@@ -101,8 +102,9 @@ def needs_package(param: str) -> None:
     try:
         import llguidance  # noqa: F401
     except ImportError:
-        raise ApiError(400, f"{param} needs llguidance, which is not installed", param, "unsupported",
-                       hint="pip install llguidance, in the environment of the server") from None  # fmt: skip
+        hint = f"install {installing.requirement('llguidance')} in the environment of the server"
+        message = f"{param} needs llguidance, which is not installed"
+        raise ApiError(400, message, param, "unsupported", hint=hint) from None
 
 
 class Compiled(NamedTuple):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from nanokv import installing
 from nanokv.config import Config
 from nanokv.loading import load, unfinite
 from nanokv.study.debug import Step
@@ -21,7 +22,6 @@ from nanokv.verify import evidence, figures, oracle
 from nanokv.verify.checks import Check
 from weights_loader import check_hashes
 
-NOT_INSTALLED = "transformers is not installed: pip install transformers==5.23.0"
 ALONE = "--alone was given"
 NOT_FROM_HUB = "not in the hub's cache: nothing says what the bytes should be"
 ALONE_TOO = ("cached = uncached, logits", "cached = uncached, keys and values")
@@ -86,7 +86,7 @@ def verify(source: str, folder: Path, against: Path | None = None, against_name:
     name = against_name or str(against)
     theirs = reference_answers(against, name, folder, questions, dtype, alone, say)
     if theirs is None:
-        why = ALONE if alone else NOT_INSTALLED
+        why = ALONE if alone else f"transformers is not installed: {installing.hint(['transformers'])}"
         report.checks += [Check(name, "skipped", why) for name in NEEDS_REFERENCE]
         return report
     report.reference = theirs.name

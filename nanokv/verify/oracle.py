@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from nanokv import installing
 from nanokv.config import Config
 from nanokv.errors import NanoKVError
 from nanokv.loading import load as load_ours
@@ -69,7 +70,7 @@ def load(folder: Path, dtype):
         from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
     except ImportError as error:
         message = f"transformers {version()} is installed but cannot be used: {error}"
-        raise NanoKVError(message, "pip install transformers==5.23.0, or --alone") from error
+        raise NanoKVError(message, f"{installing.hint(['transformers'])}, or --alone") from error
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     try:
