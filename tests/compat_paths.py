@@ -1,10 +1,12 @@
 """The public paths, once each, with the torch of the environment that runs this: `make compat` starts it in several.
 
-    python tests/compat_paths.py        needs nanokv and its dependencies, nothing of the tests
+    python tests/compat_paths.py        needs nanokv and its dependencies, and hub_server.py beside it
 
 Prints a line for every path. Leaves with 1 if one of them failed or answered something else.
 """
 
+import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -16,8 +18,10 @@ import numpy
 import torch
 
 import nanokv
+from hub_server import HubServer  # beside this file; the standard library alone
 from nanokv.errors import UnsupportedError
 from nanokv.fast import native
+from weights_loader import BUNDLED
 
 QUESTION = "What is a KV cache?"
 TURNS = ("My name is Zorbla.", "What is my name?")
@@ -116,6 +120,21 @@ class Paths:
             raise UnsupportedError(f"{installed.PACKAGES['smollm2'].distribution} is not installed")
         session = nanokv.Session.from_pretrained("smollm2", params={"max_new_tokens": 12})
         assert "Paris" in session.ask("What is the capital of France?")
+
+    def try_download(self) -> None:
+        """By the hub's client of this environment, from a server on this machine; some optional files are not there."""
+        with tempfile.TemporaryDirectory() as folder, HubServer(folder) as hub:
+            shutil.copytree(BUNDLED["tiny"], Path(folder) / "org" / "tiny")
+            variables = {"HF_HOME": str(Path(folder) / "home"), "HF_ENDPOINT": hub.url, "NO_PROXY": "*"}
+            for name, offline, code, word in (
+                ("org/tiny", "0", 0, "key"), ("org/tiny", "1", 0, "key"),
+                ("org/none", "0", 2, "no model"), ("org/none", "1", 2, "offline"),
+            ):  # fmt: skip
+                argv = [sys.executable, "-m", "nanokv", "generate", QUESTION, "-m", name]
+                environment = os.environ | variables | {"HF_HUB_OFFLINE": offline}
+                done = subprocess.run(argv, env=environment, text=True, capture_output=True)
+                assert done.returncode == code and word in done.stdout + done.stderr, (argv, done.stdout, done.stderr)
+            assert hub.gets("model.safetensors")
 
     def try_commands(self) -> None:
         for argv in (["generate", QUESTION, "-q"], ["chat", "-q"], ["memory", "tiny"], ["models"], ["env"]):

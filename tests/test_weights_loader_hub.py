@@ -588,6 +588,32 @@ def test_the_clients_settings_are_its_own_again(hub, repos, tmp_path):
     assert done.stdout == "same\n", done.stderr
 
 
+def test_an_older_client_is_kept_from_writing_in_many_places_at_once(tmp_path, monkeypatch):
+    """hf_transfer, of clients before 1.0, would pass by the limit of bytes and leave holes that no resume fills."""
+    from huggingface_hub import constants, file_download
+
+    from weights_loader import download
+
+    seen = []
+    monkeypatch.setattr(constants, "HF_HUB_ENABLE_HF_TRANSFER", True, raising=False)
+    look = lambda *args, **options: seen.append(constants.HF_HUB_ENABLE_HF_TRANSFER)  # noqa: E731
+    monkeypatch.setattr(file_download, "http_get", look)
+    with open(tmp_path / "x.part", "wb") as file:
+        download._receive("org/tiny", "x", download.Remote("0" * 40, "1" * 40, 7000), file)
+    assert seen == [False] and constants.HF_HUB_ENABLE_HF_TRANSFER
+
+
+def test_what_the_client_calls_a_missing_file(monkeypatch):
+    """Clients before 1.0 know one name for the hub's files and for those of the cache."""
+    from huggingface_hub import errors
+
+    from weights_loader import download
+
+    assert download._no_such_file() is errors.RemoteEntryNotFoundError
+    monkeypatch.delattr(errors, "RemoteEntryNotFoundError")
+    assert download._no_such_file() is errors.EntryNotFoundError
+
+
 def test_a_full_disk_names_the_folder_and_the_bytes(tmp_path, monkeypatch):
     from huggingface_hub import file_download
 

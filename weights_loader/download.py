@@ -320,15 +320,17 @@ class Bounded:
 
 @contextmanager
 def _pieces(size: int):
-    """The client's 10 MB are lost whole when a connection breaks; its own value is back afterwards."""
+    """The client's 10 MB are lost whole when a connection breaks, and hf_transfer, which clients before 1.0 may use,
+    leaves holes in a file that is cut short. Their own values are back afterwards."""
     from huggingface_hub import constants
 
-    before = constants.DOWNLOAD_CHUNK_SIZE
-    constants.DOWNLOAD_CHUNK_SIZE = size
+    ours = {"DOWNLOAD_CHUNK_SIZE": size, "HF_HUB_ENABLE_HF_TRANSFER": False}
+    before = {name: vars(constants)[name] for name in ours if name in vars(constants)}
+    vars(constants).update({name: ours[name] for name in before})
     try:
         yield
     finally:
-        constants.DOWNLOAD_CHUNK_SIZE = before
+        vars(constants).update(before)
 
 
 # --- hashes -----------------------------------------------------------------------------------------------------------
