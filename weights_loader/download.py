@@ -6,6 +6,8 @@ process ends: each file is fetched as blobs/<etag>.part with Range requests. And
 is checked before it becomes a path, a body ends at the announced size, and bytes must have the hash that the hub
 names (sha256, or git's sha1 for small files). Plain HTTP, not xet, for that reason.
 
+A client before 1.0 gives up where a connection breaks, and the next run goes on from there; later ones go on at once.
+
 Small files are hashed again at every resolve (20 ms for Qwen3's); weights by `check_hashes`, for `nanokv verify`.
 """
 
