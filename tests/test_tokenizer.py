@@ -366,6 +366,48 @@ def test_truncation_and_padding_of_the_file_do_not_apply(small_folder, tmp_path)
     assert loaded.encode("a") == loaded.encode("a")[:1]
 
 
+TYPED = {"__type": "AddedToken", "content": "<sep>", "special": True, "lstrip": False, "rstrip": False,
+         "normalized": False, "single_word": False}  # fmt: skip
+UNTYPED = {name: value for name, value in TYPED.items() if name != "__type"}
+DECODER = {"added_tokens_decoder": {"0": UNTYPED | {"content": "<|endoftext|>"}}}
+
+
+@pytest.mark.parametrize(("config", "old"), [
+    ({"eos_token": "<|im_end|>", "pad_token": None}, None),
+    ({"eos_token": TYPED, "eot_token": TYPED, "eom_token": UNTYPED, "image_token": "<sep>", "boi_token": ""}, None),
+    ({"extra_special_tokens": {"eot_token": "<sep>", "image": TYPED, "eos_token": "<sep>"}, "eot_token": "a"}, None),
+    ({"extra_special_tokens": ["<sep>"], "additional_special_tokens": {"eot_token": "<sep>"}}, None),
+    ({"extra_special_tokens": [], "additional_special_tokens": {"eot_token": "<sep>"}}, None),
+    ({"model_specific_special_tokens": {"eot_token": "<sep>", "image": "<sep>"}}, None),
+    ({"model_specific_special_tokens": {"eot_token": "<sep>"}, "image_token": "<sep>"}, None),
+    ({"model_specific_special_tokens": {"eot_token": "<sep>"}, "extra_special_tokens": {"image": "<sep>"}}, None),
+    ({"pad_token": "<sep>"}, {"eos_token": "<|im_end|>", "pad_token": None, "sep_token": UNTYPED}),
+    (DECODER, {"eos_token": "<|im_end|>"}), ({"added_tokens_decoder": {}}, {"eos_token": "<|im_end|>"}),
+    ({"eot_token": "a", "image_token": TYPED}, {"eot_token": "<sep>", "eom_token": UNTYPED, "image_token": "a"}),
+    ({"extra_special_tokens": {"a": "b", "c": "d"}}, {"extra_special_tokens": {"a": "<sep>"}}),
+    ({"eos_token": "<sep>", "add_bos_token": False}, {"eos_token": None}),
+    ({"extra_special_tokens": {"a": "b"}}, {"extra_special_tokens": ["<sep>"], "additional_special_tokens": ["b"]}),
+])  # fmt: skip
+def test_named_tokens_are_those_of_transformers(config, old, small_folder, tmp_path):
+    """Wherever the files name them, after they were written again too; the template sees them."""
+    show = "{{ eos_token }} {{ eot_token }} {{ eom_token }} {{ image }} {{ image_token }}"
+    (tmp_path / "tokenizer.json").write_bytes((small_folder / "tokenizer.json").read_bytes())
+    fields = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": show} | config
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(fields))
+    if old is not None:
+        (tmp_path / "special_tokens_map.json").write_text(json.dumps(old))
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(tmp_path), Tokenizer.from_folder(tmp_path)
+    assert ours.names == theirs.special_tokens_map
+    messages = [{"role": "user", "content": "hi"}]
+    assert ours.render(messages) == theirs.apply_chat_template(messages, tokenize=False)
+    (tmp_path / "again").mkdir()
+    ours.write_files(tmp_path / "again")
+    again = transformers.AutoTokenizer.from_pretrained(tmp_path / "again")
+    assert Tokenizer.from_folder(tmp_path / "again").names == again.special_tokens_map == ours.names
+    written = json.loads((tmp_path / "again" / "tokenizer_config.json").read_text())
+    assert written.get("add_bos_token") == config.get("add_bos_token")
+
+
 def test_chat_template_file_wins(small_folder, tmp_path):
     for file in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / file).write_bytes((small_folder / file).read_bytes())

@@ -31,7 +31,8 @@ from .strict import LIMITS, CheckpointError, quote, read_object
 
 TEMPLATES = "additional_chat_templates"  # beside chat_template.jinja; these names are known, a list costs a request
 SMALL = (  # optional
-    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
+    "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+    "special_tokens_map.json", "chat_template.jinja",
     f"{TEMPLATES}/tool_use.jinja", f"{TEMPLATES}/rag.jinja",
 )  # fmt: skip
 FAMILY = tuple(f"Qwen/Qwen3-{size}" for size in ("0.6B", "1.7B", "4B", "8B", "14B", "32B"))

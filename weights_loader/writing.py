@@ -23,7 +23,10 @@ if TYPE_CHECKING:
     import torch
 
 CHECKPOINT = ("config.json", "generation_config.json", names.SINGLE, names.INDEX)
-TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "additional_chat_templates")
+TOKENIZER = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
+    "additional_chat_templates",
+)  # fmt: skip
 
 
 @contextmanager

@@ -23,7 +23,10 @@ from weights_loader import Device, Dtype, shards
 from weights_loader.prefetch import Prefetch
 from weights_loader.strict import read_object
 
-SMALL = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+SMALL = (
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+    "special_tokens_map.json", "chat_template.jinja",
+)  # fmt: skip
 PROBE = 64  # bytes at each place of a tensor: a fine-tuned checkpoint has the headers of its base
 PLACES = 8  # both ends and between: a copy that was broken off has the right size and a hole
 

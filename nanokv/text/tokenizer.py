@@ -19,6 +19,7 @@ from nanokv.habits import ENCODE, TOKENIZER, Elsewhere, unknown_name
 from nanokv.text import chat_templates, render_process
 from nanokv.text.ids import Ids, id_list
 from nanokv.text.template import ChatTemplate
+from nanokv.text.token_names import read_names, with_names
 from nanokv.text.tokenizer_file import read_backend, write_tokenizer
 from weights_loader.control_texts import TURN_ENDS
 from weights_loader.strict import read_object
@@ -77,7 +78,7 @@ class Tokenizer:
         if rows is None:
             rows = _json_object(folder / "config.json").get("vocab_size", 0)
             rows = rows if type(rows) is int else 0
-        return cls(backend, _token_names(config), templates, rows, config, last_id)
+        return cls(backend, read_names(folder, config), templates, rows, config, last_id)
 
     from_pretrained = Elsewhere(TOKENIZER["from_pretrained"])
 
@@ -195,7 +196,7 @@ class Tokenizer:
 
     def write_files(self, folder: str | os.PathLike) -> None:
         """tokenizer.json, tokenizer_config.json and the chat templates into a folder, as `from_folder` reads them."""
-        fields = {"tokenizer_class": "PreTrainedTokenizerFast"} | self.config | self.names
+        fields = {"tokenizer_class": "PreTrainedTokenizerFast"} | with_names(self.config, self.names)
         write_tokenizer(Path(folder), self.backend, fields, self.chat_templates)
 
 
@@ -244,14 +245,3 @@ def _bad_character(text):
 def _json_object(path):
     """{} where there is no such file."""
     return read_object(path, TokenizerError) if path.is_file() else {}
-
-
-def _token_names(config):
-    """{"eos_token": "<|im_end|>", …}: a name that is null is left out, so the template sees it as undefined."""
-    names = {}
-    for name in ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"):
-        token = config.get(name)
-        token = token.get("content") if isinstance(token, dict) else token
-        if isinstance(token, str):
-            names[name] = token
-    return names
