@@ -60,6 +60,10 @@ class TemplateError(NanoKVError):
     """The chat template is broken, hostile, or refuses these messages."""
 
 
+class TemplateStopped(TemplateError):
+    """The chat template took more time, memory or output than it may."""
+
+
 class SessionError(NanoKVError):
     """A saved conversation cannot be read, written or continued."""
 

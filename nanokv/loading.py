@@ -45,17 +45,23 @@ def load(source: str | os.PathLike = "tiny", dtype: Dtype = "auto", device: Devi
 
 def load_folder(folder: Path, fields: dict, dtype: Dtype, device: Device,
                 check_finite: bool = False, prefetched: Prefetch | None = None,
-                read: Read | None = None) -> tuple[Transformer, Tokenizer]:  # fmt: skip
+                read: Read | None = None,
+                prepare: Callable[[Tokenizer], None] | None = None) -> tuple[Transformer, Tokenizer]:  # fmt: skip
     """`load` of a folder on this disk; `fields` is what its config.json says. Each of its files is read once.
 
-    `read` makes the model from the weights: all of it here, a rank's part in nanokv/parallel.
+    `read` makes the model from the weights: all of it here, a rank's part in nanokv/parallel. `prepare` may give the
+    tokenizer another chat template before it is looked up what ends an answer.
     """
     dtype, device = weights_loader.check_target(dtype, device)
     config = Config.from_dict(fields)  # refuse what is not implemented before a byte of weights is read
     generation = optional_fields(folder / "generation_config.json")
     generation_config = GenerationConfig.from_fields(fields, generation)
     tokenizer = Tokenizer.from_folder(folder, rows=config.vocab_size)
-    ends = endings.ends(tokenizer, eos_token_ids(generation), eos_token_ids(fields))
+    templates = [*tokenizer.chat_templates.values()]
+    if prepare is not None:
+        prepare(tokenizer)
+        templates += tokenizer.chat_templates.values()
+    ends = endings.ends(tokenizer, eos_token_ids(generation), eos_token_ids(fields), templates)
     generation_config = replace(generation_config, eos_token_ids=tuple(end.id for end in ends))
     tokenizer.control_ids |= {end.id for end in ends} & set(tokenizer.special_tokens.values())
     stamp("tokenizer")

@@ -591,6 +591,27 @@ def test_a_fine_tune_ends_where_its_template_ends_a_turn(fine_tune, tmp_path, ca
     assert nanokv.load(tmp_path / "saved")[0].generation_config == model.generation_config
 
 
+def test_a_template_that_is_chosen_brings_its_end(fine_tune, tmp_path, capsys, monkeypatch):
+    """By name, which the server's field does too, or as a file of its own."""
+    folder, flags = tmp_path / "model", ["-q", "-n", "60", "-t", "0"]
+    shutil.copytree(fine_tune, folder)
+    path = folder / "tokenizer_config.json"
+    fields = json.loads(path.read_text())
+    source = fields.pop("chat_template")
+    plain = source.replace("<|turn_end|>", "")
+    (tmp_path / "own.jinja").write_text(source)
+    monkeypatch.setattr("sys.stdin", FakeStdin(b""))
+    for templates, choice, known in (
+        ({"default": plain, "own": source}, "own", (2045, 2047)), ({"own": source}, "own", (2045, 2047)),
+        ({"default": plain}, str(tmp_path / "own.jinja"), (2045,)), ({}, str(tmp_path / "own.jinja"), (2045,)),
+    ):  # fmt: skip
+        listed = [{"name": name, "template": text} for name, text in templates.items()]
+        path.write_text(json.dumps(fields | {"chat_template": listed}))
+        assert nanokv.load(folder)[0].generation_config.eos_token_ids == known
+        assert main(["generate", "What is a KV cache?", "-m", str(folder), "--chat-template", choice, *flags]) == 0
+        assert capsys.readouterr().out == SAID + "\n"
+
+
 def test_a_complete_checkpoint_ends_where_transformers_ends_it(loaded):
     """What is found beside generation_config.json is in it already."""
     theirs = transformers.GenerationConfig.from_pretrained(weights_loader.BUNDLED["tiny"]).eos_token_id

@@ -215,27 +215,72 @@ CHAT = "{%% for m in messages %%}%s{%% endfor %%}{%% if add_generation_prompt %%
 NEW = ("<|turn_end|>", "<|user|>", "<|assistant|>", "<sep>")
 
 
-@pytest.mark.parametrize(("each", "opening", "end"), [
-    ("<|{{ m.role }}|>\n{{ m.content }}<|turn_end|>\n", "<|assistant|>\n", "<|turn_end|>"),
-    ("{{ '<|' + m.role + '|>' }}{{ m.content }}{{ '<|turn' + '_end|>' }}", "<|assistant|>", "<|turn_end|>"),
-    ("<|endoftext|>{{ m.role }}: {{ m.content | trim }}\n<|turn_end|>", "", "<|turn_end|>"),
-    ("{{ m.role }}: {{ m.content }}{% if not loop.last %}<sep>{% endif %}", "assistant: ", "<sep>"),
-    ("{{ m.role }}: {{ m.content }}{% if m.role == 'assistant' %} <sep><|user|>{% endif %}", "", "<sep>"),
-    ("<|{{ m.role }}|>{{ m.content }}", "<|assistant|>", None),  # only beginnings
-    ("<sep>{{ m.role }}: {{ m.content }}", "<sep>assistant: ", None),
-    ("{{ m.role }}: {{ m.content }}{{ '<sep>' if loop.last else '<|turn_end|>' }}", "", None),  # which one?
-    ("{{ m.role }}: {{ m.content }}\n", "assistant: ", None), ("{{ m.role }}", "", None),
-    ("{{ m.content }}{{ raise_exception('no') if m.role == 'assistant' }}<|turn_end|>", "", None),
-    ("{{ raise_exception('no') }}", "", None), ("{{ m.content", "", None),
-    ("{{ m.content }}{{ raise_exception('no') if loop.index == 3 }}<|turn_end|>", "", "<|turn_end|>"),
+NO_LONE_QUESTION = "{{ raise_exception('no') if loop.last and m.role == 'user' and not add_generation_prompt }}"
+SYSTEM_FIRST = "{{ raise_exception('no') if loop.first and m.role != 'system' }}"
+
+
+@pytest.mark.parametrize(("each", "opening", "ends"), [
+    ("<|{{ m.role }}|>\n{{ m.content }}<|turn_end|>\n", "<|assistant|>\n", ["<|turn_end|>"]),
+    ("{{ '<|' + m.role + '|>' }}{{ m.content }}{{ '<|turn' + '_end|>' }}", "<|assistant|>", ["<|turn_end|>"]),
+    ("<|endoftext|>{{ m.role }}: {{ m.content | trim }}\n<|turn_end|>", "", ["<|turn_end|>"]),
+    ("{{ m.role }}: {{ m.content }}{% if not loop.last %}<sep>{% endif %}", "assistant: ", ["<sep>"]),
+    ("{{ m.role }}: {{ m.content }}{% if not loop.last %}<sep>{% endif %}", "<sep>assistant: ", ["<sep>"]),
+    ("<|user|>{{ m.content }}{% if not loop.last %}<sep>{% endif %}", "<sep><|user|>", ["<sep>"]),
+    ("{{ m.role }}: {{ m.content }}{% if m.role == 'assistant' %} <sep><|user|>{% endif %}", "", ["<sep>"]),
+    ("<|{{ m.role }}|>{{ m.content }}", "<|assistant|>", []),  # only beginnings
+    ("<sep>{{ m.role }}: {{ m.content }}", "<sep>assistant: ", []),
+    ("<|user|><sep>{{ m.role }}: {{ m.content }}", "<|user|><sep>assistant: ", []),
+    ("{% if loop.first %}<|turn_end|>{% endif %}<|user|><sep>{{ m.content }}", "<|user|><sep>", []),
+    ("{{ m.role }}: {{ m.content }}{{ '<sep>' if loop.last else '<|turn_end|>' }}", "", ["<sep>", "<|turn_end|>"]),
+    ("{{ m.role }}: {{ m.content }}\n", "assistant: ", []), ("{{ m.role }}", "", []),
+    ("{{ m.content }}{{ raise_exception('no') if m.role == 'assistant' }}<|turn_end|>", "", []),
+    ("{{ raise_exception('no') }}", "", []), ("{{ m.content", "", []),
+    ("{{ m.content }}{{ raise_exception('no') if loop.index == 3 }}<|turn_end|>", "", ["<|turn_end|>"]),
+    (NO_LONE_QUESTION + "<|{{ m.role }}|>{{ m.content }}<|turn_end|>", "<|assistant|>", ["<|turn_end|>"]),
+    (NO_LONE_QUESTION + "<|{{ m.role }}|>{{ m.content }}", "<|assistant|>", []),
+    (NO_LONE_QUESTION + "{{ '<|user|>Be brief.<|turn_end|>' if loop.first }}<|user|>{{ m.content }}<|turn_end|>",
+     "<|user|>", ["<|turn_end|>"]),
+    ("<|user|><sep>{{ m.content }}", "", []),
+    (SYSTEM_FIRST + "{{ m.role }}: {{ m.content }}<sep>", "assistant: ", ["<sep>"]),
+    (SYSTEM_FIRST + "<|{{ m.role }}|>{{ m.content }}<|turn_end|>", "<|assistant|>", ["<|turn_end|>"]),
+    (SYSTEM_FIRST + "<|{{ m.role }}|>{{ m.content }}", "<|assistant|>", []),
+    ("{{ m.role }}: {{ m.content }}{{ eot_token }}", "assistant: ", ["<|turn_end|>"]),
+    ("{{ m.role }}: {{ m.content }}{{ '</think>' if loop.last }}", "", []),
 ])  # fmt: skip
-def test_the_template_says_what_ends_a_turn(each, opening, end, with_template):
-    """The token after what the assistant says, never one that begins a turn; a template that fails says nothing."""
-    loaded = with_template(CHAT % (each, opening), *NEW)
+def test_the_template_says_what_ends_a_turn(each, opening, ends, with_template):
+    """The tokens after what the assistant says, never one that begins a turn; a template that fails says nothing."""
+    loaded = with_template(CHAT % (each, opening), *NEW, "</think>", extra_special_tokens={"eot_token": "<|turn_end|>"}
+                           if "eot_token" in each else None)  # fmt: skip
     known = {"<|endoftext|>", "<|im_end|>"}
     found = {one.text: one.sources for one in endings.ends(loaded, generation=[loaded.special_tokens["<|endoftext|>"]])}
-    assert found.keys() == known | ({end} if end else set())
-    assert end is None or found[end] == ("chat template",)
+    assert found.keys() == known | set(ends)
+    assert all(found[end][-1] == "chat template" for end in ends)
+
+
+@pytest.mark.parametrize("end", [
+    "<|{{ 'turn_end' }}|>", "{{ tok('turn_end') }}", "{{ '<|%s|>' | format('turn_end') }}",
+    "{{ ['<|turn_', 'end|>'] | join }}", "{{ '<|turn_' ~ 'end|>' }}", "{{ '<|TURN_END|>' | lower }}",
+])  # fmt: skip
+def test_an_end_that_the_template_puts_together_is_found(end, with_template):
+    """Though all that is written in it is known."""
+    macro = "{% macro tok(name) %}<|{{ name }}|>{% endmacro %}{# <|endoftext|> #}"
+    loaded = with_template(macro + CHAT % ("<|im_start|>{{ m.role }}\n{{ m.content }}" + end, ""), "<|turn_end|>")
+    found = {one.text: one.sources for one in endings.ends(loaded)}
+    assert found["<|turn_end|>"] == ("chat template",)
+
+
+def test_each_of_the_templates_brings_its_end(with_template):
+    """Whatever it is called; one that is stopped is the last that is tried, but those before it count."""
+    each = ("{{ m.role }}: {{ m.content }}", "{{ m.content }}<sep>", "{{ m.content }}<|turn_end|>")
+    plain, sep, turn_end = (CHAT % (one, "") for one in each)
+    endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    for sources, ends in (
+        ({"default": plain, "rag": sep, "tool_use": turn_end}, {"<sep>", "<|turn_end|>"}), ({"chat": sep}, {"<sep>"}),
+        ({"default": sep, "more": endless, "rag": turn_end}, {"<sep>"}),
+    ):  # fmt: skip
+        listed = [{"name": name, "template": source} for name, source in sources.items()]
+        found = {one.text for one in endings.ends(with_template(listed, *NEW))}
+        assert found - {"<|endoftext|>", "<|im_end|>"} == ends
 
 
 def test_every_source_is_named_once_and_an_empty_list_means_no_end(qwen, small, with_template):
@@ -251,6 +296,11 @@ def test_every_source_is_named_once_and_an_empty_list_means_no_end(qwen, small, 
     assert endings.ends(small, [10**6])[0] == endings.End(10**6, "", ("generation_config.json",))
     named = with_template("", *NEW, eot_token={"content": "<sep>"}, eos_token="<|user|>", eom_token="<|none|>")
     assert {end.text for end in endings.ends(named)} == {"<sep>", "<|user|>", "<|im_end|>", "<|endoftext|>"}
+    named = with_template("", *NEW, "<think>", extra_special_tokens={"eot_token": "<sep>"})
+    stale = [named.special_tokens[text] for text in ("<|user|>", "<think>")]
+    found = {end.text: end.sources for end in endings.ends(named, [0], stale)}
+    assert found["<sep>"] == ("tokenizer's eot_token",)
+    assert found["<|user|>"] == ("config.json",) and "<think>" not in found, "it begins something"
 
 
 def test_where_call_and_return_end_a_turn_the_end_of_a_message_does_not(with_template):
@@ -260,7 +310,10 @@ def test_where_call_and_return_end_a_turn_the_end_of_a_message_does_not(with_tem
         (["<|end|>"], {"<|end|>"}), (["<|end|>", *pair], {*pair}),
         (["</s>", "<|tool_response>"], {"<|tool_response>"}),
     ):  # fmt: skip
-        found = {end.text for end in endings.ends(with_template("", *tokens))}
+        between = "</s>" if "</s>" in tokens else "<|end|>"
+        each = "{{ m.content }}" + f"{{{{ '{tokens[-1]}' if loop.last else '{between}' }}}}"
+        template = CHAT % (each, "")
+        found = {end.text for end in endings.ends(with_template(template, *tokens))}
         assert found - {"<|endoftext|>", "<|im_end|>"} == ends
 
 

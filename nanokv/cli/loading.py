@@ -11,6 +11,7 @@ import re
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -142,8 +143,8 @@ def _load_model(args, announce) -> Loaded:
     stamp("code")
     check = getattr(args, "check_finite", False)
     how = read_of(args.ranks)
-    read, tokenizer = load_folder(plan.folder, plan.fields, dtype, plan.device, check, prefetched, how)
-    choose_template(args, tokenizer)
+    prepare = partial(choose_template, args)
+    read, tokenizer = load_folder(plan.folder, plan.fields, dtype, plan.device, check, prefetched, how, prepare)
     args.ranks.meet()
     stamp("weights")
     model = speed.optimized(read, args, plan.code)

@@ -12,31 +12,33 @@ goes on with the user's next turn. So the ends are the union of five sources:
                              another file would begin, too (fim_pad, fim_rep, fim_sep)
     known text               added tokens that end a turn in published models
                              (weights_loader/control_texts.py)
-    chat template            the token that it puts after what the assistant says
+    chat templates           the token that each of them puts after what the assistant says
 
 transformers reads the first of these that is there, and no other. Where a checkpoint is complete,
 as Qwen3's are, both end at the same tokens.
 """
 
+import contextlib
 import os
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from nanokv.config import eos_token_ids, optional_fields
-from nanokv.errors import TemplateError
+from nanokv.errors import TemplateError, TemplateStopped
+from nanokv.text.token_names import content
 from nanokv.text.tokenizer import SPOKEN, Tokenizer
-from weights_loader.control_texts import FILL_IN_ENDS, turn_ends
+from weights_loader.control_texts import FILL_IN_ENDS, TURN_ENDS, turn_ends
 
 GENERATION, CONFIG = "generation_config.json", "config.json"
-NAMES = tuple(f"{name}_token" for name in ("eos", "eot", "eom", *FILL_IN_ENDS))  # tokenizer_config.json
+NAMES = tuple(f"{name}_token" for name in ("eos", "eot", "eom", *FILL_IN_ENDS))
 BEGINNINGS = {  # of a turn, in the templates that most models have; none of these ends one
     *SPOKEN, "<|im_start|>", "<tool_response>", "</tool_response>", "<|begin_of_text|>",
     "<|start_header_id|>", "<|end_header_id|>",
 }  # fmt: skip
-PIECES = re.compile(r"""<\|?['"]""")  # a token that a template puts together: '<|' + role + '|>'
 ASKED, ANSWERED = "Question7", "Answer7"  # what stands for the contents when a template is tried
+SYSTEM = {"role": "system", "content": "System7"}
+USER, ASSISTANT = {"role": "user", "content": ASKED}, {"role": "assistant", "content": ANSWERED}
 
 
 @dataclass(frozen=True)
@@ -49,30 +51,33 @@ class End:
 
 
 def of_folder(folder: str | os.PathLike, tokenizer: Tokenizer) -> tuple[End, ...]:
-    """The ends of a checkpoint, those of generation_config.json first. ConfigError: an eos_token_id is
-    no id."""
+    """The ends of a checkpoint, those of generation_config.json first. ConfigError: an eos_token_id
+    is no id."""
     said = (eos_token_ids(optional_fields(Path(folder) / name)) for name in (GENERATION, CONFIG))
     return ends(tokenizer, *said)
 
 
 def ends(tokenizer: Tokenizer, generation: Sequence[int] | None = None,
-         config: Sequence[int] | None = None) -> tuple[End, ...]:  # fmt: skip
+         config: Sequence[int] | None = None,
+         templates: Iterable[str] | None = None) -> tuple[End, ...]:  # fmt: skip
     """From the two files' eos_token_id (None: it is not there) and all that the tokenizer knows.
+    templates: the sources of those that a conversation may get; by default the tokenizer's.
 
-    A word of the vocabulary is an end only where the first file that names an end says so:
-    config.json often keeps the id of another model.
+    A word of the vocabulary, or a token that begins a turn, is an end only where the first file
+    that names an end says so: config.json often keeps the id of another model.
     """
     if generation is not None and not generation:
         return ()
     texts = tokenizer.special_tokens
-    added = set(texts.values())
+    likely = {id for text, id in texts.items() if text not in BEGINNINGS}
+    templates = tokenizer.chat_templates.values() if templates is None else templates
     found: dict[int, list[str]] = {}
     _add(found, GENERATION, generation or ())
-    _add(found, CONFIG, (id for id in config or () if not generation or id in added))
+    _add(found, CONFIG, (id for id in config or () if not generation or id in likely))
     for name in NAMES:
         _add(found, f"tokenizer's {name}", _named(tokenizer, name))
     _add(found, "known text", (texts[text] for text in sorted(turn_ends(texts))))
-    _add(found, "chat template", _of_template(tokenizer, set(found)))
+    _add(found, "chat template", _of_templates(tokenizer, templates, set(found)))
     return tuple(End(id, _text(tokenizer, id), tuple(sources)) for id, sources in found.items())
 
 
@@ -88,57 +93,76 @@ def _text(tokenizer: Tokenizer, id: int) -> str:
 
 
 def _named(tokenizer: Tokenizer, name: str) -> list[int]:
-    text = tokenizer.config.get(name) or tokenizer.names.get(name)
-    text = text.get("content") if isinstance(text, dict) else text
-    id = tokenizer.backend.token_to_id(text) if isinstance(text, str) else None
-    return [] if id is None else [id]
+    texts = content(tokenizer.config.get(name)), tokenizer.names.get(name)
+    ids = (tokenizer.backend.token_to_id(text) for text in texts if text)
+    return [id for id in ids if id is not None]
 
 
-# --- the template -------------------------------------------------------------------------------
+# --- the templates ------------------------------------------------------------------------------
 
 
-def _of_template(tokenizer: Tokenizer, known: set[int]) -> list[int]:
-    """The token after an answer, [] if there is none or if it begins a turn."""
-    if tokenizer.chat_template is None:
-        return []
-    present = {text for text in tokenizer.special_tokens if text in tokenizer.chat_template}
-    written = [tokenizer.special_tokens[text] for text in present - BEGINNINGS]
-    complete = written and not PIECES.search(tokenizer.chat_template)
-    if complete and known.issuperset(written):  # rendering it would say nothing new
-        return written if len(written) == 1 else []
-    end = turn_end(tokenizer)
-    return [] if end is None else [end]
+def _of_templates(tokenizer: Tokenizer, sources: Iterable[str], known: set[int]) -> list[int]:
+    """What comes after an answer in any of them."""
+    sources = tuple(dict.fromkeys(sources))
+    texts = tokenizer.special_tokens
+    others = {id for text, id in texts.items() if text not in BEGINNINGS}
+    if others <= known:  # rendering could not find another one
+        written = {id for id in others if any(_text(tokenizer, id) in source for source in sources)}
+        return list(written) if len(written) == 1 else []
+    found: dict[int, None] = {}
+    with contextlib.suppress(TemplateStopped):  # each further render would take its seconds too
+        for source in sources:
+            found |= dict.fromkeys(answer_ends(tokenizer, source))
+    return list(found)
 
 
-def turn_end(tokenizer: Tokenizer) -> int | None:
-    """The first token after what the assistant said, as the template renders it at the end of a
-    conversation and before another message. None: it is no added token, the two differ, it begins a
-    turn, or the template fails."""
-    asked, answered = {"role": "user", "content": ASKED}, {"role": "assistant", "content": ANSWERED}
-    try:
-        question = tokenizer.render([asked], add_generation_prompt=False)
-        prompt = tokenizer.render([asked])
-    except TemplateError:
-        return None
-    last, before_another = [asked, answered], [asked, answered, asked]
-    firsts = {_after(tokenizer, last), _after(tokenizer, before_another)} - {None}
-    begin = _beginnings(tokenizer, question, prompt)
-    return firsts.pop() if len(firsts) == 1 and not firsts & begin else None
+def answer_ends(tokenizer: Tokenizer, source: str) -> list[int]:
+    """The first token after what the assistant said, as this template renders it: at the end of a
+    conversation, and before another message. Only added tokens, and none that begins a turn or is
+    known to end a message of several (`turn_ends`). TemplateStopped: a render took too much."""
+
+    def render(*messages: dict, asks: bool = False) -> str:
+        try:
+            return tokenizer.render(list(messages), None, asks, source)
+        except TemplateStopped:
+            raise
+        except TemplateError:  # it refuses this conversation, but another one may be right
+            return ""
+
+    texts = tokenizer.special_tokens
+    for start in (), (SYSTEM,):  # some templates demand a system message
+        asked = *start, USER
+        answers = render(*asked, ASSISTANT), render(*asked, ASSISTANT, USER)
+        shown = [text for text in answers if ANSWERED in text]
+        if shown:
+            question, prompt = render(*asked), render(*asked, asks=True)
+            opening = prompt.removeprefix(question) if question else ""
+            others = BEGINNINGS | (TURN_ENDS - turn_ends(texts))
+            no_ends = {texts[text] for text in others if text in texts}
+            no_ends |= _beginnings(tokenizer, shown[0], asked[0]["content"], opening)
+            firsts = dict.fromkeys(id for text in shown for id in _after(tokenizer, text))
+            return [id for id in firsts if id not in no_ends]
+    return []
 
 
-def _after(tokenizer: Tokenizer, messages: list[dict]) -> int | None:
-    try:
-        text = tokenizer.render(messages, add_generation_prompt=False)
-    except TemplateError:
-        return None
-    _, found, rest = text.partition(ANSWERED)
-    ids = tokenizer.encode(rest.lstrip()) if found else []
-    return ids[0] if ids and ids[0] in tokenizer.special_tokens.values() else None
+def _after(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The token after the answer, if it is an added one."""
+    ids = tokenizer.encode(text.partition(ANSWERED)[2].lstrip())[:1]
+    return [id for id in ids if id in tokenizer.special_tokens.values()]
 
 
-def _beginnings(tokenizer: Tokenizer, question: str, prompt: str) -> set[int]:
-    """The added tokens that begin a prompt, stand before what the user says, or ask for an answer."""
+def _beginnings(tokenizer: Tokenizer, text: str, first: str, opening: str) -> set[int]:
+    """The added tokens that begin a message. text: a conversation. first: the content of its first
+    message. opening: what asks for an answer.
+
+    An end stands after a message, a beginning before the first one. What stands before the question
+    alone, not before the answer, begins it.
+    """
     added = set(tokenizer.special_tokens.values())
-    before = [id for id in tokenizer.encode(question.partition(ASKED)[0]) if id in added]
-    opening = tokenizer.encode(prompt.removeprefix(question))
-    return {*before[:1], *before[-1:], *opening} & added
+    parts = text.partition(ANSWERED)[0].partition(ASKED)
+    start, _, between = parts[0].partition(first)
+    before, question, answer, asks = (
+        [id for id in tokenizer.encode(part) if id in added]
+        for part in (start, between, parts[2], opening)
+    )
+    return {*before[:1], *before[-1:], *set(question[-1:]) - set(answer), *set(asks) & set(before)}

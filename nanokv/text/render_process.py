@@ -18,7 +18,7 @@ import threading
 from importlib.util import find_spec
 from pathlib import Path
 
-from nanokv.errors import TemplateError
+from nanokv.errors import TemplateError, TemplateStopped
 
 WORKER = Path(__file__).with_name("render_worker.py")
 HEAD, LENGTH = struct.Struct(">QdQQ"), struct.Struct(">Q")  # of a request, of an answer: see WORKER
@@ -33,7 +33,7 @@ KEPT = 2  # processes that wait for the next render
 HOSTILE = "it is broken or hostile"
 
 
-class Killed(TemplateError):
+class Killed(TemplateStopped):
     """By somebody else, while it waited or rendered: no limit here sends SIGKILL but the clock's, so another may live.
     """
 
@@ -148,9 +148,9 @@ def asked(request: bytes, seconds: float, most: int) -> tuple[str, str]:
     return kind, words
 
 
-def stopped(why: str) -> TemplateError:
+def stopped(why: str) -> TemplateStopped:
     """For raise."""
-    return TemplateError(f"the chat template was stopped: {why}", HOSTILE)
+    return TemplateStopped(f"the chat template was stopped: {why}", HOSTILE)
 
 
 def take() -> RenderProcess:

@@ -28,8 +28,8 @@ def read_names(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def token_names(config: Mapping[str, Any], old: Mapping[str, Any] | None = None) -> dict[str, str]:
-    """Of tokenizer_config.json and special_tokens_map.json (`old`). A name that is null is left out,
-    so that the template sees it as undefined."""
+    """Of tokenizer_config.json and special_tokens_map.json (`old`). A name that is null is left
+    out, so that the template sees it as undefined."""
     old = old or {}
     standard = {name: token for name, token in {**config, **old}.items() if name in STANDARD}
     written = {name: token for name, token in config.items() if _is_own(name)}
@@ -50,7 +50,8 @@ def with_names(config: Mapping[str, Any], names: Mapping[str, str]) -> dict[str,
     if token_names({**config, **standard}) == names:
         return {**config, **standard}
     kept = {name: value for name, value in config.items() if not _names_tokens(name, value)}
-    return kept | standard | {OWN: {name: text for name, text in names.items() if name not in standard}}
+    own = {name: text for name, text in names.items() if name not in standard}
+    return kept | standard | {OWN: own}
 
 
 def content(token: Any) -> str | None:
