@@ -4,6 +4,7 @@ What needs no operating system runs in this process through main(argv), which sh
 and full disks run as subprocesses.
 """
 
+import hashlib
 import importlib
 import json
 import os
@@ -65,7 +66,7 @@ def test_the_help_begins_with_what_nanokv_is_and_how_it_is_called(cli):
     ("smollm2.ggf", "did you mean ./smollm2.gguf?"), ("./smolm2.gguf", "did you mean ./smollm2.gguf?"),
     ("smollm", "did you mean ./smollm2.gguf?"), ("mymodle", "did you mean ./mymodel?"),
     ("./sub/Deap.gguf", "did you mean ./sub/deep.gguf?"), ("{here}/mymodl", "did you mean {here}/mymodel?"),
-    ("smollm2-135", "did you mean smollm2-135m?"),
+    ("smollm2-135", "did you mean smollm2-135m?"), ("qwen3:0.6b", "did you mean Qwen/Qwen3-0.6B?"),
     ("notamodel", "nanokv models lists names; for example tiny, Qwen/Qwen3-0.6B"),
     ("./xyzzy", "check the path: there is no such folder"), ("nowhere/mymodle", None),
 ])  # fmt: skip
@@ -876,6 +877,57 @@ def test_env_shows_which_tokens_end_an_answer_and_who_says_so(cli, edited, monke
     assert ends("Qwen/Qwen3-0.6B")["unknown"][0] == "not on this disk"
     (folder / "tokenizer.json").write_text("{")
     assert ends(folder)["unknown"][0] == "cannot be read"
+
+
+def test_env_shows_the_ends_of_a_model_that_a_package_carries(cli, tmp_path, monkeypatch):
+    from gguf_files import write_gguf
+    from oracle import tiny_reference
+    from real_model import fake_distribution
+    from tiny_checkpoint import write_tokenizer
+    from weights_loader import installed
+
+    for variable in ("HF_HOME", "NANOKV_CACHE"):
+        monkeypatch.setenv(variable, str(tmp_path / variable))
+    write_tokenizer(tmp_path)
+    reference = tiny_reference(model_type="llama", head_dim=None, vocab_size=320)
+    data = write_gguf(tmp_path / "model.gguf", reference, tmp_path).read_bytes()
+    absent = json.loads(cli("env", "--json", "-m", "smollm2")[1])["ends of an answer"]
+    assert absent["unknown"][0] == "not on this disk"
+    package = installed.PACKAGES["smollm2"]._replace(nbytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+    monkeypatch.setitem(installed.PACKAGES, "smollm2", package)
+    monkeypatch.syspath_prepend(fake_distribution(tmp_path / "site", data))
+    for name in ("smollm2", "SmolLM2"):
+        found = json.loads(cli("env", "--json", "-m", name)[1])["ends of an answer"]
+        assert found["<|im_end|>"][0] == "2" and "unknown" not in found
+
+
+@pytest.mark.parametrize("flags", [["-m", "tinny"], ["--cache", "pagd"]])
+def test_a_hint_is_printed_once(cli, flags):
+    """Also below a traceback, which would end with it in a program."""
+    for debug in ([], ["--debug"]):
+        err = cli("env", *flags, *debug)[2]
+        assert err.count("hint: ") == 1 and err.splitlines()[-1].startswith("hint: did you mean")
+        assert ("Traceback" in err) == bool(debug)
+
+
+@pytest.mark.parametrize(("name", "hint"), [
+    ("tinny", "did you mean tiny?"), ("./nothing", "check the path: there is no such folder"),
+    ("a b/c", None), ("nothing.gguf", "check the path: there is no such file"), ("", None),
+])  # fmt: skip
+def test_env_says_what_is_wrong_with_a_name_that_no_model_has(cli, tmp_path, monkeypatch, name, hint):
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    code, out, err = cli("env", "-m", name)
+    message, told = errors_in(err)
+    assert (code, out) == (2, "") and message.startswith(f'no model "{name}"')
+    assert hint is None or told == hint
+
+
+@pytest.mark.parametrize("name", ["qwen3-0.6b", "Qwen/Qwen3-0.6B", "owner/name:file.gguf", "smollm2"])
+def test_env_of_a_model_that_would_be_fetched_asks_nobody(cli, tmp_path, monkeypatch, name):
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.setattr("socket.socket.connect", None)
+    code, out, _ = cli("env", "--json", "-m", name)
+    assert code == 0 and json.loads(out)["ends of an answer"]["unknown"][0] == "not on this disk"
 
 
 @pytest.mark.parametrize(

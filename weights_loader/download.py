@@ -27,7 +27,7 @@ from typing import NamedTuple
 from . import names
 from .installed import PACKAGES
 from .names import INDEX, SINGLE, missing_weights, read_weight_map
-from .strict import LIMITS, CheckpointError, quote, read_object
+from .strict import LIMITS, CheckpointError, UnknownModel, quote, read_object
 
 TEMPLATES = "additional_chat_templates"  # beside chat_template.jinja; these names are known, a list costs a request
 SMALL = (  # optional
@@ -67,20 +67,16 @@ def snapshot(repo: str, revision: str | None, known: tuple[str, ...]) -> Path:
     """
     from huggingface_hub import constants
     from huggingface_hub.errors import HFValidationError, RevisionNotFoundError
-    from huggingface_hub.utils import validate_repo_id
 
     revision = _check_revision(revision or "main")
     try:
-        validate_repo_id(repo)
+        folder, missing = _cached(repo, revision)
     except HFValidationError:
         raise _unknown(repo, known) from None
-    folder, missing = _cached(repo, revision)
-    if folder and not missing and (constants.HF_HUB_OFFLINE or COMMIT.fullmatch(revision)):
+    at_rest = constants.HF_HUB_OFFLINE or COMMIT.fullmatch(revision) or "/" not in repo
+    if folder and not missing and at_rest:
         return _intact(folder)
-    if "/" not in repo:  # every model of today has an owner: a typo costs no request
-        if folder and not missing:
-            return _intact(folder)
-        raise _unknown(repo, known)
+    check_name(repo, known)  # every model of today has an owner: a typo costs no request
     try:
         folder = _fetch(repo, revision)
     except CheckpointError:
@@ -468,9 +464,22 @@ def _reason(error: Exception) -> str:
     return f"HTTP {status}" if status else f"{type(error).__name__}: {first}".rstrip(": ")
 
 
-def _unknown(source: str, known: tuple[str, ...]) -> CheckpointError:
-    return CheckpointError(f"no model {quote(source)}: not built in, not a folder, not cached",
-                           _nearest(source, known))  # fmt: skip
+def check_name(repo: str, known: tuple[str, ...]) -> None:
+    """UnknownModel for what no repository of today is called: owner/name. Makes no request."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(repo)
+    except HFValidationError:
+        raise _unknown(repo, known) from None
+    if "/" not in repo:
+        raise _unknown(repo, known)
+
+
+def _unknown(source: str, known: tuple[str, ...]) -> UnknownModel:
+    return UnknownModel(f"no model {quote(source)}: not built in, not a folder, not cached",
+                        _nearest(source, known))  # fmt: skip
 
 
 def _beside(source: str) -> str | None:
@@ -504,5 +513,10 @@ def _nearest(source: str, known: tuple[str, ...]) -> str:
     wanted = re.sub("[^a-z0-9]", "", source.split("/")[-1].lower())
     close = difflib.get_close_matches(wanted, names, n=1, cutoff=0.5)
     if close:
-        return f"did you mean {names[close[0]]}?"
+        return f"did you mean {_packaged(names[close[0]]) if ':' in source else names[close[0]]}?"
     return f"nanokv models lists names; for example {', '.join([*known, FAMILY[0]])}"
+
+
+def _packaged(name: str) -> str:
+    """The name of the package that carries this model, for who types ollama's smollm2:135m; else the name."""
+    return next((short for short, one in PACKAGES.items() if one.repository == SHORT.get(name)), name)

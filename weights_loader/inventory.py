@@ -1,14 +1,16 @@
-"""What is on this disk: the bundled models and those in the Hugging Face cache, measured without torch or a request.
+"""What is on this disk, measured without torch or a request: the bundled models, those in the Hugging Face cache, and
+those in a folder.
 
 A repository counts as a model when its snapshot has a config.json; what its folder lacks is named, not fetched.
 """
 
 import math
+import os
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import BUNDLED
+from . import BUNDLED, gguf_folder, installed, resolve
 from .names import INDEX, SINGLE, missing_weights, read_weight_map
 from .strict import LIMITS, CheckpointError, parse_object
 
@@ -51,6 +53,33 @@ def cached() -> tuple[Path, list[Found]]:
             gaps = [] if (folder / "tokenizer.json").is_file() else ["tokenizer.json"]
             found.append(Found(repo.repo_id, folder, repo.size_on_disk, (*missing_weights(folder), *gaps)))
     return place, sorted(found, key=lambda one: one.name.lower())
+
+
+def find(source: str) -> Path | None:
+    """The folder of a model by any name that `resolve` takes; None where it would have to be fetched.
+
+    Raises UnknownModel for a name that no model has, CheckpointError for a model that is damaged.
+    """
+    from huggingface_hub import try_to_load_from_cache
+
+    from . import download
+
+    short = source.lower()
+    packaged = short in installed.PACKAGES
+    if source in BUNDLED or (source and os.path.exists(os.path.expanduser(source))):
+        return resolve(source)
+    if packaged and installed.location(short):
+        return resolve(source)
+    repo, _, file = source.partition(":")
+    if file.endswith(".gguf"):
+        download.check_name(repo, tuple(BUNDLED))
+        path = try_to_load_from_cache(repo, file)
+        return gguf_folder(Path(path)) if isinstance(path, str) else None
+    name = installed.PACKAGES[short].repository if packaged else download.SHORT.get(short, source)
+    folder = next((one.folder for one in cached()[1] if one.name == name), None)
+    if folder is None:
+        download.check_name(name, tuple(BUNDLED))
+    return folder
 
 
 def stored(folder: Path) -> Counter:

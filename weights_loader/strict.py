@@ -48,6 +48,12 @@ class CheckpointError(ValueError):
         super().__init__(message)
         self.message = message
         self.hint = hint
+        if hint:
+            self.add_note(f"hint: {hint}")  # below the message in a traceback
+
+
+class UnknownModel(CheckpointError):
+    """A name that no model has: it is not bundled, no path, and no name on the hub."""
 
 
 class CheckpointWarning(UserWarning):

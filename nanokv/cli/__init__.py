@@ -158,7 +158,9 @@ def report(error: BaseException, words: list[str]) -> int:
     if debug:
         import traceback
 
-        terminal.write_err(terminal.sanitize("".join(traceback.format_exception(error))))
+        shown = traceback.TracebackException.from_exception(error)
+        shown.__notes__ = []  # the hint stands below, once
+        terminal.write_err(terminal.sanitize("".join(shown.format())))
     known = describe(error)
     if known is None:
         hint = REPORT if debug else f"{REPORT} with the output of the same command and --debug"

@@ -17,6 +17,7 @@ from nanokv.cli import layout, speed, terminal
 from nanokv.cli.arguments import CACHE, add_model_arguments, environment
 from nanokv.cli.loading import check_address_space, check_device, display_name, thread_count
 from nanokv.costs.free_memory import available_memory
+from weights_loader.strict import UnknownModel
 
 EXAMPLES = ("nanokv env", "nanokv env -m ./folder", "nanokv env --json", "NANOKV_THREADS=1 nanokv env")
 DESCRIPTION = (
@@ -120,37 +121,24 @@ def settings(args) -> dict:
 
 
 def ends(model: str) -> dict:
-    """Token → its id and what says that it ends an answer; of a model on this disk."""
+    """Token → its id and what says that it ends an answer; of a model on this disk. UnknownModel for no model's name.
+    """
     try:
-        import weights_loader
         from nanokv.text import endings
         from nanokv.text.tokenizer import Tokenizer
+        from weights_loader import inventory
 
-        folder = Path(weights_loader.resolve(model)) if is_here(model) else cached(model)
+        folder = inventory.find(model)
         if folder is None:
             return {"unknown": ("not on this disk", "nothing is downloaded for this table")}
         found = endings.of_folder(folder, Tokenizer.from_folder(folder))
-    except Exception as error:  # no such folder, a damaged file, a broken install
+    except UnknownModel:
+        raise
+    except Exception as error:  # a damaged file, a broken install
         return {"unknown": ("cannot be read", str(error) or type(error).__name__)}
     names = {end: terminal.sanitize_line(end.text)[:40] or f"id {end.id}" for end in found}
     rows = {name: (str(end.id), ", ".join(end.sources)) for end, name in names.items()}
     return rows or {"none": ("", "answers end at their length")}
-
-
-def is_here(model: str) -> bool:
-    """A bundled model, or a path."""
-    from weights_loader import BUNDLED
-
-    return model in BUNDLED or os.path.exists(os.path.expanduser(model))
-
-
-def cached(model: str) -> Path | None:
-    """The folder of a hub model in the cache."""
-    from weights_loader import inventory
-    from weights_loader.download import SHORT
-
-    name = SHORT.get(model.lower(), model)
-    return next((one.folder for one in inventory.cached()[1] if one.name == name), None)
 
 
 def device_in_use(wanted: str) -> tuple[str, str]:
