@@ -488,6 +488,14 @@ def test_a_latent_cache_refuses_it_too():
     assert cache.length == 5
 
 
+def test_an_option_said_twice_must_say_one_thing(model):
+    cache = make_cache("quantized:bits=4", model.config, bits=4, residual=8)
+    assert (cache.options["bits"], cache.options["residual"]) == (4, 8)
+    with pytest.raises(CacheError, match="bits is 4 in the cache's name and 8 as an argument") as caught:
+        make_cache("quantized:bits=4", model.config, bits=8)
+    assert "bits=8" in caught.value.hint
+
+
 def test_a_pool_is_an_option_for_programs_only(model):
     """A flag can hold its text, not the object."""
     pool = PagePool(model.config, 4, 4)

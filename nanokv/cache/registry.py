@@ -117,13 +117,17 @@ def make_cache(name: str, config: Config, batch_size: int = 1, capacity: Capacit
                dtype: Dtype = None, device: Device = None,
                **options: Any) -> KVCache:  # fmt: skip
     """An empty cache of the named kind for a model of this config; capacity in tokens per row. Options may be part of
-    the name, as on the command line: "quantized:bits=4"; an argument of the same name counts more.
+    the name, as on the command line: "quantized:bits=4"; an argument that says something else is refused.
 
     Memory is taken by the first append, in the dtype and on the device of what the model writes; if `dtype` or
     `device` is given, an append of another one is refused.
     """
     if isinstance(name, str):
         name, named = read_kind(name)
+        for key in named.keys() & options.keys():
+            if named[key] != options[key]:
+                raise CacheError(f"{key} is {named[key]!r} in the cache's name and {options[key]!r} as an argument",
+                                 f"leave one of them out: {key}={options[key]!r}")  # fmt: skip
         options = named | options
     check_options(name, options, objects=True)
     if not hasattr(config, "num_hidden_layers"):
