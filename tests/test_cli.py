@@ -12,6 +12,7 @@ import pty
 import re
 import resource
 import select
+import shlex
 import shutil
 import signal
 import socket
@@ -1009,6 +1010,16 @@ def test_flags_of_other_programs_are_accepted_and_checked_like_ours():
         make_parser("bench", __import__("nanokv.cli.bench", fromlist=["bench"])).parse(["--n-predict", "4"])
 
 
+@pytest.mark.parametrize(("typed", "told"), [
+    ("--stream", "by default"), ("-no-cnv", "--raw"), ("--no-cnv", "--raw"), ("--no_stream", "--json"),
+    ("--trust-remote-code", "no code"),
+])  # fmt: skip
+def test_a_flag_that_is_not_needed_here_is_told_why(cli, typed, told):
+    code, _, err = cli("generate", "x", typed)
+    message, hint = errors_in(err)
+    assert (code, message) == (2, f"no flag {typed}") and told in hint
+
+
 @pytest.mark.parametrize(
     ("name", "told"),
     [("run", "nanokv chat -m MODEL"), ("list", "nanokv models"), ("version", "nanokv --version"),
@@ -1042,6 +1053,42 @@ def test_slash_commands_as_people_type_them(typed, parsed, hint):
         assert hint in error.value.hint
     elif parsed:
         assert parsed[0] in chat_commands.COMMANDS
+
+
+@pytest.mark.parametrize(("rest", "hint"), [
+    ("parameter temperature 0.7", "did you mean /set temperature 0.7?"),
+    ("parameter top-k 5", "did you mean /set top_k 5?"), ("parameter temprature 1", "did you mean temperature?"),
+    ("parameter num_ctx 4096", "nanokv chat --context 4096"), ("num_ctx 4096", "nanokv chat --context 4096"),
+    ("parameter repeat_penalty 1.1", "/set repetition_penalty 1.1"), ("parameter num_predict 9", "max_new_tokens 9"),
+    ('system "Be brief."', "/system Be brief."), ("nothink", "/nothink"), ("think", "/think"),
+    ("verbose", "/stats on"), ("parameter", "one of temperature"), ("parameter xyzzy 1", "one of temperature"),
+])  # fmt: skip
+def test_settings_as_ollama_has_them_lead_to_ours(rest, hint):
+    with pytest.raises(NanoKVError, match="no setting") as error:
+        chat_commands.run(None, "/set", rest)
+    assert hint in error.value.hint and "{" not in error.value.hint
+
+
+@pytest.mark.parametrize(("flags", "told"), [
+    ([], "nanokv chat --resume"), (["-m", "smollm2"], "nanokv chat -m smollm2 --resume"),
+    (["-m", "./my model.gguf", "--cache", "quantized:bits=4", "--resume", "x"],
+     "nanokv chat -m './my model.gguf' --cache quantized:bits=4 --resume"),
+    (["--context=64", "--quantize", "int8", "--overflow", "drop", "--plain", "--speculate", "ngram:3", "-q"],
+     "nanokv chat --context 64 --plain --quantize int8 --speculate ngram:3 --overflow drop --resume"),
+    (["-t", "0.7", "-s", "Be brief.", "--stats", "off"], "nanokv chat --resume"),
+])  # fmt: skip
+def test_the_command_that_resumes_a_chat_names_what_its_session_does_not_hold(monkeypatch, flags, told):
+    """NANOKV_MODEL may be another one when it is typed."""
+    from nanokv.cli import chat
+    from nanokv.cli.chat_resume import resuming
+
+    monkeypatch.delenv("NANOKV_MODEL", raising=False)
+    parser = make_parser("chat", chat)
+    found = resuming(parser.parse(flags))
+    assert found.startswith("nanokv chat ") and found.endswith(told)
+    assert resuming(parser.parse(shlex.split(found)[2:])) == found
+    monkeypatch.setenv("NANOKV_MODEL", "smollm2")
+    assert resuming(make_parser("chat", chat).parse([])) == "nanokv chat -m smollm2 --resume"
 
 
 def test_a_command_among_other_lines_is_found_in_any_case():

@@ -252,16 +252,32 @@ def test_each_program_has_its_rows():
     assert sum(rows.values()) == len(ROWS)
 
 
-@pytest.mark.parametrize("ours", dict.fromkeys(ours for _, ours in ROWS))
+def test_the_flags_that_are_said_to_be_accepted_are_those():
+    from nanokv.cli.arguments import ALIASES
+
+    (said,) = re.findall(r"Four flags .* accepted: (.*?)\.\s", HABITS.read_text(encoding="utf-8"), re.DOTALL)
+    assert set(re.findall(r"`(--[a-z-]+)`", said)) == set(ALIASES) and len(ALIASES) == 4
+
+
+@pytest.mark.parametrize("ours", dict.fromkeys(one for _, ours in ROWS for one in ours.split("`, or `")))
 def test_what_the_table_of_habits_says_works(ours, tmp_path):
     """Python runs as it stands, after the page's own first block; a command is parsed, its flags checked."""
     import importlib
 
     from nanokv import cli
+    from nanokv.cli import arguments, chat_commands
 
     if ours.startswith("nanokv "):
         _, name, *words = shlex.split(ours)
-        assert cli.make_parser(name, importlib.import_module(cli.COMMANDS[name][0])).parse(words)
+        args = cli.make_parser(name, importlib.import_module(cli.COMMANDS[name][0])).parse(words)
+        if getattr(args, "model", "") == "tiny":
+            import nanokv
+
+            assert (args.context or 0) <= nanokv.load("tiny")[0].config.max_position_embeddings
+        return
+    if ours.startswith("/"):
+        name, rest = chat_commands.parse(ours)
+        assert name in chat_commands.COMMANDS and (name != "/set" or arguments.parse_setting(*rest.split()) is not None)
         return
     (before,) = re.findall(r"^```python\n(.*?)^```", HABITS.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
     names = {"folder": tmp_path / "saved"}

@@ -66,6 +66,11 @@ def read_kind(text: str) -> tuple[str, dict]:
     return name, options
 
 
+def kind_text(name: str, options: dict) -> str:
+    """What `read_kind` reads: quantized:bits=4."""
+    return ":".join([name, *(f"{key}={value}" for key, value in options.items())])
+
+
 def _literal(text: str) -> object:
     for kind in (int, float):
         try:

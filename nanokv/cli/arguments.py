@@ -42,6 +42,14 @@ SYNONYMS = {  # not accepted, but clear: what is typed, without dashes → the f
     "max-num-batched-tokens": "step-tokens", "gpu-memory-utilization": "pages",
     "tensor-parallel-size": "tensor-parallel", "tp": "tensor-parallel", "cnv": "chat", "conversation": "chat",
 }  # fmt: skip
+SAID = {  # flags of other programs without one of ours → how it is here
+    "stream": "nanokv chat and generate stream an answer by default",
+    "no-stream": "--json writes an answer when it is whole",
+    "no-cnv": "nanokv generate PROMPT --raw continues a text, without a chat template",
+    "no-conversation": "nanokv generate PROMPT --raw continues a text, without a chat template",
+    "i": "nanokv chat talks with the model", "interactive": "nanokv chat talks with the model",
+    "trust-remote-code": "no code of a checkpoint is run",
+}  # fmt: skip
 
 
 # --- the parser ---------------------------------------------------------------------------------------------------
@@ -100,11 +108,13 @@ class Parser(argparse.ArgumentParser):
 
     def is_foreign(self, word: str) -> bool:
         """-ngl: a flag of another program that argparse would take for our -n with the value gl."""
-        return bool(re.fullmatch("-[a-z]{2,}", word)) and word[1:] in SYNONYMS
+        return bool(re.fullmatch("-[a-z][a-z-]+", word)) and word[1:] in SYNONYMS | SAID
 
     def unknown_flag(self, word: str) -> NanoKVError:
         """The error, with the flag that was probably meant."""
         name = word.split("=", 1)[0]
+        if said := SAID.get(name.lstrip("-").replace("_", "-").lower()):
+            return NanoKVError(f"no flag {name}", said)
         close = nearest_flag(name, self.flags())
         return NanoKVError(f"no flag {name}", f"did you mean {close}?" if close else f"{self.prog} --help")
 

@@ -41,13 +41,14 @@ class Peers:
     def commands(self, ours) -> list:
         """`nanokv generate` with the weights and the cache of each of ours that decodes one row."""
         from nanokv.bench.command import Command, endless
+        from nanokv.cache.options import kind_text
 
         args, loaded = self.args, self.loaded
         folder = endless(self.weights, self.folder / "endless", loaded.config.vocab_size)
         shared = ["--dtype", loaded.dtype_name, "--threads", str(loaded.threads), "--device", str(loaded.device)]
         shared += ["--context", str(args.context)] if args.context else []
         cached = [one for one in ours if one.batch == 1 and one.cache != "none"]
-        caches = [":".join([one.cache, *(f"{key}={value}" for key, value in one.options.items())]) for one in cached]
+        caches = [kind_text(one.cache, one.options) for one in cached]
         return [Command(one, folder, [*shared, "--cache", cache]) for one, cache in zip(cached, caches, strict=True)]
 
     def runners(self, against, room: int) -> list:

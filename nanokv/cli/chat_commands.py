@@ -149,7 +149,9 @@ def _setting(chat, name):
     if name == "seed":
         return value if params.get("temperature") else f"{value} (not used: greedy)"
     off, meaning = OFF[name]
-    return f"{off} ({meaning})" if value is None or value == off else value
+    if value is None or value == off:
+        return f"{off} ({meaning})"
+    return int(value) if value == int(value) else value  # 0, not 0.0
 
 
 def set_value(chat, rest):
@@ -167,15 +169,27 @@ def set_value(chat, rest):
             chat.session.template_kwargs["enable_thinking"] = value.strip() != "off"
         chat.view.say(f"{name} {value.strip()}")
     elif name not in SETTINGS:
-        known = [*SETTINGS, *CHOICES]
-        close = nearest(name, known)
-        raise NanoKVError(f"no setting {name!r}", f"did you mean {close}?" if close else f"one of {', '.join(known)}")
+        raise NanoKVError(f"no setting {sanitize_line(name[:40])!r}", setting_hint(name, value.strip()))
     else:
         new = parse_setting(name, value)
         if chat.args.beams:
             refuse_draw(name, new, name)
         chat.session.params[name] = new
         chat.view.say(f"{name} {_setting(chat, name)}")
+
+
+def setting_hint(name: str, value: str) -> str:
+    """What an unknown setting was probably meant to be; ollama's lines are known."""
+    if name == "parameter" and value:
+        name, _, value = value.partition(" ")
+        name, value = name.replace("-", "_"), value.strip()
+        if name in SETTINGS:
+            return f"did you mean /set {name} {sanitize_line(value[:40])}?".replace(" ?", "?")
+    if name in OLLAMA:
+        return OLLAMA[name].format(sanitize_line(value.strip("\"'")[:200])).rstrip()
+    known = [*SETTINGS, *CHOICES]
+    close = nearest(name, known)
+    return f"did you mean {close}?" if close else f"one of {', '.join(known)}"
 
 
 def stats(chat, rest):
@@ -333,9 +347,16 @@ COMMANDS = {
     "/exit": Command(leave, "leave (also exit, quit, Ctrl-D)"),
     "/bye": Command(leave), "/quit": Command(leave),
 }  # fmt: skip
+OLLAMA = {  # settings of its chat → what to type here; {} is the value
+    "system": "/system {}", "num_ctx": "a chat keeps its context: /exit, then nanokv chat --context {}",
+    "num_predict": "/set max_new_tokens {}", "repeat_penalty": "/set repetition_penalty {}",
+    "think": "/think", "nothink": "/nothink", "verbose": "/stats on", "quiet": "/stats off",
+    "stop": "a chat keeps its stop strings: /exit, then nanokv chat --stop STR",
+}  # fmt: skip
 _MODEL = "a chat keeps its model: /exit, then nanokv chat -m NAME (nanokv models lists names)"
 ELSEWHERE = {  # commands of other programs → what does it here
     "model": _MODEL, "models": _MODEL, "new": "did you mean /clear?", "redo": "did you mean /retry?",
     "history": "/tokens shows the last prompt, /save FILE writes the conversation",
+    "show": "/set shows the settings, /system the system prompt, /cache the cache; nanokv memory the model's sizes",
 }  # fmt: skip
 ALONE = (show_help, clear, think, no_think, show_cache, show_tokens, undo, retry, resume, copy, leave)

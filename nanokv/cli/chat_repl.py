@@ -8,6 +8,7 @@ import contextlib
 import traceback
 
 from nanokv.cli import chat_commands, layout, transcript
+from nanokv.cli.chat_resume import resuming
 from nanokv.cli.chat_start import make_session
 from nanokv.cli.chat_view import Progress, View
 from nanokv.cli.files import confirm
@@ -107,6 +108,8 @@ class Chat:
             if self.args.debug:
                 write_err(sanitize("".join(traceback.format_exception(error))))
             self.view.problem(error)
+            if self.draft == text:
+                self.view.say("the message is back in the input line: Ctrl-C clears it, then a command can be typed")
 
     def turn(self, text) -> bool:
         """One line of input: a command, a message, or nothing. Was it carried out to its end?"""
@@ -220,4 +223,4 @@ class Chat:
             except NanoKVError as error:
                 self.view.problem(error)
         if self.file and self.file.saved and self.recorded:
-            self.view.say("session saved · nanokv chat --resume")
+            self.view.say(f"session saved · {resuming(self.args)}")

@@ -14,6 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from nanokv.cache.options import kind_text
 from nanokv.cli import layout, terminal
 from nanokv.cli.loading import plan_model
 from nanokv.cli.text import to_json
@@ -66,10 +67,9 @@ def run(args) -> int:
 
 def one_start(args, plan) -> dict[str, float]:
     """Part → seconds, of `nanokv generate` with the flags of this command."""
-    name, options = args.cache
-    cache = ":".join([name, *(f"{key}={value}" for key, value in options.items())])
-    flags = ["-m", str(plan.folder), "--dtype", plan.dtype_name, "--cache", cache, "--context", str(plan.context)]
-    flags += ["--device", args.device, "--threads", str(plan.threads), *WEIGHTS[args.weights]]
+    flags = ["-m", str(plan.folder), "--dtype", plan.dtype_name, "--context", str(plan.context)]
+    flags += ["--cache", kind_text(*args.cache), "--device", args.device, "--threads", str(plan.threads)]
+    flags += WEIGHTS[args.weights]
     with tempfile.TemporaryDirectory() as place:
         log = Path(place) / "stamps"
         env = os.environ | {"NANOKV_STAMPS": str(log)}
