@@ -246,8 +246,10 @@ def test_context_full_before_a_turn_refuses_with_numbers_and_keeps_the_message(f
     fresh.send("\r")
     fresh.see(r"needs [\d,]+ of 512 tokens \(history \d+ \+ message [\d,]+\)")
     fresh.see(r"hint: a shorter message$")              # 512 is all that the model has
+    fresh.see(r"^the message is back in the input line: Ctrl-C clears it, then a command can be typed$")
     fresh.see(r"^> word word")
     fresh.send("\x03")
+    fresh.ask("/drop 1", "dropped the oldest turn")
     fresh.ask("Two.", STATUS.format(r"\d+", 512))
 
 
@@ -306,6 +308,8 @@ def test_a_setting_without_a_value_is_shown(fresh):
     fresh.ask("/set temperature", r"^temperature 0 \(greedy\)$")
     fresh.ask("/set seed", r"^seed \d+ \(not used: greedy\)$")
     fresh.ask("/set top_k 0", r"^top_k 0 \(all\)$")
+    fresh.ask("/set top_p 0", r"^top_p 0$")
+    fresh.ask("/set top_p 1", r"^top_p 1 \(all\)$")
     fresh.ask("/set repetition_penalty 1.5", r"^repetition_penalty 1.5$")
     fresh.ask("/set repetition_penalty 1", r"^repetition_penalty 1 \(off\)$")
     fresh.ask("/set stop_nothing", "no setting")
@@ -358,6 +362,11 @@ def test_a_wrong_argument_is_one_line_and_the_chat_goes_on(fresh):
     fresh.ask("/undo", "nothing to undo")
 
 
+def test_an_error_in_a_narrow_terminal_breaks_between_words(start, tiny_folder):
+    chat = start(tiny_folder, columns=40)
+    chat.ask("/set top_p 7.25", r"^error: top_p: 7.25 is not a number from\n  0 to 1 \(1 = off\)\n> *$")
+
+
 WRONG_FIELDS = {"kv": 7, "settings": [1], "system": {"a": 1}, "fingerprint": 3, "ranks": "2"}
 
 
@@ -388,7 +397,7 @@ def test_a_bug_in_a_command_is_one_line_and_costs_neither_chat_nor_session(start
     argv = chat_argv(tiny_folder, "-n", "4")
     chat = start(tiny_folder, argv=[argv[0], "-c", BROKEN, *argv[3:]])
     chat.ask("One.", r"→ 4 out")
-    chat.ask("/boom", r"^error: RuntimeError: the cause [x\n]+…\n(hint: )?.*please report it")
+    chat.ask("/boom", r"^error: RuntimeError: the cause\s+[x\s]+…\n(hint: )?.*please report it")
     assert "Traceback" not in chat.text and chat.text.count("x") < 500
     chat.clear()
     chat.send("/slow\r")
@@ -488,7 +497,7 @@ def test_ctrl_d_leaves_with_the_session_on_disk(chat):
     """Last test of the shared chat."""
     chat.ask("Bye then.", STATUS.format(r"\d+", 512))
     assert chat.leave("\x04") == 0
-    assert "session saved · nanokv chat --resume" in chat.text
+    assert re.search(r"session saved · nanokv chat -m \S+ .*--resume", chat.text)
     (path,) = sessions(chat.home)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     last = lines(path)[-1]

@@ -2,13 +2,14 @@
 
 import io
 import os
+import re
 import signal
 import time
 import types
 
 import pytest
 
-from nanokv.cli import terminal
+from nanokv.cli import layout, terminal
 from nanokv.cli.terminal import (
     Interrupt,
     Sanitizer,
@@ -108,6 +109,22 @@ def test_notices_are_one_sanitised_line_and_quiet_hides_them(capsys):
     args.quiet = True
     terminal.notice("not this", args)
     assert capsys.readouterr().err == "a␛[2J␊b\n"
+
+
+@pytest.mark.parametrize("tty", [True, False])
+def test_errors_break_between_words_on_a_terminal_and_nowhere_else(monkeypatch, capsys, tty):
+    from nanokv.cli import show_error
+
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setattr("sys.stderr.isatty", lambda: tty, raising=False)
+    message, hint = "word " * 20 + "end", "some other text " * 6 + "end"
+    show_error(message, hint, when="always")
+    terminal.warning(message)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 3 if not tty else max(map(layout.cells, lines)) <= 40 and len(lines) > 8
+    joined = " ".join(" ".join(lines).split())
+    plain = re.sub("\x1b\\[\\d+m", "", joined)
+    assert plain == f"nanokv: error: {message} hint: {hint} nanokv: warning: {message}"
 
 
 def test_closed_streams_do_not_crash(monkeypatch):

@@ -206,8 +206,9 @@ def _is_torch_memory(error: BaseException) -> bool:
 def show_error(message: str, hint: str = "", when: str = "auto") -> None:
     """`nanokv: error: …` and `hint: …`, one line each of a bounded length, control characters visible."""
     style = terminal.Style(sys.stderr, when)
-    lines = f"nanokv: {style.red('error:')} {terminal.message_line(message)}\n"
-    terminal.write_err(lines + (f"{style.dim('hint:')} {terminal.message_line(hint)}\n" if hint else ""))
+    terminal.write_line(f"nanokv: {style.red('error:')} {terminal.message_line(message)}")
+    if hint:
+        terminal.write_line(f"{style.dim('hint:')} {terminal.message_line(hint)}")
 
 
 def finish(code: int) -> int:

@@ -20,6 +20,7 @@ from nanokv.cli.terminal import (
     sanitize_line,
     seconds_text,
     write_err,
+    write_line,
     write_out,
 )
 from nanokv.text.thinking import split_thinking
@@ -94,7 +95,7 @@ class View:
         """An error that the chat survives: one line, and one for the hint. Our own bugs are named by their type."""
         message, hint = describe(error) or (f"{type(error).__name__}: {error}", f"{REPORT}; the chat goes on")
         cut = "…" * (len(message) > LONGEST_PROBLEM)
-        write_err(self.err.red("error: ") + sanitize_line(message[:LONGEST_PROBLEM] + cut) + "\n")
+        write_line(self.err.red("error: ") + sanitize_line(message[:LONGEST_PROBLEM] + cut))
         if hint:
             self.say(f"hint: {sanitize_line(hint[:LONGEST_PROBLEM])}")
 

@@ -134,7 +134,13 @@ def notice(text: str, args) -> None:
 
 def warning(text: str) -> None:
     """One line on stderr that --quiet does not hide."""
-    write_err(f"nanokv: warning: {message_line(text)}\n")
+    write_line(f"nanokv: warning: {message_line(text)}")
+
+
+def write_line(line: str) -> None:
+    """One line to stderr: whole into a pipe or a file; a terminal that is too narrow gets it broken between words."""
+    width = layout.columns(sys.stderr) if is_tty(sys.stderr) else None
+    write_err(layout.paragraph(line, width, rest="  ") + "\n")
 
 
 @contextmanager
