@@ -89,9 +89,11 @@ def test_a_dash_asks_for_a_stdin_that_is_there(tiny_folder, tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("name", ["env", "memory", pytest.param("generate", marks=pytest.mark.slow), "chat --list"])
-def test_a_user_without_a_home(name, tmp_path):
+def test_a_user_without_a_home(name, tmp_path, monkeypatch):
+    """Raw text, without a chat template: where root's own folder holds Python, nobody can start no process of it."""
     if os.geteuid() != 0 or not shutil.which("setpriv"):
         pytest.skip("needs root and setpriv to become nobody")
+    monkeypatch.setitem(COMMANDS, "generate", "generate --raw -p Once -m FOLDER -n 2 -t 0")
     wrap = ("setpriv", f"--reuid={NOBODY}", "--clear-groups")
     env = {"HOME": None, "XDG_STATE_HOME": None}
     code, out, err = run(name, "tiny", tmp_path, env=env, wrap=wrap)

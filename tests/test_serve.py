@@ -181,7 +181,7 @@ def test_every_answer_and_chunk_is_of_the_clients_types(server):
     """Where OpenAI's description is not at hand, too."""
     strict(ChatCompletion, server.post(CHAT, ask(max_tokens=2))[1])
     strict(Completion, server.post(TEXT, {"prompt": "Once", "max_tokens": 2})[1])
-    for options in ({}, {"stream_options": {"include_usage": True}}):
+    for options in ({}, {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}):
         assert [strict(ChatCompletionChunk, one) for one in chunks(server.stream(CHAT, ask(max_tokens=5) | options))]
     *texts, last = chunks(server.stream(TEXT, {"prompt": "Once", "max_tokens": 3}))
     for chunk in texts:  # OpenAI sends null here, and its description and types leave that out

@@ -139,7 +139,7 @@ class StreamOptions(Fields):
     """What a stream tells beside the answer."""
 
     include_usage: YesNo = None
-    continuous_usage_stats: Annotated[Any, Nothing(False)] = None
+    continuous_usage_stats: YesNo = None  # usage comes once, at the end: no token of an answer depends on it
 
 
 class Function(Fields):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nanokv.errors import TokenizerError
-from weights_loader.strict import read_object
+from weights_loader.strict import quote, read_object
 
 MAP = "special_tokens_map.json"
 STANDARD = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
@@ -57,7 +57,13 @@ def with_names(config: Mapping[str, Any], names: Mapping[str, str]) -> dict[str,
 def content(token: Any) -> str | None:
     """The text of a token: itself, or in {"content": …}."""
     text = token.get("content") if isinstance(token, dict) else token
-    return text if isinstance(text, str) else None
+    if not isinstance(text, str):
+        return None
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise TokenizerError(f"a token is named {quote(text)}, which holds half a character") from None
+    return text
 
 
 def _names_tokens(field: str, value: Any) -> bool:
