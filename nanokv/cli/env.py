@@ -37,7 +37,7 @@ VARIABLES = (
     "VISUAL", "EDITOR", "XDG_STATE_HOME", "XDG_CACHE_HOME", "LOCALAPPDATA", "HF_HOME", "HF_HUB_CACHE", "HF_TOKEN",
     "HF_ENDPOINT", "HF_HUB_OFFLINE", "HF_HUB_DISABLE_PROGRESS_BARS", "HTTPS_PROXY", "NO_PROXY", "SSL_CERT_FILE",
 )  # fmt: skip
-MAKE = ("PYTHON", "ARGS", "OUT", "JOBS")  # what the Makefile takes from the environment
+MAKE = ("PYTHON", "ARGS", "OUT", "JOBS", "TORCH")  # what the Makefile takes from the environment
 SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD")
 
 
