@@ -12,7 +12,6 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import sys
-import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for editors and type checkers: the names of _HOME and _MODULES
@@ -20,10 +19,8 @@ if TYPE_CHECKING:  # for editors and type checkers: the names of _HOME and _MODU
     from nanokv import cache as cache
     from nanokv import config as config
     from nanokv import costs as costs
-    from nanokv import course as course
     from nanokv import engine as engine
     from nanokv import errors as errors
-    from nanokv import faults as faults
     from nanokv import inference as inference
     from nanokv import model as model
     from nanokv.cache import CACHES, KVCache, NoCache, make_cache
@@ -42,10 +39,13 @@ if TYPE_CHECKING:  # for editors and type checkers: the names of _HOME and _MODU
     from nanokv.engine import Engine
     from nanokv.fast import optimize
     from nanokv.inference import decode, prefill, prefill_chunks, score
+    from nanokv.lab import faults as faults
+    from nanokv.lab import study as study
+    from nanokv.lab.study import debug as debug
+    from nanokv.lab.study import equality as equality
     from nanokv.loading import load
     from nanokv.model import Qwen3
-    from nanokv.study import debug as debug
-    from nanokv.study import equality as equality
+    from nanokv.school import course as course
     from nanokv.text import tokenizer as tokenizer
     from nanokv.text.tokenizer import Tokenizer
 
@@ -59,22 +59,17 @@ _NAMES = {  # module → the names that `nanokv` has from it
     "text.tokenizer": "Tokenizer",
 }  # fmt: skip
 _HOME = {name: f"nanokv.{module}" for module, names in _NAMES.items() for name in names.split()}
-_MODULES = {  # nanokv.NAME → the module, for `import nanokv` alone
-    name: f"nanokv.{name}"
-    for name in ("attention", "cache", "config", "costs", "course", "engine", "errors", "faults", "inference", "model")
-} | {
+_ENTRANCES = {  # nanokv.NAME, imported or not → the module that it is
     "batching": "nanokv.decoding.batching", "beam": "nanokv.decoding.beam", "generation": "nanokv.decoding.generation",
     "sample": "nanokv.decoding.sample", "speculative": "nanokv.decoding.speculative",
-    "debug": "nanokv.study.debug", "equality": "nanokv.study.equality",
     "session": "nanokv.chat.session", "tokenizer": "nanokv.text.tokenizer",
+    "faults": "nanokv.lab.faults", "study": "nanokv.lab.study", "debug": "nanokv.lab.study.debug",
+    "equality": "nanokv.lab.study.equality", "course": "nanokv.school.course",
 }  # fmt: skip
-_MOVED = {  # modules of version 0.1.0 that are imported by their old paths → where they are now
-    name: home for name, home in _MODULES.items() if home != f"nanokv.{name}"
-} | {
-    "kinds": "nanokv.cache.options", "fingerprint": "nanokv.cache.saving", "latent": "nanokv.study.mla",
-    "memory": "nanokv.costs.memory", "prefix": "nanokv.chat.history", "quality": "nanokv.study.quality",
-    "sandbox": "nanokv.text.render_process", "skeleton": "nanokv.loading", "template": "nanokv.text.template",
-}  # fmt: skip
+_MODULES = _ENTRANCES | {
+    name: f"nanokv.{name}"
+    for name in ("attention", "cache", "config", "costs", "engine", "errors", "inference", "model")
+}
 
 __all__ = [
     "CACHES", "Config", "Engine", "GenerationConfig", "KVCache", "NoCache", "Qwen3", "Session", "Tokenizer",
@@ -91,7 +86,7 @@ if not TYPE_CHECKING:  # it would hide a name that is mistyped
         elif name in _MODULES:
             value = importlib.import_module(_MODULES[name])
         else:
-            habits = importlib.import_module("nanokv.habits")
+            habits = importlib.import_module("nanokv.support.habits")
             raise habits.unknown_name(sys.modules[__name__], name, habits.MODULE)
         globals()[name] = value
         return value
@@ -101,20 +96,19 @@ def __dir__() -> list[str]:
     return sorted([*__all__, *_MODULES])
 
 
-class _Moved(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """`import nanokv.kinds` goes on working: the old name becomes another name of the module itself, with a warning."""
+class _Entrance(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """`from nanokv.faults import inject` works as `nanokv.faults.inject` does: both are nanokv.lab.faults itself."""
 
     def find_spec(self, name, path=None, target=None):
-        package, _, module = name.rpartition(".")
-        if package == "nanokv" and module in _MOVED:
+        package, _, rest = name.partition(".")
+        if package == "nanokv" and rest.partition(".")[0] in _ENTRANCES:
             return importlib.machinery.ModuleSpec(name, self)
         return None
 
     def exec_module(self, module):
-        old = module.__name__
-        new = _MOVED[old.rpartition(".")[2]]
-        warnings.warn(f"{old} is now {new}", DeprecationWarning, stacklevel=2)
-        sys.modules[old] = importlib.import_module(new)
+        name, _, inside = module.__name__.removeprefix("nanokv.").partition(".")
+        home = _ENTRANCES[name] + (f".{inside}" if inside else "")
+        sys.modules[module.__name__] = importlib.import_module(home)
 
 
-sys.meta_path.append(_Moved())
+sys.meta_path.insert(0, _Entrance())  # before the finder of files, which would load a second copy

@@ -1,7 +1,7 @@
 """The `nanokv` command, also as `python -m nanokv`.
 
 Until the command is imported there is nothing to keep: Ctrl-C ends the program as the system does it. Then
-cli/terminal.py decides.
+apps/cli/common/terminal.py decides.
 """
 
 import atexit
@@ -14,7 +14,7 @@ def main() -> int:
     """Run the command line → exit code; after Ctrl-C do not wait until torch has taken itself apart (0.3 s or more)."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not under nohup
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from nanokv.cli import main
+    from nanokv.apps.cli import main
 
     code = main()
     if code == 130:

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from nanokv.config import Config, GenerationConfig
-from nanokv.habits import MODEL, Elsewhere, unknown_name
+from nanokv.support.habits import MODEL, Elsewhere, unknown_name
 from weights_loader import CheckpointError, writing
 
 if TYPE_CHECKING:

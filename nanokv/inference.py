@@ -9,7 +9,6 @@
 """
 
 import math
-import warnings
 
 import torch
 from torch import Tensor
@@ -141,10 +140,3 @@ def token_ids(model: Model, ids: Rows) -> Tensor:
         if low >= 0 and high < vocabulary:
             return ids.to(device, torch.int64)
     return torch.tensor(id_rows(ids, vocabulary), device=device)  # (B,T); or it says what is wrong
-
-
-def __getattr__(name: str):
-    if name == "verify":  # the name in the first release
-        warnings.warn("nanokv.inference.verify is now verify_draft", DeprecationWarning, stacklevel=2)
-        return verify_draft
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,11 +9,11 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 import weights_loader
-from nanokv.clock import stamp
 from nanokv.config import Config, GenerationConfig, eos_token_ids, optional_fields
 from nanokv.errors import ConfigError
-from nanokv.habits import hinted
 from nanokv.model import Transformer
+from nanokv.support.clock import stamp
+from nanokv.support.habits import hinted
 from nanokv.text import endings
 from nanokv.text.tokenizer import Tokenizer
 from weights_loader import CheckpointError, Device, Dtype, names

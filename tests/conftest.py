@@ -80,7 +80,7 @@ def _kernels_are_built():
 @pytest.fixture
 def cli(monkeypatch, capsys):
     """cli(*argv, stdin=b"…") → (exit code, stdout, stderr) of main in this process."""
-    from nanokv.cli import main
+    from nanokv.apps.cli import main
 
     for name in ("NANOKV_MODEL", "NANOKV_THREADS", "NANOKV_DEBUG", "FORCE_COLOR", "NO_COLOR"):
         monkeypatch.delenv(name, raising=False)

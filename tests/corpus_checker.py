@@ -10,10 +10,10 @@ from collections.abc import Iterable
 from functools import cache
 from itertools import pairwise, product
 
-from nanokv.training import words
-from nanokv.training.cache_questions import QUESTIONS, YES_OR_NO
-from nanokv.training.conversation import SLIPS
-from nanokv.training.phrases import phrases
+from nanokv.school.training import words
+from nanokv.school.training.cache_questions import QUESTIONS, YES_OR_NO
+from nanokv.school.training.conversation import SLIPS
+from nanokv.school.training.phrases import phrases
 
 STRANGERS, REQUESTS, STORIES = phrases("strangers"), phrases("requests"), phrases("stories")
 NEARBY = phrases("nearby")

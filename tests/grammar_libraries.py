@@ -15,7 +15,7 @@ from time import perf_counter
 
 from transformers import PreTrainedTokenizerFast
 
-import nanokv.serve.grammar as ours
+import nanokv.apps.serve.api.grammar as ours
 from nanokv.text.tokenizer import Tokenizer
 
 PERSON = {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},

@@ -19,11 +19,11 @@ import torch
 import nanokv
 from nanokv.cache import make_cache
 from nanokv.cache.saving import fingerprint
-from nanokv.engine.handover import send, write_words
-from nanokv.engine.link import GroupLink, SocketLink
 from nanokv.errors import NanoKVError, UnsupportedError
 from nanokv.inference import decode, prefill, prefill_chunks, verify_draft
 from nanokv.parallel import group as parallel
+from nanokv.remote.handover import send, write_words
+from nanokv.remote.link import GroupLink, SocketLink
 
 CAPACITY, PATIENCE_S = 48, 20.0
 
@@ -218,7 +218,7 @@ def say_raw(words, tensors: list) -> None:
 
 def lies(folder, lie: str):
     """One whose process says something else instead of what it has computed."""
-    from nanokv.engine import prefill_process
+    from nanokv.remote import prefill_process
 
     def hand_over(self, told, request, logits):
         found = prefill_process.taken(request.cache, request.prompt, told["start"])

@@ -97,8 +97,8 @@ def led(group, folder: str, prompts: list) -> list:
     """
     from nanokv.decoding.draw import SamplingParams
     from nanokv.decoding.generation import Generation
-    from nanokv.decoding.leading import Following, Leading
-    from nanokv.engine.leading import FollowingEngine, LeadingEngine
+    from nanokv.ranks.engine import FollowingEngine, LeadingEngine
+    from nanokv.ranks.generation import Following, Leading
 
     model, said = model_of(group, folder), []
     if group.rank == 0:
@@ -147,8 +147,8 @@ def kept(group, folder: str, prompts: list, path: str) -> list:
     from nanokv.cache import KVCache
     from nanokv.decoding.draw import SamplingParams
     from nanokv.decoding.generation import Generation
-    from nanokv.decoding.leading import Following, Leading, part_path
     from nanokv.errors import CacheError
+    from nanokv.ranks.generation import Following, Leading, part_path
 
     model, said = model_of(group, folder), []
     cache = make_cache("growing", model.config)

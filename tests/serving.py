@@ -15,14 +15,14 @@ import time
 
 import openai
 
+from nanokv.apps.serve.api.prompts import Served
+from nanokv.apps.serve.http.app import make_app
+from nanokv.apps.serve.http.security import Hosts, Keys
+from nanokv.apps.serve.http.server import Server, listen, url
+from nanokv.apps.serve.run.prefill import HERE
+from nanokv.apps.serve.run.worker import Worker
 from nanokv.decoding.draw import SamplingParams
 from nanokv.engine import Engine
-from nanokv.serve.app import make_app
-from nanokv.serve.prefill import HERE
-from nanokv.serve.prompts import Served
-from nanokv.serve.security import Hosts, Keys
-from nanokv.serve.server import Server, listen, url
-from nanokv.serve.worker import Worker
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 PATIENCE_S = 20

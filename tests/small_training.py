@@ -11,7 +11,7 @@ import signal
 import sys
 
 from nanokv.config import Config
-from nanokv.training import data, trainer
+from nanokv.school.training import data, trainer
 
 SMALL = Config(
     vocab_size=384, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
@@ -58,7 +58,7 @@ def die_in_save(step: int) -> None:
 
 
 if __name__ == "__main__":
-    from nanokv import cli
+    from nanokv.apps import cli
 
     shrink()
     {"--die-at": die_at, "--die-in-save": die_in_save}[sys.argv[1]](int(sys.argv[2]))

@@ -5,9 +5,9 @@ import pickle
 from functools import cache
 from pathlib import Path
 
-from nanokv.course import twins
-from nanokv.course.running import Run
-from nanokv.course.running import run as run_notebook  # tests put others in the place of running.run
+from nanokv.school.course import twins
+from nanokv.school.course.running import Run
+from nanokv.school.course.running import run as run_notebook  # tests put others in the place of running.run
 
 WALL = 900  # seconds; only a notebook that hangs takes as long
 TIMED = ("05", "09", "10", "11")  # notebooks with figures of seconds, or ratios of seconds

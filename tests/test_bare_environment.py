@@ -10,7 +10,8 @@ import subprocess
 import pytest
 
 from cli_helpers import command, environment
-from nanokv.cli import describe, loading
+from nanokv.apps.cli.common import loading
+from nanokv.apps.cli.common.ways_out import describe
 from nanokv.errors import NanoKVError
 
 COMMANDS = {  # each as short as it can be; FOLDER is a random model, OUT an empty folder

@@ -13,9 +13,10 @@ import torch
 
 import nanokv
 from cli_helpers import FakeStdin, choice, spawn_cli, text_of
-from nanokv.cli import batch, main
-from nanokv.cli.batch_lines import check_fields, parse_line
-from nanokv.cli.batch_output import read_output
+from nanokv.apps.cli import main
+from nanokv.apps.cli.batch.lines import check_fields, parse_line
+from nanokv.apps.cli.batch.output import read_output
+from nanokv.apps.cli.commands import batch
 from nanokv.errors import NanoKVError
 
 PROMPTS = ["Once upon a time", "My name is Zorbla.", "The cache holds one key", "system", "Nice to meet you, Zorbla."]
@@ -429,7 +430,7 @@ def test_text_held_back_for_a_stop_string_comes_at_the_end(cli):
 
 def test_a_pool_larger_than_memory_is_refused_with_numbers(cli, monkeypatch):
     """2 × 3 layers × 2 KV heads × 32 × 4 B × 16 tokens are 24,576 B per page."""
-    monkeypatch.setattr("nanokv.cli.loading.available_memory", lambda device: 100_000_000)
+    monkeypatch.setattr("nanokv.apps.cli.common.loading.available_memory", lambda device: 100_000_000)
     code, rows, err = cli("-", "--cache", "prefix:pages=50000000", stdin=requests("x"))
     assert code == 2 and not rows
     assert "1.23 TB for a pool of 50,000,000 pages" in err and "100 MB are free" in err and ":pages=40" in err

@@ -389,7 +389,7 @@ def test_the_command_prints_the_best_beam_of_transformers(tiny_folder):
     assert [beam["finish_reason"] for beam in answer["choices"]] == reasons
     assert answer["usage"]["completion_tokens"] == sum(len(ids) for ids, _ in expected)
     assert f"{ids.shape[1]} prompt → {len(expected[0][0])} out · best of 3 beams, score".encode() in done.stderr
-    from nanokv.cli.terminal import sanitize
+    from nanokv.apps.cli.common.terminal import sanitize
 
     text = sanitize(texts[0])
     done = run_cli("generate", "--raw", PROMPT, *flags, "-q")
@@ -410,7 +410,7 @@ def test_the_command_prints_the_best_beam_of_transformers(tiny_folder):
 )
 @pytest.mark.parametrize("words", [["generate", "x"], ["chat"]])
 def test_flags_that_beams_would_ignore_are_refused(capsys, words, flags, message, hint):
-    from nanokv.cli import main
+    from nanokv.apps.cli import main
 
     assert main([*words, *flags]) == 2
     out, err = capsys.readouterr()
@@ -422,7 +422,8 @@ def no_stdin(monkeypatch):
 
 
 def test_beams_that_do_not_fit_into_memory_are_refused(capsys, monkeypatch, tiny_folder):
-    from nanokv.cli import loading, main
+    from nanokv.apps.cli import main
+    from nanokv.apps.cli.common import loading
 
     no_stdin(monkeypatch)
     each = 512  # 2 layers · 2 (K, V) · 2 heads · 16 · 4 bytes at least: 40 tokens are more than 20 kB
@@ -435,7 +436,7 @@ def test_beams_that_do_not_fit_into_memory_are_refused(capsys, monkeypatch, tiny
 
 def test_greedy_temperature_goes_with_beams(monkeypatch, tiny_folder):
     """-t 0 says what beam search does anyway."""
-    from nanokv.cli import main
+    from nanokv.apps.cli import main
 
     no_stdin(monkeypatch)
     assert main(["generate", "x", "-m", str(tiny_folder), "-n", "2", "--beams", "2", "-t", "0", "--top-p", "1"]) == 0
@@ -444,7 +445,7 @@ def test_greedy_temperature_goes_with_beams(monkeypatch, tiny_folder):
 @pytest.mark.parametrize("flags", [["-n", "300"], [], ["-n", "9"], ["--cache", "paged:page=4:pages=12"]])
 def test_the_reason_to_end_is_that_of_plain_generate(capsys, monkeypatch, endless_folder, flags):
     """No eos: both end at the length that was asked for, or at the end of context or pool, and say which it was."""
-    from nanokv.cli import main
+    from nanokv.apps.cli import main
 
     reasons = []
     for beams in ([], ["--beams", "2"]):
@@ -463,7 +464,7 @@ def test_ctrl_c_prints_the_best_beam_so_far(capsys, monkeypatch, endless_folder,
     import os
     import signal
 
-    from nanokv.cli import main
+    from nanokv.apps.cli import main
 
     decodes = []
 
@@ -477,7 +478,7 @@ def test_ctrl_c_prints_the_best_beam_so_far(capsys, monkeypatch, endless_folder,
         return call
 
     no_stdin(monkeypatch)
-    monkeypatch.setattr("nanokv.cli.terminal.SWALLOW_S", 0)
+    monkeypatch.setattr("nanokv.apps.cli.common.terminal.SWALLOW_S", 0)
     name = "nanokv.decoding.beam.decode" if at else "nanokv.decoding.generation.prefill"
     monkeypatch.setattr(name, press(beam_module.decode if at else prefill))
     words = "name " * 600 if at == 0 else PROMPT
@@ -498,7 +499,7 @@ def test_ctrl_c_prints_the_best_beam_so_far(capsys, monkeypatch, endless_folder,
 
 
 def chat(monkeypatch, capsys, folder, data, *flags):
-    from nanokv.cli import main
+    from nanokv.apps.cli import main
 
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
     code = main(["chat", "-m", str(folder), *flags])
@@ -542,7 +543,7 @@ def test_the_winner_is_not_computed_again(tiny_folder):
 
 
 def test_a_chat_looks_at_the_memory_of_its_beams(monkeypatch, capsys, tiny_folder):
-    from nanokv.cli import loading
+    from nanokv.apps.cli.common import loading
 
     monkeypatch.setattr(loading, "check_memory", lambda plan, available, flags=None: None)
     monkeypatch.setattr(loading, "available_memory", lambda device: 50_000)
@@ -553,7 +554,7 @@ def test_a_chat_looks_at_the_memory_of_its_beams(monkeypatch, capsys, tiny_folde
 def test_settings_that_beams_would_ignore_cannot_be_set_in_a_chat():
     from types import SimpleNamespace
 
-    from nanokv.cli import chat_commands
+    from nanokv.apps.cli.chat import commands as chat_commands
     from nanokv.errors import NanoKVError
 
     said = []

@@ -18,17 +18,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import nanokv
 from cli_helpers import run_cli
-from nanokv import costs, installing
-from nanokv.bench import gguf, machine, profile, serving
-from nanokv.bench.rotation import Rotation
-from nanokv.bench.runners import Ours, Runner, Transformers, Uncached
+from nanokv import costs
+from nanokv.apps.cli.commands import bench
+from nanokv.apps.cli.common import random_model
 from nanokv.cache import make_cache
-from nanokv.cli import bench, random_model
 from nanokv.errors import NanoKVError
 from nanokv.fast import native, optimize
 from nanokv.fast.weights import Matrix
 from nanokv.inference import decode, prefill
+from nanokv.lab.bench import gguf, machine, profile, serving
+from nanokv.lab.bench.rotation import Rotation
+from nanokv.lab.bench.runners import Ours, Runner, Transformers, Uncached
 from nanokv.parallel.group import Alone
+from nanokv.support import installing
 from oracle import SHAPES, gap, pair, put, reference_logits
 from small_model import needs_kernels, small
 
@@ -166,13 +168,13 @@ def test_a_spread_needs_two_rounds(monkeypatch):
 
 def test_ctrl_c_before_the_first_measurement_leaves_at_once(monkeypatch):
     """Models for int4 take minutes to make: a press was kept for later, and measured first."""
-    from nanokv import cli
+    from nanokv.apps import cli
 
     def pressed(*_):
         signal.raise_signal(signal.SIGINT)
         return []
 
-    monkeypatch.setattr("nanokv.cli.bench.make_runners", pressed)
+    monkeypatch.setattr("nanokv.apps.cli.commands.bench.make_runners", pressed)
     monkeypatch.setattr(Rotation, "__init__", lambda *_: pytest.fail("went on to measure"))
     assert cli.main(["bench", "--contexts", "16", "--threads", "1"]) == 130
 
@@ -206,7 +208,7 @@ def test_all_runners_give_the_same_tokens():
 
 def test_the_bench_prefills_in_the_chunks_of_every_command(monkeypatch):
     """One forward of the whole prompt was faster than what a user waits for."""
-    monkeypatch.setattr("nanokv.bench.runners.prefill_chunk", lambda model: 8)
+    monkeypatch.setattr("nanokv.lab.bench.runners.prefill_chunk", lambda model: 8)
     model, ids = small()
     sizes = []
     forward = model.forward
@@ -278,7 +280,7 @@ def test_what_is_not_written_for_llama_cpp_is_refused(changes, tmp_path):
 def test_llama_cpp_gives_the_same_logits(tmp_path):
     """Where it is installed; nothing else here needs it."""
     pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed (pip install nanokv[bench])")
-    from nanokv.bench.runners import LlamaCpp
+    from nanokv.lab.bench.runners import LlamaCpp
 
     model, tokenizer = nanokv.load("tiny")
     ids = torch.tensor([tokenizer.encode("What is a KV cache?")])
@@ -423,7 +425,7 @@ def test_quality_tells_what_caches_cost_on_a_text_of_ones_own(cli, tmp_path):
 
 
 def test_quality_that_is_interrupted_shows_the_rows_that_are_done(cli, monkeypatch):
-    from nanokv.bench import quality
+    from nanokv.lab.bench import quality
 
     whole = quality.changes
     monkeypatch.setattr(quality, "changes", lambda *args: press_after(1, whole(*args)))
@@ -477,7 +479,7 @@ def test_bench_refuses_before_work(cli, argv, message):
 
 def test_a_picture_without_matplotlib_is_refused_before_anything_is_measured(cli, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    monkeypatch.setattr("nanokv.cli.bench.load_model", None)
+    monkeypatch.setattr("nanokv.apps.cli.commands.bench.load_model", None)
     code, out, err = cli("bench", "--plot", tmp_path / "x.png")
     assert (code, out) == (2, "")
     assert err == f"nanokv: error: --plot needs matplotlib\nhint: {installing.hint(['matplotlib'])}\n"

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import nanokv
-from nanokv.bench import command
-from nanokv.bench.command import Command, comparison, endless, prompt_text
-from nanokv.bench.remote import PeerError
-from nanokv.bench.runners import Ours
-from nanokv.cli import random_model
+from nanokv.apps.cli.common import random_model
+from nanokv.lab.bench import command
+from nanokv.lab.bench.command import Command, comparison, endless, prompt_text
+from nanokv.lab.bench.remote import PeerError
+from nanokv.lab.bench.runners import Ours
 from nanokv.text.tokenizer import Tokenizer
 from small_model import small
 

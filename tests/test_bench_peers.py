@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from cli_helpers import environment
-from nanokv import installing
-from nanokv.bench import peer, remote, rotation
-from nanokv.bench.remote import PeerError, Process, Remote
-from nanokv.bench.rotation import Rotation
-from nanokv.bench.runners import Ours, Runner
-from nanokv.cli import random_model
+from nanokv.apps.cli.common import random_model
+from nanokv.lab.bench import peer, remote, rotation
+from nanokv.lab.bench.remote import PeerError, Process, Remote
+from nanokv.lab.bench.rotation import Rotation
+from nanokv.lab.bench.runners import Ours, Runner
+from nanokv.support import installing
 from small_model import small
 
 BENCH = ("bench", "--contexts", "16,20", "--steps", "2", "--repeat", "2", "--threads", "1", "--weights", "fast")
@@ -118,8 +118,11 @@ def bench_with_a_hanging_peer(tmp_path):
 
     def start(name):
         where = tmp_path / "peer"
-        script = f"import sys; from nanokv.bench import remote; remote.PEERS['transformers'] = 'fake_peers:{name}'; " \
-                 "from nanokv.__main__ import main; sys.exit(main())"  # fmt: skip
+        script = (
+            "import sys; from nanokv.lab.bench import remote; "
+            f"remote.PEERS['transformers'] = 'fake_peers:{name}'; "
+            "from nanokv.__main__ import main; sys.exit(main())"
+        )
         path = os.pathsep.join([os.path.dirname(__file__), environment()["PYTHONPATH"]])
         bench = subprocess.Popen(
             [sys.executable, "-c", script, *BENCH, "--against", "transformers", "--json"], stdout=subprocess.PIPE,
@@ -158,7 +161,7 @@ def test_ctrl_c_ends_a_peer_that_hangs_and_shows_the_finished_rounds(bench_with_
 
 
 def test_what_peers_compute_is_not_the_work_of_others(monkeypatch):
-    from nanokv.bench.machine import Others
+    from nanokv.lab.bench.machine import Others
 
     if not os.path.exists("/proc/stat"):
         pytest.skip("needs /proc")

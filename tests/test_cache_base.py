@@ -134,10 +134,3 @@ def test_an_append_of_ones_own_below_a_cache_in_place_is_called(model):
 
 def test_the_null_object_has_no_length(model):
     assert NoCache(3).length == 0 and NoCache(3).fork().capacity == 0 and NoCache(3).nbytes == 0
-
-
-def test_verify_has_a_name_of_its_own_and_the_old_one_works():
-    with pytest.warns(DeprecationWarning, match=r"nanokv.inference.verify is now verify_draft"):
-        assert inference.verify is inference.verify_draft
-    with pytest.raises(AttributeError, match="verif'"):
-        inference.verif  # noqa: B018

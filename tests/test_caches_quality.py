@@ -9,9 +9,9 @@ import torch
 import nanokv
 from nanokv.cache import make_cache
 from nanokv.inference import score
-from nanokv.study.quality import Scheme, log_likelihood, log_likelihood_through, measure, measure_cache
-from nanokv.training.corpus import conversation
-from nanokv.training.data import render
+from nanokv.lab.study.quality import Scheme, log_likelihood, log_likelihood_through, measure, measure_cache
+from nanokv.school.training.corpus import conversation
+from nanokv.school.training.data import render
 from oracle import SHAPES, pair, random_ids
 
 

@@ -20,7 +20,7 @@ from nanokv.cache.prefix import ElasticPrefixPool
 from nanokv.cache.sliding import SlidingCache
 from nanokv.errors import CacheError, CapacityError, UnsupportedError
 from nanokv.inference import decode, prefill, score
-from nanokv.study.mla import LatentCache
+from nanokv.lab.study.mla import LatentCache
 from oracle import SHAPES, TOLERANCE, gap, pair, random_ids
 
 pytestmark = pytest.mark.sampled

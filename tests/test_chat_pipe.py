@@ -17,11 +17,11 @@ import pytest
 import nanokv
 from cli_helpers import choice, text_of
 from nanokv import costs
+from nanokv.apps.cli import main
+from nanokv.apps.cli.chat.pipe import one_line
+from nanokv.apps.cli.chat.view import Progress, View
+from nanokv.apps.cli.common.terminal import sanitize
 from nanokv.chat.session import Turn
-from nanokv.cli import main
-from nanokv.cli.chat_pipe import one_line
-from nanokv.cli.chat_view import Progress, View
-from nanokv.cli.terminal import sanitize
 
 
 @pytest.fixture
@@ -130,13 +130,13 @@ def test_missing_model_and_nothing_downloaded_offline(talk, monkeypatch):
 
 
 def test_not_enough_memory_is_refused_before_loading(talk, monkeypatch):
-    monkeypatch.setattr("nanokv.cli.loading.available_memory", lambda device: 1_000_000)
+    monkeypatch.setattr("nanokv.apps.cli.common.loading.available_memory", lambda device: 1_000_000)
     code, out, err = talk(b"Hi\n")
     assert code == 2 and out == "" and "hint:" in err
 
 
 def test_resume_reads_a_saved_session_and_leaves_it_alone(talk, tmp_path):
-    from nanokv.cli import transcript
+    from nanokv.apps.cli.chat import transcript
 
     folder = tmp_path / "nanokv" / "sessions"
     assert talk(b"", "--list") == (0, "", f"no saved session in {folder}\n")
@@ -219,7 +219,7 @@ def test_markdown_blocks_are_appended_once_and_control_characters_stay_visible(c
 
 def test_a_long_prefill_shows_progress_after_a_second_and_few_lines_without_a_terminal(capsys, monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("nanokv.cli.chat_view.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("nanokv.apps.cli.chat.view.time.monotonic", lambda: now[0])
     session = Said()
     view = View(Namespace(color="never", quiet=False, thinking="show", stats="on", markdown=False))
     progress, lines = Progress(lambda: now[0] > 30, session, view), []

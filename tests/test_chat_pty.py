@@ -100,7 +100,7 @@ def test_status_line_counts_new_and_reused_tokens_and_measured_bytes(fresh, tiny
     fresh.ask("What is my name?", STATUS.format(r"\d+", 512))
     expected = replies(tiny_folder, ["My name is Zorbla.", "What is my name?"])[-1]
     shown = next(line for line in fresh.text.splitlines() if "reused" in line)
-    from nanokv.cli.terminal import bytes_text
+    from nanokv.apps.cli.common.terminal import bytes_text
 
     counts = f"  {expected.new:,} new + {expected.reused:,} reused → {expected.out:,} out · first token "
     assert shown.startswith(counts)
@@ -191,7 +191,7 @@ def test_resize_redraws_the_input_and_the_next_answer_fits(fresh, tiny_folder):
     fresh.ask("/stats off", "status line off")
     fresh.ask("Once upon a time there was a cache.", r"stopped at")
     answer = replies(tiny_folder, ["Tell me.", "Once upon a time there was a cache."])[-1].text
-    from nanokv.cli.terminal import sanitize
+    from nanokv.apps.cli.common.terminal import sanitize
 
     shown = fresh.text.split("cache.\n")[1].split("  [stopped")[0]
     assert shown.split() == sanitize(answer).split()
@@ -383,12 +383,12 @@ def test_load_of_a_file_with_a_wrong_type_names_the_field_and_changes_nothing(fr
 
 
 BROKEN = """
-import sys, time, nanokv.cli
-from nanokv.cli.chat_commands import COMMANDS, Command
+import sys, time, nanokv.apps.cli
+from nanokv.apps.cli.chat.commands import COMMANDS, Command
 def boom(chat, rest): raise RuntimeError("the cause " + "x" * 5000)
 COMMANDS["/boom"] = Command(boom)
 COMMANDS["/slow"] = Command(lambda chat, rest: (chat.view.say("begun"), time.sleep(60)))
-sys.exit(nanokv.cli.main())
+sys.exit(nanokv.apps.cli.main())
 """
 
 
@@ -780,7 +780,7 @@ def test_ctrl_z_during_an_answer_hands_the_terminal_back_and_fg_takes_it_again(s
 
 STOPPED_WHILE_READING = """
 import select, signal
-from nanokv.cli.chat_keyboard import open_keyboard
+from nanokv.apps.cli.chat.keyboard import open_keyboard
 
 with open_keyboard() as keyboard:
     read_keys = keyboard.input.read_keys

@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from nanokv import costs, course
-from nanokv.course.answers import same
-from nanokv.course.claims import ARTICLES, CLAIMS, VERDICTS, Claim, page, table
-from nanokv.course.claims.article1 import TABLE, kib_a_token, profiled_rate
-from nanokv.course.claims.shapes import QWEN
+from nanokv import costs
 from nanokv.errors import CourseError
+from nanokv.school import course
+from nanokv.school.course.answers import same
+from nanokv.school.course.claims import ARTICLES, CLAIMS, VERDICTS, Claim, page, table
+from nanokv.school.course.claims.article1 import TABLE, kib_a_token, profiled_rate
+from nanokv.school.course.claims.shapes import QWEN
 
 NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
 COUNTS = {0: 19, 1: 24, 2: 15, 3: 20, 4: 14}

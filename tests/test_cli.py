@@ -23,9 +23,12 @@ import pytest
 
 import nanokv
 from cli_helpers import choice, command, environment, run_cli, spawn_cli, text_of
+from nanokv.apps.cli import ABOUT, COMMANDS, main, make_parser
+from nanokv.apps.cli.chat import commands as chat_commands
+from nanokv.apps.cli.commands import generate
+from nanokv.apps.cli.common import arguments, prompt
+from nanokv.apps.cli.common.text import read_prompt_bytes
 from nanokv.cache.options import KINDS
-from nanokv.cli import ABOUT, COMMANDS, arguments, chat_commands, generate, main, make_parser, prompt
-from nanokv.cli.text import read_prompt_bytes
 from nanokv.errors import NanoKVError
 
 PROMPT = "My name is Zorbla."
@@ -104,7 +107,7 @@ def test_help_begins_with_examples_and_ends_with_exit_codes(cli, name):
 
 def test_help_is_fast_and_imports_no_torch():
     """torch costs two seconds; nobody waits that long for --help."""
-    code = "import sys; from nanokv.cli import main; main(sys.argv[1:]); print(*sys.modules, file=sys.stderr)"
+    code = "import sys; from nanokv.apps.cli import main; main(sys.argv[1:]); print(*sys.modules, file=sys.stderr)"
     heavy = {"torch", "numpy", "rich", "prompt_toolkit", "transformers", "huggingface_hub", "tokenizers", "safetensors",
              "pydantic", "starlette"}  # fmt: skip
     for words in (["--help"], *([name, "--help"] for name in COMMANDS)):
@@ -205,7 +208,7 @@ def test_color_flag_applies_to_errors_too(cli, flag):
 
 
 def test_our_own_bugs_exit_1_and_ask_for_a_report(cli, monkeypatch):
-    monkeypatch.setattr("nanokv.cli.env.versions", lambda: 1 / 0)
+    monkeypatch.setattr("nanokv.apps.cli.commands.env.versions", lambda: 1 / 0)
     code, _, err = cli("env")
     assert code == 1 and errors_in(err)[0] == "ZeroDivisionError: division by zero" and "please report" in err
     code, _, err = cli("env", "--debug")
@@ -230,8 +233,10 @@ def test_every_kind_of_failure_has_its_exit_code(cli, monkeypatch, error, code, 
     def fail():
         raise error
 
-    monkeypatch.setattr("nanokv.cli.env.versions", fail)
-    monkeypatch.setattr("nanokv.cli.terminal.silence_stdout", lambda: None)  # it would close pytest's own stdout
+    monkeypatch.setattr("nanokv.apps.cli.commands.env.versions", fail)
+    monkeypatch.setattr(
+        "nanokv.apps.cli.common.terminal.silence_stdout", lambda: None
+    )  # it would close pytest's own stdout
     got, _, err = cli("env")
     assert got == code and text in err and "Traceback" not in err
     assert len(err.splitlines()) <= 2
@@ -288,7 +293,7 @@ def test_a_silent_pipe_is_mentioned(monkeypatch):
     notices = []
     monkeypatch.setattr("sys.stdin", os.fdopen(reader))
     monkeypatch.setattr(prompt, "PATIENCE_S", 0.01)
-    monkeypatch.setattr("nanokv.cli.terminal.notice", heard)
+    monkeypatch.setattr("nanokv.apps.cli.common.terminal.notice", heard)
     args = make_parser("generate", generate).parse(["early"])
     assert prompt.read_prompt(args, "") == "early\n\nlate"
     assert len(notices) == 1 and "waiting for stdin" in notices[0]
@@ -354,7 +359,7 @@ def test_text_mode_prints_the_answer_of_transformers_and_nothing_else(tiny_folde
     done = run_cli("generate", "--raw", PROMPT, "-m", tiny_folder, "-n", "24", stdin=None)
     ids, tokenizer = oracle(PROMPT, 24)
     text = tokenizer.decode(ids, skip_special_tokens=True)
-    from nanokv.cli.terminal import sanitize
+    from nanokv.apps.cli.common.terminal import sanitize
 
     expected = sanitize(text)
     assert done.returncode == 0
@@ -517,7 +522,7 @@ def test_too_little_memory_is_refused_with_three_numbers_and_a_context_that_fits
 
 def memory_refusal(cli, monkeypatch, available, *argv):
     """(message, hint) of a run with so many bytes free, or None if it was let through."""
-    monkeypatch.setattr("nanokv.cli.loading.available_memory", lambda device: available)
+    monkeypatch.setattr("nanokv.apps.cli.common.loading.available_memory", lambda device: available)
     code, _, err = cli("generate", "x", "-q", "-n", "1", *argv)
     assert code in (0, 2), err
     return errors_in(err) if code else None
@@ -630,7 +635,7 @@ def test_thinking_goes_to_stderr(capsys, thinking, thoughts):
     """`nanokv generate … > answer.txt` must hold the answer only."""
     import types
 
-    from nanokv.cli.generate import TextOutput
+    from nanokv.apps.cli.commands.generate import TextOutput
 
     args = types.SimpleNamespace(chat=True, quiet=False, color="never", thinking=thinking)
     loaded = types.SimpleNamespace(tokenizer=types.SimpleNamespace(decode=lambda ids: "<|im_start|>assistant\n"))
@@ -642,10 +647,10 @@ def test_thinking_goes_to_stderr(capsys, thinking, thoughts):
     assert (shown.out, shown.err) == ("Four.␇\n", thoughts)
 
 
-@pytest.mark.parametrize("module", ["chat_repl", "chat_pipe", "generate", "batch"])
+@pytest.mark.parametrize("module", ["chat.repl", "chat.pipe", "commands.generate", "commands.batch"])
 def test_the_banner_need_not_wait_for_torch(module):
     """torch takes seconds to import, and Ctrl-C is heard there only inside of terminal.loading()."""
-    code = f"import sys, nanokv.cli.{module}; print('torch' in sys.modules)"
+    code = f"import sys, nanokv.apps.cli.{module}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout == "False\n", done.stderr
 
@@ -655,8 +660,8 @@ def test_thinking_has_the_same_values_in_every_command(command):
     """on and off of 0.1.0's generate are still accepted."""
     from argparse import Namespace
 
-    from nanokv.cli import COMMANDS, make_parser
-    from nanokv.cli.answer import template_options
+    from nanokv.apps.cli import COMMANDS, make_parser
+    from nanokv.apps.cli.common.answer import template_options
 
     parser = make_parser(command, importlib.import_module(COMMANDS[command][0]))
     needed = {"batch": ["prompts.jsonl"], "generate": ["hi"], "trace": ["hi"]}.get(command, [])
@@ -689,7 +694,10 @@ def test_help_into_a_closed_pipe_and_a_full_disk():
 
 def test_output_that_is_still_buffered_at_the_end():
     """print() without a flush fails only when Python leaves: exit code 120 and "Exception ignored", unless caught."""
-    code = "import sys; from nanokv.cli import env, main; env.run = lambda args: print('x'); sys.exit(main())"
+    code = (
+        "import sys; from nanokv.apps.cli import main; from nanokv.apps.cli.commands import env; "
+        "env.run = lambda args: print('x'); sys.exit(main())"
+    )
     with open("/dev/full", "wb") as full:
         for output, expected, text in ((closed_pipe(), 141, b""), (full, 2, b"No space left on device")):
             done = subprocess.run(
@@ -715,8 +723,9 @@ def test_the_banner_is_on_the_screen_before_torch_is_imported(tiny_folder):
     """Two seconds of silence look like a hang; the plan needs config.json and arithmetic only."""
     code = """if True:
         import sys
-        from nanokv.cli import chat, make_parser
-        from nanokv.cli.loading import load_model
+        from nanokv.apps.cli import make_parser
+        from nanokv.apps.cli.commands import chat
+        from nanokv.apps.cli.common.loading import load_model
         def announce(plan):
             print(*plan.banner(), "torch" in sys.modules, sep=" · ")
             raise SystemExit(7)
@@ -754,7 +763,7 @@ def test_a_signal_keeps_the_half_answer(endless_folder, number, code):
 
 def test_interrupted_json_is_whole(cli, monkeypatch, endless_folder):
     """--json prints its one object also when interrupted, with the reason; the prompt itself can be the long part."""
-    from nanokv.cli.generate import JsonOutput
+    from nanokv.apps.cli.commands.generate import JsonOutput
 
     chunks = []
 
@@ -780,7 +789,7 @@ def test_interrupted_prefill_says_so(cli, monkeypatch, endless_folder):
         return inference.prefill(*args, **options)
 
     monkeypatch.setattr("nanokv.decoding.generation.prefill", prefill)
-    monkeypatch.setattr("nanokv.cli.terminal.SWALLOW_S", 0)
+    monkeypatch.setattr("nanokv.apps.cli.common.terminal.SWALLOW_S", 0)
     code, out, err = cli("generate", "name " * 600, "-m", endless_folder, "--json")
     got = json.loads(out)
     assert (code, choice(got)["stop_reason"], choice(got)["token_ids"]) == (130, "interrupted", [])
@@ -948,7 +957,7 @@ def test_env_shows_every_variable_that_is_read(cli):
     root = Path(nanokv.__file__).parents[1]
     text = "\n".join(p.read_text() for place in ("nanokv", "weights_loader") for p in (root / place).rglob("*.py"))
     found = set(re.findall(r"""(?:environ(?:\.get\(|\[)|environment\()\s*["']([A-Z_]+)["']""", text))
-    found |= set(re.findall(r"\$([A-Z][A-Z_]+)\b", (root / "nanokv/cli/arguments.py").read_text()))
+    found |= set(re.findall(r"\$([A-Z][A-Z_]+)\b", (root / "nanokv/apps/cli/common/arguments.py").read_text()))
     shown = json.loads(cli("env", "--json")[1])
     assert {"CXX", "NANOKV_KERNELS", "NANOKV_CACHE", "XDG_CACHE_HOME"} <= found <= set(shown["environment"])
     taken = set(re.findall(r"^([A-Z]+) *\?=", (root / "Makefile").read_text(), re.MULTILINE))
@@ -973,7 +982,7 @@ def test_ctrl_c_inside_an_import_is_ctrl_c_all_the_same(monkeypatch, capsys):
         except KeyboardInterrupt as error:
             raise RuntimeError("Error calling __set_name__") from error
 
-    monkeypatch.setattr("nanokv.cli.dispatch", import_torch)
+    monkeypatch.setattr("nanokv.apps.cli.dispatch", import_torch)
     assert main(["generate", "hi"]) == 130
     assert "bug" not in capsys.readouterr().err
 
@@ -1007,7 +1016,9 @@ def test_flags_of_other_programs_are_accepted_and_checked_like_ours():
     with pytest.raises(NanoKVError, match=r"--temperature: -9 is not 0 .* or a number from 1e-30 to 1,000,000"):
         make_parser("generate", generate).parse(["x", "--temp", "-9"])
     with pytest.raises(NanoKVError, match=r"no flag --n-predict"):  # not where it would mean nothing
-        make_parser("bench", __import__("nanokv.cli.bench", fromlist=["bench"])).parse(["--n-predict", "4"])
+        make_parser("bench", __import__("nanokv.apps.cli.commands.bench", fromlist=["bench"])).parse(
+            ["--n-predict", "4"]
+        )
 
 
 @pytest.mark.parametrize(("typed", "told"), [
@@ -1079,8 +1090,8 @@ def test_settings_as_ollama_has_them_lead_to_ours(rest, hint):
 ])  # fmt: skip
 def test_the_command_that_resumes_a_chat_names_what_its_session_does_not_hold(monkeypatch, flags, told):
     """NANOKV_MODEL may be another one when it is typed."""
-    from nanokv.cli import chat
-    from nanokv.cli.chat_resume import resuming
+    from nanokv.apps.cli.chat.resume import resuming
+    from nanokv.apps.cli.commands import chat
 
     monkeypatch.delenv("NANOKV_MODEL", raising=False)
     parser = make_parser("chat", chat)

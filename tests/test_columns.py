@@ -14,9 +14,11 @@ import pyte
 import pytest
 
 from chat_terminal import Terminal, chat_argv
-from nanokv.cli import COMMANDS, bench, layout, main, wrapping
-from nanokv.cli.answer import AnswerWriter
-from nanokv.cli.chat_view import status
+from nanokv.apps.cli import COMMANDS, main
+from nanokv.apps.cli.chat.view import status
+from nanokv.apps.cli.commands import bench
+from nanokv.apps.cli.common import layout, wrapping
+from nanokv.apps.cli.common.answer import AnswerWriter
 
 WIDTHS = (80, 60, 40)
 
@@ -135,7 +137,7 @@ def test_memory_fits_and_says_the_same(printed, argv):
 
 
 def test_env_fits(printed, monkeypatch):
-    monkeypatch.setattr("nanokv.cli.env.available_memory", lambda device: 22_600_000_000)
+    monkeypatch.setattr("nanokv.apps.cli.commands.env.available_memory", lambda device: 22_600_000_000)
     whole = printed(200, "env")
     for width in WIDTHS:
         shown = printed(width, "env")
@@ -175,7 +177,7 @@ def test_the_course_fits_and_says_the_same(printed, argv):
 
 
 def test_the_tally_of_a_class_fits(monkeypatch, capsys, tmp_path):
-    from nanokv.course import grading
+    from nanokv.school.course import grading
 
     rows = [{"file": f"{name}.ipynb", "score": 0, "of": 1, "error": "", "05.1": f"wrong: {name} {name} {name}"}
             for name in ("last token fed", "prompt every step", "prompt is free")]  # fmt: skip
@@ -189,10 +191,10 @@ def test_the_tally_of_a_class_fits(monkeypatch, capsys, tmp_path):
 
 def test_verify_fits(monkeypatch):
     """A report with each kind of row: the layer that differs, what was skipped and why, config fields."""
-    from nanokv.cli.terminal import Style
-    from nanokv.cli.verify import as_text
-    from nanokv.study.debug import Step
-    from nanokv.verify.checks import Check
+    from nanokv.apps.cli.commands.verify import as_text
+    from nanokv.apps.cli.common.terminal import Style
+    from nanokv.lab.study.debug import Step
+    from nanokv.lab.verify.checks import Check
 
     bad = [Step(i, "rope_k", 10.0**-i, 1e-2, 1.0, 7) for i in range(3)]
     steps = [Step(None, "embed_tokens", 0.0, 1e-5, 1.0, 0), *bad]
@@ -215,7 +217,7 @@ def test_verify_fits(monkeypatch):
 
 
 def test_the_evaluation_fits(monkeypatch, capsys, tiny_folder):
-    from nanokv.training import evaluate
+    from nanokv.school.training import evaluate
 
     fault = {"fault": "start_pos restarted at 0", "recalled": 0.5, "same answer": 0.25, "max |Δlogit|": 1.5}
     said = [("What is a KV cache?", "A KV cache stores the keys and values of all past tokens, word for word. " * 2)]
@@ -367,9 +369,10 @@ def test_the_status_line_breaks_before_the_cache():
     (40, ["nanokv 0.1.0 · tiny 3.1 M fp32", "16 threads · cache growing", "context 2,048 · fast kernels · /help"]),
 ])  # fmt: skip
 def test_the_banner_of_the_bundled_model_breaks_between_its_parts(columns, lines):
-    from nanokv.cli import chat, make_parser
-    from nanokv.cli.loading import plan_model
-    from nanokv.cli.speed import Choice
+    from nanokv.apps.cli import make_parser
+    from nanokv.apps.cli.commands import chat
+    from nanokv.apps.cli.common.loading import plan_model
+    from nanokv.apps.cli.common.speed import Choice
 
     args = make_parser("chat", chat).parse(["--threads", "16"])
     plan = plan_model(args)
@@ -385,8 +388,8 @@ def resize(chat, width, lines=60):
 
 def test_no_word_is_broken_on_the_screen(tiny_folder, tmp_path):
     """Banner, status line, /help and /cache at 40, 60 and 80 columns: each word of them stands whole on the screen."""
-    from nanokv.cli.chat_commands import COMMANDS as SLASH
-    from nanokv.cli.chat_commands import KEYS
+    from nanokv.apps.cli.chat.commands import COMMANDS as SLASH
+    from nanokv.apps.cli.chat.commands import KEYS
 
     env = {"XDG_STATE_HOME": str(tmp_path), "NANOKV_NO_HISTORY": "1"}
     chat = Terminal(chat_argv(tiny_folder, "-n", "4", "--threads", "1", "--plain"), env, 40, 60)
@@ -416,7 +419,7 @@ def test_a_resumed_chat_shows_where_it_was(capsys, monkeypatch):
     """The system prompt on one line, the last exchange without its thinking, long texts by their beginning."""
     from types import SimpleNamespace
 
-    from nanokv.cli.chat_view import LONGEST_RECALL, View
+    from nanokv.apps.cli.chat.view import LONGEST_RECALL, View
 
     monkeypatch.setenv("COLUMNS", "40")
     view = View(SimpleNamespace(color="never", quiet=False, thinking="show", stats="on", markdown=False))

@@ -13,12 +13,12 @@ import torch
 
 import nanokv
 from nanokv.attention import decode_attention
-from nanokv.bench import gpu, gpu_ranks
 from nanokv.cache import make_cache
 from nanokv.errors import CapacityError, ConfigError
 from nanokv.fast import compiled
 from nanokv.fast.compiled import Compiled, Recorded
 from nanokv.inference import decode, prefill, score, verify_draft
+from nanokv.lab.bench import gpu, gpu_ranks
 from oracle import SHAPES, gap, pair, random_ids
 
 CAPACITY = 100

@@ -233,7 +233,9 @@ def test_an_output_of_the_first_release_is_resumed_in_one_shape(cli, monkeypatch
 def test_a_run_that_ends_early_leaves_no_old_line(cli, monkeypatch, tiny_folder, tmp_path):
     """What was found is converted before the first new answer; what nobody asked for any more stays until the end."""
     monkeypatch.setattr("nanokv.cache.saving.fingerprint", lambda model: "weights")
-    monkeypatch.setattr("nanokv.cli.batch.answer_all", lambda *args: (_ for _ in ()).throw(NanoKVError("cut")))
+    monkeypatch.setattr(
+        "nanokv.apps.cli.commands.batch.answer_all", lambda *args: (_ for _ in ()).throw(NanoKVError("cut"))
+    )
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("".join(json.dumps(line) + "\n" for line in (*REQUESTS[:2], {"prompt": "new"})))
     out.write_text(OLD)

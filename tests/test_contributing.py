@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import nanokv
-import nanokv.cli
+import nanokv.apps.cli
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = (ROOT / "CONTRIBUTING.md").read_text()
@@ -32,7 +32,7 @@ def counted():
 
 
 def test_the_cache_is_equal_to_no_cache(counted):
-    from nanokv.study import equality
+    from nanokv.lab.study import equality
 
     report = equality.check("counted")
     assert [case for case in report.cases if case.status == "failed"] == [] and len(report.cases) > 10
@@ -50,7 +50,7 @@ def test_the_cache_counts_what_it_says(counted):
 def test_the_cache_is_known_to_the_command_line(counted, tiny_folder, capsys, monkeypatch):
     import io
 
-    from nanokv.cli import main
+    from nanokv.apps.cli import main
 
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
     answers = []
@@ -61,13 +61,13 @@ def test_the_cache_is_known_to_the_command_line(counted, tiny_folder, capsys, mo
 
 
 def test_the_command_runs(monkeypatch, capsys):
-    from nanokv.cli import COMMANDS, main
+    from nanokv.apps.cli import COMMANDS, main
 
-    module = types.ModuleType("nanokv.cli.tokens")
+    module = types.ModuleType("nanokv.apps.cli.tokens")
     exec(COMMAND, module.__dict__)
-    monkeypatch.setitem(sys.modules, "nanokv.cli.tokens", module)
-    monkeypatch.setattr("nanokv.cli.COMMANDS", dict(COMMANDS))
-    exec(LINE, {"COMMANDS": nanokv.cli.COMMANDS})
+    monkeypatch.setitem(sys.modules, "nanokv.apps.cli.tokens", module)
+    monkeypatch.setattr("nanokv.apps.cli.COMMANDS", dict(COMMANDS))
+    exec(LINE, {"COMMANDS": nanokv.apps.cli.COMMANDS})
     assert main(["tokens", "Hello\x1b there"]) == 0
     lines = capsys.readouterr().out.splitlines()
     _, tokenizer = nanokv.load("tiny")
@@ -77,8 +77,8 @@ def test_the_command_runs(monkeypatch, capsys):
 
 
 def test_the_notebook_is_accepted(tmp_path):
-    from nanokv.course import twins
     from nanokv.errors import CourseError
+    from nanokv.school.course import twins
 
     path = tmp_path / "14_one_token.py"
     path.write_text(NOTEBOOK)

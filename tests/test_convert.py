@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import nanokv
 from gguf_files import write_gguf
-from nanokv.cli import main
+from nanokv.apps.cli import main
 from nanokv.inference import score
 from oracle import gap, random_ids, reference_logits, tiny_reference
 from tiny_checkpoint import write_tokenizer

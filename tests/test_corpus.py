@@ -14,10 +14,10 @@ from itertools import chain, pairwise
 import pytest
 
 from corpus_checker import ACCENTS, BELONGING, HOME, Reader, WrongAnswer, check, introduces, kind_of, plain, says
-from nanokv.training import corpus, small_talk, words
-from nanokv.training.cache_questions import HELD_OUT_WRAPPERS, QUESTIONS, YES_OR_NO, ask
-from nanokv.training.conversation import STYLES, Conversation
-from nanokv.training.phrases import phrases
+from nanokv.school.training import corpus, small_talk, words
+from nanokv.school.training.cache_questions import HELD_OUT_WRAPPERS, QUESTIONS, YES_OR_NO, ask
+from nanokv.school.training.conversation import STYLES, Conversation
+from nanokv.school.training.phrases import phrases
 
 CONVERSATIONS, EXCHANGES = 800, 20
 STAGES = {"first": corpus.FIRST, "second": corpus.SECOND}
@@ -609,7 +609,7 @@ def test_articles_agree(trained):
 @pytest.fixture(params=["natural", "paraphrased"])
 def written(request):
     """The rows of a file of 200 conversations."""
-    lines = (files("nanokv.training") / f"{request.param}.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = (files("nanokv.school.training") / f"{request.param}.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines]
 
 

@@ -21,12 +21,12 @@ import torch
 import nanokv
 from nanokv import costs
 from nanokv.costs.memory import FAMILY
-from nanokv.course import book, checking, grading, log, prose, running, session, twins, variants
-from nanokv.course.answers import Sealed, is_blank, same, seal
-from nanokv.course.book import slug
-from nanokv.course.checking import Mistake, Question, function, judged, value
 from nanokv.errors import CourseError
 from nanokv.model import Qwen3
+from nanokv.school.course import book, checking, grading, log, prose, running, session, twins, variants
+from nanokv.school.course.answers import Sealed, is_blank, same, seal
+from nanokv.school.course.book import slug
+from nanokv.school.course.checking import Mistake, Question, function, judged, value
 
 pytestmark = pytest.mark.sampled
 
@@ -682,7 +682,7 @@ def test_the_comment_on_a_prediction(guess, measured, words):
 
 
 def test_a_picture_needs_words():
-    from nanokv.course import show, subplots
+    from nanokv.school.course import show, subplots
 
     fig, _ = subplots()
     with pytest.raises(CourseError, match="text alternative is too short"):
@@ -757,7 +757,7 @@ def test_no_line_of_the_text_begins_with_a_mark(path):
 @each_source
 def test_a_command_to_be_typed_is_that_of_the_environment_and_parses(path):
     """The lines of a bash block: `.venv/bin/nanokv`, as in the README."""
-    from nanokv import cli
+    from nanokv.apps import cli
 
     for block in re.findall(r"^```bash\n(.*?)^```", twins.read(path).prose(), re.MULTILINE | re.DOTALL):
         for line in block.splitlines():
@@ -843,7 +843,7 @@ def test_what_draws_or_keeps_books_is_folded_in_both_twins(tmp_path):
 
 def test_a_book_of_one_chapter_lists_what_is_there(tmp_path, monkeypatch, capsys):
     """The chapters of an earlier run stay, and only what is written again is asked for; a wrong name is told."""
-    from nanokv.cli import main
+    from nanokv.apps.cli import main
 
     ran = []
 

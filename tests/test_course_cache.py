@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import nanokv
-from nanokv.course import checking
-from nanokv.study import equality
+from nanokv.lab.study import equality
+from nanokv.school.course import checking
 
 CLASS, LOOP = checking.find("06.3"), checking.find("06.4")
 

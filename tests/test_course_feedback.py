@@ -10,12 +10,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nanokv import course
+from nanokv.apps.cli import main
 from nanokv.cache import LayerCache
-from nanokv.cli import main
-from nanokv.course import checking, exam, log, scores, session, trials, twins
-from nanokv.course.checking import Mistake, function, judged, result_of, value
 from nanokv.errors import CourseError
+from nanokv.school import course
+from nanokv.school.course import checking, exam, log, scores, session, trials, twins
+from nanokv.school.course.checking import Mistake, function, judged, result_of, value
 
 pytestmark = pytest.mark.sampled
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import nanokv
-from nanokv import faults
-from nanokv.course import checking
-from nanokv.course.checks import nb07
-from nanokv.study import equality
+from nanokv.lab import faults
+from nanokv.lab.study import equality
+from nanokv.school.course import checking
+from nanokv.school.course.checks import nb07
 
 NAME, TEST, CACHE = (checking.find(id) for id in ("07.2", "07.4", "07.5"))
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import nanokv
-from nanokv.course import alone, checking, exam, log, mistakes, parts, session, twins
 from nanokv.errors import CourseError
+from nanokv.school.course import alone, checking, exam, log, mistakes, parts, session, twins
 
 NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
 CELLS = count()

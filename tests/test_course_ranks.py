@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from nanokv.course.ranks import on_ranks
 from nanokv.errors import CourseError
+from nanokv.school.course.ranks import on_ranks
 
 pytestmark = pytest.mark.slow
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import nanokv
-from nanokv.course import checking, reference
-from nanokv.course.checks import nb04
-from nanokv.study import debug
+from nanokv.lab.study import debug
+from nanokv.school.course import checking, reference
+from nanokv.school.course.checks import nb04
 
 FIRST = {  # what is wrong → the first operation that reads it
     "theta": (0, "rope_k"), "eps": (0, "input_layernorm"), "head": (None, "lm_head"),

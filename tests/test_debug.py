@@ -14,8 +14,8 @@ from nanokv.attention import prefill_attention
 from nanokv.cache import make_cache
 from nanokv.errors import CapacityError
 from nanokv.inference import decode, prefill, verify_draft
+from nanokv.lab.study import debug
 from nanokv.rope import apply_rope
-from nanokv.study import debug
 from oracle import SHAPES, pair, pair_from_disk, random_ids, tiny_reference
 
 IDS = random_ids(7, 2, 12)

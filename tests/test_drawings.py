@@ -7,9 +7,9 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from nanokv.course import drawings, show, slides
-from nanokv.course.drawings.canvas import FILLS, WIDTH, Canvas
-from nanokv.course.figures import COLORS
+from nanokv.school.course import drawings, show, slides
+from nanokv.school.course.drawings.canvas import FILLS, WIDTH, Canvas
+from nanokv.school.course.figures import COLORS
 
 SVG = "{http://www.w3.org/2000/svg}"
 WIDE = 0.6, 0.64  # of a letter in a wide font, usual and bold, as a share of the font size
@@ -154,7 +154,7 @@ def test_a_page_shows_the_picture_with_its_words():
     """As nbconvert renders an executed notebook: one image with its alt text, no SVG whose style would leak."""
     import nbformat.v4 as nbformat
 
-    from nanokv.course import book
+    from nanokv.school.course import book
 
     data, metadata = drawings.token_arrives()._repr_mimebundle_()
     cell = nbformat.new_code_cell("", outputs=[nbformat.new_output("display_data", data, metadata=metadata)])

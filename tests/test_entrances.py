@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nanokv.course import checking, twins
+from nanokv.school.course import checking, twins
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = ROOT / "notebooks"

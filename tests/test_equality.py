@@ -12,8 +12,8 @@ import torch
 import nanokv
 from nanokv.cache import DictCache, KVCache, LayerCache
 from nanokv.errors import CacheError, NanoKVError, UnsupportedError
+from nanokv.lab.study import equality
 from nanokv.model import Qwen3
-from nanokv.study import equality
 
 EXACT = sorted(set(nanokv.CACHES) - {"quantized", "sliding"})  # these two round or forget by design
 

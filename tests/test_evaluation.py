@@ -15,16 +15,26 @@ import torch
 import nanokv
 import weights_loader
 from corpus_checker import ACCENTS
-from nanokv import cli
+from nanokv.apps import cli
 from nanokv.cache import make_cache
 from nanokv.config import GenerationConfig
 from nanokv.inference import decode, prefill
+from nanokv.school.training import data, evaluate, words
+from nanokv.school.training.cache_questions import QUESTIONS, YES_OR_NO
+from nanokv.school.training.evaluate import (
+    TARGETS,
+    TASKS,
+    WRITTEN,
+    Case,
+    Judged,
+    WrongPosition,
+    broken_recall,
+    cases,
+    faults,
+)
+from nanokv.school.training.sums import LARGEST
+from nanokv.school.training.trainer import Recipe, Trainer
 from nanokv.text.tokenizer import Tokenizer
-from nanokv.training import data, evaluate, words
-from nanokv.training.cache_questions import QUESTIONS, YES_OR_NO
-from nanokv.training.evaluate import TARGETS, TASKS, WRITTEN, Case, Judged, WrongPosition, broken_recall, cases, faults
-from nanokv.training.sums import LARGEST
-from nanokv.training.trainer import Recipe, Trainer
 from small_training import SMALL, small_tokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -164,7 +174,7 @@ def test_a_written_conversation_accepts_its_own_example():
     """Both files: the same conversations, line for line in other words, each with an answer that its judge takes."""
     rows = {}
     for name in WRITTEN.values():
-        lines = (ROOT / f"nanokv/training/{name}.jsonl").read_text(encoding="utf-8").splitlines()
+        lines = (ROOT / f"nanokv/school/training/{name}.jsonl").read_text(encoding="utf-8").splitlines()
         rows[name] = [json.loads(line) for line in lines]
         for row in rows[name]:
             judged = Judged(*(tuple(row[key]) for key in ("turns", "right", "wrong")))
@@ -302,7 +312,7 @@ def test_a_model_that_knows_reaches_everything(tokenizer):
 
 def written_answers() -> dict[tuple, str]:
     """The example of every written conversation."""
-    files = (ROOT / f"nanokv/training/{name}.jsonl" for name in WRITTEN.values())
+    files = (ROOT / f"nanokv/school/training/{name}.jsonl" for name in WRITTEN.values())
     rows = (json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines())
     return {tuple(row["turns"]): row["example"] for row in rows}
 

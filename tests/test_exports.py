@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanokv import course
-from nanokv.cli import main
-from nanokv.course import checking, exam, gift, log, nbgrader, twins
+from nanokv.apps.cli import main
 from nanokv.errors import CourseError
+from nanokv.school import course
+from nanokv.school.course import checking, exam, gift, log, nbgrader, twins
 
 NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
 SOURCES = {path.stem[:2]: path for path in sorted((NOTEBOOKS / "source").glob("*.py"))}

@@ -24,7 +24,6 @@ import torch.nn.functional as F
 
 import nanokv
 from nanokv.attention import Causal, Decode, causal_attention, causal_mask
-from nanokv.bench.profile import parts_of
 from nanokv.cache import BatchCache, PagePool, make_cache
 from nanokv.cache.base import NoCache
 from nanokv.cache.capabilities import Pages
@@ -35,11 +34,12 @@ from nanokv.fast import building, choice, native, optimize, private, torch_ops, 
 from nanokv.fast import model as fast_model
 from nanokv.fast.model import FastTransformer, alike, sees_its_row
 from nanokv.inference import decode, prefill, prefill_chunks, score, verify_draft
+from nanokv.lab.bench.profile import parts_of
+from nanokv.lab.study.quality import log_likelihood
 from nanokv.model import Transformer
 from nanokv.rope import rope_angles
-from nanokv.study.quality import log_likelihood
-from nanokv.training.corpus import conversation
-from nanokv.training.data import render
+from nanokv.school.training.corpus import conversation
+from nanokv.school.training.data import render
 from small_model import KERNELS, needs_kernels, small
 
 pytestmark = pytest.mark.sampled

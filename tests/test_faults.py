@@ -15,10 +15,10 @@ import pytest
 import torch
 
 import nanokv
-from nanokv import faults
 from nanokv.errors import NanoKVError
-from nanokv.faults.substitute import PerObject
-from nanokv.study import equality
+from nanokv.lab import faults
+from nanokv.lab.faults.substitute import PerObject
+from nanokv.lab.study import equality
 
 pytestmark = pytest.mark.sampled
 

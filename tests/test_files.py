@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from nanokv.cli import COMMANDS, files, main, make_parser
+from nanokv.apps.cli import COMMANDS, main, make_parser
+from nanokv.apps.cli.common import files
 from nanokv.errors import NanoKVError
 
 NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
@@ -87,7 +88,7 @@ def test_every_command_that_writes_has_the_flag_and_is_tried_here():
             assert "--force" in flags, f"nanokv {name} has {flags & OUTPUTS} and no --force"
     assert writers == {line.split()[0] for line in WRITERS} | {"batch", "train"}
     tried = {line.split()[1] for line in WRITERS if line.startswith("course ")}
-    from nanokv.cli.course import ACTIONS
+    from nanokv.apps.cli.commands.course import ACTIONS
 
     reading = {"run", "claims", "seal", "mistakes", "progress"}
     assert set(ACTIONS) - tried == reading, "does the new action write anything?"

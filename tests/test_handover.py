@@ -22,11 +22,11 @@ import nanokv
 from cli_helpers import HOME, environment
 from nanokv.cache import CACHES, PagePool, PrefixPool, make_cache
 from nanokv.cache.saving import fingerprint
-from nanokv.engine import handover
-from nanokv.engine.handover import receive, send
-from nanokv.engine.link import SocketLink, as_bytes
 from nanokv.errors import CacheError, CapacityError, HandoverError
 from nanokv.inference import prefill
+from nanokv.remote import handover
+from nanokv.remote.handover import receive, send
+from nanokv.remote.link import SocketLink, as_bytes
 from test_matrix import CACHES_TRIED
 
 HERE = Path(__file__).parent
@@ -282,7 +282,7 @@ def test_one_who_is_silent_is_waited_for_so_many_seconds(model):
 DIES = '''
 import os, sys, torch
 import handover_peer as other
-from nanokv.engine.link import GroupLink
+from nanokv.remote.link import GroupLink
 from nanokv.engine import handover
 rank, port, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 torch.set_num_threads(1)

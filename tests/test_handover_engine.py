@@ -20,11 +20,11 @@ import handover_peer as other
 from nanokv.cache import KVCache, make_cache
 from nanokv.cache.saving import fingerprint
 from nanokv.engine import Engine
-from nanokv.engine.link import SocketLink
-from nanokv.engine.prefill_process import PrefillProcess, received
 from nanokv.engine.prefilled import Prefilled, taken
 from nanokv.errors import CapacityError, HandoverError, NanoKVError
 from nanokv.inference import prefill
+from nanokv.remote.link import SocketLink
+from nanokv.remote.prefill_process import PrefillProcess, received
 from test_engine import all_free, alone
 
 SIZES = {"pages": 40, "page_size": 4, "step_tokens": 7, "max_running": 4}

@@ -118,7 +118,7 @@ def test_a_config_of_300_megabytes_is_not_read(tmp_path, name):
 
 
 def test_a_session_has_limits_too(tmp_path, monkeypatch):
-    from nanokv.cli.transcript import read
+    from nanokv.apps.cli.chat.transcript import read
 
     path = tmp_path / "s.jsonl"
     head = json.dumps({"format": "nanokv-session-1"}) + "\n"

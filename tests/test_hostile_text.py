@@ -13,8 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cli_helpers import text_of
-from nanokv.cli import main, show_error, terminal, transcript
-from nanokv.cli.text import to_json
+from nanokv.apps.cli import main, show_error
+from nanokv.apps.cli.chat import transcript
+from nanokv.apps.cli.common import terminal
+from nanokv.apps.cli.common.text import to_json
 from nanokv.errors import NanoKVError, SessionError
 from weights_loader import CheckpointError
 from weights_loader.strict import LONGEST_MESSAGE
@@ -207,7 +209,7 @@ def test_a_foreign_error_is_cut_too(capsys, monkeypatch):
     def fail(words):
         raise OSError(5, "m" * 1_000_000, "f" * 1_000_000)
 
-    monkeypatch.setattr("nanokv.cli.dispatch", fail)
+    monkeypatch.setattr("nanokv.apps.cli.dispatch", fail)
     assert main(["env"]) == 2 and len(capsys.readouterr().err) < LONGEST_MESSAGE + 200
 
 

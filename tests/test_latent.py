@@ -7,8 +7,7 @@ from nanokv import costs
 from nanokv.cache import make_cache
 from nanokv.errors import ConfigError
 from nanokv.inference import prefill, score
-from nanokv.loading import build
-from nanokv.study.mla import (
+from nanokv.lab.study.mla import (
     LatentAttention,
     LatentCache,
     LatentConfig,
@@ -18,6 +17,7 @@ from nanokv.study.mla import (
     values_per_token,
     with_kv_heads,
 )
+from nanokv.loading import build
 from oracle import SHAPES, gap, pair, random_ids
 
 pytestmark = pytest.mark.sampled

@@ -20,14 +20,15 @@ import transformers
 import nanokv
 import weights_loader
 from cli_helpers import FakeStdin
-from nanokv import habits
-from nanokv.cli import generate, main, make_parser
-from nanokv.cli.loading import load_model
+from nanokv.apps.cli import main, make_parser
+from nanokv.apps.cli.commands import generate
+from nanokv.apps.cli.common.loading import load_model
 from nanokv.costs.memory import FAMILY
 from nanokv.decoding import batching
 from nanokv.errors import CacheError, GenerationError, NanoKVError, SessionError, TokenIdsError, TokenizerError
 from nanokv.inference import token_ids
 from nanokv.loading import skeleton
+from nanokv.support import habits
 from tiny_checkpoint import write_tiny_checkpoint
 from weights_loader import writing
 

@@ -22,8 +22,6 @@ from nanokv.attention import Split, causal_attention, decode_attention
 from nanokv.cache import CACHES, BatchCache, make_cache
 from nanokv.cache.padded import PaddedCache
 from nanokv.cache.paged_batch import PagedBatch
-from nanokv.engine.handover import receive, send
-from nanokv.engine.link import SocketLink
 from nanokv.engine.packed import prefill_packed
 from nanokv.errors import CacheError, UnsupportedError
 from nanokv.fast import native, optimize
@@ -33,6 +31,8 @@ from nanokv.loading import build
 from nanokv.model import Qwen3
 from nanokv.parallel import context
 from nanokv.parallel.context import ContextCache
+from nanokv.remote.handover import receive, send
+from nanokv.remote.link import SocketLink
 from oracle import SHAPES, pair, random_ids
 from ranks import Ranks
 from thread_ranks import on_ranks

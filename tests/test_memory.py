@@ -52,7 +52,7 @@ def test_the_built_in_table_equals_the_published_configs(qwen3_files, name):
 def test_the_family_needs_neither_torch_nor_network():
     """A config-only question must answer at once, and on a plane."""
     code = (
-        "import sys; sys.modules['socket'] = None; from nanokv.cli import main; "
+        "import sys; sys.modules['socket'] = None; from nanokv.apps.cli import main; "
         "assert main(['memory', 'Qwen/Qwen3-14B', '--json']) == 0; assert 'torch' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=environment(), check=True)

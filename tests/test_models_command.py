@@ -12,7 +12,7 @@ import pytest
 from cli_helpers import HOME, environment, run_cli
 from hub_server import HubServer
 from nanokv import costs
-from nanokv.cli.random_model import RANDOM, SMOLLM2
+from nanokv.apps.cli.common.random_model import RANDOM, SMOLLM2
 from real_model import fake_distribution
 from tiny_checkpoint import write_tiny_checkpoint
 
@@ -84,7 +84,7 @@ def test_the_table_says_what_to_type(cache):
 
 def test_short_names_have_the_size_of_their_download(cache):
     """Those whose shape is known: two bytes per value; two Qwen3 files hold their tied head a second time."""
-    from nanokv.cli.models import DOWNLOAD
+    from nanokv.apps.cli.commands.models import DOWNLOAD
     from nanokv.costs.memory import FAMILY
     from weights_loader.download import SHORT
 
@@ -107,9 +107,9 @@ def test_each_argument_is_accepted_by_the_commands_that_it_names(cache):
     """In one process: the plan of a model needs its files only, a random shape is looked up by its name."""
     code = """if True:
         import importlib, json, sys
-        from nanokv.cli import COMMANDS, make_parser
-        from nanokv.cli.loading import plan_model
-        from nanokv.cli.random_model import RANDOM
+        from nanokv.apps.cli import COMMANDS, make_parser
+        from nanokv.apps.cli.common.loading import plan_model
+        from nanokv.apps.cli.common.random_model import RANDOM
         for model in json.load(sys.stdin)["models"]:
             for command in model["commands"]:
                 module = importlib.import_module(COMMANDS[command][0])
@@ -128,7 +128,7 @@ def test_each_argument_is_accepted_by_the_commands_that_it_names(cache):
 
 
 def test_it_imports_no_torch_and_asks_nobody(cache):
-    code = "import sys; from nanokv.cli import main; main(['models']); print(*sys.modules, file=sys.stderr)"
+    code = "import sys; from nanokv.apps.cli import main; main(['models']); print(*sys.modules, file=sys.stderr)"
     with HubServer(cache) as server:
         env = environment({"HF_HOME": str(cache.parent), "HF_ENDPOINT": server.url, "NO_PROXY": "*"})
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=env, check=True)
@@ -209,7 +209,7 @@ def test_the_list_of_the_working_folder_is_bounded(cache, tmp_path, monkeypatch)
 
 def test_shards_and_damaged_headers(tmp_path):
     """Headers are only read: shards add up, and one that says too much is a problem of that model, not of the list."""
-    from nanokv.cli.models import on_disk
+    from nanokv.apps.cli.commands.models import on_disk
     from weights_loader.inventory import Found, stored
 
     folder = write_tiny_checkpoint(tmp_path / "model")

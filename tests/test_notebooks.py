@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from nanokv.course import book, checking, containing, grading, prose, running, twins
+from nanokv.school.course import book, checking, containing, grading, prose, running, twins
 from solved_notebooks import TIMED, WALL, solved
 
 NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"

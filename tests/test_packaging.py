@@ -160,7 +160,7 @@ def test_every_import_of_the_tests_is_declared():
 
 def test_a_missing_package_is_asked_for_in_the_range_that_was_tested(monkeypatch):
     """`pip install torch` alone could bring a release that nobody has tried."""
-    from nanokv.cli import describe
+    from nanokv.apps.cli.common.ways_out import describe
 
     extras = [f'{text}; extra == "{name}"' for name, texts in EXTRAS.items() for text in texts]
     monkeypatch.setattr("importlib.metadata.requires", lambda name: [*map(str, RUNTIME), *extras])
@@ -179,7 +179,7 @@ def test_a_missing_package_is_asked_for_in_the_range_that_was_tested(monkeypatch
 
 def test_in_the_environment_that_make_made_it_is_make_that_installs(monkeypatch, tmp_path):
     """Elsewhere the interpreter is named; nanokv itself, which is on no index, never."""
-    from nanokv import installing
+    from nanokv.support import installing
 
     declared = ["numpy>=1.26", *(f'uvicorn<1,>=0.54; extra == "{name}"' for name in ("serve", "dev"))]
     declared += ['llama-cpp-python<0.4,>=0.3.16; extra == "bench"']
@@ -272,7 +272,7 @@ def test_every_public_name_resolves():
 
 
 def commands() -> list[str]:
-    from nanokv import cli
+    from nanokv.apps import cli
 
     return sorted(cli.COMMANDS)
 
@@ -285,7 +285,7 @@ HELP = [
 
 def run_help(command: list[str]) -> str:
     argv = [*command, "--help"]
-    return f"from nanokv.cli import main\nassert main({argv}) == 0"
+    return f"from nanokv.apps.cli import main\nassert main({argv}) == 0"
 
 
 def test_every_command_is_asked_for_help():

@@ -18,7 +18,9 @@ import pytest
 
 import nanokv
 from cli_helpers import environment, run_cli, spawn_cli
-from nanokv.cli import generate, loading, main, make_parser, ranks
+from nanokv.apps.cli import main, make_parser
+from nanokv.apps.cli.commands import generate
+from nanokv.apps.cli.common import loading, ranks
 from nanokv.errors import NanoKVError
 from nanokv.parallel.group import Alone, free_port
 from nanokv.parallel.group import environment as rank_environment

@@ -93,7 +93,7 @@ def test_nanokv_commands_of_the_readme_parse():
     """Unknown commands and flags are found without running anything."""
     import importlib
 
-    from nanokv import cli
+    from nanokv.apps import cli
 
     bad = {}
     for command in commands(readme()):
@@ -164,7 +164,7 @@ def test_the_map_of_the_code_is_whole():
 
 def test_proofs_name_tests_and_commands_that_exist():
     """docs/proofs.md: every test file between its backticks, every make target, every nanokv command."""
-    from nanokv import cli
+    from nanokv.apps import cli
 
     text = (ROOT / "docs" / "proofs.md").read_text()
     files = re.findall(r"tests/\w+\.py", text)
@@ -224,7 +224,7 @@ def test_commands_of_the_docs_parse():
     """docs/*.md: the same promise as the README's, for the nanokv commands in their blocks."""
     import importlib
 
-    from nanokv import cli
+    from nanokv.apps import cli
 
     bad, seen = {}, 0
     for page in sorted((ROOT / "docs").glob("*.md")):
@@ -253,7 +253,7 @@ def test_each_program_has_its_rows():
 
 
 def test_the_flags_that_are_said_to_be_accepted_are_those():
-    from nanokv.cli.arguments import ALIASES
+    from nanokv.apps.cli.common.arguments import ALIASES
 
     (said,) = re.findall(r"Four flags .* accepted: (.*?)\.\s", HABITS.read_text(encoding="utf-8"), re.DOTALL)
     assert set(re.findall(r"`(--[a-z-]+)`", said)) == set(ALIASES) and len(ALIASES) == 4
@@ -264,8 +264,9 @@ def test_what_the_table_of_habits_says_works(ours, tmp_path):
     """Python runs as it stands, after the page's own first block; a command is parsed, its flags checked."""
     import importlib
 
-    from nanokv import cli
-    from nanokv.cli import arguments, chat_commands
+    from nanokv.apps import cli
+    from nanokv.apps.cli.chat import commands as chat_commands
+    from nanokv.apps.cli.common import arguments
 
     if ours.startswith("nanokv "):
         _, name, *words = shlex.split(ours)
@@ -287,7 +288,7 @@ def test_what_the_table_of_habits_says_works(ours, tmp_path):
 
 def test_what_people_would_type_is_refused_with_a_hint():
     """The table is needed: the Python of its left column does not run here."""
-    from nanokv import habits
+    from nanokv.support import habits
 
     theirs = " ".join(left for left, _ in ROWS)
     known = {*habits.MODEL, *habits.TOKENIZER, *habits.MODULE, *habits.ARGUMENTS}

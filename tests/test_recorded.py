@@ -10,8 +10,8 @@ import pytest
 from IPython.core.events import EventManager, available_events
 
 import nanokv.loading
-from nanokv.course import book, recorded, running, session, twins
 from nanokv.errors import CourseError
+from nanokv.school.course import book, recorded, running, session, twins
 
 NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
 SOURCES = {path.stem[:2]: path for path in twins.sources(NOTEBOOKS)}
@@ -79,7 +79,7 @@ def test_a_run_that_fails_records_nothing(monkeypatch):
 def test_the_bundled_model_is_not_recorded(cli, tmp_path, monkeypatch):
     monkeypatch.setattr(recorded, "record", None)
     for name in ("", "tiny"):
-        monkeypatch.setattr("nanokv.cli.course.environment", lambda _, name=name: name)
+        monkeypatch.setattr("nanokv.apps.cli.commands.course.environment", lambda _, name=name: name)
         status, out, err = cli("course", "record", "05", "--folder", NOTEBOOKS, "-o", tmp_path)
         assert status == 2 and "another model than the bundled one" in err and "NANOKV_MODEL=" in err and out == ""
 

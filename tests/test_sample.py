@@ -16,16 +16,16 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from nanokv.apps.cli.common.arguments import SETTINGS, parse_setting
+from nanokv.apps.serve.api import protocol
+from nanokv.apps.serve.api.errors import ApiError
 from nanokv.cache import make_cache
-from nanokv.cli.arguments import SETTINGS, parse_setting
 from nanokv.decoding import sample as module
 from nanokv.decoding.draw import SamplingParams
 from nanokv.decoding.generation import Generation
 from nanokv.decoding.ranges import RANGES
 from nanokv.decoding.sample import logprob, sample
 from nanokv.errors import GenerationError, NanoKVError
-from nanokv.serve import protocol
-from nanokv.serve.errors import ApiError
 from oracle import SAMPLING, defaults
 from small_model import small
 

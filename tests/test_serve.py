@@ -20,11 +20,11 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 import nanokv
 from api_schema import schema_errors
 from cli_helpers import choice
+from nanokv.apps.serve.api import prompts
+from nanokv.apps.serve.api.answer import AnswerText
+from nanokv.apps.serve.api.calls import NoCalls, ToolCalls
+from nanokv.apps.serve.http.response import Limits
 from nanokv.decoding.draw import Step
-from nanokv.serve import prompts
-from nanokv.serve.answer import AnswerText
-from nanokv.serve.calls import NoCalls, ToolCalls
-from nanokv.serve.response import Limits
 from nanokv.text.thinking import ThinkSplitter
 from serving import CHAT, TEXT, Serving, ask, chunks, error, strict
 

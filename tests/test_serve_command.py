@@ -12,10 +12,10 @@ import time
 import pytest
 
 from cli_helpers import spawn_cli
-from nanokv import installing
-from nanokv.cli.serve import NEEDED
+from nanokv.apps.cli.commands.serve import NEEDED
+from nanokv.apps.serve.http.server import listen
 from nanokv.errors import NanoKVError
-from nanokv.serve.server import listen
+from nanokv.support import installing
 from serving import CHAT, ask
 from test_cli import errors_in
 
@@ -105,7 +105,7 @@ def test_a_key_of_the_environment_is_checked_as_one_of_the_command_line(cli, mon
 
 
 def test_a_port_in_use_is_told_before_the_model_is_loaded(cli, monkeypatch):
-    monkeypatch.setattr("nanokv.cli.serve.load_model", lambda *args: 1 / 0)
+    monkeypatch.setattr("nanokv.apps.cli.commands.serve.load_model", lambda *args: 1 / 0)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         code, out, err = cli("serve", "--port", port)

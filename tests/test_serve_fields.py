@@ -18,8 +18,8 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from api_schema import schema_errors
-from nanokv.serve import known, logprobs, protocol, requests
-from nanokv.serve.errors import ApiError
+from nanokv.apps.serve.api import known, logprobs, protocol, requests
+from nanokv.apps.serve.api.errors import ApiError
 from serving import CHAT, TEXT, Serving, ask, chunks, error, strict
 from test_serve_guard import ENDLESS, LONG, asked
 from test_serve_tools import HERMES, with_template
@@ -231,7 +231,7 @@ def test_a_prompt_that_cannot_be_scored_fails_alone(loaded, monkeypatch):
 
 
 def test_too_many_prompt_tokens_to_score_are_refused(server, monkeypatch):
-    monkeypatch.setattr("nanokv.serve.prompts.ECHOED", 3)
+    monkeypatch.setattr("nanokv.apps.serve.api.prompts.ECHOED", 3)
     request = {"prompt": PROMPTS, "echo": True, "max_tokens": 1}
     status, found = server.post(TEXT, request | {"logprobs": 1})
     assert (status, error(found)["param"]) == (400, "logprobs") and server.post(TEXT, request)[0] == 200
@@ -389,7 +389,7 @@ def test_what_is_not_done_is_refused_by_name_unless_it_asks_for_nothing(path):
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])
 def test_what_changes_no_answer_is_taken_silently_and_what_nobody_knows_is_logged(path, caplog):
-    caplog.set_level(logging.INFO, "nanokv.serve.protocol")
+    caplog.set_level(logging.INFO, "nanokv.apps.serve.api.protocol")
     plain = CHECKS[path](BODIES[path])
     for name in known.HARMLESS:
         assert CHECKS[path](BODIES[path] | {name: {"any": ["thing"]}}) == plain

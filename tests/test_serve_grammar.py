@@ -15,11 +15,11 @@ from openai.types.chat import ChatCompletion
 from pydantic import BaseModel
 
 import nanokv
+from nanokv.apps.serve.api import grammar, schemas
+from nanokv.apps.serve.api.answer import AnswerText
+from nanokv.apps.serve.api.calls import ToolCalls
 from nanokv.decoding.draw import Step
 from nanokv.errors import GenerationError
-from nanokv.serve import grammar, schemas
-from nanokv.serve.answer import AnswerText
-from nanokv.serve.calls import ToolCalls
 from nanokv.text.thinking import ThinkSplitter
 from nanokv.text.tokenizer import Tokenizer
 from serving import CHAT, TEXT, Serving, ask, chunks, error, strict

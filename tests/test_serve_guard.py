@@ -14,10 +14,10 @@ import time
 import openai
 import pytest
 
-from nanokv.serve import forms, prompts
-from nanokv.serve.errors import ApiError
-from nanokv.serve.response import Limits
-from nanokv.serve.security import Hosts, Keys, host_name
+from nanokv.apps.serve.api import forms, prompts
+from nanokv.apps.serve.api.errors import ApiError
+from nanokv.apps.serve.http.response import Limits
+from nanokv.apps.serve.http.security import Hosts, Keys, host_name
 from serving import CHAT, TEXT, Serving, ask, error
 
 LONG = "My name is Zorbla. What is my name? " * 12
@@ -75,7 +75,7 @@ def test_a_client_that_leaves_in_decode_frees_its_place_and_its_pages(loaded, st
 
 
 def test_a_client_that_reads_nothing_does_not_stay(loaded, monkeypatch):
-    monkeypatch.setattr("nanokv.serve.server.READER_S", 0.2)
+    monkeypatch.setattr("nanokv.apps.serve.http.server.READER_S", 0.2)
     monkeypatch.setattr(forms.ChatForm, "opening", lambda self, index: b":" + b"x" * 12_000_000 + b"\n\n")
     with Serving(*loaded) as server:
         step = server.engine.step
@@ -92,7 +92,7 @@ def test_a_client_that_reads_nothing_of_a_whole_answer_does_not_stay(loaded, mon
     monkeypatch.setattr(forms.ChatForm, "whole", lambda *args, **facts: {"x": "x" * 12_000_000})
     with Serving(*loaded) as server:
         assert len(server.raw("POST", CHAT, ask(max_tokens=2))[2]) > 12_000_000, "who reads has all of it"
-        monkeypatch.setattr("nanokv.serve.server.READER_S", 0.3)
+        monkeypatch.setattr("nanokv.apps.serve.http.server.READER_S", 0.3)
         connection = server.send("POST", CHAT, ask(max_tokens=2))
         server.wait(lambda: b'reason="length"} 2.0' in server.worker.metrics.text({}) and server.free)
         server.wait(lambda: not server.server.server_state.connections)
@@ -157,7 +157,7 @@ def test_an_error_after_the_200_stands_in_the_stream(server, failing, caplog):
 
 
 def test_a_fault_in_the_stream_itself_is_told_in_the_stream(server, monkeypatch, caplog):
-    caplog.set_level("INFO", "nanokv.serve")
+    caplog.set_level("INFO", "nanokv.apps.serve")
     monkeypatch.setattr(forms.ChatForm, "chunk", lambda self, index, pieces: {}[index])
     *_, last = server.stream(CHAT, ask(max_tokens=3, ignore_eos=True))
     assert json.loads(last.removeprefix("data: "))["error"]["code"] == "internal_error"
@@ -241,7 +241,7 @@ def test_an_end_in_the_middle_of_a_body_is_told_at_once(loaded, caplog):
 
 
 def test_a_client_that_reads_nothing_does_not_keep_a_server_that_ends(loaded, monkeypatch, caplog):
-    monkeypatch.setattr("nanokv.serve.server.FAREWELL_S", 0.2)
+    monkeypatch.setattr("nanokv.apps.serve.http.server.FAREWELL_S", 0.2)
     monkeypatch.setattr(forms.ChatForm, "opening", lambda self, index: b":" + b"x" * 12_000_000 + b"\n\n")
     with Serving(*loaded, grace=0.1) as server:
         connection = server.send("POST", CHAT, ask(stream=True, **ENDLESS))
@@ -477,7 +477,7 @@ def test_a_body_that_turns_out_to_be_none_after_the_answer_ends_the_connection(s
     (b"POST /tokenize HTTP/1.1\r\nHost: evil\r\nContent-Length: 1000000\r\n\r\n", b" 403 "),
 ])  # fmt: skip
 def test_a_body_that_goes_on_after_the_answer_does_not_hold_the_connection(server, monkeypatch, head, status):
-    monkeypatch.setattr("nanokv.serve.server.UNREAD_S", 0.3)
+    monkeypatch.setattr("nanokv.apps.serve.http.server.UNREAD_S", 0.3)
     with socket.create_connection(("127.0.0.1", server.port), timeout=10) as raw:
         raw.sendall(head)
         assert status in raw.recv(4096)
@@ -489,7 +489,7 @@ def test_a_body_that_goes_on_after_the_answer_does_not_hold_the_connection(serve
 
 
 def test_a_body_that_arrives_after_the_answer_keeps_the_connection(server, monkeypatch):
-    monkeypatch.setattr("nanokv.serve.server.UNREAD_S", 0.3)
+    monkeypatch.setattr("nanokv.apps.serve.http.server.UNREAD_S", 0.3)
     with socket.create_connection(("127.0.0.1", server.port), timeout=10) as raw:
         raw.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 4\r\n\r\n")
         found = raw.recv(4096)  # the answer may come in several parts, its first line is in the first
@@ -508,7 +508,7 @@ def test_a_body_with_two_lengths_is_refused_and_nothing_after_it_is_read(server)
 
 
 def test_a_connection_too_many_is_told_so(loaded, monkeypatch):
-    monkeypatch.setattr("nanokv.serve.server.CONNECTIONS", 2)
+    monkeypatch.setattr("nanokv.apps.serve.http.server.CONNECTIONS", 2)
     with Serving(*loaded) as server, contextlib.ExitStack() as stack:
         for _ in range(2):
             stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
@@ -533,7 +533,7 @@ def test_headers_that_come_at_once_are_bounded_too(server):
 
 
 def test_headers_that_do_not_arrive_or_are_too_long_close_the_connection(server, monkeypatch):
-    monkeypatch.setattr("nanokv.serve.server.HEADER_S", 0.2)
+    monkeypatch.setattr("nanokv.apps.serve.http.server.HEADER_S", 0.2)
     for start in (b"", b"GET /health HTTP/1.1\r\nHost: loc"):
         with socket.create_connection(("127.0.0.1", server.port)) as half:
             half.settimeout(10)

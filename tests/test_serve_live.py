@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
+from nanokv.apps.serve.http import live, page
+from nanokv.apps.serve.http.response import Limits
+from nanokv.apps.serve.run.snapshot import CELLS, FREE, KEPT, SHARED, ended, runs, snapshot, view
 from nanokv.engine import Engine
-from nanokv.serve import live, page
-from nanokv.serve.response import Limits
-from nanokv.serve.snapshot import CELLS, FREE, KEPT, SHARED, ended, runs, snapshot, view
 from serving import CHAT, Serving, ask, error
 
 ENDLESS = {"max_tokens": 400, "ignore_eos": True}
@@ -225,7 +225,7 @@ def test_nothing_comes_while_nothing_changes_but_a_sign_of_life(loaded):
 
 def test_nobody_watches_and_nothing_is_taken(loaded, monkeypatch):
     taken = []
-    monkeypatch.setattr("nanokv.serve.worker.snapshot", lambda *more: taken.append(1) or snapshot(*more))
+    monkeypatch.setattr("nanokv.apps.serve.run.worker.snapshot", lambda *more: taken.append(1) or snapshot(*more))
     with Serving(*loaded) as server:
         watched = watched_by(server)
         assert server.post(CHAT, ask(max_tokens=2))[0] == 200 and not taken
@@ -281,7 +281,7 @@ def test_a_reader_that_is_slow_skips_snapshots(server):
 def test_a_reader_that_reads_nothing_is_left(loaded, monkeypatch):
     monkeypatch.setattr(live, "data", lambda value: b": " + b"x" * 6_000_000 + b"\n\n")
     monkeypatch.setattr(live, "TICK_S", 0.01)
-    monkeypatch.setattr("nanokv.serve.server.READER_S", 0.3)
+    monkeypatch.setattr("nanokv.apps.serve.http.server.READER_S", 0.3)
     with slow(Serving(*loaded)) as server, streaming(server, ask(**ENDLESS)):
         watcher = Watcher(server)
         watched = watched_by(server)
@@ -312,7 +312,7 @@ def test_an_engine_that_has_died_ends_the_stream(loaded, monkeypatch):
 
 
 def test_a_snapshot_that_fails_is_told_and_the_engine_goes_on(loaded, monkeypatch, caplog):
-    monkeypatch.setattr("nanokv.serve.worker.snapshot", lambda *more: 1 / 0)
+    monkeypatch.setattr("nanokv.apps.serve.run.worker.snapshot", lambda *more: 1 / 0)
     with Serving(*loaded) as server, Watcher(server) as watcher:
         assert error(watcher.wait(lambda found: "error" in found))["code"] == "internal_error"
         assert server.post(CHAT, ask(max_tokens=2))[0] == 200
@@ -372,7 +372,7 @@ def test_the_page_of_another_site_and_an_unknown_host_get_nothing(server, path):
 def test_the_parts_of_the_page_are_package_data():
     folder = Path(page.__file__).parent
     project = tomllib.loads((folder.parents[1] / "pyproject.toml").read_text())
-    patterns = project["tool"]["setuptools"]["package-data"]["nanokv.serve"]
+    patterns = project["tool"]["setuptools"]["package-data"]["nanokv.apps.serve"]
     declared = {path for pattern in patterns for path in folder.glob(pattern)}
     parts = {path for path in folder.rglob("*") if path.suffix in (".html", ".css", ".js")}
     assert parts == declared and {path.name for path in parts} == {*page.SCRIPTS, *page.STYLES, "live.html"}

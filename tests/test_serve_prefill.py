@@ -18,10 +18,10 @@ import pytest
 import torch
 
 import handover_peer as other
+from nanokv.apps.serve.run.prefill import AHEAD, Elsewhere
 from nanokv.cache.saving import fingerprint
 from nanokv.engine import Engine
 from nanokv.errors import NanoKVError
-from nanokv.serve.prefill import AHEAD, Elsewhere
 from serving import CHAT, TEXT, Serving, ask, chunks, error
 from test_serve_command import ended, send, serving
 

@@ -12,8 +12,9 @@ import jsonschema
 import pytest
 
 import client_environment
-from nanokv.serve import known, openapi, protocol, requests
-from nanokv.serve.errors import ApiError
+from nanokv.apps.serve.api import known, protocol, requests
+from nanokv.apps.serve.api.errors import ApiError
+from nanokv.apps.serve.http import openapi
 from serving import CHAT, TEXT, Serving, ask
 from test_serve_tools import HERMES, OSLO, TIME, TOOLS, tool, with_template
 
@@ -173,7 +174,7 @@ def test_generated_requests_find_no_fault(loaded, tmp_path, caplog):
         "--exclude-path=/live",  # it has no end
         "--suppress-health-check=all", "--continue-on-failure",
     ]  # fmt: skip
-    caplog.set_level(logging.INFO, "nanokv.serve.security")
+    caplog.set_level(logging.INFO, "nanokv.apps.serve.http.security")
     model, tokenizer = loaded[0], with_template(loaded[1], HERMES)
     with Serving(model, tokenizer, keys=["secret"], context=256, pages=400, max_new_tokens=4) as server:
         (tmp_path / "openapi.json").write_text(json.dumps(sampled_document()))

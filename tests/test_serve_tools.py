@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 import nanokv
 from api_schema import schema_errors
-from nanokv.serve.calls import ToolCalls, in_string
+from nanokv.apps.serve.api.calls import ToolCalls, in_string
 from serving import CHAT, TEXT, Serving, ask, chunks, error, strict
 from tiny_checkpoint import CHATML, write_tiny_checkpoint
 

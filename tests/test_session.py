@@ -14,11 +14,12 @@ import torch
 
 import nanokv
 from nanokv import inference
+from nanokv.apps.cli.chat import commands as chat_commands
+from nanokv.apps.cli.chat import inspector
+from nanokv.apps.cli.common.terminal import Style
 from nanokv.cache import CACHES
 from nanokv.chat.history import why_broken
 from nanokv.chat.session import Session
-from nanokv.cli import chat_commands, inspector
-from nanokv.cli.terminal import Style
 from nanokv.decoding.generation import StopStrings
 from nanokv.decoding.speculative import PromptLookup, Speculation
 from nanokv.errors import ContextError, NanoKVError, SessionError, UnsupportedError

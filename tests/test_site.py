@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from nanokv.course import book, site
-from nanokv.course.site import api, links, recordings, search
-from nanokv.course.site.pages import PARTS, Page, markdown, write
 from nanokv.errors import CourseError
+from nanokv.school.course import book, site
+from nanokv.school.course.site import api, links, recordings, search
+from nanokv.school.course.site.pages import PARTS, Page, markdown, write
 from waiting import drawn, leave, until
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -137,7 +137,7 @@ def test_the_api_has_each_name_with_its_line_and_no_guesses(small):
 
 def test_the_modules_of_the_api():
     names = api.modules()
-    assert {"nanokv", "nanokv.cache.paged", "weights_loader", "nanokv.faults"} <= set(names) and len(names) > 100
+    assert {"nanokv", "nanokv.cache.paged", "weights_loader", "nanokv.lab.faults"} <= set(names) and len(names) > 100
     assert [name for name in names if re.search(r"course\.checks|\.cli|__main__", name)] == [], "answers and commands"
 
 
@@ -420,7 +420,7 @@ def test_no_page_scrolls_sideways_and_the_keyboard_skips_the_header(page, width)
 @pytest.mark.slow
 def test_the_whole_site(tmp_path, monkeypatch):
     """The notebooks were executed for the tests of the book; recordings and the API are made here."""
-    from nanokv.course import running, twins
+    from nanokv.school.course import running, twins
     from solved_notebooks import solved
 
     paths = {path.stem[:2]: path for path in twins.sources(NOTEBOOKS)}

@@ -21,10 +21,10 @@ import real_model
 import weights_loader
 from chat_terminal import Terminal, chat_argv
 from cli_helpers import HOME, run_cli
-from nanokv import faults, trace
 from nanokv.engine import Engine
 from nanokv.inference import score
-from nanokv.study.quality import log_likelihood
+from nanokv.lab import faults, trace
+from nanokv.lab.study.quality import log_likelihood
 from oracle import reference_logits
 from real_model import smollm2
 from record_llama_cpp import FACTS, checksum

@@ -15,9 +15,9 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 from transformers.generation.utils import _speculative_sampling
 
 import nanokv.decoding.speculative as module
+from nanokv.apps.cli import main
 from nanokv.cache import CACHES, PagePool, make_cache
 from nanokv.chat.session import Session
-from nanokv.cli import main
 from nanokv.decoding.generation import Generation, SamplingParams, TextStream, generate
 from nanokv.decoding.sample import probabilities
 from nanokv.decoding.speculative import Draft, DraftModel, EarlyExit, PromptLookup, Speculation, first_layers, speculate

@@ -11,8 +11,9 @@ from types import SimpleNamespace
 import pytest
 
 from cli_helpers import run_cli
-from nanokv.cli import COMMANDS, make_parser, speed
-from nanokv.cli.loading import load_model
+from nanokv.apps.cli import COMMANDS, make_parser
+from nanokv.apps.cli.common import speed
+from nanokv.apps.cli.common.loading import load_model
 from nanokv.config import Config
 from nanokv.errors import NanoKVError
 from nanokv.fast import building, native, private

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from cli_helpers import environment
-from nanokv.cli import generate, make_parser
-from nanokv.cli.loading import load_model
+from nanokv.apps.cli import make_parser
+from nanokv.apps.cli.commands import generate
+from nanokv.apps.cli.common.loading import load_model
 from oracle import SHAPES
 from small_model import needs_kernels
 from weights_loader import CheckpointError, prefetch
@@ -24,7 +25,7 @@ COUNT = """if True:
         if event == "open" and isinstance(args[0], str) and args[0].endswith((".json", ".jinja")):
             opened[args[0].rsplit("/", 1)[1]] += 1
     sys.addaudithook(hook)
-    from nanokv.cli import main
+    from nanokv.apps.cli import main
     code = main(sys.argv[1:])
     heavy = [name for name in ("transformers", "sympy", "torch._dynamo", "matplotlib") if name in sys.modules]
     print(json.dumps([code, opened, heavy]), file=sys.stderr)
@@ -157,7 +158,7 @@ def test_a_short_read_goes_on_where_it_stopped(tmp_path, monkeypatch):
 
 def test_profile_start_says_where_the_time_goes(cli, tiny_folder):
     """Each part of the real command, from its process's start to the first token; floors beside three of them."""
-    from nanokv.cli.profile_start import FLOORS, PARTS
+    from nanokv.apps.cli.bench.start import FLOORS, PARTS
 
     code, out, err = cli("profile", "--start", "--repeat", "1", "-m", tiny_folder, "--json")
     assert code == 0, err

@@ -15,13 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from nanokv.cli import main
-from nanokv.cli.course import ACTIONS
-from nanokv.course import checking, exam, grading, log, mistakes, parts, prose, running, slides, twins, variants
-from nanokv.course.book import slug
-from nanokv.course.claims import CLAIMS
+from nanokv.apps.cli import main
+from nanokv.apps.cli.commands.course import ACTIONS
 from nanokv.errors import CourseError
-from nanokv.faults import FAULTS
+from nanokv.lab.faults import FAULTS
+from nanokv.school.course import checking, exam, grading, log, mistakes, parts, prose, running, slides, twins, variants
+from nanokv.school.course.book import slug
+from nanokv.school.course.claims import CLAIMS
 from solved_notebooks import solved
 
 pytestmark = pytest.mark.sampled
@@ -418,8 +418,13 @@ def test_a_killed_process_is_not_blamed_on_what_it_said_last():
     assert running._ended(3, "UserWarning: x") == "the process that runs it ended with code 3"
 
 
-@pytest.mark.parametrize("code", ["from nanokv.course import log", "from nanokv.course import checking as c",
-                                  "course.session._tell('check')", "os.environ['NANOKV_COURSE_LOG']"])  # fmt: skip
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from nanokv.school.course import log", "from nanokv.school.course import checking as c",
+        "from nanokv.course import log", "course.session._tell('check')", "os.environ['NANOKV_COURSE_LOG']",
+    ],
+)  # fmt: skip
 def test_code_that_names_the_judgement_is_pointed_out(tmp_path, monkeypatch, code):
     monkeypatch.setattr(running, "run", lambda *args, **more: running.Run({}, [START]))
     for name, text, told in (("a", code, True), ("b", "course.check('05.1', (26, 8))", False)):

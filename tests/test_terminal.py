@@ -9,8 +9,8 @@ import types
 
 import pytest
 
-from nanokv.cli import layout, terminal
-from nanokv.cli.terminal import (
+from nanokv.apps.cli.common import layout, terminal
+from nanokv.apps.cli.common.terminal import (
     Interrupt,
     Sanitizer,
     Style,
@@ -113,7 +113,7 @@ def test_notices_are_one_sanitised_line_and_quiet_hides_them(capsys):
 
 @pytest.mark.parametrize("tty", [True, False])
 def test_errors_break_between_words_on_a_terminal_and_nowhere_else(monkeypatch, capsys, tty):
-    from nanokv.cli import show_error
+    from nanokv.apps.cli import show_error
 
     monkeypatch.setenv("COLUMNS", "40")
     monkeypatch.setattr("sys.stderr.isatty", lambda: tty, raising=False)

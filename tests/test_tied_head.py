@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import nanokv
-from nanokv.cli import main
+from nanokv.apps.cli import main
 
 CASES = {  # name: (tie_word_embeddings in config.json, lm_head.weight in the file) → is the model tied?
     "absent, no head": (None, None, True),

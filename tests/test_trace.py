@@ -20,16 +20,16 @@ import pytest
 import torch
 
 import nanokv
-import nanokv.cli.trace
+import nanokv.apps.cli.commands.trace
 from cli_helpers import run_cli
-from nanokv import faults, trace
-from nanokv.cli import main, make_parser
-from nanokv.cli.trace import SCENARIOS, choose_layers, find_fault, replace
+from nanokv.apps.cli import main, make_parser
+from nanokv.apps.cli.commands.trace import SCENARIOS, choose_layers, find_fault, replace
 from nanokv.costs import kv_bytes
 from nanokv.errors import NanoKVError
-from nanokv.trace.difference import divergence, last_rows, places, top_logits, weight_gap
-from nanokv.trace.page import SCRIPTS, STYLES, pack, spans, visible
-from nanokv.trace.recorder import CacheLog, angle_positions
+from nanokv.lab import faults, trace
+from nanokv.lab.trace.difference import divergence, last_rows, places, top_logits, weight_gap
+from nanokv.lab.trace.page import SCRIPTS, STYLES, pack, spans, visible
+from nanokv.lab.trace.recorder import CacheLog, angle_positions
 
 PROMPT = "My name is Zorbla. What is my name?"
 POSSIBLE = [fault.name for fault in faults.FAULTS.values() if fault.scenario in SCENARIOS]
@@ -495,7 +495,7 @@ def test_the_command_of_a_notebook_is_one(number):
     """As it stands in the text: it is parsed, and its fault can be recorded."""
     (source,) = (Path(trace.__file__).parents[2] / "notebooks" / "source").glob(f"{number}_*.py")
     (command,) = re.findall(r"^# \.venv/bin/nanokv (trace .*)$", source.read_text(), re.MULTILINE)
-    args = make_parser("trace", nanokv.cli.trace).parse_args(shlex.split(command)[1:])
+    args = make_parser("trace", nanokv.apps.cli.commands.trace).parse_args(shlex.split(command)[1:])
     assert args.open and args.out.suffix == ".html" and (number == "07") == (find_fault(args.fault) is not None)
 
 
@@ -510,7 +510,7 @@ def test_the_parts_of_the_page_are_package_data():
     """setuptools takes .py files by itself; what the page is made of has to be named."""
     folder = Path(trace.__file__).parent
     project = tomllib.loads((folder.parents[1] / "pyproject.toml").read_text())
-    declared = {path for pattern in project["tool"]["setuptools"]["package-data"]["nanokv.trace"]
+    declared = {path for pattern in project["tool"]["setuptools"]["package-data"]["nanokv.lab.trace"]
                 for path in folder.glob(pattern)}  # fmt: skip
     parts = {path for path in folder.rglob("*") if path.suffix in (".html", ".css", ".js")}
     assert parts == declared and {*SCRIPTS, *STYLES, "page.html"} == {path.name for path in parts}

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import nanokv
-from nanokv import faults, trace
-from nanokv.trace import difference
+from nanokv.lab import faults, trace
+from nanokv.lab.trace import difference
 from waiting import until
 
 pytestmark = pytest.mark.slow

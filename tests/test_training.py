@@ -24,14 +24,14 @@ from safetensors.torch import load_file
 
 import nanokv
 from cli_helpers import HOME, environment, run_cli
-from nanokv import cli
+from nanokv.apps import cli
+from nanokv.apps.cli.common import terminal
 from nanokv.attention import Causal
-from nanokv.cli import terminal
 from nanokv.errors import NanoKVError
+from nanokv.school.training import corpus, data, run_folder, trainer
+from nanokv.school.training.run_folder import checkpoints
+from nanokv.school.training.trainer import Recipe, Trainer
 from nanokv.text.tokenizer import Tokenizer
-from nanokv.training import corpus, data, run_folder, trainer
-from nanokv.training.run_folder import checkpoints
-from nanokv.training.trainer import Recipe, Trainer
 from small_training import EVERY, FLAGS, SMALL, STEPS, shrink, small_tokenizer
 
 MESSAGES = (
@@ -65,7 +65,7 @@ def no_evaluation(args, name, seeds) -> dict:
 @pytest.fixture
 def small(monkeypatch):
     """The command trains SMALL; what it makes is not evaluated (that has tests of its own)."""
-    monkeypatch.setattr("nanokv.cli.train.evaluate", no_evaluation)
+    monkeypatch.setattr("nanokv.apps.cli.commands.train.evaluate", no_evaluation)
     shrink(monkeypatch.setattr)
     return monkeypatch
 
@@ -79,7 +79,7 @@ def finished(tmp_path_factory):
     """A run of 12 steps that nothing disturbed. Read only: copy it first."""
     out = tmp_path_factory.mktemp("runs") / "whole"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("nanokv.cli.train.evaluate", no_evaluation)
+        patch.setattr("nanokv.apps.cli.commands.train.evaluate", no_evaluation)
         shrink(patch.setattr)
         before = torch.get_num_threads()
         assert train(out, *FLAGS, "-q") == 0
@@ -667,7 +667,7 @@ def test_quiet_says_nothing(tmp_path, small, capsys):
 
 @pytest.mark.parametrize(("steps", "cases"), [(1, 5), (6, 5), (630, 10), (3150, 50), (6300, 100), (9000, 100)])
 def test_a_short_run_is_evaluated_shortly(steps, cases):
-    from nanokv.cli.train import cases_after
+    from nanokv.apps.cli.commands.train import cases_after
 
     assert cases_after(steps) == cases
 
@@ -675,7 +675,7 @@ def test_a_short_run_is_evaluated_shortly(steps, cases):
 def test_evaluation_gets_the_cases_of_the_run_unless_they_are_given_and_can_be_left_out(tmp_path, small, capsys):
     asked = []
     noted = lambda args, *rest: asked.append(args.cases) or no_evaluation(args, *rest)  # noqa: E731
-    small.setattr("nanokv.cli.train.evaluate", noted)
+    small.setattr("nanokv.apps.cli.commands.train.evaluate", noted)
     assert train(tmp_path / "a", *FLAGS[:6], "-q") == 0 and train(tmp_path / "b", *FLAGS[:6], "--cases", 7, "-q") == 0
     assert asked == [5, 7] and (tmp_path / "a" / "model" / "README.md").exists()
     assert train(tmp_path / "c", *FLAGS[:6], "--no-evaluate") == 0
@@ -686,7 +686,7 @@ def test_evaluation_gets_the_cases_of_the_run_unless_they_are_given_and_can_be_l
 
 def test_the_time_left_is_told_by_the_latest_steps(monkeypatch, capsys):
     """The first step compiles for 200 s, the others take 2: after 60 of 90 steps a minute is left, not four."""
-    from nanokv.cli import train_log
+    from nanokv.apps.cli.train import log as train_log
 
     clock = iter([0, *range(200, 400, 2)])
     monkeypatch.setattr(train_log.time, "perf_counter", lambda: next(clock))
@@ -703,7 +703,7 @@ def test_the_time_left_is_told_by_the_latest_steps(monkeypatch, capsys):
 @pytest.mark.parametrize("tty", [True, False])
 def test_the_evaluation_shows_how_far_it_is(monkeypatch, tty):
     """On a terminal a line that is taken away again; elsewhere at most one every ten seconds."""
-    from nanokv.cli import train_log
+    from nanokv.apps.cli.train import log as train_log
 
     screen, clock = io.StringIO(), iter(range(0, 1000, 3))
     screen.isatty = lambda: tty

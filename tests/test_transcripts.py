@@ -6,7 +6,7 @@ import stat
 
 import pytest
 
-from nanokv.cli import transcript
+from nanokv.apps.cli.chat import transcript
 from nanokv.errors import SessionError
 
 TURN = {"user": "My name is Zorbla.", "answer": "Nice to meet you.", "finish_reason": "stop", "settings": {"seed": 1}}

@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import nanokv.verify
+import nanokv.lab.verify
 from cli_helpers import run_cli
-from nanokv.cli import main
-from nanokv.study.debug import OPERATIONS
+from nanokv.apps.cli import main
+from nanokv.lab.study.debug import OPERATIONS
 from tiny_checkpoint import write_tiny_checkpoint
 from verify_helpers import report_of, rows, verify_command  # noqa: F401 (the fixture `verify`)
 from weights_loader import CheckpointError
@@ -50,7 +50,7 @@ def test_a_checkpoint_written_by_transformers_is_equal(verify, tmp_path, kind):
     found = rows(out)
     assert code == 0, out
     assert found.pop("published figures") == found.pop("hashes") == "skipped" and set(found.values()) == {"ok"}
-    assert set(nanokv.verify.NEEDS_REFERENCE) < set(found), "a check that is not run is not printed as skipped"
+    assert set(nanokv.lab.verify.NEEDS_REFERENCE) < set(found), "a check that is not run is not printed as skipped"
     assert "reference: transformers 5.23.0" in out and out.endswith("equal within tolerance (14 checks)\n")
     assert err == "loading it …\nasking transformers 5.23.0 …\n"
 

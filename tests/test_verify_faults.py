@@ -6,13 +6,13 @@ import sys
 import pytest
 import torch
 
+import nanokv.lab.verify
 import nanokv.model
-import nanokv.verify
-from nanokv import installing
 from nanokv.cache import DictCache
 from nanokv.config import Config
+from nanokv.lab.verify import checks, evidence, figures, oracle
+from nanokv.support import installing
 from nanokv.text.tokenizer import Tokenizer
-from nanokv.verify import checks, evidence, figures, oracle
 from verify_helpers import report_of, rows, verify_command  # noqa: F401 (the fixture `verify`)
 
 # --- wrong code against transformers ----------------------------------------------------------------------------------
@@ -112,7 +112,7 @@ def test_without_transformers_it_checks_what_it_can_and_says_what_it_skipped(ver
     code, out, _ = verify(tiny_folder)
     found = rows(out)
     assert code == 0 and found["files"] == found["cached = uncached, logits"] == "ok"
-    needed = nanokv.verify.NEEDS_REFERENCE
+    needed = nanokv.lab.verify.NEEDS_REFERENCE
     assert {found[name] for name in needed} == {"skipped"}
     assert out.count(f"transformers is not installed: {installing.hint(['transformers'])}") == len(needed)
     assert "no difference in 4 checks, but nothing to compare with" in out and "equal" not in out.splitlines()[-1]

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from nanokv.cli import main
+from nanokv.apps.cli import main
 
 
 @pytest.fixture(name="verify")

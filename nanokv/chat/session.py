@@ -6,7 +6,7 @@
     session.last                                   # new and reused tokens, time to first token, bytes, ...
 
 Every turn renders the whole conversation, keeps the longest common prefix of the cached ids and the new ids
-(`cache.truncate(n)`), and prefills the rest from start_pos n. No printing, no files: those live in nanokv/cli.
+(`cache.truncate(n)`), and prefills the rest from start_pos n. No printing, no files: those live in nanokv/apps/cli.
 """
 
 import inspect
@@ -32,9 +32,9 @@ from nanokv.decoding.generation import (
 )
 from nanokv.decoding.ranges import check_sampling, chosen_seed
 from nanokv.errors import ContextError, SessionError, UnknownArgument, UnsupportedError
-from nanokv.habits import SESSION, refuse, unknown_name
 from nanokv.inference import check_cache
 from nanokv.loading import load
+from nanokv.support.habits import SESSION, refuse, unknown_name
 from nanokv.text.ids import common_prefix
 from nanokv.text.thinking import incomplete_bytes, inside_thinking, split_thinking
 from nanokv.text.tokenizer import Tokenizer

@@ -22,8 +22,8 @@ from nanokv.decoding.generation import EosIds, Generation, SamplingParams, Step,
 from nanokv.decoding.sample import logprob
 from nanokv.decoding.sample import repetition_penalty as penalise
 from nanokv.errors import GenerationError
-from nanokv.habits import hinted
 from nanokv.inference import decode, verify_draft
+from nanokv.support.habits import hinted
 from nanokv.text.ids import Ids
 
 NEVER = -1e9  # the score of a beam that does not exist; finite, because -inf × 0 is NaN

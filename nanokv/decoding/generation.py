@@ -24,8 +24,8 @@ from nanokv.decoding.draw import GREEDY, SamplingParams, Step, draw, reason_to_e
 from nanokv.decoding.ranges import check_sampling
 from nanokv.decoding.sample import logprob
 from nanokv.errors import ContextError, GenerationError, TokenIdsError, UnsupportedError
-from nanokv.habits import hinted
 from nanokv.inference import check_cache, decode, prefill, prefill_chunk
+from nanokv.support.habits import hinted
 from nanokv.text.ids import Ids, id_list
 from nanokv.text.thinking import overlap
 from nanokv.text.tokenizer import StreamDecoder, Tokenizer

@@ -22,10 +22,10 @@ from nanokv.decoding.generation import EosIds, Generation, SamplingParams, Step,
 from nanokv.decoding.ranges import check_sampling
 from nanokv.decoding.sample import distribution, logprob
 from nanokv.errors import CapacityError, GenerationError
-from nanokv.habits import hinted
 from nanokv.inference import decode, prefill_chunk, prefill_chunks, verify_draft
 from nanokv.loading import skeleton
 from nanokv.model import Transformer
+from nanokv.support.habits import hinted
 from nanokv.text.ids import Ids, common_prefix
 
 Distribution = Callable[[Tensor, list[int]], Tensor]  # logits (1,V), guesses so far → (1,V)

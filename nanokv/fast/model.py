@@ -21,10 +21,10 @@ from nanokv.cache.capabilities import Pages
 from nanokv.errors import CacheError, ConfigError
 from nanokv.fast import choice, native
 from nanokv.fast.weights import FORMATS, Addressed, Dense, Int8, Matrix, check_dense
-from nanokv.habits import hinted
 from nanokv.loading import skeleton
 from nanokv.model import Transformer
 from nanokv.rope import apply_rope, rope_angles, rope_frequencies
+from nanokv.support.habits import hinted
 
 if TYPE_CHECKING:
     from nanokv.fast.compiled import Compiled

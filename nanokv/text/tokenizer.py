@@ -2,7 +2,7 @@
 template through nanokv.text.template, and a decoder for streams that never shows half a character.
 
 Byte-level BPE only (Qwen, GPT-2 and their kin): there every token is a run of bytes, so a text can be decoded token by
-token. Not here: training a tokenizer (nanokv.training).
+token. Not here: training a tokenizer (nanokv.school.training).
 """
 
 import codecs
@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import tokenizers
 
 from nanokv.errors import TokenizerError, UnknownArgument, foreign
-from nanokv.habits import ENCODE, TOKENIZER, Elsewhere, unknown_name
+from nanokv.support.habits import ENCODE, TOKENIZER, Elsewhere, unknown_name
 from nanokv.text import chat_templates, render_process
 from nanokv.text.ids import Ids, id_list
 from nanokv.text.template import ChatTemplate

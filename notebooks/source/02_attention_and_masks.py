@@ -38,9 +38,9 @@ from nanokv import course
 from nanokv.attention import Causal
 from nanokv.cache import NoCache
 from nanokv.model import Qwen3
-from nanokv.study.quality import log_likelihood
-from nanokv.training import corpus
-from nanokv.training.trainer import initialise
+from nanokv.lab.study.quality import log_likelihood
+from nanokv.school.training import corpus
+from nanokv.school.training.trainer import initialise
 
 model, tokenizer = course.start("02")
 config = model.config

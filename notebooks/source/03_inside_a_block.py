@@ -40,8 +40,8 @@ from nanokv import course
 from nanokv.attention import causal_attention
 from nanokv.cache import NoCache
 from nanokv.rope import apply_rope, rope_angles, rope_frequencies
-from nanokv.study.quality import log_likelihood
-from nanokv.training import corpus
+from nanokv.lab.study.quality import log_likelihood
+from nanokv.school.training import corpus
 
 model, tokenizer = course.start("03")
 c = model.config
@@ -457,7 +457,7 @@ calls = []
 with changed_model(rope_angles=lambda *arguments: calls.append(1) or rope_angles(*arguments)):
     nanokv.score(model, text)
 
-from nanokv.course.claims.shapes import QWEN
+from nanokv.school.course.claims.shapes import QWEN
 
 one = torch.eye(QWEN.head_dim)[0].view(1, 1, 1, -1)  # dimension 0 of a head of Qwen3-0.6B
 turned = apply_rope(one, rope_angles(QWEN, torch.tensor([1]), one.dtype)).flatten()

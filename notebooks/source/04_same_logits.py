@@ -32,9 +32,9 @@ import torch
 import nanokv
 import weights_loader
 from nanokv import course
-from nanokv.study import debug
-from nanokv.course import reference
-from nanokv.course.checks.nb04 import CAUSES, mystery
+from nanokv.lab.study import debug
+from nanokv.school.course import reference
+from nanokv.school.course.checks.nb04 import CAUSES, mystery
 
 model, tokenizer = course.start("04")
 c = model.config
@@ -443,7 +443,7 @@ course.answer("04.q3", q3)
 # %% [markdown]
 # ## Further reading
 #
-# - `nanokv/study/debug.py`: the tool of this notebook. `nanokv verify MODEL` runs it, and much more, on a checkpoint of
+# - `nanokv/lab/study/debug.py`: the tool of this notebook. `nanokv verify MODEL` runs it, and much more, on a checkpoint of
 #   yours.
 # - Hugging Face, [safetensors](https://huggingface.co/docs/safetensors/index): the format that you have read by hand.
 # - Goldberg, [What every computer scientist should know about floating-point

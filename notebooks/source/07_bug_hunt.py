@@ -31,10 +31,10 @@ import torch
 
 import nanokv
 from nanokv import course, faults
-from nanokv.study import debug
-from nanokv.study import equality
-from nanokv.course.checks.nb07 import SUSPECTS, WANTED, trace
-from nanokv.faults.diagnosis import random_prompts
+from nanokv.lab.study import debug
+from nanokv.lab.study import equality
+from nanokv.school.course.checks.nb07 import SUSPECTS, WANTED, trace
+from nanokv.lab.faults.diagnosis import random_prompts
 from nanokv.rope import apply_rope, rope_angles
 
 model, tokenizer = course.start("07", model="tiny")  # hundreds of answers are compared: too slow with a large one
@@ -552,8 +552,8 @@ course.answer("07.q3", q3)
 # %% [markdown]
 # ## Further reading
 #
-# - `nanokv/faults/catalogue.py`: every bug as code, with its public thread; `nanokv/faults/smallest.py`: the shortest test
-#   that notices it. `nanokv/study/equality.py`: the suite.
+# - `nanokv/lab/faults/catalogue.py`: every bug as code, with its public thread; `nanokv/lab/faults/smallest.py`: the shortest test
+#   that notices it. `nanokv/lab/study/equality.py`: the suite.
 # - DeMillo, Lipton and Sayward, [Hints on test data selection](https://doi.org/10.1109/C-M.1978.218136): the origin of
 #   grading tests by mutants.
 #

@@ -34,11 +34,11 @@ import torch
 
 import nanokv
 from nanokv import costs, course
-from nanokv.course.claims.article1 import TABLE
-from nanokv.course.claims.shapes import EXAMPLE_OF_ARTICLE_3, LLAMA_2_70B, LLAMA_2_70B_MHA, shape
-from nanokv.study.mla import LatentCache, deepseek_v2_savings, with_kv_heads
+from nanokv.school.course.claims.article1 import TABLE
+from nanokv.school.course.claims.shapes import EXAMPLE_OF_ARTICLE_3, LLAMA_2_70B, LLAMA_2_70B_MHA, shape
+from nanokv.lab.study.mla import LatentCache, deepseek_v2_savings, with_kv_heads
 from nanokv.costs.memory import FAMILY, Estimate, binary, decimal, parse_size
-from nanokv.study.quality import log_likelihood
+from nanokv.lab.study.quality import log_likelihood
 
 model, tokenizer = course.start("08")
 c = model.config
@@ -553,7 +553,7 @@ course.answer("08.q3", q3)
 #   `nanokv memory --check` weighs every cache.
 # - Ainslie and others, [GQA](https://arxiv.org/abs/2305.13245): fewer KV heads for a model that was trained with many.
 # - DeepSeek-AI, [DeepSeek-V2](https://arxiv.org/abs/2405.04434), section 2.1 and its table 1: the latent, and what it
-#   is compared with. `nanokv/study/mla.py` runs it.
+#   is compared with. `nanokv/lab/study/mla.py` runs it.
 # - Hugging Face, [Cache strategies](https://huggingface.co/docs/transformers/main/en/kv_cache): what transformers
 #   offers to save memory.
 #

@@ -39,12 +39,12 @@ from matplotlib.patches import Patch
 
 import nanokv
 from nanokv import costs, course
-from nanokv.bench.machine import Bandwidth, Others, gemm_peak
-from nanokv.bench.profile import phases
-from nanokv.bench.rotation import Rotation
-from nanokv.bench.runners import Ours, Uncached
-from nanokv.course.claims.article1 import profiled_rate
-from nanokv.course.work import scores_with_cache, scores_without_cache
+from nanokv.lab.bench.machine import Bandwidth, Others, gemm_peak
+from nanokv.lab.bench.profile import phases
+from nanokv.lab.bench.rotation import Rotation
+from nanokv.lab.bench.runners import Ours, Uncached
+from nanokv.school.course.claims.article1 import profiled_rate
+from nanokv.school.course.work import scores_with_cache, scores_without_cache
 from nanokv.fast import optimize
 from nanokv.loading import build
 from nanokv.costs.memory import FAMILY
@@ -118,7 +118,7 @@ course.show(fig, alt=f"Sixty dots, a decode step each, from {1e3 * min(steps):.1
 # Other programs can only make a step slower, never faster. So a single time tells little, a mean contains the
 # disturbances, and a median contains much less of them. If the machine is busy all the time, even the median is too
 # high. Then only comparisons are valid, and only if both candidates ran in the same minutes. From here on we use a
-# **warm-up** that does not count, **medians**, and candidates **in rotation**. `nanokv.bench.rotation` does this, and
+# **warm-up** that does not count, **medians**, and candidates **in rotation**. `nanokv.lab.bench.rotation` does this, and
 # `nanokv bench` is the same as a command.
 
 # %% [markdown]
@@ -267,7 +267,7 @@ course.show(fig, alt=f"Three bars, tokens per second: {rate:.0f} by time stamps,
 #
 # A decode step has to read every weight once. Divide these bytes by the measured [memory
 # bandwidth](glossary.md#memory-bandwidth) of the machine: that is the floor, the least time that a step can take.
-# `nanokv.bench.profile` splits a step into parts. We compare the loaded model with a large one: the width of
+# `nanokv.lab.bench.profile` splits a step into parts. We compare the loaded model with a large one: the width of
 # Qwen3-0.6B, two of its layers, random weights. Each model also has an optimized twin, in which a step is a few calls
 # into compiled code.
 

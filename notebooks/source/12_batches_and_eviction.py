@@ -37,7 +37,7 @@ import torch
 import nanokv
 from nanokv import course
 from nanokv.cache.padded import PaddedCache
-from nanokv.study.quality import Scheme, log_likelihood, measure, measure_cache
+from nanokv.lab.study.quality import Scheme, log_likelihood, measure, measure_cache
 
 model, tokenizer = course.start("12")
 c = model.config
@@ -286,7 +286,7 @@ course.show(fig, alt=f"Left: perplexity falls from {ppl[0][0]:.2f} at a window o
 #
 # To store a group of numbers in 4 bits, take the smallest and the largest of the group, divide the range between them
 # into 15 steps, and store the nearest step of each number. Which numbers should form a group? For keys `(B,Hk,T,D)`
-# there are two choices: all channels of one *token*, or one *channel* of several tokens. `nanokv.study.quality` rounds
+# there are two choices: all channels of one *token*, or one *channel* of several tokens. `nanokv.lab.study.quality` rounds
 # keys or values before attention reads them. It measures two things: the error of the numbers, and how much the
 # log-likelihood of each token moves.
 
@@ -746,7 +746,7 @@ course.answer("12.q3", q3)
 # - Liu and others, [KIVI](https://arxiv.org/abs/2402.02750): keys by channel, values by token.
 # - Hugging Face, [KV cache quantization](https://huggingface.co/blog/kv-cache-quantization), from the reading list of
 #   an article; and [Caching](https://huggingface.co/docs/transformers/main/en/cache_explanation).
-# - `nanokv/decoding/batching.py`, `nanokv/cache/sliding.py`, `nanokv/cache/quantized.py`, `nanokv/study/quality.py`.
+# - `nanokv/decoding/batching.py`, `nanokv/cache/sliding.py`, `nanokv/cache/quantized.py`, `nanokv/lab/study/quality.py`.
 #
 # ## Next
 #

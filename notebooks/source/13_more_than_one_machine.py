@@ -34,7 +34,7 @@ import nanokv
 from nanokv import costs, course
 from nanokv.attention import merge, partial_attention
 from nanokv.costs.memory import FAMILY
-from nanokv.course.ranks import on_ranks
+from nanokv.school.course.ranks import on_ranks
 from nanokv.parallel.shards import Shard
 
 model, tokenizer = course.start("13", model="tiny")  # each process loads it once more

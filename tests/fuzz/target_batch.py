@@ -2,10 +2,10 @@
 
 import common
 
-from nanokv.cli import batch_lines
+from nanokv.apps.cli.batch import lines as batch_lines
 from nanokv.errors import NanoKVError
 
-INSTRUMENT = ["nanokv.cli.batch_lines", "nanokv.cli.arguments"]
+INSTRUMENT = ["nanokv.apps.cli.batch.lines", "nanokv.apps.cli.common.arguments"]
 ALLOWED = (NanoKVError,)
 mutate = common.json_mutator
 

@@ -6,11 +6,12 @@ from types import SimpleNamespace
 
 import common
 
-from nanokv.cli import chat_files, transcript
+from nanokv.apps.cli.chat import files as chat_files
+from nanokv.apps.cli.chat import transcript
 from nanokv.errors import NanoKVError
 from nanokv.parallel.group import Alone
 
-INSTRUMENT = ["nanokv.cli.transcript", "nanokv.cli.chat_files", "nanokv.chat.session"]
+INSTRUMENT = ["nanokv.apps.cli.chat.transcript", "nanokv.apps.cli.chat.files", "nanokv.chat.session"]
 ALLOWED = (NanoKVError,)
 
 

@@ -1,0 +1,1 @@
+"""The lines that nanokv batch reads, and the lines that it writes."""

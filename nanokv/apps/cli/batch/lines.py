@@ -1,0 +1,77 @@
+"""The input of `nanokv batch`: bytes to numbered lines to checked fields.
+
+Names and shapes are checked here, values (a temperature below 0) by the engine when the line is submitted.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from nanokv.apps.cli.common.arguments import nearest
+from nanokv.apps.cli.common.text import stdin
+from nanokv.errors import NanoKVError
+from weights_loader.strict import LIMITS, loads
+
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+ALIASES = ("max_tokens", "max_completion_tokens")  # OpenAI's names of max_new_tokens
+KNOWN = ("prompt", "messages", "max_new_tokens", "stop", "id", *SAMPLING)
+
+
+def read_lines(source: str) -> list[tuple[int, bytes]]:
+    """(line number from 1, bytes) of every line that is not blank; without byte order mark and \\r."""
+    data = stdin().read() if source == "-" else Path(source).read_bytes()
+    lines = data.removeprefix(b"\xef\xbb\xbf").split(b"\n")
+    return [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
+
+
+def digest(value) -> str:
+    """32 hex digits of what a request is."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def parse_line(data: bytes) -> dict:
+    """Bytes → the request's fields, unchecked: an error in them can name the line's id."""
+    if len(data) > LIMITS["batch line"]:
+        raise NanoKVError(f"{len(data):,} bytes; a line may have {LIMITS['batch line']:,}")
+    try:
+        fields = loads(data)
+    except UnicodeDecodeError as error:
+        raise NanoKVError(f"not UTF-8: byte 0x{data[error.start]:02x} at position {error.start}") from None
+    except ValueError as error:
+        raise NanoKVError(f"not JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise NanoKVError(f"a JSON object was expected, not {type(fields).__name__}", '{"prompt": "…"}')
+    for name in ALIASES:
+        if name in fields and "max_new_tokens" not in fields:
+            fields["max_new_tokens"] = fields.pop(name)
+    return fields
+
+
+def check_fields(fields: dict) -> None:
+    """Names and shapes; `stop` becomes a list."""
+    if unknown := [name for name in fields if name not in KNOWN]:
+        close = nearest(unknown[0], KNOWN)
+        hint = f"did you mean {close}?" if close else f"known: {', '.join(KNOWN)}"
+        raise NanoKVError(f"no setting {unknown[0]!r}", hint)
+    if ("prompt" in fields) == ("messages" in fields):
+        raise NanoKVError("exactly one of prompt and messages is needed", '{"prompt": "…"}')
+    if "prompt" in fields and not (isinstance(fields["prompt"], str) and fields["prompt"]):
+        raise NanoKVError(f"prompt is {fields['prompt']!r}: a non-empty text was expected")
+    stop = fields.get("stop") or []
+    fields["stop"] = [stop] if isinstance(stop, str) else stop
+    if not isinstance(fields["stop"], list) or not all(isinstance(text, str) and text for text in fields["stop"]):
+        raise NanoKVError(f"stop is {stop!r}: a non-empty text or a list of them was expected")
+
+
+def texts(value) -> Iterator[str]:
+    """Every string in a JSON value, names included: a template may print any of them."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for name, inner in value.items():
+            yield name
+            yield from texts(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from texts(inner)

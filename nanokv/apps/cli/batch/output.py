@@ -1,0 +1,198 @@
+"""What `nanokv batch` writes: answers in order to stdout, or into a file that can be resumed; progress to stderr.
+
+The file of a run in progress holds finished lines in any order, each flushed when it is done; a last line that was cut
+by a kill is dropped. A finished line is found by what it answers (the digest covers prompt, settings and weights), not
+by its number, so lines may be inserted. Errors are tried again. At the end the file is replaced as a whole, in the
+input's order.
+"""
+
+import os
+import shutil
+import sys
+import time
+from collections import defaultdict
+from itertools import chain
+from pathlib import Path
+
+from nanokv.apps.cli.common import terminal
+from nanokv.apps.cli.common.text import to_json
+from nanokv.errors import NanoKVError
+from weights_loader.strict import loads
+
+NOTICE_S = 10.0  # seconds between two progress lines where there is no terminal
+FIRST_RELEASE = ("text", "ids", "finish_reason", "seed", "metrics")  # what an answer of version 0.1.0 says
+
+
+class OrderedOutput:
+    """stdout: a line is printed as soon as all before it are; nothing can be resumed."""
+
+    def __init__(self):
+        self.wanted: list[int] = []
+        self.results: dict[int, dict] = {}
+        self.kept = self.printed = 0
+
+    def begin(self) -> None:
+        """The model is there: from now on something may be written."""
+
+    @property
+    def stale(self) -> int:
+        """Old answers to something else."""
+        return 0
+
+    def want(self, line: int) -> None:
+        """This line will get a result."""
+        self.wanted.append(line)
+
+    def find(self, request: str) -> dict | None:
+        """The answer of an earlier run; each is found once."""
+        return None
+
+    def keep(self, line: int, result: dict) -> None:
+        """What was found is the answer of this line."""
+        self.results[line] = result | {"line": line}
+        self.kept += 1
+
+    def put(self, line: int, result: dict) -> None:
+        """A result, in any order."""
+        self.results[line] = result
+        self.write(result)
+
+    def write(self, result: dict) -> None:
+        """Print what has become printable."""
+        while self.printed < len(self.wanted) and self.wanted[self.printed] in self.results:
+            terminal.write_out(to_json(self.results[self.wanted[self.printed]]) + "\n")
+            self.printed += 1
+
+    def close(self, done: bool) -> None:
+        """After an interruption: what is finished, with gaps."""
+        for line in self.wanted[self.printed :]:
+            if line in self.results:
+                terminal.write_out(to_json(self.results[line]) + "\n")
+
+    @property
+    def failed(self) -> int:
+        """Lines with an error."""
+        return sum("error" in result for result in self.results.values())
+
+    @property
+    def finished(self) -> int:
+        """Lines with an answer."""
+        return len(self.results) - self.failed
+
+
+class ResumableOutput(OrderedOutput):
+    """A file; `old` are the answers that an earlier run left in it."""
+
+    def __init__(self, path: Path):
+        """Reads what is there; nothing is written before `begin`."""
+        super().__init__()
+        self.path = Path(os.path.realpath(path))  # a link stays a link
+        if self.path.exists() and not self.path.is_file():
+            raise NanoKVError(f"{path} is no regular file", "choose another file, or leave out -o and redirect stdout")
+        if not self.path.parent.is_dir():
+            raise NanoKVError(f"{self.path.parent} is no folder", "create it first")
+        answers = read_output(self.path)
+        if answers is None:
+            raise NanoKVError(f"{path} is not an output of nanokv batch", "choose another file, or remove it")
+        self.old = defaultdict(list)  # request → its answers, more than one where a line occurs more than once
+        for answer in answers:
+            self.old[answer.get("request")].append(answer)
+
+    def begin(self) -> None:
+        replace(self.path, [*self.results.values(), *chain(*self.old.values())])  # no torn line, no errors
+        self.file = open(self.path, "a", encoding="utf-8")
+
+    @property
+    def stale(self) -> int:
+        return sum(map(len, self.old.values()))
+
+    def find(self, request: str) -> dict | None:
+        return self.old[request].pop(0) if self.old[request] else None
+
+    def write(self, result: dict) -> None:
+        line = to_json(result) + "\n"
+        with terminal.writing(self.path, len(line)):
+            self.file.write(line)
+            self.file.flush()
+
+    def close(self, done: bool) -> None:
+        """In the order of the input; an interrupted run leaves its lines as they came."""
+        self.file.close()
+        if done:
+            replace(self.path, [self.results[line] for line in self.wanted if line in self.results])
+
+
+def read_output(path: Path) -> list[dict] | None:
+    """The answers in it; None if the file holds something else. The last line may be torn, by a kill or, with zeros
+    behind it, by a machine that went down."""
+    if not path.exists():
+        return []
+    answers, start = [], b'{"line":'
+    lines = [line.strip() for line in path.read_bytes().rstrip(b"\0").split(b"\n")]
+    for number, data in enumerate(lines, 1):
+        try:
+            result = loads(data) if data else {"line": 0, "error": "blank"}
+        except ValueError:
+            if number == len(lines) and (data.startswith(start) or start.startswith(data)):
+                break
+            return None
+        if not isinstance(result, dict) or type(result.get("line")) is not int:
+            return None
+        if "error" not in result:
+            if "choices" not in result and not all(name in result for name in FIRST_RELEASE):
+                return None
+            answers.append(result)
+    return answers
+
+
+def replace(path: Path, results) -> None:
+    """Write all of it to a temporary file beside, then take its place and mode: a full disk leaves the old one."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        with terminal.writing(path), open(temporary, "x", encoding="utf-8") as file:
+            if path.exists():
+                shutil.copymode(path, temporary)  # while it is empty
+            file.writelines(to_json(result) + "\n" for result in results)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+# --- stderr ----------------------------------------------------------------------------------------------------------
+
+
+class Progress:
+    """A bar that is written over on a terminal, a line every ten seconds elsewhere, nothing with --quiet."""
+
+    def __init__(self, args, total: int):
+        self.args, self.total, self.done = args, total, 0
+        self.tty = terminal.is_tty(sys.stderr)
+        self.began = self.shown = time.monotonic()
+
+    def show(self, engine) -> None:
+        """After a step."""
+        now = time.monotonic()
+        if self.args.quiet or now - self.shown < (0.1 if self.tty else NOTICE_S):
+            return
+        self.shown = now
+        m, running = engine.metrics, len(engine.scheduler.running)
+        rate = (m.prefill_tokens + m.decode_tokens) / max(now - self.began, 1e-9)
+        text = f"{self.done:,}/{self.total:,} · {running} running · {rate:,.0f} tok/s · {m.page_use:.0%} of the pages"
+        bar = "#" * (20 * self.done // self.total)
+        terminal.write_err(f"\r[{bar:<20}] {text}\x1b[K" if self.tty else f"  {text}\n")
+
+    def end(self) -> None:
+        """Take the bar away."""
+        if self.tty and not self.args.quiet:
+            terminal.write_err("\r\x1b[K")
+
+
+def summary(output, total: int, done: bool, args) -> str:
+    """The last line on stderr."""
+    parts = [f"{output.finished:,} of {total:,} lines answered"]
+    parts += [f"{output.kept:,} of them before"] if output.kept else []
+    parts += [f"{output.failed:,} failed"] if output.failed else []
+    parts += ["interrupted: the same command goes on"] if not done and args.output is not None else []
+    return "  " + " · ".join(parts)

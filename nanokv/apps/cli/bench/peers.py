@@ -1,0 +1,79 @@
+"""The processes that `nanokv bench` starts beside itself, and the files that they read: --against and --through."""
+
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+
+
+class Peers:
+    """Starts them; at the end all processes and files are gone."""
+
+    def __init__(self, args, loaded, against):
+        self.args, self.loaded, self.stack, self.processes = args, loaded, ExitStack(), []
+        if against or args.through:
+            self.folder = Path(self.stack.enter_context(tempfile.TemporaryDirectory(prefix="nanokv-bench-")))
+            self.weights = mapped(loaded, self.folder / "checkpoint")
+
+    def __enter__(self) -> "Peers":
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.stack.close()
+
+    def checkpoint(self) -> dict:
+        """What a peer loads."""
+        of = self.loaded
+        return {"folder": str(self.weights), "dtype": of.dtype_name, "device": str(of.device), "threads": of.threads}
+
+    def start(self, name: str, facts: dict):
+        """A process that loads it."""
+        from nanokv.lab.bench.remote import PEERS, Process
+
+        process = Process(PEERS[name], facts, self.args.peer_timeout)
+        self.stack.callback(process.end)
+        self.processes.append(process)
+        return process
+
+    def pids(self) -> list[int]:
+        """What they compute is not the work of others."""
+        return [process.child.pid for process in self.processes]
+
+    def commands(self, ours) -> list:
+        """`nanokv generate` with the weights and the cache of each of ours that decodes one row."""
+        from nanokv.cache.options import kind_text
+        from nanokv.lab.bench.command import Command, endless
+
+        args, loaded = self.args, self.loaded
+        folder = endless(self.weights, self.folder / "endless", loaded.config.vocab_size)
+        shared = ["--dtype", loaded.dtype_name, "--threads", str(loaded.threads), "--device", str(loaded.device)]
+        shared += ["--context", str(args.context)] if args.context else []
+        cached = [one for one in ours if one.batch == 1 and one.cache != "none"]
+        caches = [kind_text(one.cache, one.options) for one in cached]
+        return [Command(one, folder, [*shared, "--cache", cache]) for one, cache in zip(cached, caches, strict=True)]
+
+    def runners(self, against, room: int) -> list:
+        """One for each name in `against`."""
+        from nanokv.lab.bench.remote import Remote
+
+        found = []
+        for name in against:
+            engine, _, variant = name.partition(":")
+            if engine == "transformers":
+                weights, cache = self.loaded.dtype_name, variant or "dynamic"
+                facts = {"cache": cache}
+            else:
+                weights, cache = variant or "bf16", "fp16"
+                facts = {"path": str(self.folder / "model.gguf"), "variant": weights, "context": room}
+            found.append(Remote(engine, weights, cache, self.start(engine, self.checkpoint() | facts)))
+        return found
+
+
+def mapped(loaded, folder: Path) -> Path:
+    """A checkpoint with these very weights, which this process and its peers map: memory holds them once."""
+    if loaded.tokenizer is not None and loaded.folder.is_dir() and loaded.config.torch_dtype == loaded.dtype_name:
+        return loaded.folder
+    from nanokv.lab.bench.peer import model_of
+
+    loaded.model.save(folder, loaded.tokenizer)
+    loaded.model = model_of(str(folder), loaded.dtype_name, str(loaded.device), loaded.threads)
+    return folder

@@ -1,0 +1,101 @@
+"""`nanokv profile --start`: the time from the command to its first token, part by part.
+
+The real command runs in a process of its own, several times, and leaves stamps (nanokv/support/clock.py). Between two
+of these runs the floors are measured in processes of their own: an empty Python, `import torch`, and the weights'
+files read once from the system's file cache. What has no floor here is this program's own. Weights that are fused are
+read while torch is imported: on a machine without an idle core that import takes longer, on others `weights` beats
+its floor.
+"""
+
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from nanokv.apps.cli.common import layout, terminal
+from nanokv.apps.cli.common.loading import plan_model
+from nanokv.apps.cli.common.text import to_json
+from nanokv.cache.options import kind_text
+from nanokv.errors import NanoKVError
+from nanokv.fast import native
+
+PROMPT = "one two three four five six seven eight nine ten eleven twelve"
+WEIGHTS = {"plain": ["--plain"], "fast": [], "int8": ["--quantize", "int8"], "int4": ["--quantize", "int4"]}
+PARTS = {  # stamp → what lies before it
+    "plan": "Python, flags, config.json, banner", "torch": "import torch", "code": "import the model's code",
+    "tokenizer": "tokenizer", "weights": "weights", "kernels": "kernels, fusing", "prompt": "prompt to ids",
+    "token": "prefill, first token",
+}  # fmt: skip
+FLOORS = {  # stamp → the least that has to be done for it
+    "plan": "pass",
+    "torch": "import torch",
+    "weights": """for path in sys.argv[1:]:
+    with open(path, "rb", 0) as file:
+        part = bytearray(1 << 20)
+        while file.readinto(part):
+            pass""",
+}
+CLOCK = "import sys, time\nstart = time.perf_counter()\n{}\nprint(time.perf_counter() - start)"
+
+
+def run(args) -> int:
+    """One table, medians in ms."""
+    plan = plan_model(args)
+    if args.weights != "plain":
+        native.library()  # built before the first start, not between two
+    files = [str(path) for path in sorted(plan.folder.glob("*.safetensors"))]
+    floors: dict[str, list[float]] = {name: [] for name in FLOORS}
+    taken: dict[str, list[float]] = {name: [] for name in PARTS}
+    for _ in range(args.repeat):
+        for name, seconds in one_start(args, plan).items():
+            taken[name].append(seconds)
+        for name, code in FLOORS.items():
+            floors[name].append(floor_seconds(name, code, files))
+    rows = [(PARTS[name], median(taken[name]), median(floors.get(name, []))) for name in PARTS]
+    rows.append(("together", sum(row[1] for row in rows), sum(row[2] for row in rows)))
+    if args.json:
+        terminal.write_out(to_json([{"part": a, "seconds": b, "floor_seconds": c} for a, b, c in rows]) + "\n")
+        return 0
+    cells = [(name, f"{1e3 * took:,.0f}", f"{1e3 * floor:,.0f}" if floor else "") for name, took, floor in rows]
+    terminal.write_out(f"{plan.name} {plan.dtype_name} {args.weights} · {len(PROMPT.split())} words, first token\n")
+    lines = layout.table(("median of " + str(args.repeat), "ms", "floor ms"), cells, layout.columns(sys.stdout))
+    terminal.write_out("\n".join(lines) + "\n")
+    return 0
+
+
+def one_start(args, plan) -> dict[str, float]:
+    """Part → seconds, of `nanokv generate` with the flags of this command."""
+    flags = ["-m", str(plan.folder), "--dtype", plan.dtype_name, "--context", str(plan.context)]
+    flags += ["--cache", kind_text(*args.cache), "--device", args.device, "--threads", str(plan.threads)]
+    flags += WEIGHTS[args.weights]
+    with tempfile.TemporaryDirectory() as place:
+        log = Path(place) / "stamps"
+        env = os.environ | {"NANOKV_STAMPS": str(log)}
+        last = time.time()
+        command = [sys.executable, "-m", "nanokv", "generate", PROMPT, "-n", "1", "-t", "0", *flags]
+        done = subprocess.run(command, env=env, stdin=subprocess.DEVNULL, capture_output=True, check=False)
+        if done.returncode:
+            said = done.stderr.decode(errors="replace").strip().splitlines() or ["no word"]
+            error = next((line for line in said if "error:" in line), said[-1])
+            raise NanoKVError(f"nanokv generate ended with {done.returncode}: {error}")
+        found = {}
+        for line in log.read_text(encoding="utf-8").splitlines():
+            when, _, part = line.partition(" ")
+            found[part], last = float(when) - last, float(when)
+    return found
+
+
+def floor_seconds(name: str, code: str, files: list[str]) -> float:
+    """A process of its own that does only this: its whole life for an empty one, else the time that it measured."""
+    start = time.perf_counter()
+    command = [sys.executable, "-c", CLOCK.format(code), *files]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=True)
+    return time.perf_counter() - start if name == "plan" else float(done.stdout)
+
+
+def median(values: list[float]) -> float:
+    """0 where nothing was measured."""
+    return statistics.median(values) if values else 0.0

@@ -1,0 +1,364 @@
+"""The slash commands of `nanokv chat`: one small function each, found by name in COMMANDS.
+
+A command gets the chat and the rest of its line. It may return an iterator factory `make(should_stop)` (an answer to
+stream) or leave text for the next input line in `chat.draft`. What a person can get wrong raises NanoKVError.
+"""
+
+import base64
+import os
+import shlex
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from nanokv.apps.cli.chat import files as chat_files
+from nanokv.apps.cli.chat import inspector
+from nanokv.apps.cli.common import layout
+from nanokv.apps.cli.common.arguments import DEFAULT_NEW_TOKENS, SETTINGS, nearest, parse_setting
+from nanokv.apps.cli.common.beams import refuse_draw
+from nanokv.apps.cli.common.files import ask_to_replace, user_path
+from nanokv.apps.cli.common.terminal import bytes_text, is_tty, sanitize, sanitize_line, write_err
+from nanokv.apps.cli.common.text import read_prompt_bytes
+from nanokv.errors import NanoKVError, SessionError
+
+CHOICES = {
+    "overflow": ("stop", "drop"), "thinking": ("show", "fold", "off"),
+    "loop_guard": ("on", "off"), "markdown": ("on", "off"),
+}
+OFF = {  # setting → (the value with which it does nothing, what that means)
+    "temperature": (0, "greedy"), "top_k": (0, "all"), "top_p": (1, "all"), "min_p": (0, "none"),
+    "repetition_penalty": (1, "off"),
+}  # fmt: skip
+OF_SESSION = ("overflow", "loop_guard")  # the others belong to the view
+LONGEST_FILE = 16_000_000  # bytes that /read takes
+KEYS = (
+    "Enter send", "Alt-Enter, Ctrl-J newline", '""" block', "Ctrl-R search", "Ctrl-X Ctrl-E editor", "Ctrl-D leave",
+)  # fmt: skip
+WHOLE_TEXT = ("/system", "/edit")  # what follows them may have several lines
+
+
+class Goodbye(Exception):
+    """/exit."""
+
+
+def parse(text):
+    """(name, rest) of a command, or None when the text is a message: a path, `//text`, several lines, or no slash.
+
+    Upper and lower case are the same. `/ cache` is no message but a slip: `run` says so.
+    """
+    if text.strip().lower() in ("exit", "quit"):
+        return "/exit", ""
+    first, _, rest = text.strip().partition(" ")
+    if first == "/" and "\n" not in rest:
+        name = f"/{rest.split()[0].lower()}" if rest.strip() else ""
+        return (f"/ {name[1:]}".rstrip(), "") if not name or name in COMMANDS else None
+    if not first.startswith("/") or first == "/" or "/" in first[1:] or "\n" in first:
+        return None
+    first = first.lower()
+    if "\n" in rest and first not in WHOLE_TEXT:
+        return None
+    return first, rest.strip()
+
+
+def command_line(text):
+    """(number, name) of the first line of a message that reads as a command, or None."""
+    for number, line in enumerate(text.split("\n"), 1):
+        name = line.strip().partition(" ")[0].lower()
+        if name in COMMANDS:
+            return number, name
+    return None
+
+
+def run(chat, name, rest):
+    """Carry out one command; an unknown one gets the nearest name and is never sent to the model."""
+    if name not in COMMANDS:
+        raise NanoKVError(f"no command {name}", suggestion(name))
+    function = COMMANDS[name].run
+    if rest and function in ALONE:
+        raise NanoKVError(f"{name} takes no argument, not {sanitize_line(rest[:20])!r}", f"{name}, alone")
+    return function(chat, rest)
+
+
+def suggestion(name) -> str:
+    """What an unknown command was probably meant to be. The slash is not compared: it makes any two names alike."""
+    word = name.strip("/ ").replace("-", "_")
+    if word in ELSEWHERE:
+        return ELSEWHERE[word]
+    if word in (*SETTINGS, *CHOICES):
+        return f"did you mean /set {word}?"
+    close = nearest(word, [known[1:] for known in COMMANDS])
+    return f"did you mean /{close}?" if close else "/help lists them"
+
+
+def show_help(chat, rest):
+    rows = {}  # function → [names, what they take, text]; an alias stands beside its command
+    for name, (function, text, takes) in COMMANDS.items():
+        rows.setdefault(function, [[], takes, text])[0].append(name)
+    shown = [(f"{', '.join(names)} {takes}".rstrip(), text) for names, takes, text in rows.values()]
+    width = chat.width()
+    chat.view.say("\n".join([*layout.definitions(shown, width, ""), layout.joined(KEYS, width)]))
+
+
+def clear(chat, rest):
+    chat.session.clear()
+    chat.view.say("history and cache are empty" + (" (the system prompt stays)" if chat.session.system else ""))
+
+
+def system(chat, rest):
+    if not rest:
+        chat.view.say(f"system: {sanitize(chat.session.system or 'none')}")
+        return
+    if chat.control_token_refused(rest):
+        return
+    chat.session.set_system("" if rest in ('""', "''") else rest)
+    chat.view.say(f"system prompt {'set' if chat.session.system else 'removed'}; the cache starts again from there")
+
+
+def think(chat, rest):
+    _check_thinking(chat)
+    chat.session.template_kwargs["enable_thinking"] = True
+    chat.view.thinking = "show" if chat.view.thinking == "off" else chat.view.thinking
+    chat.view.say("thinking on")
+
+
+def _check_thinking(chat):
+    if not can_think(chat.session.tokenizer):
+        raise NanoKVError("this model cannot be asked to think", "its chat template has no enable_thinking")
+
+
+def can_think(tokenizer) -> bool:
+    """Whether the chat template says something else when it is asked for thinking."""
+    hello = [{"role": "user", "content": "Hi"}]
+    said = {tokenizer.render(hello, add_generation_prompt=True, enable_thinking=flag) for flag in (True, False)}
+    return len(said) == 2
+
+
+def no_think(chat, rest):
+    _check_thinking(chat)
+    chat.session.template_kwargs["enable_thinking"] = False
+    chat.view.say("thinking off")
+
+
+def _setting(chat, name):
+    """What /set shows as its value now; in brackets what a number means that does nothing."""
+    if name in CHOICES:
+        return getattr(chat.session if name in OF_SESSION else chat.view, name)
+    value, params = chat.session.params.get(name), chat.session.params
+    if name == "max_new_tokens":
+        return value or DEFAULT_NEW_TOKENS
+    if name == "seed":
+        return value if params.get("temperature") else f"{value} (not used: greedy)"
+    off, meaning = OFF[name]
+    if value is None or value == off:
+        return f"{off} ({meaning})"
+    return int(value) if value == int(value) else value  # 0, not 0.0
+
+
+def set_value(chat, rest):
+    """Numbers go to the session's parameters, words to whoever owns them."""
+    name, _, value = rest.partition(" ")
+    name = name.replace("-", "_")
+    if not value.strip() and (not rest or name in (*SETTINGS, *CHOICES)):
+        shown = [name] if rest else [*SETTINGS, *CHOICES]
+        chat.view.say(layout.joined([f"{key} {_setting(chat, key)}" for key in shown], chat.width()))
+    elif name in CHOICES:
+        if value.strip() not in CHOICES[name]:
+            raise NanoKVError(f"{name} {value.strip()!r} is not {' or '.join(CHOICES[name])}")
+        setattr(chat.session if name in OF_SESSION else chat.view, name, value.strip())
+        if name == "thinking":
+            chat.session.template_kwargs["enable_thinking"] = value.strip() != "off"
+        chat.view.say(f"{name} {value.strip()}")
+    elif name not in SETTINGS:
+        raise NanoKVError(f"no setting {sanitize_line(name[:40])!r}", setting_hint(name, value.strip()))
+    else:
+        new = parse_setting(name, value)
+        if chat.args.beams:
+            refuse_draw(name, new, name)
+        chat.session.params[name] = new
+        chat.view.say(f"{name} {_setting(chat, name)}")
+
+
+def setting_hint(name: str, value: str) -> str:
+    """What an unknown setting was probably meant to be; ollama's lines are known."""
+    if name == "parameter" and value:
+        name, _, value = value.partition(" ")
+        name, value = name.replace("-", "_"), value.strip()
+        if name in SETTINGS:
+            return f"did you mean /set {name} {sanitize_line(value[:40])}?".replace(" ?", "?")
+    if name in OLLAMA:
+        return OLLAMA[name].format(sanitize_line(value.strip("\"'")[:200])).rstrip()
+    known = [*SETTINGS, *CHOICES]
+    close = nearest(name, known)
+    return f"did you mean {close}?" if close else f"one of {', '.join(known)}"
+
+
+def stats(chat, rest):
+    if rest not in ("", "on", "off"):
+        raise NanoKVError(f"/stats {sanitize_line(rest)!r} is not on or off")
+    chat.view.stats = rest or ("off" if chat.view.stats == "on" else "on")
+    chat.view.say(f"status line {chat.view.stats}")
+
+
+def show_cache(chat, rest):
+    chat.write(inspector.draw(chat.session, chat.view.err, chat.width()))
+
+
+def show_tokens(chat, rest):
+    chat.write(inspector.tokens_text(chat.session, chat.view.err, chat.width()))
+
+
+def save(chat, rest):
+    name, flags = _split_flags(rest, "--kv", "--force")
+    if not name:
+        raise SessionError("/save needs a file name", "/save notes.jsonl, or /save notes.jsonl --kv")
+    path = user_path(name)
+    caches = chat_files.cache_paths(path, chat.loaded.ranks.size) if "--kv" in flags else []
+    with chat.keyboard.lend():
+        ask_to_replace("--force" in flags, path, *caches)
+    chat.view.say(chat_files.save(chat, path, caches[0] if caches else None))
+
+
+def load(chat, rest):
+    if not rest:
+        raise SessionError("/load needs a file name", "/load notes.jsonl")
+    chat.view.say(chat_files.load(chat, user_path(_split_flags(rest, "--kv")[0])))
+
+
+def _split_flags(rest, *flags):
+    """(the words together, those of `flags` that stand among them)."""
+    try:
+        words = shlex.split(rest)
+    except ValueError as error:
+        raise SessionError(f"{sanitize_line(rest)}: {error}") from None
+    return " ".join(word for word in words if word not in flags), {word for word in words if word in flags}
+
+
+def undo(chat, rest):
+    chat.session.undo()
+    chat.view.say(f"forgot the last turn; {len(chat.session.messages) // 2} left")
+
+
+def retry(chat, rest):
+    return chat.session.retry
+
+
+def resume(chat, rest):
+    return chat.session.resume
+
+
+def drop(chat, rest):
+    if not rest.isdecimal() or len(rest) > 9:
+        raise SessionError(f"/drop needs a number of turns, not {sanitize_line(rest[:20])!r}", "/drop 1")
+    turns = int(rest)
+    chat.session.drop(turns)
+    what = "the oldest turn" if turns == 1 else f"the {turns} oldest turns"
+    again = " · the turns left move to other positions and are computed again" * bool(chat.session.messages)
+    chat.view.say(f"dropped {what}; the cache keeps {chat.session.cache.length:,} tokens{again}")
+
+
+def read(chat, rest):
+    if not rest:
+        raise SessionError("/read needs a file name", "/read notes.txt")
+    path = user_path(rest)
+    shown = sanitize_line(str(path))
+    try:
+        with open(path, "rb") as file:
+            data = file.read(LONGEST_FILE + 1)           # a device may never end
+    except OSError as error:
+        raise NanoKVError(f"cannot read {shown}: {error.strerror or error}") from error
+    if len(data) > LONGEST_FILE:
+        raise NanoKVError(f"{shown} has more than {bytes_text(LONGEST_FILE)}, too much for an input line")
+    chat.draft = read_prompt_bytes(data, shown)
+
+
+def edit(chat, rest):
+    """$VISUAL or $EDITOR on a temporary file; what is saved there becomes the input line, else the text that was."""
+    chat.draft = rest
+    editor = os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi"
+    try:
+        words = shlex.split(editor)
+    except ValueError as error:
+        raise NanoKVError(f"cannot start the editor {editor!r}: {error}", "set EDITOR") from None
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "message.md"
+        path.write_text(rest, encoding="utf-8")
+        try:
+            with chat.keyboard.lend():
+                code = subprocess.call([*words, str(path)])
+        except OSError as error:
+            raise NanoKVError(f"cannot start the editor {editor!r}: {error.strerror}", "set EDITOR") from error
+        if code:
+            raise NanoKVError(f"the editor {editor!r} ended with exit code {code}: message unchanged", "set EDITOR")
+        chat.draft = read_prompt_bytes(path.read_bytes(), "the edited message").rstrip("\n")
+
+
+def copy(chat, rest):
+    """The last answer to the clipboard, by OSC 52: works over ssh, needs no helper program."""
+    if not chat.session.messages:
+        raise SessionError("nothing to copy: no answer yet")
+    import sys
+
+    text = chat.session.messages[-1]["content"]
+    if not is_tty(sys.stderr) or os.environ.get("TERM") == "dumb":
+        raise NanoKVError("this terminal has no clipboard for programs")
+    data = text.encode("utf-8", "replace")
+    if len(data) > 74_000:
+        raise NanoKVError(f"{bytes_text(len(data))} is more than terminals take (74 kB)", "/save FILE")
+    write_err(f"\x1b]52;c;{base64.b64encode(data).decode()}\x07")
+    chat.view.say(f"sent {len(text):,} characters to the terminal's clipboard")
+
+
+def leave(chat, rest):
+    raise Goodbye
+
+
+class Command(NamedTuple):
+    """What a slash command does, in a few words, and what it takes; an alias has no words."""
+
+    run: Callable
+    text: str = ""
+    takes: str = ""
+
+
+COMMANDS = {
+    "/help": Command(show_help, "this list"), "/?": Command(show_help),
+    "/clear": Command(clear, "forget the conversation, empty the cache"), "/reset": Command(clear),
+    "/system": Command(system, 'set the system prompt ("" removes it); alone: show it', "TEXT"),
+    "/think": Command(think, "ask the model to think"),
+    "/nothink": Command(no_think, "ask it not to"),
+    "/set": Command(
+        set_value, "temperature, top_k, seed, max_new_tokens, overflow ...; alone: show them",
+        "NAME VALUE",
+    ),
+    "/stats": Command(stats, "status line on or off"),
+    "/cache": Command(show_cache, "draw the KV cache: a row per layer, roles, bytes, formula"),
+    "/tokens": Command(show_tokens, "pieces and ids of the last prompt and its answer"),
+    "/save": Command(
+        save, "write the conversation, with its cache if asked", "FILE [--kv] [--force]"
+    ),
+    "/load": Command(load, "a saved conversation, with its cache if it fits", "FILE"),
+    "/undo": Command(undo, "forget the last turn"),
+    "/retry": Command(retry, "answer the last message again"), "/regen": Command(retry),
+    "/continue": Command(resume, "go on with the last answer"),
+    "/drop": Command(drop, "forget the oldest N turns", "N"),
+    "/read": Command(read, "put a file into the input line", "FILE"),
+    "/edit": Command(edit, "write the message in $EDITOR"),
+    "/copy": Command(copy, "last answer to the clipboard"),
+    "/exit": Command(leave, "leave (also exit, quit, Ctrl-D)"),
+    "/bye": Command(leave), "/quit": Command(leave),
+}  # fmt: skip
+OLLAMA = {  # settings of its chat → what to type here; {} is the value
+    "system": "/system {}", "num_ctx": "a chat keeps its context: /exit, then nanokv chat --context {}",
+    "num_predict": "/set max_new_tokens {}", "repeat_penalty": "/set repetition_penalty {}",
+    "think": "/think", "nothink": "/nothink", "verbose": "/stats on", "quiet": "/stats off",
+    "stop": "a chat keeps its stop strings: /exit, then nanokv chat --stop STR",
+}  # fmt: skip
+_MODEL = "a chat keeps its model: /exit, then nanokv chat -m NAME (nanokv models lists names)"
+ELSEWHERE = {  # commands of other programs → what does it here
+    "model": _MODEL, "models": _MODEL, "new": "did you mean /clear?", "redo": "did you mean /retry?",
+    "history": "/tokens shows the last prompt, /save FILE writes the conversation",
+    "show": "/set shows the settings, /system the system prompt, /cache the cache; nanokv memory the model's sizes",
+}  # fmt: skip
+ALONE = (show_help, clear, think, no_think, show_cache, show_tokens, undo, retry, resume, copy, leave)

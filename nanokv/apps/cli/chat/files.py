@@ -1,0 +1,95 @@
+"""/save and /load: a conversation as a file, with its KV cache beside it where that was asked for.
+
+The text always loads. The cache only when it was made by these very weights in this dtype and holds the tokens that
+the file says; otherwise it is refused with both fingerprints, and the next turn prefills everything.
+"""
+
+from pathlib import Path
+
+from nanokv.apps.cli.chat import transcript
+from nanokv.apps.cli.common.terminal import bytes_text, sanitize_line
+from nanokv.errors import CacheError, SessionError
+
+
+def cache_path(path):
+    """The file beside a saved conversation that holds its cache."""
+    return Path(f"{path}.kv")
+
+
+def cache_paths(path, ranks: int) -> list[Path]:
+    """The files of all ranks."""
+    if ranks == 1:
+        return [cache_path(path)]
+    from nanokv.ranks.generation import part_path
+
+    return [part_path(cache_path(path), rank) for rank in range(ranks)]
+
+
+def save(chat, path, kv) -> str:
+    """Write FILE, and the cache to `kv` if that is a path; returns what to tell the user. An error leaves old files."""
+    session, mark = chat.session, chat.loaded.fingerprints()[0]
+    ranks = chat.loaded.ranks.size
+    extra = ({"kv": kv.name} | ({"ranks": ranks} if ranks > 1 else {})) if kv else {}
+    history = {"history": session.messages, "system": session.system, "settings": session.params}
+    size = transcript.write_whole(path, [transcript.header(chat.loaded.name, mark, **extra), history])
+    text = f"saved {transcript.turns_text(session.messages)} to {sanitize_line(str(path))} ({bytes_text(size)})"
+    if not kv:
+        return text
+    from safetensors import SafetensorError
+
+    try:
+        if ranks == 1:
+            session.cache.save(kv, tokens=session.cached_ids, model_fingerprint=mark)
+        else:
+            session.make_generation.save(session.cache, kv, session.cached_ids, mark)
+    except (OSError, SafetensorError, CacheError) as error:
+        need = bytes_text(session.cache.nbytes)
+        raise SessionError(f"{text}; its cache not saved: {error} (needs {need})") from error
+    size = bytes_text(kv.stat().st_size)
+    parts = f", and beside it the parts of {ranks - 1} more rank{'s' * (ranks > 2)}" if ranks > 1 else ""
+    return f"{text}, cache of {session.cache.length:,} tokens to {sanitize_line(kv.name)} ({size}){parts}"
+
+
+def load(chat, path) -> str:
+    """Take over a saved conversation; returns what to tell the user. A file that is broken changes nothing."""
+    head, messages, _, notices = transcript.read(path)
+    session = chat.session
+    before = session.messages, session.system
+    try:
+        session.system = head.get("system")
+        session.replace(messages)
+    except Exception:
+        session.messages, session.system = before
+        raise
+    session.params |= {k: v for k, v in (head.get("settings") or {}).items() if k in session.params}
+    parts = [*notices, f"loaded {transcript.turns_text(messages)}"]
+    if head.get("kv"):
+        parts.append(_load_cache(chat, path.with_name(head["kv"]), head))
+    return " · ".join(parts)
+
+
+def _load_cache(chat, path, head):
+    session, known, ranks = chat.session, chat.loaded.fingerprints(), chat.loaded.ranks
+    saved, of = head.get("fingerprint", "?"), head.get("ranks") or 1
+    if of != ranks.size:
+        return f"cache refused: it was saved by {ranks_text(of)}, this is {ranks_text(ranks.size)}"
+    if saved not in known:
+        return f"cache refused: it was saved by model {sanitize_line(str(saved))}, this is {known[0]}"
+    try:
+        own = (ranks.rank, ranks.size)
+        cache = type(session.cache).load(path, session.model.config, model_fingerprint=saved, rank=own)
+        dtypes = {t.dtype for t in cache[0].state().values() if t.is_floating_point()}
+        mine = getattr(session.model.layers[0], "dtype", session.model.embed_tokens.weight.dtype)
+        if cache.name != "quantized" and dtypes - {mine}:
+            return f"cache refused: it holds {dtypes.pop()}, the model computes in {mine}"
+        if ranks.size > 1:
+            session.make_generation.load(cache, path)
+        session.adopt_cache(cache, cache.tokens)
+    except (CacheError, SessionError, OSError) as error:
+        return f"cache refused: {sanitize_line(str(error))}"
+    return f"cache of {cache.length:,} tokens ({bytes_text(cache.nbytes)})"
+
+
+def ranks_text(count: int) -> str:
+    """one process, 2 ranks."""
+    return "one process" if count == 1 else f"{count:,} ranks"

@@ -1,0 +1,216 @@
+"""The input line of `nanokv chat`: keys, history, completion, folded pastes and the toolbar, on prompt_toolkit.
+
+Enter sends, Alt-Enter or Ctrl-J is a newline, three double quotes open and close a block. A paste of more than 20 lines
+is folded into `[pasted 2,632 lines, 48,210 tokens]`, which is shown once and sent in full (Alt-P unfolds it).
+What was typed before the prompt came is in it (chat_keyboard.py).
+Imported only on a tty. Nothing here knows the model: text goes out, a counting function comes in.
+"""
+
+import os
+import time
+
+from prompt_toolkit import PromptSession
+from prompt_toolkit.application import create_app_session, run_in_terminal
+from prompt_toolkit.completion import Completer, Completion, PathCompleter
+from prompt_toolkit.document import Document
+from prompt_toolkit.filters import Condition, is_searching
+from prompt_toolkit.history import FileHistory, InMemoryHistory
+from prompt_toolkit.key_binding import KeyBindings
+from prompt_toolkit.keys import Keys
+from prompt_toolkit.output import ColorDepth, create_output
+from prompt_toolkit.styles import Style as ToolkitStyle
+
+from nanokv.apps.cli.common.terminal import interrupt_at_prompt, sanitize
+
+FOLD_LINES = 20
+LEAVE_S = 2.0
+LEAVING = "Ctrl-C again or Ctrl-D to leave"
+PATH_COMMANDS = ("/read", "/save", "/load")
+BLOCK = '"""'
+
+
+class Leave(Exception):
+    """Ctrl-C twice at an empty prompt."""
+
+
+class ControlC(Exception):
+    """Ctrl-C in the prompt of TERM=dumb, which asks its own keys before ours."""
+
+
+class Folds:
+    """Placeholders of long pastes and the texts that they stand for."""
+
+    def __init__(self, count_tokens):
+        self.texts, self.count_tokens = {}, count_tokens
+
+    def fold(self, text) -> str:
+        """The text itself when it is short, else a placeholder for it."""
+        lines = text.count("\n") + 1
+        if lines <= FOLD_LINES:
+            return text
+        mark = f"[pasted {lines:,} lines, {self.count_tokens(text):,} tokens]"
+        while self.texts.get(mark, text) != text:        # two different pastes of the same size
+            mark = mark.removesuffix("]") + "']"
+        self.texts[mark] = text
+        return mark
+
+    def unfold(self, text) -> str:
+        for mark, full in self.texts.items():
+            text = text.replace(mark, full)
+        return text
+
+
+class History(FileHistory):
+    """On disk, mode 0600, pastes in full (a placeholder would mean nothing tomorrow); a full disk is not an error."""
+
+    def __init__(self, path, folds):
+        self.folds = folds
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        path.touch(mode=0o600)
+        super().__init__(str(path))
+
+    def store_string(self, string):
+        text = self.folds.unfold(string)
+        if len(text) <= 100_000:
+            try:
+                super().store_string(text)
+            except OSError:
+                pass
+
+
+def make_history(path, folds):
+    """The history file, unless NANOKV_NO_HISTORY is set or it cannot be written."""
+    if os.environ.get("NANOKV_NO_HISTORY"):
+        return InMemoryHistory()
+    try:
+        return History(path, folds)
+    except OSError:
+        return InMemoryHistory()
+
+
+class CommandCompleter(Completer):
+    """Commands at the start of the line, paths after /read, /save, /load and wherever a word looks like a path."""
+
+    def __init__(self, names):
+        self.names, self.paths = sorted(names), PathCompleter(expanduser=True)
+
+    def get_completions(self, document, complete_event):
+        text = document.text_before_cursor
+        word = text.rsplit(None, 1)[-1] if text and not text[-1].isspace() else ""
+        if text.startswith("/") and " " not in text and "/" not in text[1:]:
+            yield from (Completion(name, start_position=-len(text)) for name in self.names if name.startswith(text))
+        elif text.split(" ", 1)[0] in PATH_COMMANDS or word.startswith(("./", "../", "~/", "/")):
+            yield from self.paths.get_completions(Document(word, len(word)), complete_event)
+
+
+class Input:
+    """One prompt at a time: `read(default)` returns the message, raises EOFError (Ctrl-D) or Leave (Ctrl-C twice)."""
+
+    def __init__(self, keyboard, names, count_tokens, toolbar, history_path, say, color):
+        self.keyboard = keyboard
+        self.folds = Folds(count_tokens)
+        self.say, self.pressed, self.names, self.lost = say, -LEAVE_S, names, ""
+        self.history = make_history(history_path, self.folds)
+        self.toolbar = toolbar
+        bar = "noreverse" + (" ansibrightblack" if color else "")
+        plain = {} if color else {"color_depth": ColorDepth.DEPTH_1_BIT}
+        with create_app_session(output=plain_output() if os.environ.get("TERM") == "dumb" else None):
+            self.session = self._prompt_session(plain, bar)
+        self.session.app.renderer.cpr_not_supported_callback = lambda: None  # a line of noise in simple terminals
+
+    def _prompt_session(self, plain, bar):
+        return PromptSession(
+            input=self.keyboard.input, history=self.history, completer=CommandCompleter(self.names),
+            key_bindings=self._keys(), style=ToolkitStyle.from_dict({"bottom-toolbar": bar}), **plain, multiline=True,
+            complete_while_typing=False, enable_suspend=True, interrupt_exception=ControlC,
+            bottom_toolbar=self._toolbar, prompt_continuation="  ",
+        )
+
+    def read(self, default="") -> str:
+        default = self.folds.fold(default)
+        if default and os.environ.get("TERM") == "dumb":     # its prompt does not show what is already in the line
+            self.say("in the input line: " + sanitize(default))
+        self.lost = ""
+        try:
+            with self.keyboard.prompt():
+                text = self.session.prompt("> ", default=default)
+        except ControlC:
+            text = self.session.default_buffer.text
+            if self._is_second(text):
+                raise Leave from None
+            if not text:
+                self.say(LEAVING)
+            return ""
+        except KeyboardInterrupt:                        # a signal before prompt_toolkit takes them, or after it
+            self.lost = self.folds.unfold(self.session.default_buffer.text)
+            raise
+        text = self.folds.unfold(text).replace("\r\n", "\n")
+        return strip_block(text)
+
+    def _toolbar(self):
+        text = self.session.default_buffer.text
+        hint = "Alt-P unfolds the paste" if any(mark in text for mark in self.folds.texts) else "Alt-Enter newline"
+        return f"{self.toolbar()}  ·  {hint}"
+
+    def _keys(self):
+        keys = KeyBindings()
+        typing = ~is_searching
+        whole = typing & Condition(lambda: not self._block_open())
+        keys.add("enter", filter=whole)(lambda e: e.current_buffer.validate_and_handle())
+        keys.add("c-j", filter=typing)(lambda e: e.current_buffer.insert_text("\n"))
+        keys.add("escape", "enter", filter=typing)(lambda e: e.current_buffer.insert_text("\n"))
+        keys.add("c-x", "c-e", filter=typing)(self._edit)
+        keys.add("escape", "p", filter=typing)(self._unfold)
+        keys.add(Keys.BracketedPaste)(self._paste)
+        keys.add("c-c", filter=typing)(self._interrupt)
+        keys.add("<sigint>", filter=typing)(self._interrupt)
+        return keys
+
+    def _edit(self, event):
+        """/edit with what stands in the line: prompt_toolkit's own way fails on a wrong $EDITOR with a traceback."""
+        event.app.exit(result="/edit " + event.current_buffer.text)
+
+    def _block_open(self):
+        text = self.session.default_buffer.text
+        return text.startswith(BLOCK) and text.count(BLOCK) < 2
+
+    def _paste(self, event):
+        event.current_buffer.insert_text(self.folds.fold(event.data.replace("\r\n", "\n").replace("\r", "\n")))
+
+    def _unfold(self, event):
+        text = self.folds.unfold(event.current_buffer.text)
+        event.current_buffer.document = Document(text, len(text))
+
+    def _interrupt(self, event):
+        """Text: clear it. Empty: say how to leave; the second press within 2 s leaves."""
+        try:
+            interrupt_at_prompt(None, None)              # returns if this Ctrl-C is the one that stopped the answer
+            return
+        except KeyboardInterrupt:
+            pass
+        text = event.current_buffer.text
+        event.current_buffer.reset()
+        if self._is_second(text):
+            event.app.exit(exception=Leave)
+        elif not text:
+            run_in_terminal(lambda: self.say(LEAVING))
+
+    def _is_second(self, text) -> bool:
+        """Ctrl-C in a line with this text: the second one within 2 s that had nothing to clear?"""
+        before, self.pressed = self.pressed, -LEAVE_S if text else time.monotonic()
+        return not text and time.monotonic() - before < LEAVE_S
+
+
+def plain_output():
+    """Output for TERM=dumb: prompt_toolkit sets the cursor's shape before it notices that there is none."""
+    output = create_output()
+    output.write_raw = lambda data: None if "\x1b" in data else type(output).write_raw(output, data)
+    return output
+
+
+def strip_block(text) -> str:
+    """The inside of a block between triple quotes, or the text as it is."""
+    inner = text.strip()
+    if len(inner) >= 6 and inner.startswith(BLOCK) and inner.endswith(BLOCK):
+        return inner[3:-3].strip("\n")
+    return text

@@ -1,0 +1,93 @@
+"""`nanokv chat` without a person: every line of stdin is one turn, every answer is one line of stdout.
+
+Newlines inside an answer are written as the two characters \\n; `--jsonl` is the lossless form. No banner, no status,
+nothing is saved. Lines are answered as they come, so another program can hold a conversation through two pipes.
+"""
+
+from nanokv.apps.cli.chat.start import make_session
+from nanokv.apps.cli.common.answer import AnswerWriter
+from nanokv.apps.cli.common.loading import load_model
+from nanokv.apps.cli.common.terminal import Interrupt, warning, write_out
+from nanokv.apps.cli.common.text import read_prompt_bytes, refuse_special, stdin, to_json
+from nanokv.decoding import completion
+
+
+def run(args) -> int:
+    """One turn per line until stdin ends; the context error of a turn ends it with exit code 2."""
+    source = stdin()
+    head, messages = _resumed(args)
+    session = make_session(args, load_model(args), head)
+    session.replace(messages)
+    for number, raw in enumerate(iter(source.readline, b""), 1):
+        text = read_prompt_bytes(raw.rstrip(b"\r\n"), f"line {number} of stdin")
+        if not text.strip():
+            continue
+        refuse_special(text, session.tokenizer, args.allow_special)
+        with Interrupt() as stop:
+            (_json_turn if args.jsonl else _text_turn)(session, text, stop, args)
+        stop.finish()
+        if stop.requested:
+            raise KeyboardInterrupt
+        _say_why_it_stopped(session, number, args)
+    return 0
+
+
+def _resumed(args):
+    if args.resume is None:
+        return None, []
+    from nanokv.apps.cli.chat.transcript import find, read, state_folder
+
+    head, messages, _, notices = read(find(state_folder() / "sessions", args.resume))
+    for text in notices:
+        warning(text)
+    return head, messages
+
+
+def _text_turn(session, text, stop, args):
+    """Streams the answer; a reader that goes away raises BrokenPipeError, which stops generation."""
+    writer = AnswerWriter(args, show=lambda text: write_out(one_line(text)))
+    pieces = session.stream(text, stop)
+    try:
+        for piece in pieces:
+            writer.begin(session.thinking_opened)
+            writer.put(piece)
+        writer.finish()
+    finally:
+        pieces.close()
+    write_out("\n")
+
+
+def one_line(text) -> str:
+    """Newlines as backslash n, and the line separators that some readers split at as visible escapes."""
+    return text.replace("\n", "\\n").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+
+
+def _json_turn(session, text, stop, args):
+    for _ in session.stream(text, stop):
+        pass
+    write_out(to_json(record(session, args.model)) + "\n")
+
+
+def record(session, model: str) -> dict:
+    """What --jsonl prints for the last turn; text is raw, to_json escapes what is dangerous."""
+    turn, answer = session.last, completion.message(session.last.text, session.thinking_opened)
+    speed = completion.rate(turn.new, turn.prefill_s)
+    return completion.completion(
+        model,
+        [completion.choice(answer, turn.ids, turn.finish_reason, turn.stop_string)],
+        completion.usage(turn.new + turn.reused, turn.out, turn.reused),
+        turn=len(session.messages) // 2,
+        timings=completion.timings(turn.ttft or None, speed, turn.tok_s or None),
+        cache=completion.cache(session.cache),
+        seed=turn.seed if session.params["temperature"] else None,
+        speculation=turn.speculation,
+    )
+
+
+def _say_why_it_stopped(session, number, args):
+    """A limit that nobody set must not cut an answer in silence."""
+    turn, reasons = session.last, {"context": "the context is full", "loop": "it repeated itself (--no-loop-guard)"}
+    if session.params.get("max_new_tokens") is None:
+        reasons["length"] = f"{turn.out:,} tokens (--max-new-tokens)"
+    if turn.finish_reason in reasons and not args.quiet:
+        warning(f"line {number}: answer stopped: {reasons[turn.finish_reason]}")

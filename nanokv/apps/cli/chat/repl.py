@@ -1,0 +1,228 @@
+"""The conversation with a person: read a line, carry out a command or stream an answer, save the turn, again.
+
+Ctrl-C during an answer is a flag that is read between tokens and prefill chunks; the half answer stays in the history
+and on the disk. Errors of one turn are told and the chat goes on, the message waiting in the input line.
+"""
+
+import contextlib
+import traceback
+
+from nanokv.apps.cli.chat import commands as chat_commands
+from nanokv.apps.cli.chat import transcript
+from nanokv.apps.cli.chat.resume import resuming
+from nanokv.apps.cli.chat.start import make_session
+from nanokv.apps.cli.chat.view import Progress, View
+from nanokv.apps.cli.common import layout
+from nanokv.apps.cli.common.files import confirm
+from nanokv.apps.cli.common.loading import load_model
+from nanokv.apps.cli.common.terminal import Interrupt, sanitize, sanitize_line, write_err
+from nanokv.apps.cli.common.text import find_special
+from nanokv.errors import NanoKVError
+
+
+def run(args) -> int:
+    """Load, talk, leave in good order."""
+    view = View(args)
+    folder = transcript.state_folder() / "sessions"
+    path = head = keyboard = None
+    messages = []
+    if args.resume is not None:
+        path = transcript.find(folder, args.resume)
+        head, messages, _, notices = transcript.read(path, repair=True)
+        for text in notices:
+            view.say(sanitize_line(text))
+
+    with contextlib.ExitStack() as stack:
+
+        def announce(plan):
+            nonlocal keyboard
+            if not args.quiet:
+                view.say(layout.joined([*plan.banner(), "/help"], view.width()))
+            from nanokv.apps.cli.chat.keyboard import open_keyboard  # 0.2 s, after the banner
+
+            keyboard = stack.enter_context(open_keyboard())
+
+        loaded = load_model(args, announce)
+        chat = Chat(args, view, keyboard, loaded, make_session(args, loaded, head))
+        if path:
+            chat.take_up(path, head, messages)
+        elif not args.no_save:
+            chat.start_file(folder)
+        return chat.talk()
+
+
+class Chat:
+    """Everything that the loop and the commands share."""
+
+    def __init__(self, args, view, keyboard, loaded, session):
+        from nanokv.apps.cli.chat.input import Input
+
+        self.args, self.view, self.keyboard, self.loaded, self.session = args, view, keyboard, loaded, session
+        self.draft, self.recorded, self.file = "", [], None
+        self.went_well = True                            # only then what was typed ahead is sent by itself
+        self.marks = loaded.fingerprints()
+        self.input = Input(
+            keyboard, chat_commands.COMMANDS, lambda text: len(session.tokenizer.encode(text)), self.toolbar,
+            transcript.state_folder() / "history", view.say, view.out.enabled,
+        )
+
+    # --- the loop -------------------------------------------------------------------------------------------------
+
+    def talk(self) -> int:
+        """Exit code: 0 by Ctrl-D or /exit, 130 by Ctrl-C twice; SIGTERM and hang-up leave by Terminated."""
+        from nanokv.apps.cli.chat.input import Leave
+
+        try:
+            while True:
+                self.carry_out(self.read())
+        except (EOFError, chat_commands.Goodbye):
+            return 0
+        except Leave:
+            return 130
+        finally:
+            self.leave()
+
+    def read(self) -> str:
+        """The next line; EOFError by Ctrl-D, Leave by Ctrl-C twice."""
+        draft, self.draft = self.draft, ""
+        if draft or not self.went_well:
+            self.keyboard.hold(draft)
+        try:
+            return self.input.read(draft).rstrip("\n")    # an Enter that was held back may stand at the end
+        except KeyboardInterrupt:                        # a signal before prompt_toolkit takes them, or after it
+            self.draft = self.input.lost
+            self.view.say("interrupted")
+            return ""
+
+    def carry_out(self, text):
+        """One line of input. No error in it ends the chat: it is told, what was said is saved, the prompt returns."""
+        self.went_well = False
+        try:
+            try:
+                self.went_well = self.turn(text)
+            finally:
+                self.save()
+        except KeyboardInterrupt:
+            self.view.say("interrupted")
+        except (chat_commands.Goodbye, BrokenPipeError):
+            raise
+        except Exception as error:
+            if self.args.debug:
+                write_err(sanitize("".join(traceback.format_exception(error))))
+            self.view.problem(error)
+            if self.draft == text:
+                self.view.say("the message is back in the input line: Ctrl-C clears it, then a command can be typed")
+
+    def turn(self, text) -> bool:
+        """One line of input: a command, a message, or nothing. Was it carried out to its end?"""
+        if not text.strip():
+            return True
+        command = chat_commands.parse(text)
+        if command:
+            make = chat_commands.run(self, *command)
+            return self.answer(make) if make else True
+        if self.command_refused(text) or self.control_token_refused(text):
+            self.draft = text
+            return False
+        self.draft = text                                # stays in the input line unless an answer begins
+        return self.answer(lambda stop: self.session.stream(text, stop))
+
+    def answer(self, make) -> bool:
+        """Stream one answer; signals only set a flag meanwhile. False = Ctrl-C."""
+        with Interrupt() as stop:
+            progress = Progress(stop, self.session, self.view)
+
+            def between_tokens():
+                self.keyboard.poll()
+                return progress()
+
+            try:
+                self.view.answer(self.session, make(between_tokens), progress)
+            finally:
+                progress.clear()
+        if self.session.last.out:
+            self.draft = ""
+        if stop.terminated:
+            self.save()
+        stop.finish()
+        return not stop.requested
+
+    def command_refused(self, text) -> bool:
+        """Ask before a line /cache goes to the model: lines typed ahead that Ctrl-C held back stand in one text."""
+        found = chat_commands.command_line(text)
+        if found is None:
+            return False
+        with self.keyboard.lend():
+            return not confirm("line {} is {}, a command. Send it to the model as text?".format(*found))
+
+    def control_token_refused(self, text) -> bool:
+        """Ask before a typed <|im_end|> becomes the control token; No keeps the message in the input line."""
+        token = None if self.args.allow_special else find_special(text, self.session.tokenizer)
+        if token is None:
+            return False
+        with self.keyboard.lend():
+            return not confirm(f"message contains {sanitize_line(token)}, a control token. Send it as one?")
+
+    def toolbar(self) -> str:
+        """context ▕▏      ▏ 1 %"""
+        share = self.session.cache.length / self.session.context
+        eighths = round(share * 64) or (share > 0)
+        bar = "█" * (eighths // 8) + ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉")[eighths % 8]
+        return f"context ▕{bar:<8}▏ {share:.0%}".replace("%", " %")
+
+    def write(self, text):
+        """Text of /cache and /tokens: not an answer, so not on stdout."""
+        write_err(text + "\n")
+
+    def width(self) -> int:
+        return self.view.width() or 80
+
+    # --- on the disk ----------------------------------------------------------------------------------------------
+
+    def start_file(self, folder):
+        """A new session file; nothing is created before the first turn."""
+        head = transcript.header(self.loaded.name, self.marks[0])
+        self.file = transcript.Transcript(folder / f"{transcript.new_id()}.jsonl", head)
+
+    def take_up(self, path, head, messages):
+        """Go on with a saved session: its text, its settings, not its cache (one prefill brings that back)."""
+        self.session.replace(messages)
+        self.recorded = list(messages)
+        if not self.args.no_save:
+            self.file = transcript.Transcript.reopen(path)
+        text = f"resumed {path.stem} · {transcript.turns_text(messages)}"
+        if head.get("fingerprint") not in self.marks:
+            text += f" · saved with model {sanitize_line(str(head.get('model')))}, other weights than these"
+        self.view.say(text)
+        if not self.args.quiet:
+            self.view.recall(self.session.system, messages[-2:])
+
+    def save(self):
+        """Append what changed since the last save: one turn, or the whole history after an edit of it."""
+        messages = self.session.messages
+        if self.file is None or messages == self.recorded:
+            return
+        common = {"settings": self.session.params, "system": self.session.system}
+        if messages[:-2] == self.recorded:
+            turn = self.session.last
+            line = {
+                "user": messages[-2]["content"], "answer": messages[-1]["content"], "finish_reason": turn.finish_reason,
+                "tokens": turn.out, "new": turn.new, "reused": turn.reused, "seed": turn.seed,
+            }
+        else:
+            line = {"history": messages}
+        self.recorded = list(messages)
+        try:
+            self.file.append(line | common)
+        except NanoKVError as error:
+            self.view.problem(error)
+
+    def leave(self):
+        """Last attempt for lines that a full disk held back, and how to come back."""
+        if self.file and self.file.pending and self.recorded:
+            try:
+                self.file.flush()
+            except NanoKVError as error:
+                self.view.problem(error)
+        if self.file and self.file.saved and self.recorded:
+            self.view.say(f"session saved · {resuming(self.args)}")

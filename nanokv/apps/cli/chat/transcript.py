@@ -1,0 +1,261 @@
+"""Conversations on disk: one JSON Lines file each, appended per turn, mode 0600, in $XDG_STATE_HOME/nanokv/sessions.
+
+Line 1 is a header (model, fingerprint, date); each later line is one whole turn, or a "history" line that replaces
+everything before it (after /undo, /drop, /load ...). A line is written whole and fsynced, or taken back: a full disk
+costs no old turn. A last line torn by a crash is cut off on load, and said so. Whole files (`/save FILE`) go through
+a temporary file in the same folder and os.replace. No torch here.
+"""
+
+import contextlib
+import errno
+import json
+import os
+import secrets
+import shutil
+import time
+from pathlib import Path
+
+from nanokv.apps.cli.common.arguments import SETTINGS, parse_setting
+from nanokv.apps.cli.common.files import user_path
+from nanokv.apps.cli.common.terminal import bytes_text
+from nanokv.errors import NanoKVError, SessionError
+from weights_loader.strict import LIMITS, loads, read_bytes
+
+FORMAT = "nanokv-session-1"
+CUT = "cut the file before that line"
+
+
+def state_folder() -> Path:
+    """$XDG_STATE_HOME/nanokv; on Windows LOCALAPPDATA; else ~/.local/state/nanokv."""
+    base = os.environ.get("XDG_STATE_HOME") or os.environ.get("LOCALAPPDATA")
+    return Path(base) / "nanokv" if base else user_path("~/.local/state/nanokv")
+
+
+def turns_text(messages) -> str:
+    """1 turn, 3 turns."""
+    turns = len(messages) // 2
+    return f"{turns:,} turn{'s' * (turns != 1)}"
+
+
+def new_id() -> str:
+    return time.strftime("%Y%m%d-%H%M%S-") + secrets.token_hex(2)
+
+
+def header(model, fingerprint, **more) -> dict:
+    return {"format": FORMAT, "model": model, "fingerprint": fingerprint,
+            "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **more}
+
+
+class Transcript:
+    """Appends lines to one session file. Nothing is created before the first turn; unsaved lines wait for the next."""
+
+    def __init__(self, path, head):
+        self.path, self.pending = Path(path), [head]
+        self.saved = False                               # at least one turn of this run is on the disk
+
+    @classmethod
+    def reopen(cls, path):
+        """Go on appending to a session that was loaded."""
+        transcript = cls(path, None)
+        transcript.pending = []
+        return transcript
+
+    def append(self, line: dict):
+        """Write what is pending and this line; raises SessionError with the size and keeps it for the next attempt."""
+        self.pending.append(line)
+        self.flush()
+
+    def flush(self):
+        """Write the pending lines."""
+        data = "".join(json.dumps(entry, ensure_ascii=True) + "\n" for entry in self.pending).encode()
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            write_at_end(self.path, data)
+        except OSError as error:
+            raise _not_saved(error, len(data), self.path, "the chat goes on; the next turn tries again") from error
+        self.pending, self.saved = [], True
+
+
+def write_at_end(path, data: bytes):
+    """Append all bytes and fsync, or put the file back to its old length and raise OSError."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    try:
+        before = os.fstat(descriptor).st_size
+        try:
+            view = memoryview(data)
+            while view:
+                view = view[os.write(descriptor, view):]
+            try:
+                os.fsync(descriptor)
+            except OSError as error:
+                if error.errno != errno.EINVAL:          # a pipe or a device has no fsync; a full disk may say it here
+                    raise
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.ftruncate(descriptor, before)
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def write_whole(path, lines):
+    """Replace a file in one step: temporary file in the same folder, fsync, os.replace. The old file stays on error."""
+    path = Path(path)
+    data = "".join(json.dumps(line, ensure_ascii=True) + "\n" for line in lines).encode()
+    try:
+        if path.exists() and not path.is_file():         # /dev/stdout, a pipe, /dev/full: never replace those
+            write_at_end(path, data)
+            return len(data)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+        try:
+            write_at_end(temporary, data)
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise _not_saved(error, len(data), path, "choose another file; the chat goes on") from error
+    return len(data)
+
+
+def _not_saved(error, size, path, hint):
+    full = error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
+    reason = f"{error.strerror or error} ({path})"
+    if full:
+        free = bytes_text(shutil.disk_usage(path.parent).free) if path.parent.is_dir() else "0 B"
+        reason = f"no space (need {bytes_text(size)}) in {path.parent} ({free} free)"
+    return SessionError(f"session not saved: {reason}", hint)
+
+
+def read(path, repair=False):
+    """(header, messages, turns, notices) of a session file. `repair` cuts a torn last line off the file itself."""
+    path = Path(path)
+    data = read_bytes(path, SessionError, "session")
+    entries, good, notices = _entries(data, path)
+    if not entries or entries[0].get("format") != FORMAT:
+        raise SessionError(f"{path} is not a nanokv session (its first line has no format {FORMAT!r})")
+    if good < len(data) and repair:
+        os.truncate(path, good)
+    messages, turns = [], []
+    for number, entry in enumerate(entries, 1):
+        _check_fields(entry, f"{path}, line {number}")
+        if number == 1:
+            continue
+        if not _valid(entry):
+            raise SessionError(f"{path}, line {number}: neither a turn nor a history", hint=CUT)
+        if "history" in entry:
+            messages = [dict(m) for m in entry["history"]]
+        elif "user" in entry:
+            turns.append(entry)
+            messages.append({"role": "user", "content": entry["user"]})
+            messages.append({"role": "assistant", "content": entry["answer"]}
+                            | ({"interrupted": True} if entry.get("finish_reason") == "interrupted" else {}))
+    return entries[0] | _latest(entries, "system", "settings"), messages, turns, notices
+
+
+def _valid(entry) -> bool:
+    """A turn with two texts, or a history of messages with two texts each."""
+    history = entry.get("history", [])
+    fields = [entry.get("user"), entry.get("answer")] if "history" not in entry else []
+    if not isinstance(history, list) or not all(isinstance(m, dict) for m in history):
+        return False
+    fields += [m.get(key) for m in history for key in ("role", "content")]
+    return all(isinstance(field, str) for field in fields)
+
+
+def _check_fields(entry, place):
+    """What the header or any line may say besides messages, each of the type that its reader relies on."""
+    for name, (kinds, wanted) in FIELDS.items():
+        if not isinstance(entry.get(name), (*kinds, type(None))):
+            raise SessionError(f"{place}: {name} is {_shown(entry[name])}, not {wanted}", hint=CUT)
+    kv = entry.get("kv")
+    if kv is not None and (kv in ("", ".", "..") or set(kv) & set("/\\\0")):
+        raise SessionError(f"{place}: kv is {_shown(kv)}, not the name of a file in the same folder", hint=CUT)
+    for name, value in (entry.get("settings") or {}).items():
+        _check_setting(name, value, place)
+
+
+FIELDS = {  # field of a header or a line → (types, in words); absent and null are always right
+    "model": ((str,), "a text"), "fingerprint": ((str,), "a text"), "system": ((str,), "a text"),
+    "kv": ((str,), "a file name"), "ranks": ((int,), "a number"), "settings": ((dict,), "an object"),
+}  # fmt: skip
+
+
+def _check_setting(name, value, place):
+    """The ranges are those of the flags. A name that this version does not know is left out by whoever reads it."""
+    if name == "stop":
+        if not isinstance(value, list | None) or not all(isinstance(text, str) for text in value or ()):
+            raise SessionError(f"{place}: settings.stop is {_shown(value)}, not a list of texts", hint=CUT)
+    elif name in SETTINGS and value is not None:
+        try:
+            if type(value) not in (int, float):
+                raise NanoKVError(f"{name}: {_shown(value)} is not a number")
+            parse_setting(name, str(value))
+        except NanoKVError as error:
+            raise SessionError(f"{place}: settings.{error}", hint=CUT) from None
+
+
+def _shown(value) -> str:
+    """A value of the file for an error line: its beginning."""
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:60]}…"
+
+
+def _latest(entries, *keys):
+    """The newest value of settings that may change during a session."""
+    return {key: value for entry in entries for key, value in entry.items() if key in keys}
+
+
+def _entries(data, path):
+    """Parsed lines, how many bytes of the file are good, and what had to be left out."""
+    entries, good, notices = [], 0, []
+    lines = data.splitlines(keepends=True)
+    for number, line in enumerate(lines, 1):
+        try:
+            whole = line.endswith(b"\n") and len(line) <= LIMITS["session line"]
+            entry = loads(line) if whole else None
+        except ValueError:
+            entry = None
+        if isinstance(entry, dict):
+            entries.append(entry)
+            good += len(line)
+        elif number == len(lines):
+            notices.append(f"{path.name}: the last line was torn, {len(line):,} bytes dropped")
+        else:
+            hint = CUT if entries else "/save FILE and nanokv chat write such files"
+            raise SessionError(f"{path}, line {number}: not a line of a session", hint=hint)
+    return entries, good, notices
+
+
+def listing(folder):
+    """(id, modified, turns, model, first words) of every readable session, newest first."""
+    rows = []
+    for path in sorted(Path(folder).glob("*.jsonl"), key=lambda p: p.stat().st_mtime, reverse=True):
+        with contextlib.suppress(SessionError):
+            head, messages, _, _ = read(path)
+            users = [m["content"] for m in messages if m["role"] == "user"]
+            first = users[0] if users else ""
+            rows.append((path.stem, path.stat().st_mtime, len(users), head.get("model", "?"), first))
+    return rows
+
+
+def find(folder, wanted):
+    """Path of the session that is called `wanted` (its start is enough); "" is the newest that was not cleared."""
+    paths = sorted(Path(folder).glob("*.jsonl"), key=lambda p: p.stat().st_mtime, reverse=True)
+    if not paths:
+        raise SessionError(f"no saved session in {folder}", hint="nanokv chat starts a new one")
+    matches = [p for p in paths if p.stem.startswith(wanted)]
+    if not wanted:
+        return next((path for path in paths if not _cleared(path)), paths[0])
+    if len(matches) != 1:
+        found = len(matches) or "no"
+        raise SessionError(f"{found} sessions begin with {wanted!r}", hint="nanokv chat --list shows them")
+    return matches[0]
+
+
+def _cleared(path) -> bool:
+    """A file that cannot be read is none: whoever opens it says what is wrong with it."""
+    try:
+        return not read(path)[1]
+    except SessionError:
+        return False

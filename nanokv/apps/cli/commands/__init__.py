@@ -1,0 +1,1 @@
+"""The commands of nanokv, one file each: add_arguments(parser) and run(args)."""

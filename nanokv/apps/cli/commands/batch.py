@@ -1,0 +1,305 @@
+"""`nanokv batch`: one JSON object per line in, one per line out, all of them through the engine together.
+
+    {"prompt": "Once upon a time"}                                  raw text; with --chat a message
+    {"messages": [{"role": "user", "content": "Who are you?"}]}     through the chat template
+    {"prompt": "…", "max_new_tokens": 8, "temperature": 0.7, "seed": 1, "stop": ["\\n"], "id": "mine"}
+
+An answer is {"line": N, …} with the fields of an OpenAI completion (nanokv/decoding/completion.py). A line that cannot
+be answered gets {"line": N, "error": {…}} and keeps its "id"; the others go on. With -o, finished lines are appended at
+once, so a run that was killed goes on where it stopped; at the end they stand in the order of the input.
+"""
+
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+
+from nanokv.apps.cli.batch.lines import SAMPLING, check_fields, digest, parse_line, read_lines, texts
+from nanokv.apps.cli.batch.output import FIRST_RELEASE, OrderedOutput, Progress, ResumableOutput, summary
+from nanokv.apps.cli.common import arguments, pool, terminal
+from nanokv.apps.cli.common.answer import template_options
+from nanokv.apps.cli.common.arguments import DEFAULT_NEW_TOKENS
+from nanokv.apps.cli.common.files import add_force, ask_to_lose
+from nanokv.apps.cli.common.loading import load_model
+from nanokv.apps.cli.common.prompt import room
+from nanokv.apps.cli.common.text import refuse_special
+from nanokv.decoding import completion
+from nanokv.errors import NanoKVError
+from nanokv.text.call_forms import fitted
+from nanokv.text.template import LeftOut
+from nanokv.text.thinking import opens_thinking
+
+EXAMPLES = (
+    "nanokv batch prompts.jsonl -o answers.jsonl",
+    "nanokv batch prompts.jsonl -n 64 --cache prefix:page=16:pages=512 > answers.jsonl",
+    """echo '{"prompt": "Who are you?"}' | nanokv batch - --chat""",
+)
+DESCRIPTION = (
+    'Answer every line of a JSONL file: {"prompt": …} or {"messages": […]}, each with settings of its own. '
+    "Messages go through the model's chat template. A prompt is raw text, which the model "
+    "continues, as in OpenAI's API; with --chat it is one user message, as for nanokv generate.\n"
+    "An answer is an OpenAI text_completion or chat.completion on one line."
+)
+RANKS = "led"  # the others do what rank 0 tells them
+
+
+def add_arguments(parser) -> None:
+    """Input, output, how many at a time; then the shared flags, which are the defaults of every line."""
+    parser.add_argument("file", metavar="FILE.jsonl", help="the requests, one JSON object per line; - reads stdin")
+    parser.add_argument("-o", "--output", metavar="OUT", type=Path, help="write (and resume) OUT (default: stdout)")
+    add_force(parser)
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument(
+        "--chat", action="store_true", help="each prompt is one user message in the chat template"
+    )
+    form.add_argument(
+        "--raw", action="store_true",
+        help="each prompt is raw text (the default, with a warning if the model is a chat model)",
+    )  # fmt: skip
+    pool.add_arguments(parser)
+
+
+@dataclass
+class Job:
+    """One line of the input."""
+
+    line: int
+    fields: dict = field(default_factory=dict)
+    digest: str = ""
+    ids: list = field(default_factory=list)
+    left_out: bool = False  # the template does not show its tool_calls
+    wanted: int = 0  # max_new_tokens as asked for
+    request: object = None
+    answer: object = None
+
+
+def run(args) -> int:
+    """Read, load, answer, put in order. Exit 2 if a line failed, after all others are done."""
+    pool.options(args, "batch")
+    lines = read_lines(args.file)
+    if args.output is not None and args.file != "-" and args.output.exists() and args.output.samefile(args.file):
+        raise NanoKVError(f"-o {args.output} is the input itself", "choose another file for the answers")
+    output = OrderedOutput() if args.output is None else ResumableOutput(args.output)
+    loaded = load_model(args)  # before anything is written: a wrong -m leaves OUT as it is
+    check_form(args, loaded)
+    jobs, wrong = prepare(args, loaded, lines, output)
+    warn_of_raw_prompts(args, loaded, jobs)
+    warn_of_calls(jobs)
+    if output.stale:
+        name = terminal.sanitize_line(str(args.output))
+        what = f"{output.stale:,} answers in {name} are to other requests or settings"
+        ask_to_lose(args.force, f"{what} and would be dropped", "another -o")
+    output.begin()
+    for job, error in wrong:
+        fail(args, output, job, error)
+    with terminal.Interrupt() as stop:
+        if jobs:
+            answer_all(args, loaded, jobs, output, stop)
+        done = not stop.requested
+        output.close(done)
+        terminal.notice(summary(output, len(output.wanted), done, args), args)
+        stop.finish()
+    return 130 if not done else 2 if output.failed else 0
+
+
+# --- the lines ----------------------------------------------------------------------------------------------------
+
+
+def prepare(args, loaded, lines, output) -> tuple[list[Job], list]:
+    """The jobs that are still to do, and (job, error) of each line that is no request."""
+    jobs, wrong, settings = [], [], common_settings(args, loaded)
+    eos = list(loaded.model.generation_config.eos_token_ids)
+    common, marks = [eos, loaded.context, settings], loaded.fingerprints()
+    for number, data in lines:
+        output.want(number)
+        job = Job(number)
+        try:
+            job.fields = parse_line(data)
+            check_fields(job.fields)
+            job.fields = as_messages(job.fields) if args.chat else job.fields
+            job.ids = encode(args, loaded, job)
+            digests = [digest([mark, *common, job.fields, job.ids]) for mark in marks]
+            job.digest = digests[0]
+            if (found := next(filter(None, map(output.find, digests)), None)) is None:
+                jobs.append(job)
+            else:
+                output.keep(number, found if "choices" in found else first_release(args, loaded, job, found))
+        except NanoKVError as error:
+            wrong.append((job, error))
+    return jobs, wrong
+
+
+def check_form(args, loaded) -> None:
+    """--chat needs a template."""
+    if args.chat and loaded.tokenizer.chat_template is None:
+        hint = "leave out --chat: prompts are raw text"
+        raise NanoKVError(f"--chat: {loaded.name} has no chat template", hint)
+
+
+def as_messages(fields: dict) -> dict:
+    """A line whose prompt is one user message."""
+    if "prompt" not in fields:
+        return fields
+    others = {name: value for name, value in fields.items() if name != "prompt"}
+    return others | {"messages": [{"role": "user", "content": fields["prompt"]}]}
+
+
+def warn_of_raw_prompts(args, loaded, jobs) -> None:
+    """A question that is no message is rarely meant: many chat models end such a text at once."""
+    count = sum("prompt" in job.fields for job in jobs)
+    if count and not args.raw and loaded.tokenizer.chat_template is not None:
+        prompts = "1 prompt is" if count == 1 else f"{count:,} prompts are"
+        advice = "use messages, or --chat (--raw: it is meant)"
+        terminal.warning(f"{prompts} sent as raw text to a chat model: {advice}")
+
+
+def common_settings(args, loaded) -> dict:
+    """What applies where a line says nothing."""
+    sampling = arguments.resolve_sampling(args, loaded.model.generation_config)
+    return asdict(sampling) | {"max_new_tokens": args.max_new_tokens or DEFAULT_NEW_TOKENS, "stop": args.stop}
+
+
+def encode(args, loaded, job: Job) -> list[int]:
+    """Prompt or rendered messages → ids; typed control tokens are refused, as everywhere."""
+    tokenizer, fields = loaded.tokenizer, job.fields
+    if "prompt" in fields:
+        refuse_special(fields["prompt"], tokenizer, args.allow_special)
+        return tokenizer.encode(fields["prompt"], add_special_tokens=True)
+    messages = fields["messages"]
+    if not isinstance(messages, list) or not messages:
+        raise NanoKVError("messages is no list of messages", '[{"role": "user", "content": "…"}]')
+    template = tokenizer.template()
+    messages = fitted(template, messages)
+    for text in texts(messages):
+        refuse_special(text, tokenizer, args.allow_special)
+    try:
+        text = tokenizer.render(messages, add_generation_prompt=True, **template_options(args))
+    except LeftOut:  # warn_of_calls says so
+        job.left_out = True
+        text = template.render(messages, add_generation_prompt=True, **template_options(args))
+    return tokenizer.encode(text)
+
+
+def warn_of_calls(jobs) -> None:
+    """A model that knows no tools can still answer what else was said."""
+    if count := sum(job.left_out for job in jobs):
+        lines = "1 line" if count == 1 else f"{count:,} lines"
+        terminal.warning(f"the chat template of this model leaves out the tool_calls of {lines}")
+
+
+def fail(args, output, job: Job, error: Exception) -> None:
+    """Into the output, with the line's number and id, and onto stderr, with the number."""
+    id = job.fields.get("id")
+    output.put(job.line, {"line": job.line} | ({} if id is None else {"id": id}) | completion.error(error))
+    terminal.warning(f"{'stdin' if args.file == '-' else args.file}:{job.line}: {error}")
+
+
+# --- the engine ---------------------------------------------------------------------------------------------------
+
+
+def answer_all(args, loaded, jobs, output, stop) -> None:
+    """Feed the engine a few requests ahead, so that a long file costs no memory; write each answer when it is done."""
+    page = args.cache[1]["page"]
+    pages = args.cache[1].get("pages") or pool_pages(args, loaded, jobs, page)
+    engine = loaded.make_engine(pages, page, args.step_tokens, args.running)
+    progress, waiting, active = Progress(args, len(jobs)), list(reversed(jobs)), []
+    while (waiting or active) and not stop.requested:
+        while waiting and len(active) < 2 * args.running:
+            job = waiting.pop()
+            try:
+                submit(args, loaded, engine, job)
+                active.append(job)
+            except NanoKVError as error:
+                fail(args, output, job, error)
+                progress.done += 1
+        engine.step()
+        for job in [job for job in active if job.request.finish_reason is not None]:
+            active.remove(job)
+            progress.done += 1
+            if job.request.error is not None:
+                fail(args, output, job, job.request.error)
+            else:
+                output.put(job.line, result(args, loaded, job))
+        progress.show(engine)
+    progress.end()
+
+
+def pool_pages(args, loaded, jobs, page: int) -> int:
+    """Twice what the `running` longest requests need, so that beginnings stay; at most half of the free memory."""
+    tokens = (min(loaded.context, len(job.ids) + new_tokens(args, job)) for job in jobs)
+    wanted = sorted((-(-count // page) for count in tokens), reverse=True)
+    most = pool.affordable(loaded, page)
+    return min(2 * sum(wanted[: args.running]) + args.running, sys.maxsize if most is None else most)
+
+
+def new_tokens(args, job: Job) -> int:
+    """The line's own limit, if it has a usable one; a bad value is reported when it is submitted."""
+    own = job.fields.get("max_new_tokens")
+    return own if type(own) is int and own > 0 else args.max_new_tokens or DEFAULT_NEW_TOKENS
+
+
+def submit(args, loaded, engine, job: Job) -> None:
+    """The line's settings over the common ones."""
+    settings = common_settings(args, loaded)
+    settings |= {name: job.fields[name] for name in (*SAMPLING, "max_new_tokens") if job.fields.get(name) is not None}
+    stop, wanted = job.fields["stop"] or settings["stop"], settings.pop("max_new_tokens")
+    del settings["stop"]
+    job.wanted = wanted
+    if type(wanted) is int and wanted > 0:
+        wanted = room(SimpleNamespace(max_new_tokens=wanted), loaded, job.ids)
+    job.answer = Answer(engine, loaded.tokenizer, stop, loaded.model.generation_config.eos_token_ids)
+    job.request = engine.submit(job.ids, max_new_tokens=wanted, on_token=job.answer.put, **settings)
+
+
+class Answer:
+    """The text of one request, token by token; ends the request when a stop string is complete."""
+
+    def __init__(self, engine, tokenizer, stop, ends):
+        from nanokv.decoding.generation import ShownText
+
+        self.engine, self.shown, self.pieces = engine, ShownText(tokenizer, stop, ends), []
+
+    def put(self, request, step) -> None:
+        """The engine's callback."""
+        self.pieces.append(self.shown.put(step.token))
+        if request.finish_reason is not None:
+            self.pieces.append(self.shown.flush())
+        if self.shown.stop_string:
+            self.engine.cancel(request, "stop")
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        return "".join(self.pieces)
+
+
+def result(args, loaded, job: Job) -> dict:
+    """The line of the output."""
+    request = job.request
+    cut = request.finish_reason == "length" and len(request.tokens) < job.wanted  # `room` allowed fewer
+    return line_of(
+        args, loaded, job, job.answer.text, request.tokens, "context" if cut else request.finish_reason,
+        completion.seed(request), request.metrics(), job.answer.shown.stop_string,
+    )  # fmt: skip
+
+
+def line_of(args, loaded, job: Job, text, ids, finish_reason, seed, metrics, stop_string="") -> dict:
+    """What the engine made of a line, as a completion; `line` first, by which a torn line is recognised."""
+    said = {"text": text}
+    if "messages" in job.fields:
+        said = completion.message(text, opens_thinking(loaded.tokenizer, job.ids))
+    prompt, new, cached = (metrics[name] for name in ("prompt_tokens", "new_tokens", "reused_tokens"))
+    return {"line": job.line} | completion.completion(
+        args.model,
+        [completion.choice(said, ids, finish_reason, stop_string)],
+        completion.usage(prompt, new, cached),
+        job.fields.get("id"),
+        timings=completion.engine_timings(metrics),
+        seed=seed,
+        request=job.digest,
+    )
+
+
+def first_release(args, loaded, job: Job, old: dict) -> dict:
+    """An answer that version 0.1.0 wrote, in today's shape."""
+    return line_of(args, loaded, job, *(old[name] for name in FIRST_RELEASE))

@@ -1,0 +1,447 @@
+"""`nanokv bench`: the table of nanokv/lab/bench, with a bar on a terminal, JSON and a picture on request."""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+from nanokv.apps.cli.bench.peers import Peers
+from nanokv.apps.cli.common import layout, terminal
+from nanokv.apps.cli.common.arguments import CACHE, add_model_arguments, cache_name, integer, real
+from nanokv.apps.cli.common.files import add_force, ask_to_replace
+from nanokv.apps.cli.common.loading import load_model, plan_model
+from nanokv.apps.cli.common.random_model import RANDOM, load_random
+from nanokv.apps.cli.common.speed import code_text
+from nanokv.apps.cli.common.text import read_prompt_bytes, to_json
+from nanokv.errors import NanoKVError
+
+EXAMPLES = (
+    "nanokv bench",
+    "nanokv bench --weights plain,fast,int8 --contexts 128,512,1024 --plot bench.png",
+    "nanokv bench -m qwen3-0.6b-random --dtype bf16 --against transformers,llama.cpp --json > bench.json",
+    "nanokv bench --requests 32 --against transformers",
+    "nanokv bench --quality --text README.md --weights fast --caches dict,quantized:bits=4,sliding:window=256:sinks=4",
+)
+DESCRIPTION = (
+    "Prefill and decode speed here, beside the memory bandwidth measured in the same run. With --tensor-parallel: of "
+    "the model on several ranks; bytes, GB/s and bandwidth are then those of one rank."
+)
+RANKS = "alike"  # every rank measures the same; rank 0 says when it is over, and prints
+WEIGHTS = ("plain", "fast", "int8", "int4")
+AGAINST = ("transformers", "transformers:static", "llama.cpp", "llama.cpp:q8_0", "llama.cpp:q4_0")
+NOISY = 0.15  # spread of decode times or bandwidth, or cores that others keep busy, from which on the table says so
+
+
+def add_arguments(parser) -> None:
+    """What to measure."""
+    parser.add_argument("--contexts", default="128,1024", metavar="N,N", help="cached tokens (default: %(default)s)")
+    parser.add_argument("--caches", metavar="KIND,KIND", help="cache kinds (default: the one of --cache)")
+    parser.add_argument(
+        "--weights", metavar="W,W",
+        help="plain = the model that is read, fast = nanokv.optimize, int8, int4 (default: plain,fast; of several "
+        "ranks plain)",
+    )  # fmt: skip
+    parser.add_argument("--batch", default="1", metavar="N,N", help="rows decoded together (default: %(default)s)")
+    parser.add_argument("--uncached", action="store_true", help="also without a cache: every token again at every step")
+    parser.add_argument("--against", metavar="X,X", help=f"other runtimes in the same rotation: {', '.join(AGAINST)}")
+    parser.add_argument(
+        "--through", choices=("cli",), metavar="cli",
+        help="also as `nanokv generate`, started anew for every measurement: what a user waits for",
+    )  # fmt: skip
+    parser.add_argument(
+        "--peer-timeout", type=real(0, above=True), metavar="S",
+        help="end a runtime of --against that takes longer to load, or for one measurement (default: 10 minutes to "
+        "load; 20 × the slowest measurement so far, at least 60 s)",
+    )  # fmt: skip
+    parser.add_argument("--steps", type=integer(1), default=16, help="decode steps a measurement (default: 16)")
+    parser.add_argument("--repeat", type=integer(1), default=5, help="rounds; medians are shown (default: %(default)s)")
+    parser.add_argument(
+        "--requests", type=integer(1), metavar="N",
+        help="instead: N prompts of 8 … the largest of --contexts tokens through the engine, --steps new ones each",
+    )  # fmt: skip
+    parser.add_argument(
+        "--quality", action="store_true",
+        help="instead: what each of --weights, and of --caches, does to the likelihood of a text",
+    )  # fmt: skip
+    parser.add_argument(
+        "--text", metavar="FILE", type=Path,
+        help="the text of --quality, up to --context tokens (default: conversations that tiny never saw)",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    parser.add_argument("--plot", metavar="FILE", help="a picture as well: .png or .svg")
+    add_force(parser)
+    add_model_arguments(parser, CACHE)
+
+
+def run(args) -> int:
+    """Measure, then print what was finished; Ctrl-C prints the rounds that are done and leaves with 130."""
+    contexts, batches, weights, against = checked(args)
+    if not args.ranks.rank:
+        ask_to_replace(args.force, *filter(None, [args.plot]))
+    loaded = load_random(args) if args.model in RANDOM else load_model(args)
+    if args.quality:
+        return quality(args, loaded, weights)
+    longest = loaded.context - args.steps
+    if max(contexts) > longest:
+        raise NanoKVError(f"--contexts {max(contexts):,} leaves no room for {args.steps} steps: at most {longest:,}")
+    if args.requests:
+        return serve(args, loaded, weights, against, max(contexts))
+    from nanokv.lab.bench.machine import Others, gemm_peak
+    from nanokv.lab.bench.rotation import Rotation
+
+    with Peers(args, loaded, against) as peers:
+        runners = make_runners(args, loaded, weights, batches)
+        runners += peers.commands(runners) if args.through else []
+        runners += peers.runners(against, max(contexts) + args.steps)
+        peak, others = gemm_peak(loaded.dtype, loaded.device), Others([*peers.pids(), *rank_pids(args.ranks)])
+        rotation = Rotation(runners, contexts, loaded.config.vocab_size, loaded.device, args.repeat, args.steps)
+        stop = carry_out(rotation.run(), rotation.total, args, peers)  # until here Ctrl-C just leaves
+        busy = others.cores()
+    if not args.ranks.rank:
+        report(args, loaded, rotation, peak, busy)
+    stop.finish()
+    return 130 if stop.requested else 0
+
+
+def checked(args) -> tuple[list[int], list[int], list[str], list[str]]:
+    """(contexts, batches, weights, against) of the flags, which are in order and go together."""
+    contexts, batches = numbers("--contexts", args.contexts, "128,1024"), numbers("--batch", args.batch, "1,4")
+    weights = weights_of(args)
+    against = names("--against", args.against, AGAINST) if args.against else []
+    check_flags(args, against)
+    return contexts, batches, weights, against
+
+
+def check_flags(args, against) -> None:
+    """Flags that do not go together, and a picture that could not be written, before anything is loaded."""
+    if args.plot and Path(args.plot).suffix not in (".png", ".svg"):
+        raise NanoKVError(f"--plot {args.plot!r} does not end in .png or .svg", "--plot bench.png")
+    if args.plot and not (Path(args.plot).parent.is_dir() and os.access(Path(args.plot).parent, os.W_OK)):
+        raise NanoKVError(f"--plot {args.plot!r}: no file can be written there", "--plot bench.png")
+    if args.plot:
+        from nanokv.lab.bench.plot import figure_class
+
+        figure_class()
+    mode = "--quality" if args.quality else "--requests" if args.requests else None
+    if mode == "--requests" and not set(against) <= {"transformers"}:
+        raise NanoKVError("--requests compares with transformers' generate_batch only", hint="--against transformers")
+    unused = {
+        "--requests": args.requests and args.quality, "--against": against and args.quality, "--plot": args.plot,
+        "--caches": args.caches and args.requests, "--uncached": args.uncached, "--batch": args.batch != "1",
+        "--through": args.through,
+    }  # fmt: skip
+    for flag, given in unused.items():
+        if mode and given:
+            raise NanoKVError(f"{flag} means nothing to {mode}", hint=f"leave {flag} out")
+    if args.text and not args.quality:
+        raise NanoKVError("--text is the text of --quality", hint="nanokv bench --quality --text FILE")
+
+
+def weights_of(args) -> list[str]:
+    """What --weights says: kernels need whole weights, so the ranks of a model have plain ones."""
+    return names("--weights", args.weights or ("plain" if rank_count(args) > 1 else "plain,fast"), WEIGHTS)
+
+
+def rank_count(args) -> int:
+    """Of ranks that are running, or that are to be started."""
+    return max(args.tensor_parallel or 1, args.ranks.size)
+
+
+def check_ranks(args) -> None:
+    """What is measured in one process only is refused by name, before ranks are started."""
+    others = [f"--weights {name}" for name in weights_of(args) if name != "plain"]
+    one_process = {
+        "--against": args.against, "--requests": args.requests, "--quality": args.quality, "--through": args.through,
+    } | dict.fromkeys(others, True)  # fmt: skip
+    for flag in (flag for flag, given in one_process.items() if given):
+        raise NanoKVError(f"{flag} with --tensor-parallel: it is measured in one process, this would be on "
+                          f"{rank_count(args)}", f"leave out {flag}")  # fmt: skip
+    checked(args)
+
+
+def config_of(args):
+    """Of the model that will be measured."""
+    return RANDOM[args.model] if args.model in RANDOM else plan_model(args).config
+
+
+def rank_pids(ranks) -> list[int]:
+    """The other ranks of this machine, whose work is not that of strangers."""
+    import torch
+
+    everyone = ranks.gather(torch.tensor(os.getpid())).tolist()
+    first = ranks.rank // ranks.local * ranks.local
+    return [pid for pid in everyone[first : first + ranks.local] if pid != os.getpid()]
+
+
+def serve(args, loaded, weights, against, longest: int) -> int:
+    """Many requests at once, by our engine and by transformers."""
+    from nanokv.lab.bench import serving
+
+    prompts = serving.requests_of(loaded.config.vocab_size, args.requests, longest)
+    tokens = sum(map(len, prompts))
+    with Peers(args, loaded, against) as peers:
+        served = [
+            serving.Served(f"nanokv {name} engine", serving.ours(model, prompts, args.steps), tokens)
+            for name, model in made(loaded, weights).items()
+        ]
+        if against:
+            process = peers.start("generate_batch", peers.checkpoint() | {"prompts": prompts, "tokens": args.steps})
+            served.append(serving.Served("transformers generate_batch", serving.theirs(process), tokens))
+        stop = carry_out(serving.rounds(served, args.repeat), (args.repeat + 1) * len(served), args, peers)
+    rows = [one.figures() for one in served if one.seconds]
+    failed = [{"label": one.label, "rounds": len(one.seconds), "error": one.error} for one in served if one.error]
+    if args.json:
+        facts = {"model": loaded.name, "dtype": loaded.dtype_name, "threads": loaded.threads, "requests": args.requests}
+        terminal.write_out(to_json(facts | {"rows": rows, "failed": failed}) + "\n")
+    else:
+        head = [f"{loaded.name} {loaded.dtype_name}", threads_text(loaded), f"{args.requests} requests"]
+        show(head, ("", "prompt tokens", "new tokens", "seconds", "new tok/s"), [
+            (f["label"], f"{f['prompt_tokens']:,}", f"{f['generated']:,}", f"{f['seconds']:.2f}", f"{f['tok_s']:,.1f}")
+            for f in rows
+        ])  # fmt: skip
+        show_failed((f["label"], f["error"], "") for f in failed)
+    stop.finish()
+    return 130 if stop.requested else 0
+
+
+def quality(args, loaded, weights) -> int:
+    """Mean |Δ log-likelihood| per token against the plain model, perplexity, and the bytes of weights or cache."""
+    if loaded.tokenizer is None:
+        raise NanoKVError("random weights make every text equally unlikely", hint="nanokv bench --quality -m tiny")
+    import torch
+
+    from nanokv.cache.options import check_options
+    from nanokv.lab.bench.quality import changes
+
+    caches = {text: cache_name(text) for text in args.caches.split(",")} if args.caches else {}
+    for name, options in caches.values():
+        check_options(name, options)
+    ids, source = text_ids(args, loaded)
+    measured = changes(loaded.model, made(loaded, weights), torch.tensor([ids], device=loaded.device), caches)
+    rows: list[dict] = []
+    stop = carry_out(map(rows.append, measured), len(weights) * max(1, len(caches)), args)
+    if args.json:
+        facts = {"model": loaded.name, "dtype": loaded.dtype_name, "text": source, "tokens": len(ids)}
+        terminal.write_out(to_json(facts | {"rows": rows}) + "\n")
+    else:
+        quality_table(loaded, f"{len(ids):,} tokens of {source}", rows, caches)
+    stop.finish()
+    return 130 if stop.requested else 0
+
+
+def quality_table(loaded, text: str, rows, caches) -> None:
+    """A row per model or per model and cache."""
+    head = [f"{loaded.name} {loaded.dtype_name}", text]
+    columns = {"weights": lambda row: row["weights"]}
+    if caches:
+        columns |= {"cache": lambda row: row["cache"], "B/token": lambda row: f"{row['kv_bytes_per_token']:,.0f}"}
+    else:
+        columns |= {"MB/step": lambda row: f"{row['bytes'] / 1e6:.2f}"}
+    columns |= {
+        "mean |Δ log p|": lambda row: f"{row['mean_change']:.5f}", "mean Δ log p": lambda row: f"{row['bias']:.5f}",
+        "perplexity": lambda row: f"{row['perplexity']:.4f}",
+    }  # fmt: skip
+    show(head, columns, [[cell(row) for cell in columns.values()] for row in rows], (0, 1) if caches else (0,))
+
+
+def text_ids(args, loaded) -> tuple[list[int], str]:
+    """(ids, what they are) of --text, cut to the context, or of conversations that the bundled model never saw."""
+    if args.text:
+        name = terminal.sanitize_line(str(args.text))
+        text = read_prompt_bytes(args.text.read_bytes(), name)
+        ids = loaded.tokenizer.encode(text, add_special_tokens=True)[: loaded.context]
+        if len(ids) < 2:
+            raise NanoKVError(f"{name} has {len(ids)} tokens: there is none whose likelihood could be asked")
+        return ids, name
+    import random
+
+    from nanokv.school.training.corpus import conversation
+    from nanokv.school.training.data import render
+
+    text = "".join(render(conversation(random.Random(f"bench:{i}"), 16, held_out=True)) for i in range(4))
+    return loaded.tokenizer.encode(text)[: loaded.context], "held-out conversation"
+
+
+def show(head, names, rows, left: tuple = (0,)) -> None:
+    """Facts of the run, then the table, as wide as the terminal allows; the columns in `left` are words."""
+    width = layout.columns(sys.stdout)
+    terminal.write_out("\n".join([layout.joined(head, width), *layout.table(names, rows, width, left)]) + "\n")
+
+
+def show_failed(rows) -> None:
+    """(who, why, at which context): a line for each peer that did not come to the end, and for each reason."""
+    found: dict = {}
+    for who, why, context in rows:
+        found.setdefault((who, why), []).append(context)
+    width = layout.columns(sys.stdout)
+    for (who, why), contexts in found.items():
+        at = f", context {', '.join(contexts)}" if any(contexts) else ""
+        line = terminal.message_line(f"{who}{at}: {why}")
+        terminal.write_out(layout.paragraph(line, width, rest="    ") + "\n")
+
+
+def made(loaded, weights) -> dict:
+    """Model by name of its weights; they share what they can."""
+    from nanokv.fast import optimize
+
+    models = {"plain": loaded.model}
+    models |= {name: optimize(loaded.model, None if name == "fast" else name) for name in weights if name != "plain"}
+    return {name: models[name] for name in weights}
+
+
+def make_runners(args, loaded, weights, batches) -> list:
+    """Every combination of ours that was asked for; models are shared."""
+    from nanokv.lab.bench.runners import Ours, Uncached
+
+    caches = [cache_name(text) for text in dict.fromkeys(args.caches.split(","))] if args.caches else [args.cache]
+    models = made(loaded, weights)
+    runners = [
+        Ours(models[name], name, kind, options, batch, loaded.dtype)
+        for batch in batches for name in weights for kind, options in caches
+    ]  # fmt: skip
+    if args.uncached:
+        runners += [Uncached(models[name], name, 1, loaded.dtype) for name in weights]
+    return runners
+
+
+def numbers(flag: str, text: str, example: str) -> list[int]:
+    """"128,1024" → [128, 1024]."""
+    try:
+        found = list(dict.fromkeys(int(part) for part in text.split(",")))
+    except ValueError:
+        found = []
+    if not found or min(found) < 1:
+        raise NanoKVError(f"{flag} {text!r} is not a list of numbers ≥ 1", hint=f"{flag} {example}")
+    return found
+
+
+def names(flag: str, text: str, known) -> list[str]:
+    """A comma-separated choice, each once."""
+    found = list(dict.fromkeys(text.split(",")))
+    wrong = [name for name in found if name not in known]
+    if wrong:
+        raise NanoKVError(f"{flag}: {wrong[0]!r} is not one of {', '.join(known)}", hint=f"{flag} {known[0]}")
+    return found
+
+
+def carry_out(rounds, total: int, args, peers=None) -> terminal.Interrupt:
+    """All rounds, with a bar; Ctrl-C ends after the one that runs, a peer's at once, and is in what is returned."""
+    with terminal.Interrupt() as stop:
+        for process in peers.processes if peers else ():
+            process.should_stop = stop
+        began = time.perf_counter()
+        try:
+            for done, _ in enumerate(rounds, start=1):
+                progress(done, total, time.perf_counter() - began, args)
+                if args.ranks.hear(stop.requested):
+                    break
+        except KeyboardInterrupt:  # of `should_stop`, while a peer was waited for
+            pass
+    return stop
+
+
+def progress(done: int, total: int, seconds: float, args) -> None:
+    """One line that is written over, on a terminal only, with the time that is left."""
+    if terminal.is_tty(sys.stderr) and not args.quiet and not args.ranks.rank:
+        bar, left = "#" * (20 * done // total), seconds / done * (total - done)
+        terminal.write_err(f"\r[{bar:<20}] {done}/{total} · {left:,.0f} s left " + ("\n" if done == total else ""))
+
+
+def report(args, loaded, rotation, peak: float, others: float | None) -> None:
+    """Table or JSON, and the picture."""
+    from nanokv.fast import native
+
+    rows = rotation.finished()
+    through = []
+    if args.through:
+        from nanokv.lab.bench.command import comparison
+
+        through = comparison(rows)
+    rate = rotation.rate
+    noise = noise_of(rows, others, rotation.bandwidth.rates)
+    head = f"{loaded.name} {loaded.dtype_name} · {threads_text(loaded)} · read bandwidth {rate / 1e9:.1f} GB/s"
+    if rows and rotation.bandwidth.bytes(rows[0].bytes) == rows[0].bytes // 4 * 4:
+        head += f", {rows[0].bandwidth / 1e9:.1f} GB/s of {rows[0].bytes / 1e6:.1f} MB"
+    head += f" · products {peak / 1e9:,.0f} GFLOP/s (measured now)"
+    if args.json:
+        facts = {
+            "model": loaded.name, "dtype": loaded.dtype_name, "threads": loaded.threads,
+            "ranks": loaded.ranks.size, "bandwidth": rate,
+            "bandwidths": rotation.bandwidth.rates, "gemm_flops": peak, "other_cores": others,
+            "noise": noise, "noisy": bool(noisy(noise)),
+            "code": "plain" if loaded.ranks.size > 1 else native.library()[1], "peak_bytes": peak_bytes(),
+        }  # fmt: skip
+        facts |= {"rows": [row.figures() for row in rows], "failed": [row.failure() for row in rotation.failed()]}
+        terminal.write_out(to_json(facts | ({"through": through} if through else {})) + "\n")
+    else:
+        print_table(head, rows, noise, "plain" if loaded.ranks.size > 1 else code_text())
+        print_through(through)
+        show_failed((row.runner.label, row.error, f"{row.context:,}") for row in rotation.failed())
+    if args.plot and rows:
+        from nanokv.lab.bench.plot import plot
+
+        plot(rows, head, args.plot)
+
+
+def print_through(through) -> None:
+    """What a user of `nanokv generate` waits for, and how near it comes to the bench's own rows."""
+    if through:
+        head = ["load: from the start of the process", "first token: from there", "speeds: of the bench's own"]
+        names = ("nanokv generate", "context", "load s", "first token s", "prefill", "decode")
+        terminal.write_out("\n")
+        show(head, names, [
+            (f"{f['weights']} {f['cache']}", f"{f['context']:,}", f"{f['load_s']:.2f}", f"{f['ttft_s']:.2f}",
+             f"{f['prefill_ratio']:.0%}", f"{f['decode_ratio']:.0%}") for f in through
+        ])  # fmt: skip
+
+
+def threads_text(loaded) -> str:
+    """1 thread, 2 threads, 2 ranks of 1 thread."""
+    threads = f"{loaded.threads} thread{'s' * (loaded.threads > 1)}"
+    return threads if loaded.ranks.size == 1 else f"{loaded.ranks.size} ranks of {threads}, bytes of one rank"
+
+
+def peak_bytes() -> int | None:
+    """The most memory that this process has held."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def noise_of(rows, others: float | None, rates) -> dict:
+    """What disturbed this run: the largest spread of a row's decode times and that of the readings of memory, both
+    (largest − smallest) of the middle or best one, and the cores that other processes kept busy; null: not known."""
+    spreads = [row.spread for row in rows if row.spread is not None]
+    return {
+        "decode_spread": max(spreads, default=None), "other_cores": others,
+        "bandwidth_spread": (max(rates) - min(rates)) / max(rates) if len(rates) > 1 else None,
+    }  # fmt: skip
+
+
+def noisy(noise: dict) -> list[str]:
+    """Each of these that is too large to compare small differences, in words."""
+    texts = {
+        "decode_spread": lambda value: f"spread ±{value / 2:.0%}",
+        "bandwidth_spread": lambda value: f"memory at times {value:.0%} slower",
+        "other_cores": lambda value: f"others keep {value:.1f} cores busy",
+    }  # fmt: skip
+    return [text(noise[name]) for name, text in texts.items() if (noise[name] or 0) > NOISY]
+
+
+def print_table(head: str, rows, noise: dict, code: str) -> None:
+    """tok/s never without GB/s and the share of the limit."""
+    peak = peak_bytes()
+    parts = [*head.split(" · "), *([f"peak memory {peak / 1e9:.1f} GB"] if peak else []),
+             *([f"noisy: {', '.join(noisy(noise))}"] if noisy(noise) else [])]  # fmt: skip
+    names = ("", "context", "prefill tok/s", "decode tok/s", "ms/step", "±", "MB/step", "GB/s", "% of limit")
+    lines = []
+    for row in rows:
+        f, spread = row.figures(), "–" if row.spread is None else f"{row.spread / 2:.0%}"
+        lines.append((
+            row.runner.label, f"{row.context:,}", f"{f['prefill_tok_s']:,.0f}", f"{f['decode_tok_s']:,.1f}",
+            f"{row.decode_s * 1e3:.2f}", spread, f"{row.bytes / 1e6:,.1f}", f"{f['gigabytes_per_second']:.2f}",
+            f"{row.share:.1%}",
+        ))  # fmt: skip
+    show([*parts, code], names, lines)

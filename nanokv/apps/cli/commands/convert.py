@@ -1,0 +1,62 @@
+"""`nanokv convert MODEL FOLDER`: any model that can be loaded → an ordinary Hugging Face folder.
+
+From GGUF the blocks become plain numbers, so the folder is larger than the file. transformers opens the result.
+"""
+
+from pathlib import Path
+
+from nanokv.apps.cli.common import terminal
+from nanokv.apps.cli.common.arguments import DTYPE_NAMES, DTYPES
+from nanokv.apps.cli.common.files import add_force, ask_to_replace
+from nanokv.costs import ITEMSIZE, weight_bytes
+from nanokv.costs.free_memory import available_memory
+from nanokv.errors import NanoKVError
+
+EXAMPLES = (
+    "nanokv convert model.gguf ./model",
+    "nanokv convert model.gguf ./model --dtype float32",
+    "nanokv convert Qwen/Qwen3-0.6B ./qwen --dtype float16",
+)
+DESCRIPTION = (
+    "Write a model as a Hugging Face folder: config.json, generation_config.json, model.safetensors and the tokenizer. "
+    "Blocks of a GGUF file become plain numbers. float32 keeps each of them exactly."
+)
+
+
+def add_arguments(parser) -> None:
+    """From, to, and in which type."""
+    parser.add_argument("source", metavar="MODEL", help="a GGUF file, a folder, tiny, or a name on the hub")
+    parser.add_argument("folder", metavar="FOLDER", type=Path, help="where the files go; it is made if it is not there")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="auto", metavar="TYPE", type=lambda name: DTYPE_NAMES.get(name, name),
+        help="float32, bfloat16 or float16 (default: the checkpoint's own, bfloat16 for quantized GGUF)",
+    )  # fmt: skip
+    add_force(parser)
+    parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a hub MODEL")
+    parser.add_argument("--offline", action="store_true", help="never ask the network")
+
+
+def run(args) -> int:
+    """Plan, ask, load, write."""
+    from nanokv.apps.cli.common.loading import check_address_space, check_memory, plan_model
+
+    if args.folder.suffix.lower() == ".gguf":
+        raise NanoKVError(
+            f"{args.folder}: the result is a folder; nanokv reads GGUF and writes none",
+            f"nanokv convert {args.source} {args.folder.with_suffix('')}",
+        )
+    args.model, args.device, args.cache, args.context, args.threads = args.source, "cpu", ("dict", {}), 2, None
+    plan = plan_model(args)
+    if args.dtype == "auto":  # what is stored, not what computes best here
+        plan.dtype_name = plan.config.torch_dtype
+    check_memory(plan, available_memory("cpu"))
+    ask_to_replace(args.force, args.folder / "config.json")
+    check_address_space()
+    from nanokv.loading import load
+
+    model, tokenizer = load(plan.folder, dtype=plan.dtype_name, device="cpu")
+    model.save(args.folder, tokenizer, force=True)
+    size = terminal.bytes_text(weight_bytes(plan.config, ITEMSIZE[plan.dtype_name]))
+    terminal.notice(f"{plan.config.family.title}, {size} in {plan.dtype_name}", args)
+    terminal.write_out(f"{args.folder}\n")
+    return 0

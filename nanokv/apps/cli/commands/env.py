@@ -1,0 +1,191 @@
+"""`nanokv env`: which settings apply, and where each one comes from. The first thing to paste into a bug report.
+
+Reads only; downloads nothing, loads no weights. Of the model it shows which tokens end an answer, and which of its
+files say so. Access tokens and passwords are never printed, only that they are set.
+"""
+
+import importlib.metadata
+import os
+import platform
+import re
+import sys
+from pathlib import Path
+
+from nanokv import __version__
+from nanokv.apps.cli.common import layout, speed, terminal
+from nanokv.apps.cli.common.arguments import CACHE, add_model_arguments, environment
+from nanokv.apps.cli.common.loading import check_address_space, check_device, display_name, thread_count
+from nanokv.cache.options import check_options
+from nanokv.costs.free_memory import available_memory
+from weights_loader.strict import UnknownModel
+
+EXAMPLES = ("nanokv env", "nanokv env -m ./folder", "nanokv env --json", "NANOKV_THREADS=1 nanokv env")
+DESCRIPTION = (
+    "Print versions, paths and settings, each with its origin; and which tokens end an answer of the "
+    "model, each with the files that say so."
+)
+PACKAGES = (
+    "torch", "numpy", "tokenizers", "safetensors", "huggingface_hub", "jinja2", "rich", "prompt_toolkit",
+    "transformers",
+)  # fmt: skip
+VARIABLES = (
+    "NANOKV_MODEL", "NANOKV_THREADS", "NANOKV_NO_HISTORY", "NANOKV_DEBUG", "NANOKV_KERNELS", "NANOKV_CACHE", "CXX",
+    "NANOKV_STAMPS", "NANOKV_API_KEY", "NANOKV_RANK_TIMEOUT", "NANOKV_LAUNCHED", "NANOKV_STORE_FD",
+    "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_USE_AGENT_STORE",
+    "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "NO_COLOR", "FORCE_COLOR", "TERM", "COLUMNS", "PYTHONIOENCODING",
+    "VISUAL", "EDITOR", "XDG_STATE_HOME", "XDG_CACHE_HOME", "LOCALAPPDATA", "HF_HOME", "HF_HUB_CACHE", "HF_TOKEN",
+    "HF_ENDPOINT", "HF_HUB_OFFLINE", "HF_HUB_DISABLE_PROGRESS_BARS", "HTTPS_PROXY", "NO_PROXY", "SSL_CERT_FILE",
+)  # fmt: skip
+MAKE = ("PYTHON", "ARGS", "OUT", "JOBS", "TORCH")  # what the Makefile takes from the environment
+SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD")
+
+
+def add_arguments(parser) -> None:
+    """The model flags, to see what they would select; --json."""
+    parser.add_argument("--json", action="store_true", help="one JSON object: {section: {name: [value, origin]}}")
+    add_model_arguments(parser, CACHE)
+
+
+def run(args) -> int:
+    """Print the table."""
+    check_options(*args.cache)
+    check_device(args.device)
+    sections = {
+        "versions": versions(), "settings": settings(args), "ends of an answer": ends(args.model), "paths": paths(),
+        "environment": {name: (shown(name), "") for name in VARIABLES},
+        "environment of make": {name: (shown(name), "") for name in MAKE},
+    }  # fmt: skip
+    if args.json:
+        from nanokv.apps.cli.common.text import to_json
+
+        terminal.write_out(to_json(sections) + "\n")
+        return 0
+    style = terminal.Style(sys.stdout, args.color)
+    width = layout.columns(sys.stdout)
+    column = max(len(name) for rows in sections.values() for name in rows) + 4
+    for title, rows in sections.items():
+        texts = {n: terminal.sanitize_line(v) + (f"   ({terminal.sanitize_line(o)})" if o else "")
+                 for n, (v, o) in rows.items()}  # fmt: skip
+        lines = layout.definitions(texts.items(), width, column=column)
+        terminal.write_out("\n".join([style.bold(title), *lines]) + "\n")
+    return 0
+
+
+def versions() -> dict:
+    """Installed versions, from the packages' metadata: nothing is imported for it."""
+    rows = {
+        "nanokv": (__version__, ""),
+        "python": (platform.python_version(), sys.executable),
+        "system": (f"{platform.system()} {platform.release()} {platform.machine()}", ""),
+    }
+    for name in PACKAGES:
+        try:
+            rows[name] = (importlib.metadata.version(name), "")
+        except importlib.metadata.PackageNotFoundError:
+            rows[name] = ("not installed", "optional: nanokv verify" if name == "transformers" else "required")
+    return rows
+
+
+def settings(args) -> dict:
+    """Value and origin of what the flags, the environment and the defaults decide."""
+    given = {"flag"} if args.model != (environment("NANOKV_MODEL") or "tiny") else set()
+    origin = "flag" if given else "NANOKV_MODEL" if environment("NANOKV_MODEL") else "built-in"
+    threads = "flag" if args.threads else next(
+        (name for name in ("NANOKV_THREADS", "OMP_NUM_THREADS") if environment(name)), "cores this process may use"
+    )  # fmt: skip
+    free = available_memory("cpu")
+    device, device_origin = device_in_use(args.device)
+    return {
+        "model": (display_name(args.model), origin),
+        "dtype": (
+            args.dtype,
+            "flag" if args.dtype != "auto" else "the checkpoint's own; on a CPU float32 for tiny and float16",
+        ),
+        "device": (device, device_origin),
+        "threads": (str(args.threads or thread_count()), threads),
+        "kernels": speed.setting(),
+        "cache": (args.cache[0], "flag" if args.cache != (CACHE, {}) else "built-in"),
+        "sampling": (
+            "temperature, top_k, top_p, min_p, repetition_penalty",
+            "flag > the checkpoint's generation_config > greedy",
+        ),
+        "free memory": ("unknown" if free is None else terminal.bytes_text(free), "smallest of RAM, container, ulimit"),
+        "colour on stdout": (
+            str(terminal.use_color(sys.stdout, args.color)).lower(),
+            "--color, NO_COLOR, FORCE_COLOR, TERM, tty",
+        ),
+        "history": ("off", "NANOKV_NO_HISTORY") if environment("NANOKV_NO_HISTORY") else ("on", "built-in"),
+        "network": ("offline", "flag or HF_HUB_OFFLINE") if args.offline or hub_offline() else ("allowed", "built-in"),
+    }
+
+
+def ends(model: str) -> dict:
+    """Token → its id and what says that it ends an answer; of a model on this disk. UnknownModel for no model's name.
+    """
+    try:
+        from nanokv.text import endings
+        from nanokv.text.tokenizer import Tokenizer
+        from weights_loader import inventory
+
+        folder = inventory.find(model)
+        if folder is None:
+            return {"unknown": ("not on this disk", "nothing is downloaded for this table")}
+        found = endings.of_folder(folder, Tokenizer.from_folder(folder))
+    except UnknownModel:
+        raise
+    except Exception as error:  # a damaged file, a broken install
+        return {"unknown": ("cannot be read", str(error) or type(error).__name__)}
+    names = {end: terminal.sanitize_line(end.text)[:40] or f"id {end.id}" for end in found}
+    rows = {name: (str(end.id), ", ".join(end.sources)) for end, name in names.items()}
+    return rows or {"none": ("", "answers end at their length")}
+
+
+def device_in_use(wanted: str) -> tuple[str, str]:
+    """The device that `auto` means here; a torch that cannot be imported is reported, not raised."""
+    if wanted != "auto":
+        return wanted, "flag"
+    try:
+        check_address_space()
+        import torch
+    except Exception as error:  # a broken install raises anything: this command is for finding that out
+        return "none", f"torch cannot be imported: {terminal.sanitize_line(error)}"
+    return ("cuda", torch.cuda.get_device_name(0)) if torch.cuda.is_available() else ("cpu", "torch sees no GPU")
+
+
+def hub_offline() -> bool:
+    """As huggingface_hub reads it."""
+    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+
+
+def paths() -> dict:
+    """Folders that are read or written."""
+    own = os.path.expanduser("~")  # stays "~" where this user has no home folder
+    home = environment("HF_HOME") or str(Path(environment("XDG_CACHE_HOME") or f"{own}/.cache") / "huggingface")
+    hub = environment("HF_HUB_CACHE")
+    state = environment("XDG_STATE_HOME") or environment("LOCALAPPDATA") or f"{own}/.local/state"
+    return {
+        "package": (str(Path(__file__).resolve().parents[3]), ""),
+        "downloads": (
+            hub or str(Path(home) / "hub"),
+            "HF_HUB_CACHE" if hub else "HF_HOME" if environment("HF_HOME") else "built-in",
+        ),
+        "sessions": (
+            str(Path(state) / "nanokv" / "sessions"),
+            next((name for name in ("XDG_STATE_HOME", "LOCALAPPDATA") if environment(name)), "built-in"),
+        ),
+        "kernels": (
+            str(Path(environment("NANOKV_CACHE") or environment("XDG_CACHE_HOME") or f"{own}/.cache") / "nanokv"),
+            next((name for name in ("NANOKV_CACHE", "XDG_CACHE_HOME") if environment(name)), "built-in"),
+        ),
+    }
+
+
+def shown(name: str) -> str:
+    """A variable's value for print: secrets only as set or not, and no password inside an address."""
+    value = os.environ.get(name)
+    if value is None:
+        return "not set"
+    if SECRET.search(name):
+        return "set (not shown)"
+    return re.sub(r"//[^/@]*@", "//***@", value)

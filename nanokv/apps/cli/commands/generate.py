@@ -1,0 +1,157 @@
+"""`nanokv generate`: one prompt in, its continuation on stdout and nothing else there.
+
+The prompt is one user message in the model's own chat template; with --raw, or where there is no template, the model
+continues the text as it is. Status and thinking go to stderr.
+"""
+
+from nanokv.apps.cli.common import arguments, beams, speculation, terminal
+from nanokv.apps.cli.common.answer import AnswerWriter
+from nanokv.apps.cli.common.arguments import DEFAULT_NEW_TOKENS
+from nanokv.apps.cli.common.loading import Loaded, load_model
+from nanokv.apps.cli.common.prompt import add_prompt_arguments, answer, encode, form, read_prompt, room, templated
+from nanokv.apps.cli.common.text import to_json
+from nanokv.decoding import completion
+from nanokv.support.clock import stamp
+from nanokv.text.thinking import opens_thinking
+
+EXAMPLES = (
+    'nanokv generate "What is a KV cache?"',
+    "cat notes.txt | nanokv generate -",
+    'nanokv generate --raw "Once upon a time" -m Qwen/Qwen3-0.6B-Base',
+    'nanokv generate "Who are you?" --json',
+)
+DESCRIPTION = (
+    "Answer a prompt. Where the model has a chat template, the prompt (typed, piped or from --file) is one user "
+    "message in it; --raw, or a model without a template, continues the text as it is. The status line says which.\n"
+    "stdout carries the answer (or one JSON object) only; status goes to stderr."
+)
+RANKS = "led"  # the others do what rank 0 tells them
+
+
+def add_arguments(parser) -> None:
+    """Prompt sources, template, output; then the shared flags."""
+    add_prompt_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="an OpenAI chat.completion or text_completion")
+    arguments.add_model_arguments(parser, arguments.CACHE)
+    arguments.add_speed_arguments(parser)
+    arguments.add_sampling_arguments(parser)
+    speculation.add_argument(parser)
+    beams.add_arguments(parser)
+
+
+def run(args) -> int:
+    """Load, stream, report."""
+    beams.check(args)
+    prompt = read_prompt(args, EXAMPLES[0])
+    loaded = load_model(args)
+    ids = encode(args, loaded, prompt)
+    stamp("prompt")
+    if args.beams:
+        return run_beams(args, loaded, ids)
+    from nanokv.decoding.generation import TextStream
+
+    make_generation = speculation.generation_type(args.speculate, loaded)
+    cache = loaded.make_cache()
+    params = arguments.resolve_sampling(args, loaded.model.generation_config)
+    with terminal.Interrupt() as stop:
+        generation = make_generation(loaded.model, ids, cache, params, room(args, loaded, ids), should_stop=stop)
+        stream = TextStream(generation, loaded.tokenizer, stop=args.stop)
+        out = JsonOutput() if args.json else TextOutput(args, loaded, ids)
+        for chunk in stream:
+            out.put(chunk)
+        stamp("token")  # of the one token that `nanokv profile --start` asks for
+        out.flush()
+    found = result(args, loaded, generation, stream)
+    if args.json:
+        terminal.write_out(to_json(found) + "\n")
+    terminal.notice(f"{status(found, loaded.context)} · {form(args, loaded.tokenizer)}", args)
+    stop.finish()
+    return 130 if found["choices"][0]["stop_reason"] == "interrupted" else 0
+
+
+def run_beams(args, loaded: Loaded, ids: list[int]) -> int:
+    """Nothing to stream: search, then print the best (--json: all); after Ctrl-C the best so far, if there is one."""
+    with terminal.Interrupt() as stop:
+        found = beams.search(args, loaded, ids, room(args, loaded, ids), stop)
+    if args.json:
+        terminal.write_out(to_json(found.answer) + "\n")
+    elif found.answer["choices"][0]["token_ids"]:
+        out = TextOutput(args, loaded, ids)
+        out.put(found.text)
+        out.flush()
+    terminal.notice(f"{beams.status(found)} · {form(args, loaded.tokenizer)}", args)
+    stop.finish()
+    return 130 if found.interrupted else 0
+
+
+# --- the answer ---------------------------------------------------------------------------------------------------
+
+
+class TextOutput:
+    """The answer as it comes, and the newline that ends every answer."""
+
+    def __init__(self, args, loaded: Loaded, ids: list[int]):
+        self.writer = AnswerWriter(args)
+        if templated(args, loaded.tokenizer):  # the template may have opened <think> at the prompt's end
+            self.writer.begin(opens_thinking(loaded.tokenizer, ids))
+
+    def put(self, chunk: str) -> None:
+        """One piece of text."""
+        self.writer.put(chunk)
+
+    def flush(self) -> None:
+        """What was held back."""
+        self.writer.finish()
+        if not self.writer.line.endswith("\n"):
+            terminal.write_out("\n")
+
+
+class JsonOutput:
+    """Prints nothing while the answer grows: the one object comes at the end."""
+
+    def put(self, chunk: str) -> None:
+        """Nothing."""
+
+    def flush(self) -> None:
+        """Nothing."""
+
+
+def result(args, loaded: Loaded, generation, stream) -> dict:
+    """The object that --json prints; the status line says the same."""
+    ids, clock, reason = generation.tokens, generation.timings, stream.finish_reason
+    if reason == "length" and len(ids) < (args.max_new_tokens or DEFAULT_NEW_TOKENS):
+        reason = "context"  # `room` allowed fewer than were asked for
+    said = answer(args, loaded, generation.ids, stream.text)
+    logprobs = completion.logprobs(said, ids, generation.logprobs, loaded.tokenizer)
+    cached, new = generation.cached_tokens, generation.prompt_tokens
+    return completion.completion(
+        args.model,
+        [completion.choice(said, ids, reason, stream.stop_string, logprobs=logprobs)],
+        completion.usage(cached + new, len(ids), cached),
+        timings=completion.timings(
+            clock.first_token_seconds if ids else None,
+            completion.rate(new, clock.prefill_seconds),
+            completion.rate(len(ids) - 1, clock.decode_seconds),
+            load_s=loaded.load_s,
+        ),
+        cache=completion.cache(generation.cache),
+        seed=completion.seed(generation),
+        speculation=generation.speculation,
+    )
+
+
+def status(found: dict, context: int) -> str:
+    """14 new + 0 reused → 8 out · first token 21 ms · 310 tok/s · cache 21/2,048 · 96.8 kB"""
+    usage, speed, cache = found["usage"], found["timings"], found["cache"]
+    reused, out = usage["prompt_tokens_details"]["cached_tokens"], usage["completion_tokens"]
+    parts = [f"{usage['prompt_tokens'] - reused:,} new + {reused:,} reused → {out:,} out"]
+    parts += [f"first token {terminal.seconds_text(speed['ttft_s'])}"] if speed["ttft_s"] is not None else []
+    parts += [f"{speed['decode_tok_s']:,.0f} tok/s"] if speed["decode_tok_s"] else []
+    parts += speculation.status(found.get("speculation"))
+    parts += [f"cache {cache['tokens']:,}/{context:,}"]
+    parts += [terminal.held_text(cache["used_bytes"], cache["bytes"])]
+    parts += [f"seed {found['seed']}"] if found["seed"] is not None else []
+    if found["choices"][0]["finish_reason"] != "stop":
+        reason = found["choices"][0]["stop_reason"]
+        parts += [{None: f"stopped at {out:,} tokens", "context": "context full"}.get(reason, reason)]
+    return "  " + " · ".join(parts)

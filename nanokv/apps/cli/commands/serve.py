@@ -1,0 +1,241 @@
+"""`nanokv serve`: the flags, the address, the model, and then the server (nanokv/apps/serve) until a signal ends it.
+
+The address is bound before the model is loaded, so that a port in use is told at once. The first Ctrl-C or SIGTERM lets
+running answers finish for --grace seconds, a second one ends them. This file is imported before arguments are parsed:
+no torch, no starlette.
+"""
+
+import argparse
+import logging
+import time
+from functools import partial
+from pathlib import Path
+
+from nanokv.apps.cli.common import arguments, pool, terminal
+from nanokv.apps.cli.common.answer import template_options
+from nanokv.apps.cli.common.loading import Loaded, load_model
+from nanokv.errors import NanoKVError
+from nanokv.support import installing
+
+EXAMPLES = (
+    "nanokv serve",
+    "nanokv serve -m Qwen/Qwen3-0.6B --context 8192 --quantize int8",
+    "nanokv serve --host 0.0.0.0 --port 8080 --api-key SECRET",
+)
+DESCRIPTION = (
+    "Answer OpenAI's chat completions and completions over HTTP, many clients at a time on one engine: requests with "
+    "equal beginnings share their pages. docs/serve.md says what is served and what is refused.\n"
+    "Settings given here apply where a request says nothing."
+)
+NEEDED = ("starlette", "uvicorn", "prometheus_client", "pydantic")  # of the extra `serve`
+RANKS = "led"  # the others do what rank 0 tells them
+
+
+def add_arguments(parser) -> None:
+    """Address, keys, limits; then the shared flags, which are the defaults of every request."""
+    parser.add_argument("--host", metavar="NAME", default="127.0.0.1", help="listen here (default: 127.0.0.1)")
+    parser.add_argument(
+        "--port", metavar="N", type=arguments.integer(0, 65535), default=8000, help="0 = a free one (default: 8000)"
+    )
+    parser.add_argument(
+        "--api-key", metavar="KEY", action="append", default=[], type=key,
+        help="refuse requests without this key (repeatable; default: $NANOKV_API_KEY, else none is needed)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--allow-host", metavar="NAME", action="append", default=[],
+        help="answer requests to this host name too (repeatable)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--alias", metavar="NAME", action="append", default=[],
+        help="another name of the model, for clients that ask for gpt-4o (repeatable)",
+    )  # fmt: skip
+    parser.add_argument("--pages", metavar="N", type=arguments.integer(1), help="pages in the pool of the cache")
+    parser.add_argument(
+        "--queue", metavar="N", type=arguments.integer(0, 100_000), default=64,
+        help="requests that may wait; one more is refused with 429 (default: 64)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--timeout", metavar="S", type=arguments.real(0, above=True), default=600.0,
+        help="seconds for one answer, its wait in the queue included (default: 600)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--prefill-worker", action="store_true",
+        help="prefill in a process of its own, which takes the weights a second time; this one only decodes",
+    )  # fmt: skip
+    parser.add_argument(
+        "--grace", metavar="S", type=arguments.real(0), default=10.0,
+        help="seconds for running answers when the server is ended (default: 10)",
+    )  # fmt: skip
+    pool.add_arguments(parser, step_tokens=256)
+
+
+def key(text: str) -> str:
+    """An argparse type: what can stand in a header."""
+    if not text or not text.isascii() or not text.isprintable() or " " in text:
+        raise argparse.ArgumentTypeError("a key is made of visible ASCII characters without blanks")
+    return text
+
+
+def run(args) -> int:
+    """Bind, load, serve; the exit code says how it was ended."""
+    check_installed()
+    pool_flags(args)
+    api_keys(args)  # a wrong one is told before anything is loaded
+    with terminal.loading():
+        from nanokv.apps.serve.http.server import listen, url
+    bound = listen(args.host, args.port)
+    loaded = load_model(args, lambda plan: terminal.notice(" · ".join(plan.banner()), args))
+    with bound, Stop() as stop:
+        logs = Log(args)
+        server = make_server(args, loaded, stop, lambda: announce(args, url(bound)))
+        try:
+            server.run(sockets=[bound])
+        finally:
+            server.worker.prefills.close()
+        logs.close()
+        if server.worker.lost is not None:
+            raise server.worker.lost
+        stop.finish()
+    return 130
+
+
+def check_installed() -> None:
+    """The packages of the extra, before anything else is done."""
+    import importlib.util
+
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise NanoKVError(f"nanokv serve needs {', '.join(missing)}", installing.hint(NEEDED))
+
+
+def pool_flags(args) -> None:
+    """--pages N is --cache prefix:pages=N."""
+    pool.options(args, "serve")
+    name, options = args.cache
+    if args.pages is not None:
+        if options.get("pages", args.pages) != args.pages:
+            both = f"--pages {args.pages} and --cache prefix:pages={options['pages']}"
+            raise NanoKVError(f"{both} contradict each other", "leave one of them out")
+        args.cache = (name, options | {"pages": args.pages})
+
+
+def make_server(args, loaded: Loaded, stop: "Stop", ready):
+    """The engine, and everything around it."""
+    from nanokv.apps.serve.api.prompts import Served
+    from nanokv.apps.serve.http.app import make_app
+    from nanokv.apps.serve.http.response import Limits
+    from nanokv.apps.serve.http.security import Hosts, Keys, is_loopback
+    from nanokv.apps.serve.http.server import Server
+    from nanokv.apps.serve.run.worker import Worker
+
+    page = args.cache[1]["page"]
+    pages = args.cache[1].get("pages") or pool_pages(args, loaded, page)
+    engine = loaded.make_engine(pages, page, args.step_tokens, args.running)
+    context = min(loaded.context, pages * page)
+    if context < loaded.context:
+        terminal.warning(f"{pages:,} pages hold {pages * page:,} tokens: that is the context, not {loaded.context:,}")
+    served = Served(
+        engine, loaded.tokenizer, model_names(args, loaded), context,
+        arguments.resolve_sampling(args, loaded.model.generation_config), args.max_new_tokens, tuple(args.stop),
+        template_options(args), args.allow_special,
+    )  # fmt: skip
+    keys = api_keys(args)
+    if not keys and not is_loopback(args.host):
+        terminal.warning(f"--host {args.host} without --api-key: whoever reaches this machine can use the model")
+    worker = Worker(engine, args.queue, prefills(args, loaded, engine, served.context))
+    app = make_app(served, worker, Hosts(args.host, args.allow_host), Keys(keys), Limits(answer_s=args.timeout))
+    return Server(app, worker, stop, stop.twice, args.grace, ready)
+
+
+def model_names(args, loaded: Loaded) -> tuple[str, ...]:
+    """What a request may call the model: its own name, what was typed after -m, each --alias."""
+    last = [Path(args.model).name] if Path(args.model).exists() else []
+    return tuple(dict.fromkeys([loaded.name, args.model, *last, *args.alias]))
+
+
+def prefills(args, loaded: Loaded, engine, context: int):
+    """Where prompts are computed. The other process has pages for as many prompts as are under way at a time."""
+    from nanokv.apps.serve.run.prefill import AHEAD, HERE, Elsewhere
+
+    if not args.prefill_worker:
+        return HERE
+    size, pages = engine.pool.page_size, len(engine.pool.references)
+    sizes = {"pages": min(pages, AHEAD * (-(-context // size) + 1)), "page_size": size,
+             "step_tokens": args.step_tokens, "max_running": args.running}  # fmt: skip
+    elsewhere = Elsewhere(engine, partial(load_again, args), sizes, loaded.fingerprints()[0])
+    elsewhere.load()
+    return elsewhere
+
+
+def load_again(args):
+    """(model, fingerprint), in the process that prefills."""
+    loaded = load_model(args, lambda plan: None)
+    return loaded.model, loaded.fingerprints()[0]
+
+
+def api_keys(args) -> list[str]:
+    """Those of the command line, else that of the environment."""
+    kept = arguments.environment("NANOKV_API_KEY")
+    try:
+        return args.api_key or [key(found) for found in [kept] if found]
+    except argparse.ArgumentTypeError as error:
+        raise NanoKVError(f"NANOKV_API_KEY: {error}", "a file's last line break may be in it") from None
+
+
+def pool_pages(args, loaded: Loaded, page: int) -> int:
+    """A full context for each request that runs, at most half of the free memory."""
+    wanted = args.running * (-(-loaded.context // page) + 1)
+    most = pool.affordable(loaded, page)
+    return wanted if most is None else min(wanted, most)
+
+
+def announce(args, address: str) -> None:
+    """The line that says that it is ready."""
+    call = """-d '{"messages": [{"role": "user", "content": "Hi"}]}'"""
+    secret = " -H 'Authorization: Bearer KEY'" if api_keys(args) else ""
+    terminal.notice(f"ready: {address}/v1 · page {address} · curl {address}/v1/chat/completions{secret} {call}", args)
+
+
+class Stop(terminal.Interrupt):
+    """The first signal asks the server to end in good order, the second to end at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.since, self.again = 0.0, False
+
+    def _note(self, signum, frame) -> None:
+        now = time.monotonic()
+        if not self.requested:
+            self.since = now
+        self.again = self.again or now - self.since >= terminal.SWALLOW_S  # a wrapper may pass one press on twice
+        super()._note(signum, frame)
+
+    def twice(self) -> bool:
+        """Has a second one come?"""
+        return self.again
+
+
+class Log(logging.Handler):
+    """What the server and uvicorn log, on stderr, one line each, whatever a client put into it."""
+
+    NAMES = ("nanokv.apps.serve", "uvicorn.error")
+
+    def __init__(self, args):
+        super().__init__(logging.DEBUG if args.debug else logging.INFO)
+        self.args = args
+        for name in self.NAMES:
+            logging.getLogger(name).addHandler(self)
+        logging.getLogger("nanokv.apps.serve").setLevel(self.level)
+        logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        if record.levelno >= logging.WARNING:
+            terminal.warning(text)
+        else:
+            terminal.notice(text, self.args)
+
+    def close(self) -> None:
+        for name in self.NAMES:
+            logging.getLogger(name).removeHandler(self)
+        super().close()

@@ -1,0 +1,183 @@
+"""`nanokv trace`: record a run, tensor by tensor, and write it as one HTML page that works from a file, offline.
+
+stdout carries the path of the page and nothing else. With --fault the page holds the same run a second time, under one
+of the bugs of nanokv.lab.faults, and opens at the first number that differs.
+"""
+
+import os
+import webbrowser
+from pathlib import Path
+
+from nanokv.apps.cli.common import arguments, terminal
+from nanokv.apps.cli.common.arguments import integer
+from nanokv.apps.cli.common.files import add_force, ask_to_replace
+from nanokv.apps.cli.common.loading import Loaded, load_model
+from nanokv.apps.cli.common.prompt import add_prompt_arguments, encode, messages, read_prompt, templated
+from nanokv.config import Config
+from nanokv.errors import ContextError, NanoKVError
+
+EXAMPLES = (
+    'nanokv trace "What is a KV cache?" --open',
+    'nanokv trace --prompt "What is a KV cache?" -n 40 -o trace.html --layers 0,5',
+    'nanokv trace "Reverse: moon, kettle, blorf" --fault start_pos_restarts -o fault.html',
+)
+DESCRIPTION = "Record a greedy run and write one self-contained HTML page, with a tour. stdout carries its path only."
+MOST_TOKENS = 512  # attention weights grow with the square: at 512 the bundled model's page has about 15 MB
+NEW_TOKENS = 48
+SCENARIOS = ("solo", "long", "two_requests")  # situations of nanokv.lab.faults that a trace of one prompt can be in
+ANOTHER = "Count from one to five."  # the request before, where a fault needs one
+
+
+def add_arguments(parser) -> None:
+    """The prompt as in generate, the page, then the model flags."""
+    add_prompt_arguments(parser)
+    group = parser.add_argument_group("page")
+    group.add_argument(
+        "-o", "--out", metavar="FILE", type=Path, default=Path("trace.html"), help="default: trace.html"
+    )
+    add_force(group)
+    group.add_argument("--open", action="store_true", help="show it in the browser")
+    group.add_argument("-n", "--max-new-tokens", metavar="N", type=integer(1, 100_000_000), default=NEW_TOKENS,
+                       help=f"stop after this many tokens (default: {NEW_TOKENS})")  # fmt: skip
+    group.add_argument("--layers", metavar="I,J", help="keep cache and attention of these layers only (default: all)")
+    group.add_argument("--fault", metavar="NAME", help="record the run again, with this bug: right minus wrong")
+    group.add_argument("--repeat", metavar="N", type=integer(1, 100), default=3,
+                       help="time every step N times and take the median (default: 3)")  # fmt: skip
+    group.add_argument("--no-uncached", action="store_true", help="do not time the run without a cache, which is slow")
+    arguments.add_model_arguments(parser)
+
+
+def run(args) -> int:
+    """Check, record, time, write."""
+    check_place(args.out)
+    ask_to_replace(args.force, args.out)
+    if args.cache[0] != "dict":
+        raise NanoKVError(f"--cache {args.cache[0]}: only the dict cache can be traced", "leave out --cache")
+    prompt = read_prompt(args, EXAMPLES[0])
+    fault = find_fault(args.fault)
+    loaded = load_model(args)
+    layers = choose_layers(args.layers, loaded.config)
+    ids = encode(args, loaded, prompt)
+    check_size(args, loaded, len(ids), len(layers))
+    page = make_page(args, loaded, prompt, ids, layers, fault)
+    replace(args.out, page)
+    terminal.write_out(f"{args.out}\n")
+    if args.open and not webbrowser.open(args.out.resolve().as_uri()):
+        terminal.warning("no browser could be started")
+    return 0
+
+
+def make_page(args, loaded: Loaded, prompt: str, ids: list[int], layers: list[int], fault) -> str:
+    """Record, again with the fault, time, build."""
+    from nanokv.lab import trace
+
+    model, new = loaded.model, args.max_new_tokens
+    right = trace.record(model, ids, new, layers)
+    wrong = None if fault is None else record_fault(loaded, ids, new, layers, fault)
+    terminal.notice(f"recorded {len(ids):,} + {len(right.steps):,} tokens, timing the steps", args)
+    costs = trace.measure(model, right, args.repeat, uncached=not args.no_uncached)
+    page = trace.build(
+        model, loaded.tokenizer, right, costs, name=loaded.name, prompt=prompt, roles=roles(args, loaded, prompt, ids),
+        fault=wrong, threads=loaded.threads,
+    )  # fmt: skip
+    terminal.notice(terminal.bytes_text(len(page)), args)
+    return page
+
+
+def roles(args, loaded: Loaded, prompt: str, ids: list[int]) -> list[str]:
+    """A letter for each token of the prompt: who said it, or p without a template."""
+    if not templated(args, loaded.tokenizer):
+        return ["p"] * len(ids)
+    from nanokv.chat.history import token_roles
+
+    return [letter for letter, _ in token_roles(loaded.tokenizer, ids, messages(args, prompt))]
+
+
+# --- faults -------------------------------------------------------------------------------------------------------
+
+
+def find_fault(name: str | None):
+    """The fault, if a run of one prompt can show it."""
+    if name is None:
+        return None
+    from nanokv.lab.faults import FAULTS
+
+    possible = [fault.name for fault in FAULTS.values() if fault.scenario in SCENARIOS]
+    if name not in FAULTS:
+        close = arguments.nearest(name, possible)
+        hint = f"did you mean {close}?" if close else f"one of {', '.join(possible)}"
+        raise NanoKVError(f"no fault {name!r}", hint)
+    if name not in possible:
+        raise NanoKVError(
+            f"{name} shows only in another situation ({FAULTS[name].scenario}); a trace is one prompt in one prefill",
+            f"one of {', '.join(possible)}",
+        )
+    return FAULTS[name]
+
+
+def record_fault(loaded: Loaded, ids: list[int], new: int, layers: list[int], fault):
+    """The same run under the fault; where the fault needs a request before this one, there is one."""
+    from nanokv.decoding.generation import generate
+    from nanokv.lab import faults, trace
+
+    with faults.inject(fault.name):
+        if fault.scenario == "two_requests":
+            list(generate(loaded.model, loaded.tokenizer.encode(ANOTHER), max_new_tokens=8))
+        run = trace.record(loaded.model, ids, new, layers, may_fail=True)
+    if not run.steps:
+        raise NanoKVError(f"{fault.name} broke the first step, so there is nothing to show: {run.stopped}")
+    return trace.Fault(fault.name, f"{fault.title}. {fault.cause} Met in {fault.thread}.", run)
+
+
+# --- checks before any work ---------------------------------------------------------------------------------------
+
+
+def check_place(path: Path) -> None:
+    """The page can be written there: asked before minutes of work."""
+    if not path.parent.is_dir():
+        raise NanoKVError(f"--out {path}: there is no folder {path.parent}", f"mkdir -p {path.parent}")
+    if path.exists() and not path.is_file():
+        raise NanoKVError(f"--out {path} is not a file", "--out trace.html")
+    if not os.access(path.parent, os.W_OK):
+        raise NanoKVError(f"--out {path}: the folder {path.parent} cannot be written to", "--out /tmp/trace.html")
+
+
+def choose_layers(text: str | None, config: Config) -> list[int]:
+    """`0,5` → [0, 5]; all layers without the flag."""
+    many = config.num_hidden_layers
+    if text is None:
+        return list(range(many))
+    parts = [part.strip() for part in text.split(",")]
+    wrong = [part for part in parts if not part.isascii() or not part.isdigit() or int(part) >= many]
+    if wrong:
+        raise NanoKVError(f"--layers {text}: {wrong[0]!r} is not a layer from 0 to {many - 1}", "--layers 0")
+    return sorted({int(part) for part in parts})
+
+
+def check_size(args, loaded: Loaded, prompt: int, layers: int) -> None:
+    """Refuse what would not fit into the context or would give a page that no browser likes."""
+    from nanokv.lab.trace import page_bytes
+
+    new, total = args.max_new_tokens, prompt + args.max_new_tokens
+    if total > MOST_TOKENS:
+        size = terminal.bytes_text(page_bytes(loaded.config, prompt, new, layers, 2 if args.fault else 1))
+        fewer = MOST_TOKENS - prompt
+        raise NanoKVError(
+            f"{prompt:,} + {new:,} tokens would be a page of about {size}; a trace has at most {MOST_TOKENS} tokens",
+            f"-n {fewer}" if fewer > 0 else "a shorter prompt",
+        )
+    if total - 1 > loaded.context:  # the last token is never fed
+        raise ContextError(f"{prompt:,} + {new:,} tokens, and the context is {loaded.context:,}", "a smaller -n")
+
+
+def replace(path: Path, text: str) -> None:
+    """Write all of it beside, then take the place: whoever has the old page open keeps a whole one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with terminal.writing(path, len(text)), open(temporary, "x", encoding="utf-8", newline="\n") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,214 @@
+"""`nanokv train`: make the bundled model again from nothing, or measure how good a model is.
+
+Only the frame: flags and what Ctrl-C does. The work is in nanokv/school/training/, the bar and the plot in
+train_log.py, the evaluation's table in train_report.py.
+"""
+
+import json
+from pathlib import Path
+
+from nanokv.apps.cli.common import terminal
+from nanokv.apps.cli.common.arguments import integer, real
+from nanokv.apps.cli.common.loading import check_address_space
+from nanokv.apps.cli.train.report import evaluate, write_card
+from nanokv.errors import NanoKVError
+
+EXAMPLES = ("nanokv train --out runs/tiny", "nanokv train --out runs/tiny --resume", "nanokv train --evaluate")
+DESCRIPTION = (
+    "Train the bundled model from a seeded synthetic corpus (GPU if there is one, else CPU), then evaluate it. "
+    "With --evaluate alone: measure a model on held-out words, through the greedy chat path; exit code 1 when it "
+    "misses a target."
+)
+RECIPE_FLAGS = {"--steps": "steps", "--batch-tokens": "tokens_per_batch", "--seed": "seed"}  # flag → field of Recipe
+
+CASES, FEWEST = 100, 5  # cases per task of the evaluation: of a whole run, and of the shortest
+SEEDS = 5  # of the evaluation of a whole run
+
+
+def add_arguments(parser) -> None:
+    """--out starts or continues a run; without it, --evaluate measures --model."""
+    parser.add_argument("--out", metavar="DIR", help="folder of the run: checkpoints, metrics.jsonl, loss.png, model/")
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--steps", type=integer(1), help="optimizer steps (default: 6,300, the bundled model's)")
+    length.add_argument("--minutes", type=real(0, above=True), help="as many steps as fit, measured at the start")
+    parser.add_argument("--batch-tokens", type=integer(64), help="tokens per step (default: 8,192)")
+    parser.add_argument(
+        "--checkpoint-every", type=integer(1), default=100, metavar="N",
+        help="steps between checkpoints, each with a validation loss and a sample answer (default: %(default)s)",
+    )  # fmt: skip
+    again = parser.add_mutually_exclusive_group()
+    again.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in --out")
+    again.add_argument("--force", action="store_true", help="delete the run that --out holds, and start anew")
+    evaluation = parser.add_mutually_exclusive_group()
+    evaluation.add_argument(
+        "--evaluate", action="store_true", help="no training: evaluate the model of --out, or --model"
+    )
+    evaluation.add_argument("--no-evaluate", action="store_true", help="train only: no evaluation, no model card")
+    parser.add_argument("-m", "--model", default="tiny", help="what --evaluate measures (default: %(default)s)")
+    parser.add_argument(
+        "--cases", type=integer(1),
+        help=f"cases per task of the evaluation (default: {CASES}, after a shorter run fewer, at least {FEWEST})",
+    )  # fmt: skip
+    parser.add_argument("--seed", type=integer(0), help="of the run and of the first cases (default: 0)")
+    parser.add_argument(
+        "--seeds", type=integer(1), metavar="N",
+        help=f"evaluate on so many seeds and show the lowest (default: 1; {SEEDS} after a whole run)",
+    )  # fmt: skip
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto")
+    parser.add_argument("--threads", type=integer(1), help="CPU threads (default: all)")
+    parser.add_argument("--json", action="store_true", help="the evaluation as one JSON object on stdout")
+
+
+def run(args) -> int:
+    """Train and evaluate: 0, or 130 when stopped. Evaluate alone: 1 when the model misses a target."""
+    if not args.out and not args.evaluate:
+        raise NanoKVError("where to? --out is missing", hint="nanokv train --out runs/tiny, or nanokv train --evaluate")
+    out = Path(args.out) if args.out else None
+    check_folder(out, args)
+    check_address_space()
+    import torch
+
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    if args.evaluate:
+        args.cases = args.cases or CASES
+        report = evaluate(args, str(out / "model") if out else args.model, seeds(args.seed or 0, args.seeds or 1))
+        return int(bool(report["missed"]))
+    recipe = train(args, out)
+    if recipe is None:
+        return 130
+    if args.no_evaluate:
+        terminal.notice(f"{out / 'model'} is finished · nanokv train --out {out} --evaluate measures it", args)
+        return 0
+    args.cases = args.cases or cases_after(recipe.steps)
+    report = evaluate(args, str(out / "model"), seeds(recipe.seed, args.seeds or (SEEDS if args.cases >= CASES else 1)))
+    write_card(out / "model", recipe, report)
+    return 0
+
+
+def seeds(first: int, count: int) -> list[int]:
+    """So many, one after the other."""
+    return list(range(first, first + count))
+
+
+def cases_after(steps: int) -> int:
+    """A run that was much shorter than the bundled model's is evaluated as much shorter."""
+    from nanokv.school.training.trainer import Recipe
+
+    return min(CASES, max(FEWEST, CASES * steps // Recipe().steps))
+
+
+def check_folder(out: Path | None, args) -> None:
+    """Never write over a run by accident; everything that needs no torch is refused before it is imported."""
+    from nanokv.school.training.run_folder import checkpoints, refuse_foreign
+
+    if out is None:
+        return
+    if out.exists() and not out.is_dir():
+        raise NanoKVError(f"{out} is a file, not a folder", hint="another --out")
+    if args.evaluate:
+        if not (out / "model").is_dir():
+            way = "--resume finishes it" if checkpoints(out) else "makes one"
+            raise NanoKVError(f"{out} holds no finished model", hint=f"nanokv train --out {out} {way}")
+    elif args.resume:
+        if not checkpoints(out):
+            raise NanoKVError(f"{out} holds no checkpoint to resume from", hint="start without --resume")
+    elif out.is_dir() and any(out.iterdir()):
+        refuse_foreign(out)
+        if args.force:
+            return
+        raise NanoKVError(f"{out} is not empty", hint="--resume continues that run, --force throws it away")
+
+
+# --- training ------------------------------------------------------------------------------------------------------
+
+
+def make_trainer(args, out: Path):
+    """A Trainer at step 0, or where the newest checkpoint left off; the recipe of a resumed run is the stored one."""
+    from nanokv.school.training import trainer as training
+
+    device = choose_device(args.device)
+    if args.resume:
+        newest = training.newest_checkpoint(out)
+        recipe = training.stored_recipe(newest)
+        refuse_another_recipe(args, newest, recipe)
+        trainer = training.Trainer(recipe, device, training.TINY)
+        trainer.resume(out)
+        return trainer
+    given = {field: getattr(args, flag[2:].replace("-", "_")) for flag, field in RECIPE_FLAGS.items()}
+    steps = given.pop("steps")
+    recipe = training.Recipe(**{field: value for field, value in given.items() if value is not None})
+    recipe = recipe.scaled(steps) if steps else recipe
+    trainer = training.Trainer(recipe, device, training.TINY)
+    if not args.minutes:
+        return trainer
+    terminal.notice("measuring the speed of this machine ...", args)
+    steps = int(training.estimate_speed(trainer) * args.minutes * 60 / recipe.tokens_per_batch)
+    return training.Trainer(recipe.scaled(max(1, steps)), device, training.TINY, trainer.tokenizer)
+
+
+def choose_device(wanted: str) -> str:
+    """auto = the GPU if there is one."""
+    import torch
+
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise NanoKVError("--device cuda: torch sees no GPU here", hint="--device cpu")
+    return ("cuda" if torch.cuda.is_available() else "cpu") if wanted == "auto" else wanted
+
+
+def refuse_another_recipe(args, newest: Path, recipe) -> None:
+    """A flag that a resumed run would not obey is an error, not a silence."""
+    if args.minutes:
+        raise NanoKVError(f"{newest} belongs to a run of {recipe.steps:,} steps", hint="leave out --minutes")
+    for flag, field in RECIPE_FLAGS.items():
+        wanted, stored = getattr(args, flag[2:].replace("-", "_")), getattr(recipe, field)
+        if wanted not in (None, stored):
+            raise NanoKVError(f"{newest} belongs to a run with {flag} {stored}, not {wanted}", hint=f"leave out {flag}")
+
+
+def train(args, out: Path):
+    """Run to the last step and return the recipe; None when Ctrl-C stopped it, with everything saved."""
+    from nanokv.apps.cli.train.log import Progress, plot
+    from nanokv.school.training import run_folder
+    from nanokv.school.training.trainer import COMPILED_FROM
+
+    trainer = make_trainer(args, out)
+    recipe, metrics = trainer.recipe, out / "metrics.jsonl"
+    if args.force and out.is_dir():
+        run_folder.clear(out)
+    out.mkdir(parents=True, exist_ok=True)
+    run_folder.keep_until(metrics, trainer.step)
+    count = sum(p.numel() for p in trainer.model.parameters())
+    size = f"{recipe.steps:,} steps of {recipe.tokens_per_batch:,} tokens"
+    start = f"from step {trainer.step:,}"
+    compiled = recipe.steps >= COMPILED_FROM and trainer.compile()
+    way = f"{trainer.device}, compiled" if compiled else trainer.device
+    terminal.notice(f"{count:,} parameters · {size} · {way} · {start} · {out}", args)
+    with terminal.Interrupt() as stop, Progress(args, trainer) as progress, open(metrics, "a") as file:
+        while trainer.step < recipe.steps and not stop.requested:
+            take_step(trainer, args, out, file, progress)
+    if stop.requested and trainer.step < recipe.steps:
+        terminal.warning("saving ... (again = leave without; the last checkpoint stays)")
+        trainer.save(out)
+        plot(out, args)
+        done = f"stopped at step {trainer.step:,} of {recipe.steps:,}"
+        terminal.notice(f"{done} · nanokv train --out {out} --resume", args)
+        stop.finish()
+        return None
+    plot(out, args)
+    trainer.export(out / "model")
+    return recipe
+
+
+def take_step(trainer, args, out: Path, metrics, progress) -> None:
+    """One step and its line; now and then, and at the end, a validation loss and a checkpoint."""
+    record = {"loss": round(trainer.train_step(), 4)}
+    milestone = trainer.step % args.checkpoint_every == 0 or trainer.step == trainer.recipe.steps
+    if milestone:
+        record["validation"] = round(trainer.validate(), 4)
+    record |= {"step": trainer.step, "tokens": trainer.step * trainer.recipe.tokens_per_batch}
+    metrics.write(json.dumps(record) + "\n")
+    metrics.flush()  # before the checkpoint: a run that is killed in between does the step again and drops the line
+    if milestone:
+        trainer.save(out)
+    progress.show(record)

@@ -1,0 +1,159 @@
+"""`nanokv verify MODEL`: is this checkpoint computed rightly? Prints a table and leaves with 0 or 1.
+
+The reference is transformers, or another checkpoint with --against; without either it checks published figures and
+that cached equals uncached, and says what it skipped. The report is the result, so it goes to stdout; progress goes to
+stderr. Exit code 1 means "differs" here. The checks themselves are in nanokv/lab/verify.
+"""
+
+import copy
+import sys
+from dataclasses import asdict
+
+from nanokv.apps.cli.common import layout, terminal
+from nanokv.apps.cli.common.arguments import DTYPES, environment, integer
+
+EXAMPLES = (
+    "nanokv verify tiny",
+    "nanokv verify Qwen/Qwen3-0.6B --json",
+    "nanokv verify ./my-checkpoint --against Qwen/Qwen3-0.6B",
+)
+DESCRIPTION = (
+    "Compare a checkpoint with transformers (if installed), operation by operation; or with another checkpoint "
+    "(--against). Names the first layer and operation that differ. Here exit code 1 means: it differs."
+)
+CONTEXT = 512  # all prompts and answers are shorter: only so much cache is asked of the memory check
+
+
+def add_arguments(parser) -> None:
+    """The model, the reference, the form of the report."""
+    parser.add_argument("source", metavar="MODEL", nargs="?", help="tiny (bundled), a folder, or a name on the hub")
+    parser.add_argument("-m", "--model", metavar="NAME", help="the same as MODEL")
+    parser.add_argument("--against", metavar="NAME", help="compare with this checkpoint instead of transformers")
+    parser.add_argument("--alone", action="store_true", help="do not use transformers, even if it is installed")
+    parser.add_argument("--json", action="store_true", help="one JSON object with every operation of every layer")
+    parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a hub MODEL")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="float32", metavar="TYPE",
+        help="auto, float32, bfloat16 or float16 (default: float32, where equal means 1e-5)",
+    )  # fmt: skip
+    parser.add_argument("--threads", metavar="N", type=integer(1, 4096), help="CPU threads (default: all cores)")
+    parser.add_argument("--offline", action="store_true", help="never ask the network")
+
+
+def run(args) -> int:
+    """0 if everything that could be checked is within tolerance, else 1."""
+    from nanokv.apps.cli.common.loading import check_address_space, check_memory, plan_model
+    from nanokv.costs.free_memory import available_memory
+    from nanokv.errors import NanoKVError
+
+    if args.source and args.model:
+        raise NanoKVError(f"two models: {args.source} and --model {args.model}", "--against compares two checkpoints")
+    if args.alone and args.against:
+        raise NanoKVError("--alone and --against exclude each other", "leave out --alone")
+    args.model = args.source or args.model or environment("NANOKV_MODEL") or "tiny"
+    args.device, args.cache, args.context = "cpu", ("dict", {}), None
+    other = copy.copy(args)
+    other.model, other.revision = args.against, None
+    plans = [plan_model(args), *([plan_model(other)] if args.against else [])]
+    for plan in plans:
+        plan.context = min(plan.context, CONTEXT)
+        plan.dtype_name = plans[0].dtype_name  # both in one dtype, or the difference would be rounding
+        check_memory(plan, available_memory("cpu"))
+    check_address_space()
+    import torch
+
+    from nanokv.lab.verify import verify
+
+    torch.set_num_threads(plans[0].threads)
+    report = verify(
+        plans[0].name, plans[0].folder, plans[1].folder if args.against else None, args.against,
+        getattr(torch, plans[0].dtype_name), args.alone, say=lambda text: terminal.notice(f"{text} …", args),
+    )  # fmt: skip
+    style, width = terminal.Style(sys.stdout, args.color), layout.columns(sys.stdout, None)
+    terminal.write_out(as_json(report) if args.json else as_text(report, style, width))
+    return 0 if report.equal else 1
+
+
+# --- the report ---------------------------------------------------------------------------------------------------
+
+
+def as_json(report) -> str:
+    """One object; figures that are not finite become null, `note` says why."""
+    from nanokv.apps.cli.common.text import to_json
+
+    def row(step):
+        return None if step is None else asdict(step) | {"ok": step.ok}
+
+    return to_json({
+        "model": report.name, "reference": report.reference, "dtype": report.dtype,
+        "verdict": "equal" if report.equal else "differs",
+        "first_divergence": row(report.first), "first_unequal": row(report.first_unequal),
+        "checks": [asdict(check) for check in report.checks],
+        "config_differences": {name: [str(x), str(y)] for name, (x, y) in report.hints.items()},
+        "operations": [row(step) for step in report.steps],
+    }) + "\n"  # fmt: skip
+
+
+def as_text(report, style, width: int | None = None) -> str:
+    """Checks, the layer table, the guilty layer's operations, the verdict. Everything read from files is sanitised."""
+    title = f"{report.name} · {report.dtype} · reference: {report.reference or 'none'}"
+    lines = [style.bold(layout.joined(terminal.sanitize_line(title).split(" · "), width)), ""]
+    lines += layout.definitions([check_row(check, style) for check in report.checks], width, column=47)
+    if report.steps:
+        lines += ["", *table("by layer", worst_of_layers(report.steps), style, width)]
+    first = report.first
+    if first is not None and first.layer is not None:
+        inside = [(step.operation, step) for step in report.steps if step.layer == first.layer]
+        lines += ["", *table(f"in layer {first.layer}", inside, style, width)]
+    lines += ["", *(layout.paragraph(line, width) for line in verdict_lines(report, style))]
+    return "".join(line + "\n" for line in lines)
+
+
+def check_row(check, style) -> tuple[str, str]:
+    """`ok       logits` and `2.1e-06 of 1.0e-05 · detail`."""
+    paint = {"ok": style.green, "differs": style.red, "skipped": style.yellow}[check.status]
+    figures = [] if check.difference is None else [f"{check.difference:.1e} of {check.tolerance:.1e}"]
+    details = [terminal.sanitize_line(check.detail)] if check.detail else []
+    return f"{paint(check.status.ljust(8))} {check.name}", style.dim(" · ".join(figures + details))
+
+
+def worst_of_layers(steps) -> list:
+    """[(`layer 3` or name, its worst Step)] in the order of the forward pass."""
+    from nanokv.lab.verify.checks import excess
+
+    groups: dict = {}
+    for step in steps:
+        groups.setdefault(step.operation if step.layer is None else f"layer {step.layer}", []).append(step)
+    return [(name, max(group, key=excess)) for name, group in groups.items()]
+
+
+def table(title: str, rows, style, width: int | None) -> list[str]:
+    """Differences with their tolerances, one row per layer or operation."""
+    cells = []
+    for name, step in rows:
+        mark = "" if step.ok else " ← differs"
+        position = "" if step.position is None else step.position
+        what = ("" if step.operation == name or step.difference == 0 else step.operation) + mark
+        cells.append((f"  {name}", f"{step.difference:.1e}", f"{step.tolerance:.1e}", position, what.strip()))
+    head = (f"  {title}", "max |Δ|", "tolerance", "position", "worst operation")
+    lines = layout.table(head, cells, width, left=(0, 4))
+    return [style.red(line) if "← differs" in line else line for line in lines]
+
+
+def verdict_lines(report, style) -> list[str]:
+    """The last lines: what differs first, which config fields differ, what was skipped."""
+    failed = [check.name for check in report.checks if check.status == "differs"]
+    lines = [f"config.json differs: {name} {x} against {y}" for name, (x, y) in report.hints.items()]
+    lines = [terminal.sanitize_line(line) for line in lines]
+    if report.equal:
+        done = sum(check.status == "ok" for check in report.checks)
+        if report.reference is None:
+            return [*lines, style.yellow(f"no difference in {done} checks, but nothing to compare with: see skipped")]
+        return [*lines, style.green(f"equal within tolerance ({done} checks)")]
+    lines.append(style.red(f"DIFFERS: {', '.join(failed)}"))
+    if report.first is not None:
+        lines.append(style.bold(f"first at {report.first}"))
+        earlier = report.first_unequal
+        if earlier != report.first:
+            lines.append(f"first operation that is not bit-equal: {earlier}")
+    return lines

@@ -1,0 +1,1 @@
+"""What several commands share: flags, files, the model's loading, the terminal and its text."""

@@ -1,0 +1,375 @@
+"""The flags that commands share, and a parser whose errors are one line with the nearest correct name.
+
+Values are checked here, before torch is imported, so that a typo answers at once. A sampling flag that is not given
+stays None: only then can the checkpoint's generation_config apply. Order: flag > environment > checkpoint > built-in.
+"""
+
+import argparse
+import itertools
+import os
+import re
+import sys
+from dataclasses import fields
+
+from nanokv.apps.cli.common import layout
+from nanokv.apps.cli.common.terminal import write_out
+from nanokv.cache.options import read_kind
+from nanokv.decoding.ranges import RANGES, chosen_seed
+from nanokv.errors import CacheError, NanoKVError
+from nanokv.parallel.group import Alone
+
+EXIT_CODES = (
+    "0 done", "1 our bug", "2 flag, model, file, network, memory", "130 Ctrl-C", "141 reader closed the pipe",
+    "143 SIGTERM",
+)  # fmt: skip
+DEFAULT_NEW_TOKENS = 1024
+CACHE = "growing"  # holds what the dict cache holds; that one copies every key and value at every step
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+ALIASES = {  # flags of llama.cpp, mlx-lm and the OpenAI interface → ours
+    "--temp": "--temperature", "--ctx-size": "--context", "--n-predict": "--max-new-tokens",
+    "--max-tokens": "--max-new-tokens",
+}  # fmt: skip
+SYNONYMS = {  # not accepted, but clear: what is typed, without dashes → the flag to suggest
+    "n-ctx": "context", "num-ctx": "context", "max-model-len": "context", "num-predict": "max-new-tokens",
+    "max-length": "max-new-tokens", "max-completion-tokens": "max-new-tokens", "verbose": "debug", "silent": "quiet",
+    "c": "context", "b": "step-tokens", "ub": "step-tokens", "f": "file", "V": "version", "v": "debug",
+    "hf": "model", "hf-repo": "model", "sys": "system", "p-system": "system", "np": "running", "parallel": "running",
+    "ngl": "device", "n-gpu-layers": "device", "gpu-layers": "device", "dev": "device", "device-map": "device",
+    "ctk": "cache", "ctv": "cache", "cache-type-k": "cache", "cache-type-v": "cache", "kv-cache-dtype": "cache",
+    "repeat-penalty": "repetition-penalty", "load-in-8bit": "quantize", "load-in-4bit": "quantize",
+    "quantization": "quantize", "torch-dtype": "dtype", "served-model-name": "alias", "max-num-seqs": "running",
+    "max-num-batched-tokens": "step-tokens", "gpu-memory-utilization": "pages",
+    "tensor-parallel-size": "tensor-parallel", "tp": "tensor-parallel", "cnv": "chat", "conversation": "chat",
+}  # fmt: skip
+SAID = {  # flags of other programs without one of ours → how it is here
+    "stream": "nanokv chat and generate stream an answer by default",
+    "no-stream": "--json writes an answer when it is whole",
+    "no-cnv": "nanokv generate PROMPT --raw continues a text, without a chat template",
+    "no-conversation": "nanokv generate PROMPT --raw continues a text, without a chat template",
+    "i": "nanokv chat talks with the model", "interactive": "nanokv chat talks with the model",
+    "trust-remote-code": "no code of a checkpoint is run",
+}  # fmt: skip
+
+
+# --- the parser ---------------------------------------------------------------------------------------------------
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with three repairs: no abbreviations, one-line errors, and `did you mean`."""
+
+    intermixed = False  # may flags stand between the words of one positional? Before Python 3.12 argparse asks
+
+    def __init__(self, **options):
+        color = {"color": False} if sys.version_info >= (3, 14) else {}  # 3.14 colours help without asking our --color
+        super().__init__(allow_abbrev=False, add_help=False, formatter_class=Formatter, **color, **options)
+        self.examples: tuple[str, ...] = ()
+
+    def format_help(self) -> str:
+        return f"{examples_text(self.examples)}{super().format_help()}\n{exit_codes_text()}\n"
+
+    def _print_message(self, message: str, file=None):
+        write_out(message)  # argparse's own swallows a full disk
+
+    def error(self, message: str):
+        found = re.fullmatch(r"argument (?P<flag>[^:]+): (?P<rest>.*)", message, re.DOTALL)
+        if found:
+            message = f"{found['flag']}: {found['rest']}"
+        head, colon, missing = message.partition("the following arguments are required: ")
+        if colon:  # parse_known_intermixed_args also names those that may be left out
+            free = {action.metavar for action in self._actions if action.nargs in ("*", "?")}
+            message = head + colon + ", ".join(name for name in missing.split(", ") if name not in free)
+        raise NanoKVError(message, f"{self.prog} --help")
+
+    def flags(self) -> list[str]:
+        """Every long flag of this command."""
+        return [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
+
+    def accept_aliases(self) -> None:
+        """Names that other programs have for our flags mean the same here; help and errors show our own."""
+        for alias, flag in ALIASES.items():
+            if flag in self._option_string_actions:
+                self._option_string_actions.setdefault(alias, self._option_string_actions[flag])
+
+    def parse(self, argv: list[str]) -> argparse.Namespace:
+        """parse_args, but a flag that nobody knows gets the nearest one instead of the usage lines."""
+        shape = " ".join([self.prog, "[flags]", *(_shape(a) for a in self._actions if not a.option_strings)])
+        self.usage = layout.paragraph(shape, help_width() - len("usage: "), rest=" " * len("usage: "))
+        if foreign := next(filter(self.is_foreign, itertools.takewhile("--".__ne__, argv)), None):
+            raise self.unknown_flag(foreign)
+        args, extra = (self.parse_known_intermixed_args if self.intermixed else self.parse_known_args)(argv)
+        if not extra:
+            return args
+        flag = next((word for word in extra if word.startswith("-") and word != "-"), None)
+        if flag is None:
+            hint = 'put the text in quotes: "What is a KV cache?"' if "prompt" in args else f"{self.prog} --help"
+            raise NanoKVError(f"unexpected argument {extra[0]!r}", hint)
+        raise self.unknown_flag(flag)
+
+    def is_foreign(self, word: str) -> bool:
+        """-ngl: a flag of another program that argparse would take for our -n with the value gl."""
+        return bool(re.fullmatch("-[a-z][a-z-]+", word)) and word[1:] in SYNONYMS | SAID
+
+    def unknown_flag(self, word: str) -> NanoKVError:
+        """The error, with the flag that was probably meant."""
+        name = word.split("=", 1)[0]
+        if said := SAID.get(name.lstrip("-").replace("_", "-").lower()):
+            return NanoKVError(f"no flag {name}", said)
+        close = nearest_flag(name, self.flags())
+        return NanoKVError(f"no flag {name}", f"did you mean {close}?" if close else f"{self.prog} --help")
+
+
+class Formatter(argparse.RawDescriptionHelpFormatter):
+    """Flags in one column, their texts beside them or, in a narrow terminal, below; words stay whole."""
+
+    def __init__(self, prog: str):
+        width = help_width()
+        super().__init__(prog, max_help_position=30 if width >= 70 else 8, width=width)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return layout.paragraph(" ".join(text.split()), width).split("\n")
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        """A line is a paragraph; one that begins with blanks is a row of a table, its text in a column."""
+        lines = []
+        for line in text.splitlines():
+            row = re.fullmatch(r"( +\S+ +)(.*)", line)
+            first, rest = row.groups() if row else ("", line)
+            lines.append(layout.paragraph(rest, width, indent + first, indent + " " * len(first)))
+        return "\n".join(lines)
+
+
+def help_width() -> int:
+    """Columns of the help: the terminal's, at most 100, because longer lines are hard to read."""
+    return min(100, layout.columns(sys.stdout))
+
+
+def examples_text(lines) -> str:
+    """The beginning of every help."""
+    return "".join(["examples:\n", *(layout.shell(line, help_width()) + "\n" for line in lines), "\n"]) if lines else ""
+
+
+def exit_codes_text() -> str:
+    """The end of every help."""
+    return "exit codes:\n" + layout.joined(EXIT_CODES, help_width(), "  ")
+
+
+def _shape(action) -> str:
+    name = action.metavar or action.dest
+    return {"?": f"[{name}]", "*": f"[{name} ...]", "+": f"{name} ..."}.get(action.nargs, name)
+
+
+def nearest_flag(word: str, flags) -> str | None:
+    """The flag that was probably meant. Dashes are not compared: they would make any two short flags alike."""
+    names = {flag.lstrip("-"): flag for flag in flags}
+    typed = word.lstrip("-").replace("_", "-")
+    name = typed.lower()
+    meant = SYNONYMS.get(typed) or SYNONYMS.get(name)  # -V is not -v
+    return names.get(meant) or names.get(nearest(name, names))
+
+
+def nearest(word: str, names) -> str | None:
+    """The name that was probably meant: the only one that begins so, else the closest; or None."""
+    import difflib
+
+    word, names = word.lower(), list(names)
+    begun = [name for name in names if name.startswith(word)]
+    close = begun if len(begun) == 1 else difflib.get_close_matches(word, names, n=1, cutoff=0.6)
+    return close[0] if close else None
+
+
+def environment(name: str) -> str | None:
+    """A variable's value; empty counts as not set."""
+    return os.environ.get(name) or None
+
+
+# --- checked values -----------------------------------------------------------------------------------------------
+
+
+def integer(low: int, high: int | None = None):
+    """An argparse type: a whole number from low to high."""
+    return _number(int, "a whole number", low, high, above=False)
+
+
+def real(low: float, high: float | None = None, above: bool = False):
+    """An argparse type: a finite number from low to high (above: strictly more than low)."""
+    return _number(float, "a number", low, high, above)
+
+
+def _number(kind, noun: str, low, high, above: bool):
+    floor = f"above {low:,}" if above else f"of at least {low:,}"
+    span = f"{noun} {floor}" if high is None else f"{noun} {'above' if above else 'from'} {low:,} to {high:,}"
+
+    def convert(text: str):
+        try:
+            value = kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {span}") from None
+        inside = (value > low if above else value >= low) and (value <= high if high is not None else value < 1e18)
+        if not inside:  # also nan, for which every comparison is false
+            raise argparse.ArgumentTypeError(f"{text} is not {span}")
+        return value
+
+    return convert
+
+
+SETTINGS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens", "seed")
+
+
+def setting(name: str):
+    """An argparse type: one of SETTINGS, in the range that the library has for it. A seed of -1 is one not given."""
+    wanted = RANGES[name]
+
+    def convert(text: str):
+        try:
+            value = wanted.kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {wanted.words}") from None
+        if not wanted.holds(value):
+            raise argparse.ArgumentTypeError(f"{text} is not {wanted.words}")
+        return chosen_seed(value) if name == "seed" else value
+
+    return convert
+
+
+def parse_setting(name: str, text: str):
+    """The value of one setting typed as text (`/set top_p 0.9`); NanoKVError names the range or the nearest name."""
+    key = name.strip().lstrip("-").replace("-", "_")
+    if key not in SETTINGS:
+        close = nearest(key, SETTINGS)
+        hint = f"did you mean {close}?" if close else f"one of {', '.join(SETTINGS)}"
+        raise NanoKVError(f"no setting {name!r}", hint)
+    try:
+        return setting(key)(text.strip())
+    except argparse.ArgumentTypeError as error:
+        raise NanoKVError(f"{key}: {error}") from None
+
+
+def cache_name(text: str) -> tuple[str, dict]:
+    """`NAME[:option=value…]` → (name, options). Which names and options exist is asked of the cache package later."""
+    try:
+        return read_kind(text)
+    except CacheError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+# --- shared flags -------------------------------------------------------------------------------------------------
+
+
+def add_model_arguments(parser, cache: str = "dict") -> None:
+    """Which model, how it is held, which cache."""
+    group = parser.add_argument_group("model")
+    group.add_argument(
+        "-m", "--model", metavar="NAME", default=environment("NANOKV_MODEL") or "tiny",
+        help="tiny (bundled), a folder, FILE.gguf, a short name (nanokv models), or a hub name: Qwen/Qwen3-0.6B, "
+        "owner/name:FILE.gguf (default: $NANOKV_MODEL, else tiny)",
+    )  # fmt: skip
+    group.add_argument("--revision", metavar="REV", help="branch, tag or commit of a hub model")
+    group.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        default="auto",
+        metavar="TYPE",
+        type=lambda name: DTYPE_NAMES.get(name, name),
+        help="float32, bfloat16, float16, or auto: the checkpoint's own (default)",
+    )
+    group.add_argument(
+        "--device", metavar="NAME", default="auto", help="cpu, cuda, cuda:1 (default: cuda if there is one)"
+    )
+    group.add_argument(
+        "--threads", metavar="N", type=integer(1, 4096), help="CPU threads (default: $NANOKV_THREADS, else all)"
+    )
+    group.add_argument(
+        "--cache",
+        metavar="KIND",
+        type=cache_name,
+        default=(cache, {}),
+        help=f"NAME or NAME:option=value (default: {cache})",
+    )
+    group.add_argument(
+        "--context",
+        metavar="N",
+        type=integer(2, 100_000_000),
+        help="at most N tokens in the cache (default: the model's limit)",
+    )
+    group.add_argument(
+        "--tensor-parallel", metavar="N", type=integer(1, 1024),
+        help="split each layer over N processes of this machine (torchrun starts them on several; docs/parallel.md)",
+    )  # fmt: skip
+    group.add_argument("--offline", action="store_true", help="never ask the network")
+    group.add_argument(
+        "--check-finite", action="store_true",
+        help="refuse weights that hold NaN or infinity: reads them all first, 0.1 to 0.2 s per GB in memory",
+    )  # fmt: skip
+
+
+def add_speed_arguments(parser) -> None:
+    """Which code computes, for the commands that answer (nanokv/apps/cli/common/speed.py)."""
+    group = parser.add_argument_group("speed", "Default: native kernels, as soon as they are built in the background.")
+    group.add_argument("--fast", action="store_true", help="wait until the kernels are built, and say what runs")
+    group.add_argument("--plain", action="store_true", help="the plain model, without fused weights and kernels")
+    group.add_argument(
+        "--quantize", choices=("int8", "int4"), metavar="TYPE", help="weights in int8 or int4; implies --fast"
+    )
+
+
+def add_sampling_arguments(parser) -> None:
+    """How the next token is chosen and when the answer ends; None = not given."""
+    group = parser.add_argument_group("sampling", "Default: the checkpoint's generation_config.")
+    short = {"temperature": ["-t"], "max_new_tokens": ["-n"]}
+    default = {"max_new_tokens": f" (default {DEFAULT_NEW_TOKENS:,})"}
+    for name in SETTINGS:
+        flags = [*short.get(name, []), "--" + name.replace("_", "-")]
+        group.add_argument(*flags, metavar="N" if name != "temperature" else "T", type=setting(name),
+                           help=RANGES[name].help + default.get(name, ""))  # fmt: skip
+    group.add_argument(
+        "--stop", metavar="STR", action="append", default=[], type=_stop, help="end the answer before STR (repeatable)"
+    )
+
+
+def _stop(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("an empty string would stop at once")
+    return text
+
+
+def add_system_argument(parser) -> None:
+    """-s/--system, for commands that apply the chat template."""
+    parser.add_argument("-s", "--system", metavar="TEXT", help="system prompt")
+
+
+def add_template_argument(parser) -> None:
+    """--chat-template, for commands that apply one."""
+    parser.add_argument(
+        "--chat-template", metavar="NAME|FILE",
+        help="one of the checkpoint's templates by its name, or a file with one",
+    )  # fmt: skip
+
+
+def add_common_arguments(parser):
+    """What main adds to every command; returns the group."""
+    parser.set_defaults(ranks=Alone())  # cli/ranks.py puts the group in its place
+    group = parser.add_argument_group("general")
+    group.add_argument("-q", "--quiet", action="store_true", help="no banner and no status on stderr")
+    group.add_argument(
+        "--debug", action="store_true", default=environment("NANOKV_DEBUG") not in (None, "0"), help="tracebacks"
+    )
+    group.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="default: auto")
+    group.add_argument("-h", "--help", action="help", help="this text")
+    return group
+
+
+# --- precedence ---------------------------------------------------------------------------------------------------
+
+
+def resolve_sampling(args, generation_config):
+    """The SamplingParams that apply: flag > checkpoint > built-in."""
+    from nanokv.decoding.draw import SamplingParams  # needs torch, which --help does not
+
+    names = (field.name for field in fields(SamplingParams))
+    return SamplingParams.from_checkpoint(generation_config, **{name: getattr(args, name, None) for name in names})
+
+
+def new_seed() -> int:
+    """31 random bits: short enough to type again."""
+    return int.from_bytes(os.urandom(4)) >> 1

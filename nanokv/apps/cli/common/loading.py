@@ -1,0 +1,402 @@
+"""From the model flags to a loaded model: plan first (no torch), say it, refuse what cannot fit, then load.
+
+The plan needs only config.json and arithmetic, so the banner is on the screen before torch is imported, and a model
+that does not fit is refused before a byte of it is allocated. Nothing here computes; `nanokv.loading.load` does it.
+"""
+
+import json
+import logging
+import os
+import re
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from nanokv import __version__
+from nanokv.apps.cli.common import speculation, speed
+from nanokv.apps.cli.common.arguments import environment, integer
+from nanokv.apps.cli.common.terminal import bytes_text, loading, notice, sanitize_line
+from nanokv.cache.options import check_options
+from nanokv.config import Config
+from nanokv.costs import ITEMSIZE, cache_bytes, kv_bytes_per_token, parameters, weight_bytes
+from nanokv.costs.free_memory import available_memory, free_address_space
+from nanokv.costs.memory import SHORT, most_tokens
+from nanokv.errors import ConfigError, ContextError, NanoKVError
+from nanokv.parallel.group import Alone
+from nanokv.support.clock import stamp
+from nanokv.text import render_process
+from nanokv.text.chat_templates import names, read_template
+from weights_loader import default_dtype
+from weights_loader.strict import quote, read_object
+
+PAGE = 16  # tokens per page where --cache does not say
+TORCH_BYTES = 600_000_000  # address space that importing torch takes on a CPU; measured, 2.13
+NOTHING_FITS = "no context fits; -m tiny does"
+
+
+@dataclass
+class Plan:
+    """What will be loaded and how; known before torch is."""
+
+    name: str
+    folder: Path
+    config: Config
+    dtype_name: str  # a key of SHORT
+    threads: int
+    device: str
+    context: int
+    cache_name: str
+    cache_options: dict
+    fields: dict = field(default_factory=dict, kw_only=True)  # what config.json says
+    code: speed.Choice = field(default=speed.Choice(False), kw_only=True)
+    ranks: Any = field(default=Alone(), kw_only=True)  # or a Group: then the config is that of a rank once it is loaded
+
+    def banner(self) -> list[str]:
+        """The parts of: nanokv 0.1.0 · tiny 3.1 M fp32 · 2 threads · cache dict · context 2,048 · fast kernels"""
+        where = f"{self.threads} thread{'s' * (self.threads > 1)}" if self.device == "cpu" else self.device
+        model = f"{self.name} {count_text(parameters(self.config))} {SHORT[self.dtype_name]}"
+        parts = [f"nanokv {__version__}", model, where, f"cache {self.cache_name}", f"context {self.context:,}"]
+        return [*parts, *filter(None, [self.code.text])]
+
+
+@dataclass
+class Loaded(Plan):
+    """A plan that was carried out."""
+
+    model: Any
+    tokenizer: Any
+    dtype: Any  # torch.dtype
+    load_s: float
+    plain: Any = None  # the model as read, whose weights are views of the fused ones; None where that is `model`
+
+    def make_cache(self):
+        """An empty cache of the kind that --cache asked for, with room for the whole context."""
+        return _make_cache(self, self.dtype)
+
+    def make_engine(self, pages: int, page: int, step_tokens: int | None, running: int):
+        """An Engine for this model."""
+        if self.ranks.size > 1:
+            from nanokv.ranks.engine import LeadingEngine
+
+            return LeadingEngine(self.ranks, self.model, pages, page, step_tokens, running)
+        from nanokv.engine import Engine
+
+        return Engine(self.model, pages, page, step_tokens, running)
+
+    def leading(self, make, how: str = "iterate"):
+        """`make`, a maker of Generations; on rank 0 of several one that tells the others. `how` they are used: see
+        Leading."""
+        if self.ranks.size == 1 or self.ranks.rank:
+            return make
+        from nanokv.ranks.generation import Leading
+
+        return Leading(self.ranks, make, how)
+
+    def fingerprints(self) -> list[str]:
+        """Names of these weights; the first is written, all are recognized.
+
+        Kernels answer as the plain model does, so what one of them began the other continues. Version 0.1.0 wrote the
+        name of the fused weights with --fast.
+        """
+        from nanokv.cache.saving import fingerprint
+
+        return [fingerprint(model) for model in (self.plain, self.model) if model is not None]
+
+
+def load_model(args, announce=None) -> Loaded:
+    """Carry out the model flags. `announce(plan)` is called before torch is imported wherever that is possible."""
+    with loading():
+        return _load_model(args, announce)
+
+
+def _load_model(args, announce) -> Loaded:
+    start = time.perf_counter()
+    speed.check(args)
+    args.ranks.hear()  # the other ranks come here at once, rank 0 when it has a prompt
+    plan = plan_model(args)
+    early = args.device == "cpu" or (args.device == "auto" and not _gpu_possible())
+    if early:
+        decide(args, plan, announce)
+        check_memory(plan, available_memory("cpu"), memory_of_flags(args, plan))
+    prefetched = speed.prefetch(plan, args)
+    if hasattr(args, "chat_template") and not args.ranks.rank:  # it will render: that process starts meanwhile
+        render_process.start()
+    check_address_space()
+    stamp("plan")
+    import torch  # the first of about 2 seconds
+
+    stamp("torch")
+    plan.device = _device(args.device)
+    plan.dtype_name = choose_dtype(args, plan.config, plan.device)
+    compare(args, plan)
+    if not early:
+        decide(args, plan, announce)
+        check_memory(plan, available_memory(plan.device), memory_of_flags(args, plan))
+    dtype = getattr(torch, plan.dtype_name)
+    _make_cache(plan, dtype)  # what this model cannot have is told before the weights are read; empty, 0 bytes
+    torch.set_num_threads(plan.threads)
+    from nanokv.loading import load_folder
+
+    stamp("code")
+    check = getattr(args, "check_finite", False)
+    how = read_of(args.ranks)
+    prepare = partial(choose_template, args)
+    read, tokenizer = load_folder(plan.folder, plan.fields, dtype, plan.device, check, prefetched, how, prepare)
+    args.ranks.meet()
+    stamp("weights")
+    model = speed.optimized(read, args, plan.code)
+    if model is read and plan.code.fast:  # then a draft model is plain as well
+        plan.code = speed.Choice(False, "plain (kernels cannot be loaded)")
+    stamp("kernels")
+    plain = None if model is read or getattr(args, "quantize", None) else read
+    plan.config = model.config  # the tensors decide whether the head is tied, whatever config.json says
+    seconds = time.perf_counter() - start
+    return Loaded(**vars(plan), model=model, tokenizer=tokenizer, dtype=dtype, load_s=seconds, plain=plain)
+
+
+def choose_template(args, tokenizer) -> None:
+    """--chat-template takes the place of the checkpoint's own."""
+    choice = getattr(args, "chat_template", None)
+    if choice is None:
+        return
+    if choice not in tokenizer.chat_templates and os.path.isfile(choice):
+        tokenizer.chat_template = read_template(Path(choice))
+    elif choice in tokenizer.chat_templates:
+        tokenizer.chat_template = tokenizer.chat_templates[choice]
+    else:
+        known = names(tokenizer.chat_templates) or "none"
+        what = f"--chat-template {quote(choice)} is no file and no template of this model"
+        raise NanoKVError(what, f"it has {known}")
+    tokenizer.template()  # a broken one is told now
+
+
+def compare(args, plan: Plan) -> None:
+    """ParallelError where the ranks have found different things. Flags were compared by cli/ranks.py."""
+    args.ranks.meet()  # one of them may have had to download the model
+    for what, value in (("config.json", plan.fields), ("the dtype", plan.dtype_name)):
+        args.ranks.check_alike(what, json.dumps(value, sort_keys=True), "the same files and devices on every rank")
+
+
+def read_of(ranks):
+    """What makes the model from the weights: None for all of it."""
+    if ranks.size == 1:
+        return None
+    from nanokv.parallel.reading import reader
+
+    return reader(ranks)
+
+
+def decide(args, plan: Plan, announce) -> None:
+    """Which code runs; then the banner, or, where there is none, a line if a build begins."""
+    available = available_memory(plan.device)
+    taken = weight_bytes(plan.config, ITEMSIZE[plan.dtype_name]) + cache_memory(plan)
+    taken += sum(memory_of_flags(args, plan).values())
+    plan.code = speed.choose(args, plan, lambda more: available is None or taken + more <= available)
+    if announce:
+        announce(plan)
+    elif speed.NEXT_START in plan.code.text:
+        notice(plan.code.text, args)
+
+
+def plan_model(args) -> Plan:
+    """Everything that flags, environment and config.json decide."""
+    if args.offline:
+        os.environ["HF_HUB_OFFLINE"] = "1"  # read by huggingface_hub when it is imported
+    check_device(args.device)
+    name, options = args.cache
+    check_options(name, options)
+    threads = args.threads or thread_count(args.ranks.size)
+    import weights_loader
+
+    with said(args):
+        folder = Path(weights_loader.resolve(args.model, revision=args.revision))
+    fields = read_object(folder / "config.json", ConfigError)
+    config = Config.from_dict(fields)
+    return Plan(
+        display_name(args.model), folder, config, choose_dtype(args, config, "cpu"), threads, "cpu",
+        choose_context(args.context, config), name, options, fields=fields, ranks=args.ranks,
+    )  # fmt: skip
+
+
+@contextmanager
+def said(args):
+    """What the loader logs, a download for instance, is told as a notice."""
+    logger, handler = logging.getLogger("weights_loader"), logging.Handler()
+    handler.emit = lambda record: notice(record.getMessage(), args)
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+def check_device(name: str) -> None:
+    """A name that a device could have; whether it is there only torch knows."""
+    if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", name):
+        raise NanoKVError(f"--device {name!r} is not auto, cpu, cuda, cuda:N or mps", "--device auto")
+
+
+def display_name(source: str) -> str:
+    """The last part of a path, or the name as given; never a control character."""
+    return sanitize_line(Path(source).resolve().name if os.path.exists(source) else source)
+
+
+def choose_context(wanted: int | None, config: Config) -> int:
+    """--context, at most what the model was made for."""
+    limit = config.max_position_embeddings
+    if wanted is not None and wanted > limit:
+        raise ContextError(
+            f"--context {wanted:,} is more than the model's {limit:,} positions", f"--context {limit}, or less"
+        )
+    return wanted or limit
+
+
+def choose_dtype(args, config: Config, device: str) -> str:
+    """--dtype; auto is that of nanokv.load."""
+    return default_dtype(args.model, config.torch_dtype, device) if args.dtype == "auto" else args.dtype
+
+
+def thread_count(ranks: int = 1) -> int:
+    """NANOKV_THREADS, else OMP_NUM_THREADS, else the cores that this process may use; of several ranks each uses one.
+    """
+    text = environment("NANOKV_THREADS")
+    if text is not None:
+        try:
+            return integer(1, 4096)(text)
+        except Exception as error:
+            raise NanoKVError(f"NANOKV_THREADS: {error}", "unset NANOKV_THREADS") from None
+    text = environment("OMP_NUM_THREADS")
+    if text is not None:
+        first = text.split(",")[0].strip()  # "4,2": the outer level
+        if not re.fullmatch("0*[1-9][0-9]{0,5}", first):
+            raise NanoKVError(f"OMP_NUM_THREADS: {text[:40]!r} is not a number of threads", "unset OMP_NUM_THREADS")
+        return int(first)
+    if ranks > 1:
+        return 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def count_text(count: int) -> str:
+    """3.1 M, 596 M, 1.7 B."""
+    value, unit = (count / 1e9, "B") if count >= 999.5e6 else (count / 1e6, "M")
+    return f"{value:.1f} {unit}" if value < 99.95 else f"{value:.0f} {unit}"
+
+
+# --- devices and memory -------------------------------------------------------------------------------------------
+
+
+def _gpu_possible() -> bool:
+    return os.path.exists("/dev/nvidia0") or os.path.exists("/dev/kfd") or os.name == "nt"
+
+
+def _device(wanted: str) -> str:
+    import torch
+
+    if wanted == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    kind, _, index = wanted.partition(":")
+    count = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}[kind]
+    if int(index or 0) >= count:
+        raise NanoKVError(f"--device {wanted}: there are {count} {kind} devices here", "--device cpu")
+    return wanted
+
+
+def _make_cache(plan: Plan, dtype):
+    from nanokv.cache import make_cache
+
+    return make_cache(
+        plan.cache_name, plan.config, batch_size=1, capacity=plan.context, dtype=dtype, device=plan.device,
+        **plan.cache_options,
+    )  # fmt: skip
+
+
+def check_address_space() -> None:
+    """Before torch is imported: below this its libraries do not fail with an error, some of them abort the process."""
+    free = free_address_space()
+    if free is not None and free < TORCH_BYTES:
+        need, left = bytes_text(TORCH_BYTES), bytes_text(max(0, free))
+        raise NanoKVError(f"torch takes about {need} of address space, ulimit -v leaves {left}", "ulimit -v unlimited")
+
+
+def memory_of_flags(args, plan: Plan) -> dict[str, int]:
+    """Bytes beside weights and cache: flag → bytes."""
+    guessing = speculation.memory(getattr(args, "speculate", None), plan)
+    fusing = speed.fusing_bytes(plan) if plan.code.requested else 0
+    return {flag: count for flag, count in (("--speculate", guessing), ("--fast", fusing)) if count}
+
+
+def check_memory(plan: Plan, available: int | None, flags: dict[str, int] | None = None) -> None:
+    """Refuse before allocation: weights, the cache of a full context, and what flags take must fit into memory; of
+    several ranks the parts of those on this machine."""
+    flags = flags or {}
+    if available is None:
+        return
+    whole = weight_bytes(plan.config, ITEMSIZE[plan.dtype_name]), cache_memory(plan)
+    weights, cached = (count * plan.ranks.local // plan.ranks.size for count in whole)
+    more = sum(flags.values())
+    if weights + cached + more <= available:
+        return
+    pages = plan.cache_options.get("pages")
+    holder = f"a pool of {pages:,} pages" if pages else f"the cache of {plan.context:,} tokens"
+    rest = "".join(f" + {bytes_text(count)} for {flag}" for flag, count in flags.items())
+    without = f"leave out {' and '.join(flags)}" if flags else NOTHING_FITS
+    raise NanoKVError(
+        f"{plan.name} needs {bytes_text(weights)} for weights + {bytes_text(cached)} for {holder}{rest} in "
+        f"{SHORT[plan.dtype_name]}; {bytes_text(available)} are free", memory_hint(plan, available - more) or without,
+    )  # fmt: skip
+
+
+def cache_memory(plan: Plan, tokens: int | None = None) -> int:
+    """Bytes that the cache of --cache takes with so many tokens (default: a full context).
+
+    A pool of given size is taken as a whole; an offloaded cache keeps two layers near, the others are elsewhere.
+    """
+    tokens, options = plan.context if tokens is None else tokens, dict(plan.cache_options)
+    config, itemsize = plan.config, ITEMSIZE[plan.dtype_name]
+    name = options.pop("of", "dict") if plan.cache_name == "batch" else plan.cache_name
+    if options.get("pages"):
+        return options["pages"] * options.get("page", PAGE) * kv_bytes_per_token(config, itemsize)
+    if name == "offloaded" and (options.get("to", "disk") == "disk" or plan.device != "cpu"):
+        config = replace(config, num_hidden_layers=min(2, config.num_hidden_layers))
+    return cache_bytes(name, config, tokens, 1, itemsize, capacity=tokens, **options)
+
+
+def memory_hint(plan: Plan, available: int) -> str:
+    """The nearest flags that fit, or "": the same dtype with a smaller context or pool, or two bytes per value."""
+    fits = []
+    for dtype in dict.fromkeys((plan.dtype_name, "bfloat16")):
+        if ITEMSIZE[dtype] > ITEMSIZE[plan.dtype_name]:
+            continue
+        other = replace_plan(plan, dtype_name=dtype)
+        room = available - weight_bytes(plan.config, ITEMSIZE[dtype])
+        flag = smaller_pool(other, room) if plan.cache_options.get("pages") else smaller_context(other, room)
+        if flag is not None:
+            fits.append(" ".join(filter(None, ("" if dtype == plan.dtype_name else f"--dtype {dtype}", flag))))
+    return " or ".join(dict.fromkeys(fits))
+
+
+def smaller_context(plan: Plan, room: int) -> str | None:
+    """`--context N` that fits into `room` bytes, "" if the whole one does, None if none does."""
+    most = most_tokens(lambda tokens: cache_memory(plan, tokens) <= room)
+    context = plan.context if most is None else min(plan.context, most)
+    context = context // 64 * 64 if 64 <= context < plan.context else context
+    return None if context < 2 else f"--context {context}" if context < plan.context else ""
+
+
+def smaller_pool(plan: Plan, room: int) -> str | None:
+    """The same for `pages` of --cache."""
+    options = plan.cache_options
+    pages = min(options["pages"], room * options["pages"] // cache_memory(plan))
+    values = "".join(f":{key}={value}" for key, value in (options | {"pages": pages}).items())
+    return None if pages < 1 else f"--cache {plan.cache_name}{values}" if pages < options["pages"] else ""
+
+
+def replace_plan(plan: Plan, **changes) -> Plan:
+    """The plan with other flags, also of one that was carried out already."""
+    return Plan(**{field.name: getattr(plan, field.name) for field in fields(Plan)} | changes)

@@ -1,0 +1,55 @@
+"""Models of published shapes with random weights: for timing and memory, without a download.
+
+`qwen3-0.6b-random` is Qwen/Qwen3-0.6B in everything but what it says; `smollm2-135m-random` is SmolLM2-135M.
+"""
+
+import time
+from pathlib import Path
+
+from nanokv.apps.cli.common.loading import Loaded, Plan, check_address_space, check_memory, choose_context, thread_count
+from nanokv.apps.cli.common.terminal import loading
+from nanokv.config import Config
+from nanokv.costs.free_memory import available_memory
+from nanokv.costs.memory import FAMILY
+
+SMOLLM2 = Config(  # from the published config.json of HuggingFaceTB/SmolLM2-135M
+    model_type="llama", vocab_size=49_152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30,
+    num_attention_heads=9, num_key_value_heads=3, head_dim=64, max_position_embeddings=8192, rope_theta=100_000.0,
+    rms_norm_eps=1e-5, tie_word_embeddings=True, torch_dtype="bfloat16",
+)  # fmt: skip
+RANDOM = {f"{name.removeprefix('Qwen/').lower()}-random": config for name, config in FAMILY.items()}
+RANDOM["smollm2-135m-random"] = SMOLLM2
+
+
+def load_random(args) -> Loaded:
+    """Build it in --dtype (auto: bf16, as published), the same weights every time; of several ranks each its part."""
+    with loading():
+        return _build(args)
+
+
+def _build(args) -> Loaded:
+    start, config = time.perf_counter(), RANDOM[args.model]
+    args.ranks.hear()  # the other ranks come here at once, rank 0 when nothing is left to ask
+    dtype_name = config.torch_dtype if args.dtype == "auto" else args.dtype
+    name, options = args.cache
+    plan = Plan(
+        args.model, Path("."), config, dtype_name, args.threads or thread_count(args.ranks.size), "cpu",
+        choose_context(args.context, config), name, options, ranks=args.ranks,
+    )  # fmt: skip
+    check_address_space()
+    import torch
+
+    check_memory(plan, available_memory("cpu"))
+    torch.set_num_threads(plan.threads)
+    dtype = getattr(torch, dtype_name)
+    if args.ranks.size == 1:
+        from nanokv.loading import random_model
+
+        model = random_model(config, dtype)
+    else:
+        from nanokv.parallel.shards import random_shard
+
+        model = random_shard(config, args.ranks, dtype)
+        args.ranks.meet()
+    plan.config = model.config
+    return Loaded(**vars(plan), model=model, tokenizer=None, dtype=dtype, load_s=time.perf_counter() - start)

@@ -1,0 +1,124 @@
+"""Which code answers: the native kernels, or the plain model. Decided once, before torch is imported; never changed in
+the middle of a run, so the tokens of one run come from one code.
+
+    neither flag           kernels, where they are built and this model can use them; where they are only not built yet,
+                           a process in the background builds them for the next start
+    --plain                the model of nanokv/model.py
+    --fast, --quantize     the fused model, whatever it takes: waits for the compiler; says why if there are no kernels
+"""
+
+import re
+from dataclasses import dataclass
+
+from nanokv.apps.cli.common.terminal import notice, sanitize_line
+from nanokv.config import Config
+from nanokv.errors import ConfigError, NanoKVError
+from nanokv.fast import building
+
+NEXT_START = "kernels are being built for the next start"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What runs. `text` is for the banner."""
+
+    fast: bool
+    text: str = ""  # "" for commands that give no choice
+    requested: bool = False  # by --fast or --quantize
+
+
+def check(args) -> None:
+    """Flags that contradict each other are refused before anything is loaded."""
+    wanted = "--fast" if getattr(args, "fast", False) else "--quantize" if getattr(args, "quantize", None) else None
+    if wanted and args.plain:
+        raise NanoKVError(f"--plain and {wanted} contradict each other", f"leave out --plain, or {wanted}")
+    if wanted and max(args.tensor_parallel or 1, args.ranks.size) > 1:
+        raise NanoKVError(f"{wanted} with --tensor-parallel: the kernels compute with whole weights, a rank has parts",
+                          f"leave out {wanted}")  # fmt: skip
+
+
+def choose(args, plan, fits) -> Choice:
+    """From the flags, the model and what is built. `fits(bytes)`: is there memory for so much more than the plan?"""
+    if not hasattr(args, "plain"):
+        return Choice(False)
+    if args.plain:
+        return Choice(False, "plain (--plain)")
+    if args.ranks.size > 1:
+        return Choice(False, f"plain, {args.ranks.size} ranks")
+    if args.fast or args.quantize:
+        return Choice(True, " ".join(filter(None, ("fast", args.quantize))), requested=True)
+    why = unusable(plan) or ("" if fits(fusing_bytes(plan)) else "no memory to fuse weights")
+    if not why:
+        found = building.state()
+        why = found.why
+        if found.missing and building.mode() == "on":
+            building.begin()
+            why = NEXT_START
+    return Choice(False, f"plain ({why})") if why else Choice(True, "fast kernels")
+
+
+def prefetch(plan, args):
+    """The weights that are fused, on their way into memory while torch is imported; None where nothing is fused, or
+    quantized weights take the place of these. `check_memory` has counted them."""
+    if plan.code.fast and plan.device == "cpu" and not args.quantize:
+        from weights_loader.prefetch import Prefetch
+
+        return Prefetch(plan.folder, plan.dtype_name, (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")))
+    return None
+
+
+def unusable(plan) -> str:
+    """Why kernels cannot run this model, or ""."""
+    if plan.device != "cpu":
+        return f"kernels are for CPUs, this is {plan.device.partition(':')[0]}"
+    if plan.dtype_name not in ("float32", "bfloat16"):
+        return f"no kernels for {plan.dtype_name}"
+    return "no kernels for experts" if plan.config.experts else ""
+
+
+def fusing_bytes(plan) -> int:
+    """What fusing takes at its peak: the matrices of one layer are there twice (q, k, v; then gate and up)."""
+    from nanokv.costs import ITEMSIZE
+
+    config: Config = plan.config
+    heads = config.num_attention_heads + 2 * config.num_key_value_heads
+    rows = max(heads * config.head_dim, 2 * config.intermediate_size)
+    return rows * config.hidden_size * ITEMSIZE[plan.dtype_name]
+
+
+def optimized(model, args, choice: Choice):
+    """The model that `choice` names. Who asked for kernels is told which code runs, and why."""
+    if not choice.fast:
+        return model
+    from nanokv.fast import native, optimize
+
+    if not choice.requested:
+        if not native.built():
+            notice("plain: the kernels that are built cannot be loaded; --fast builds them again", args)
+            return model
+        return optimize(model)
+    if building.mode() != "off" and building.state().missing:
+        notice(f"building the native kernels, once: about {building.SECONDS} seconds", args)
+    model = optimize(model, args.quantize)
+    notice(f"fast: {model.weights} weights, {code_text()}", args)
+    return model
+
+
+def code_text() -> str:
+    """Which code decodes; of the 80 hexadecimal digits in the name of the kernels' file the first eight tell enough."""
+    from nanokv.fast import native
+
+    return re.sub(r"(kernels-[0-9a-f]{8})[0-9a-f]+-[0-9a-f]+", r"\1…", native.library()[1])
+
+
+def setting() -> tuple[str, str]:
+    """The row of `nanokv env`: what runs where no flag says otherwise, and why. Starts nothing."""
+    try:
+        found = building.state()
+    except ConfigError as error:
+        return "refused", str(error)
+    if found.ready:
+        return "native kernels", f"NANOKV_KERNELS={building.mode()}: {building.MODES[building.mode()]}"
+    if found.missing and building.mode() == "on":
+        return "plain", "kernels are not built yet: the first chat, generate or batch begins that"
+    return "plain", sanitize_line(found.detail or found.why)

@@ -1,0 +1,350 @@
+"""What may reach a terminal, and how: control characters made visible, colour decided per stream, interrupts.
+
+Model output, file names, config strings and error texts are written by strangers; an ESC in them could retitle the
+window, move the cursor or hide text. `sanitize` changes *characters*, never whole sequences, because a sequence can
+be split over tokens (ESC is one Qwen token, "[2J" another). Raw text stays in JSON (escaped) and in sessions.
+Standard library only: this file is imported before arguments are parsed.
+"""
+
+import errno
+import os
+import shutil
+import signal
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+from nanokv.apps.cli.common import layout
+from nanokv.errors import NanoKVError
+from weights_loader.strict import bounded
+
+SWALLOW_S = 0.5  # a second Ctrl-C within this time belongs to the first
+
+
+# --- control characters -------------------------------------------------------------------------------------------
+
+
+def _visible() -> dict[int, str]:
+    """str.translate table: C0 → control pictures (ESC → ␛), DEL → ␡, C1, bidi overrides and surrogates → `\\x9b`.
+
+    Bidi marks (U+200E, U+200F, U+061C) stay: Arabic and Hebrew need them, and they cannot reorder other text.
+    """
+    table = {c: chr(0x2400 + c) for c in range(0x20) if chr(c) not in "\n\t"}
+    table[0x7F] = "\u2421"
+    table |= {c: f"\\x{c:02x}" for c in range(0x80, 0xA0)}
+    table |= {c: f"\\u{c:04x}" for c in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))}
+    return table | {c: f"\\u{c:04x}" for c in range(0xD800, 0xE000)}  # lone surrogates cannot be encoded
+
+
+VISIBLE = _visible()
+VISIBLE_LINE = VISIBLE | {ord("\n"): "\u240a", ord("\t"): "\u2409"}
+VISIBLE_LINE |= {c: f"\\u{c:04x}" for c in (0x2028, 0x2029)}  # line and paragraph separator: some readers split there
+
+
+def sanitize(text: str) -> str:
+    """Whole text for a terminal or a pipe: \\n and \\t stay, CRLF becomes \\n, other controls become visible."""
+    return str(text).replace("\r\n", "\n").translate(VISIBLE)
+
+
+def sanitize_line(text: str) -> str:
+    """One line: as `sanitize`, with \\n and \\t visible too. For names, errors and notices."""
+    return str(text).translate(VISIBLE_LINE)
+
+
+def message_line(text: str) -> str:
+    """One line of a bounded length, for errors, hints, warnings and notices: whatever they quote, it stays readable."""
+    return sanitize_line(bounded(str(text)))
+
+
+class Sanitizer:
+    """`sanitize` for a stream: a \\r at the end of a chunk waits, because the \\n that excuses it may follow."""
+
+    def __init__(self):
+        self._held = ""
+
+    def put(self, text: str) -> str:
+        """The visible form of this chunk, possibly one \\r short."""
+        text, self._held = self._held + text, ""
+        if text.endswith("\r"):
+            text, self._held = text[:-1], "\r"
+        return sanitize(text)
+
+    def flush(self) -> str:
+        """What is still held at the end of the stream."""
+        text, self._held = self._held, ""
+        return sanitize(text)
+
+
+# --- streams ------------------------------------------------------------------------------------------------------
+
+
+def prepare_streams() -> None:
+    """UTF-8 into pipes and files, the terminal's own encoding on a tty; a character it lacks becomes `?`, no crash."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # None when the descriptor is closed, a plain buffer inside tests
+            keep = stream.isatty() or os.environ.get("PYTHONIOENCODING")
+            stream.reconfigure(encoding=None if keep else "utf-8", errors="replace")
+
+
+def is_tty(stream) -> bool:
+    """isatty that survives a closed or missing stream."""
+    try:
+        return stream is not None and stream.isatty()
+    except ValueError:
+        return False
+
+
+def is_interactive() -> bool:
+    """A person at both ends: only then is there a prompt."""
+    return is_tty(sys.stdin) and is_tty(sys.stdout)
+
+
+def write_out(text: str) -> None:
+    """To stdout at once. A closed pipe or a full disk raises; main turns that into exit code 141 or 2."""
+    if sys.stdout is None:
+        raise NanoKVError("stdout is closed")
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        silence_stdout()  # what is still buffered cannot be written either
+        raise NanoKVError(f"cannot write to stdout: {error.strerror}") from error
+
+
+def write_err(text: str) -> None:
+    """To stderr at once; a stderr that nobody reads must not end the program."""
+    try:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+    except (AttributeError, OSError, ValueError):
+        pass
+
+
+def notice(text: str, args) -> None:
+    """One dim line on stderr, unless --quiet; a terminal that is too narrow gets it on several, broken at ` · `."""
+    if not args.quiet:
+        style, width = Style(sys.stderr, args.color), layout.columns(sys.stderr, None)
+        indent = text[: len(text) - len(text.lstrip(" "))]
+        lines = layout.joined(message_line(text.lstrip(" ")).split(" · "), width, indent).split("\n")
+        write_err("".join(style.dim(line) + "\n" for line in lines))
+
+
+def warning(text: str) -> None:
+    """One line on stderr that --quiet does not hide."""
+    write_line(f"nanokv: warning: {message_line(text)}")
+
+
+def write_line(line: str) -> None:
+    """One line to stderr: whole into a pipe or a file; a terminal that is too narrow gets it broken between words."""
+    width = layout.columns(sys.stderr) if is_tty(sys.stderr) else None
+    write_err(layout.paragraph(line, width, rest="  ") + "\n")
+
+
+@contextmanager
+def writing(path, need: int | None = None):
+    """Around writing a file: a full disk or quota becomes an error that names the folder, what is free and needed."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        folder = Path(path).absolute().parent
+        needs = "" if need is None else f", {bytes_text(need)} are needed"
+        free = bytes_text(shutil.disk_usage(folder).free)
+        raise NanoKVError(f"{path} cannot be written: {error.strerror}: {folder} has {free} free{needs}",
+                          "free some space on that disk, or choose another place") from error  # fmt: skip
+
+
+def silence_stdout() -> None:
+    """Point descriptor 1 at the null device, so that Python's flush at exit cannot fail a second time."""
+    _silence(sys.stdout)
+
+
+def finish_stderr() -> None:
+    """What a full disk did not take must not change the exit code: Python's own flush at exit would make it 120."""
+    try:
+        sys.stderr.flush()
+    except (AttributeError, OSError, ValueError):
+        _silence(sys.stderr)
+
+
+def _silence(stream) -> None:
+    try:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, stream.fileno())
+        os.close(null)
+    except (AttributeError, OSError, ValueError):
+        pass
+
+
+# --- colour -------------------------------------------------------------------------------------------------------
+
+
+class Style:
+    """Dim, bold and the 16 ANSI colours for one stream; every method returns its text unchanged when colour is off.
+
+    Order: --color always|never, NO_COLOR (non-empty, no-color.org), FORCE_COLOR, TERM=dumb, isatty.
+    """
+
+    CODES = {"bold": 1, "dim": 2, "red": 31, "green": 32, "yellow": 33, "blue": 34, "magenta": 35, "cyan": 36}
+
+    def __init__(self, stream, when: str = "auto"):
+        self.enabled = use_color(stream, when)
+
+    def __getattr__(self, name: str):
+        if name not in Style.CODES:
+            raise AttributeError(name)
+        return lambda text: f"\x1b[{Style.CODES[name]}m{text}\x1b[0m" if self.enabled else text
+
+
+def use_color(stream, when: str = "auto") -> bool:
+    """Whether this stream gets colour; each stream is asked for itself."""
+    if when != "auto":
+        return when == "always"
+    if os.environ.get("NO_COLOR"):
+        return False
+    if os.environ.get("FORCE_COLOR", "0") not in ("", "0"):
+        return True
+    return os.environ.get("TERM") != "dumb" and is_tty(stream)
+
+
+# --- numbers ------------------------------------------------------------------------------------------------------
+
+
+def bytes_text(count: float) -> str:
+    """Decimal units, three digits: 12 B, 96.8 kB, 1.19 GB."""
+    for unit in ("B", "kB", "MB", "GB", "TB", "PB"):
+        if count < 999.5 or unit == "PB":
+            break
+        count /= 1000
+    if unit == "B":
+        return f"{count:.0f} B"
+    return f"{count:.{2 if count < 9.995 else 1 if count < 99.95 else 0}f} {unit}"
+
+
+def held_text(used: int, held: int) -> str:
+    """What tokens take and, where room is kept for more, all of it: 641 kB (1.18 MB reserved)."""
+    text, reserved = bytes_text(used), bytes_text(held)
+    return text if text == reserved else f"{text} ({reserved} reserved)"
+
+
+def seconds_text(seconds: float) -> str:
+    """21 ms, 1.24 s, 83 s."""
+    if seconds < 0.9995:
+        return f"{seconds * 1000:.0f} ms"
+    return f"{seconds:.2f} s" if seconds < 9.995 else f"{seconds:.0f} s"
+
+
+# --- signals ------------------------------------------------------------------------------------------------------
+
+
+class Terminated(SystemExit):
+    """SIGTERM or a hang-up: leave in good order with exit code 143. Not an Exception: no `except Exception` eats it."""
+
+    def __init__(self):
+        super().__init__(143)
+
+
+_presses = {"last": -SWALLOW_S, "term": -SWALLOW_S}  # when the last signal that an answer took came, monotonic seconds
+
+
+def interrupt_at_prompt(signum, frame) -> None:
+    """SIGINT outside an answer: KeyboardInterrupt, unless it is the echo of the press that stopped the answer."""
+    now = time.monotonic()
+    if now - _presses["last"] >= SWALLOW_S:
+        raise KeyboardInterrupt
+
+
+def _terminate(signum, frame) -> None:
+    if time.monotonic() - _presses["term"] >= SWALLOW_S:  # a repeated one must not cut short the saving
+        raise Terminated
+
+
+def install_signals() -> None:
+    """SIGINT, SIGTERM and SIGHUP as this program wants them; a signal that the parent ignores (nohup) stays ignored."""
+    for name, handler in (("SIGINT", interrupt_at_prompt), ("SIGTERM", _terminate), ("SIGHUP", _terminate)):
+        number = getattr(signal, name, None)  # Windows has no SIGHUP
+        if number is not None and signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, handler)
+
+
+def release_interrupt() -> bool:
+    """Ctrl-C ends the program as the system does it → False where it was not ours: a notebook, a test, under nohup."""
+    ours = signal.getsignal(signal.SIGINT) is interrupt_at_prompt
+    if ours:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    return ours
+
+
+@contextmanager
+def loading():
+    """Around imports and the reading of weights, where there is nothing to keep: the system itself ends the program at
+    Ctrl-C, whatever runs (a shell calls that 130).
+
+    A handler in Python would wait for torch's libraries to be loaded, and its KeyboardInterrupt would come out of an
+    import: as a traceback, as another exception, swallowed by a callback, or through C++, which aborts.
+    """
+    ours = release_interrupt()
+    try:
+        yield
+    finally:
+        if ours:
+            signal.signal(signal.SIGINT, interrupt_at_prompt)
+
+
+class Interrupt:
+    """Around one answer: signals set a flag, read between tokens and prefill chunks; `raising` hears them sooner."""
+
+    def __init__(self):
+        self.requested = False
+        self.terminated = False
+        self._seen = self._raise = False
+        self._before: dict = {}
+
+    def __call__(self) -> bool:
+        self._seen = self.requested
+        return self.requested
+
+    @contextmanager
+    def raising(self):
+        """Around one forward, whose caller puts the cache back: a signal raises KeyboardInterrupt here, between two
+        operators. Elsewhere it raises nothing, so what is printed, saved or counted is whole."""
+        self._raise = True
+        try:
+            if self.requested and not self._seen:  # since the flag was read last
+                raise KeyboardInterrupt
+            yield
+        finally:
+            self._raise = False
+
+    def __enter__(self) -> "Interrupt":
+        for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+            number = getattr(signal, name, None)
+            if number is not None and signal.getsignal(number) != signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *exception) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, signum, frame) -> None:
+        now = time.monotonic()
+        if signum == signal.SIGINT:
+            if now - _presses["last"] < SWALLOW_S:
+                return
+            _presses["last"] = now
+        else:
+            self.terminated = True
+            _presses["term"] = now
+        self.requested = True
+        if self._raise:
+            raise KeyboardInterrupt
+
+    def finish(self) -> None:
+        """Call after the half answer is recorded: leaves with 143 when a SIGTERM or hang-up asked for it."""
+        if self.terminated:
+            raise Terminated

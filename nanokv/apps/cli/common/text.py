@@ -1,0 +1,91 @@
+"""Text in and out: bytes to text, arguments that are not UTF-8, control tokens that somebody typed, values to JSON.
+
+Nothing is guessed or dropped silently: invalid UTF-8 is an error with its position. Only a byte order mark is removed
+and CRLF becomes LF. NUL is an ordinary character here (a byte-level tokenizer has a token for it).
+"""
+
+import json
+import math
+import re
+import sys
+
+from nanokv.apps.cli.common.terminal import sanitize_line
+from nanokv.errors import NanoKVError
+
+
+def read_prompt_bytes(data: bytes, where: str) -> str:
+    """Strict UTF-8 → text without BOM, with \\n line ends; NanoKVError names `where` and the byte."""
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        hint = "save it as UTF-8, for example: iconv -t utf-8"
+        if data[:2] in (b"\xff\xfe", b"\xfe\xff"):
+            hint = "it looks like UTF-16: iconv -f utf-16 -t utf-8"
+        raise NanoKVError(
+            f"{where} is not UTF-8: byte 0x{data[error.start]:02x} at position {error.start}", hint
+        ) from None
+    return clean(text)
+
+
+def stdin():
+    """The bytes of stdin, as a file; NanoKVError where there is none (`<&-`)."""
+    if sys.stdin is None:
+        raise NanoKVError("stdin is closed", "give it something to read: < FILE, or < /dev/null")
+    return sys.stdin.buffer
+
+
+def clean(text: str) -> str:
+    """No byte order mark, CRLF → LF."""
+    return text.removeprefix("\ufeff").replace("\r\n", "\n")
+
+
+def check_argument(text: str, where: str) -> str:
+    """An argument whose bytes were not UTF-8 carries surrogates (PEP 383); tokenizers would raise a TypeError later."""
+    for position, character in enumerate(text):
+        if 0xD800 <= ord(character) <= 0xDFFF:
+            byte = f"byte 0x{ord(character) - 0xDC00:02x}" if ord(character) >= 0xDC80 else "a lone surrogate"
+            before = len(text[:position].encode())
+            raise NanoKVError(
+                f"{where} is not UTF-8: {byte} at position {before}, after {sanitize_line(text[:position][-20:])!r}",
+                "pass it through --file or a pipe in UTF-8",
+            )
+    return text
+
+
+def find_special(text: str, tokenizer) -> str | None:
+    """The first control token that is spelled out in `text`, or None."""
+    return next(iter(tokenizer.special_tokens_in(text)), None)
+
+
+def refuse_special(text: str, tokenizer, allow: bool) -> None:
+    """Typed <|im_end|> would become the control token itself; only --allow-special lets it."""
+    token = None if allow else find_special(text, tokenizer)
+    if token is not None:
+        raise NanoKVError(
+            f"message contains {token}, a control token", "--allow-special sends it to the model as that token"
+        )
+
+
+UNSEEN = re.compile(  # json escapes C0; these are DEL, C1, bidi marks and overrides, separators, BOM, lone surrogates
+    "[\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff]"
+)
+
+
+def to_json(value) -> str:
+    """One line of JSON for a terminal or a program: ordinary text stays readable, what steers or hides is an escape.
+
+    NaN and infinity, which JSON lacks, become null.
+    """
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        text = json.dumps(_finite(value), ensure_ascii=False, allow_nan=False)
+    return UNSEEN.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def _finite(value):
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

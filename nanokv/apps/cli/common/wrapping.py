@@ -1,0 +1,134 @@
+"""An answer on a terminal breaks between words while it is streamed; a pipe gets it as it is.
+
+A piece is written at once. A word that grows past the edge is taken back from its line and written
+on the next one, as ollama does. The last column stays empty, because terminals do not agree where
+the cursor is behind it. Lines of a fenced code block, and a word that is wider than the terminal,
+are left to the terminal: they can be copied whole.
+"""
+
+import os
+import unicodedata
+from collections.abc import Callable
+from functools import partial
+
+from nanokv.apps.cli.common import layout
+from nanokv.apps.cli.common.terminal import is_tty
+
+JOINER = "\u200d"  # makes one picture of the emoji before and after it
+TAB = 8  # columns
+FENCE = "```"  # opens and closes a block of code
+
+
+def write_words(stream, write: Callable[[str], None]) -> Callable[[str], None]:
+    """A WordWrap in front of `write`; `write` itself where the stream has no cursor that moves."""
+    if not is_tty(stream) or os.environ.get("TERM") == "dumb":
+        return write
+    return WordWrap(write, partial(layout.columns, stream))
+
+
+class WordWrap:
+    """`wrap(piece)` writes one piece; a new object begins at the left edge. `columns()` is asked
+    again at every piece.
+
+    The cursor's line holds `line` cells and then `word`, `cells` wide, of which `shown` characters
+    are written already. Blanks wait for the word behind them: at a break they are dropped.
+    """
+
+    def __init__(self, write: Callable[[str], None], columns: Callable[[], int]):
+        import wcwidth  # 16 ms, only for terminals
+
+        self.write, self.columns, self.width_of = write, columns, wcwidth.wcwidth
+        self.width, self.line, self.blanks, self.out = columns(), 0, "", []
+        self.word, self.cells, self.shown = "", 0, 0
+        self.long = False  # the word is wider than the terminal, which breaks it
+        self.start, self.fenced = "", False  # how this line of the text begins; in a code block?
+
+    def __call__(self, piece: str) -> None:
+        if (width := self.columns()) != self.width:  # the terminal has broken its lines again
+            self._end_word()
+            self.width, self.line = width, self.line % width
+        for character in piece:
+            self._put(character)
+        self._write_word()
+        self.write("".join(self.out))
+        self.out = []
+
+    def _put(self, character: str) -> None:
+        if character == "\n":
+            self._end_line()
+        elif self.fenced:
+            self.out.append(character)
+        elif character in " \t":
+            self._end_word()
+            self.blanks += character
+        elif not self.word or self._begins(character):
+            self._end_word()
+            self._begin(character)
+        else:
+            self._grow(character)
+        if len(self.start) < len(FENCE) and not character.isspace():
+            self.start += character
+
+    def _begins(self, character: str) -> bool:
+        """May a line begin here, without a blank? Chinese and Japanese have none."""
+        closing = unicodedata.category(character) in ("Pe", "Pf", "Po")
+        attached = closing or not self._cells(character)
+        wide = 2 in (self._cells(self.word[-1]), self._cells(character))
+        return wide and not attached and self.word[-1] != JOINER
+
+    def _begin(self, character: str) -> None:
+        """The first character of a word, behind the blanks or on a new line."""
+        behind = self.line
+        for blank in self.blanks:
+            behind += TAB - behind % TAB if blank == "\t" else 1
+        cells = self._cells(character)
+        if self.line and behind + cells >= self.width:
+            self._break()
+        else:
+            self.out.append(self.blanks)
+            self.line = behind
+        self.blanks, self.word, self.cells = "", character, cells
+
+    def _grow(self, character: str) -> None:
+        """One more character of the word, which moves to the next line where it does not fit."""
+        cells = self._cells(character)
+        if self.line + self.cells + cells >= self.width and not self.long:
+            if self.line:
+                taken = self._cells(self.word[: self.shown])
+                self.out += [f"\x1b[{taken}D\x1b[K"] if taken else []
+                self._break()
+                self.shown = 0
+            else:
+                self._write_word()
+                self.line, self.cells, self.long = self.cells, 0, True
+        if self.long:
+            self.out.append(character)
+            self.line += cells
+        else:
+            self.word += character
+            self.cells += cells
+
+    def _break(self) -> None:
+        self.out.append("\n")
+        self.line = 0
+
+    def _write_word(self) -> None:
+        self.out.append(self.word[self.shown :])
+        self.shown = len(self.word)
+
+    def _end_word(self) -> None:
+        self._write_word()
+        self.line += self.cells
+        if self.long:
+            self.line = self.line % self.width or self.width
+        self.word, self.cells, self.shown, self.long = "", 0, 0, False
+
+    def _end_line(self) -> None:
+        self._end_word()
+        self._break()
+        self.blanks = ""
+        self.fenced ^= self.start == FENCE
+        self.start = ""
+
+    def _cells(self, text: str) -> int:
+        return sum(max(0, self.width_of(character)) for character in text)

@@ -1,0 +1,127 @@
+"""What a training run shows: one bar on a terminal or a line now and then elsewhere, and loss.png.
+
+Nothing here decides anything: `nanokv train -q` computes the same weights without it.
+"""
+
+import math
+import sys
+import time
+from collections import deque
+from pathlib import Path
+
+from nanokv.apps.cli.common import layout, terminal
+from nanokv.school.training.run_folder import records
+
+EVERY_S = 10  # seconds between two lines where there is no terminal
+LATEST = 50  # steps whose speed is shown: the first steps compile, which says nothing of those that follow
+
+
+class Progress:
+    """One bar on a terminal; elsewhere one line per evaluation, or every ten seconds at most."""
+
+    def __init__(self, args, trainer):
+        self.args, self.trainer, self.first = args, trainer, trainer.step
+        self.times = deque([time.perf_counter()], LATEST + 1)  # when the latest steps ended
+        self.validation, self.printed, self.bar = None, -math.inf, None  # no validation loss before the first
+
+    def __enter__(self):
+        if terminal.is_tty(sys.stderr) and not self.args.quiet:
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+            color = "auto" if terminal.use_color(sys.stderr, self.args.color) else None
+            columns = TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("ETA")
+            self.bar = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True, color_system=color))
+            self.bar.start()
+            self.task = self.bar.add_task("", total=self.trainer.recipe.steps, completed=self.first)
+        return self
+
+    def __exit__(self, *exception):
+        if self.bar:
+            self.bar.stop()
+
+    def show(self, record: dict) -> None:
+        """`step 1,200/8,000 · loss 1.83 · val 1.91 · 14.2k tok/s`, and the time left."""
+        self.validation = record.get("validation", self.validation)
+        self.times.append(time.perf_counter())
+        seconds = self.times[-1] - self.times[0]
+        speed = (len(self.times) - 1) * self.trainer.recipe.tokens_per_batch / seconds
+        steps = self.trainer.recipe.steps
+        losses = f"loss {record['loss']:.3f}"
+        losses += "" if self.validation is None else f" · val {self.validation:.3f}"
+        line = f"step {record['step']:,}/{steps:,} · {losses} · {speed / 1e3:.1f}k tok/s"
+        if self.bar:
+            self.bar.update(self.task, completed=record["step"], description=line)
+        elif "validation" in record or time.monotonic() - self.printed > EVERY_S:
+            self.printed = time.monotonic()
+            left = (steps - record["step"]) * self.trainer.recipe.tokens_per_batch / speed
+            terminal.notice(f"{line} · ETA {left / 60:.0f} min", self.args)
+        if "validation" in record:
+            self.sample(record["step"])
+
+    def sample(self, step: int) -> None:
+        """What the model would say now, to one question that changes from time to time."""
+        if self.args.quiet:
+            return
+        from nanokv.school.training.probe import QUESTIONS, reply
+
+        question = QUESTIONS[step // self.args.checkpoint_every % len(QUESTIONS)]
+        line = terminal.sanitize_line(f"  {question} → {reply(self.trainer, question)}")
+        if self.bar:  # above the bar: a line written past it would be overdrawn
+            self.bar.console.print(line, style="dim", markup=False, highlight=False)
+        else:
+            terminal.notice(line, self.args)
+
+
+class EvaluationProgress:
+    """How many cases are done: a line that is written over on a terminal, elsewhere one every ten seconds."""
+
+    def __init__(self, args, total: int):
+        self.args, self.total, self.done, self.tty = args, total, 0, terminal.is_tty(sys.stderr)
+        self.began = self.printed = time.monotonic()
+
+    def __call__(self) -> None:
+        """One more."""
+        self.done += 1
+        now = time.monotonic()
+        if self.args.quiet or now - self.printed < (0.1 if self.tty else EVERY_S):
+            return
+        self.printed = now
+        left = (now - self.began) / self.done * (self.total - self.done)
+        parts = ["evaluating", f"{self.done:,}/{self.total:,} conversations", f"{left:,.0f} s left"]
+        text = layout.joined(parts, layout.columns(sys.stderr, None)).split("\n")[0]  # two lines cannot be written over
+        terminal.write_err(f"\r{text}\x1b[K" if self.tty else f"{text}\n")
+
+    def clear(self) -> None:
+        """Take the line away, before a row of the table is printed."""
+        if self.tty and not self.args.quiet:
+            terminal.write_err("\r\x1b[K")
+
+
+def plot(out: Path, args) -> None:
+    """loss.png from metrics.jsonl, if matplotlib is there."""
+    try:
+        import matplotlib
+    except ModuleNotFoundError:
+        terminal.notice("no loss.png: matplotlib is not installed", args)
+        return
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    steps = records(out / "metrics.jsonl")
+    if not steps:
+        return
+    validated = [record for record in steps if "validation" in record]
+    curves = (
+        (steps, "loss", "training (what users say counts a tenth)", {"linewidth": 0.6}),
+        (validated, "validation", "answers on held-out words", {"marker": "o", "markersize": 3}),
+    )
+    figure, axes = pyplot.subplots(figsize=(8, 4.5))
+    for rows, key, label, style in curves:
+        axes.plot([row["tokens"] for row in rows], [row[key] for row in rows], label=label, **style)
+    axes.set(xlabel="tokens", ylabel="loss, nats per token", yscale="log")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(out / "loss.png", dpi=120)
+    pyplot.close(figure)

@@ -1,0 +1,96 @@
+"""What an evaluation prints: a row for every task, the spread over seeds, the groups of a task, and broken caches."""
+
+import sys
+from pathlib import Path
+
+from nanokv.apps.cli.common import layout, terminal
+from nanokv.apps.cli.common.text import to_json
+
+TASK_COLUMN = 32  # three figures of 28 columns beside it: a table at 60 columns
+
+
+def evaluate(args, name: str, seeds: list[int]) -> dict:
+    """The table of tasks and of broken caches, or one JSON object; returns what that object holds."""
+    import nanokv
+    from nanokv.apps.cli.train.log import EvaluationProgress
+    from nanokv.school.training.evaluate import TARGETS, TASKS, WRITTEN, broken_recall, evaluate, examples
+
+    model, tokenizer = nanokv.load(name, dtype="float32", device="cpu")
+    progress = EvaluationProgress(args, (len(TASKS) + len(WRITTEN)) * args.cases * len(seeds) + args.cases)
+    width = layout.columns(sys.stdout, None)
+
+    def write(text):
+        progress.clear()
+        if not args.json:
+            terminal.write_out(text)
+
+    about = [f"{args.cases} cases per task", seeds_text(seeds), "greedy chat, names and list words never trained on"]
+    write(layout.joined([terminal.sanitize_line(name), *about], width) + "\n\n")
+    write(task_row("task", "right", "lowest" if len(seeds) > 1 else "", "target", width))
+    results = []
+    for result in evaluate(model, tokenizer, args.cases, seeds, progress):
+        write(result_rows(result, TARGETS.get(result.task), width))
+        results.append(result)
+    faults = broken_recall(model, tokenizer, args.cases, seeds[0], progress)
+    said = examples(model, tokenizer)
+    missed = [result.task for result in results if not result.reached]
+    write(fault_table(faults, width))
+    write(layout.wrapped("".join(f"> {question}\n{terminal.sanitize(answer)}\n" for question, answer in said), width))
+    write(layout.wrapped(f"\nmissed: {', '.join(missed)}\n", width) if missed else "")
+    report = {"model": name, "cases": args.cases, "seeds": seeds, **as_json(results)}
+    report |= {"faults": faults, "said": said, "missed": missed}
+    if args.json:
+        terminal.write_out(to_json(report) + "\n")
+    return report
+
+
+def seeds_text(seeds: list[int]) -> str:
+    """seed 0, or seeds 0 to 4."""
+    return f"seed {seeds[0]}" if len(seeds) == 1 else f"seeds {seeds[0]} to {seeds[-1]}"
+
+
+def as_json(results) -> dict:
+    """Shares by seed, groups, and the wrong answers of every task."""
+    return {
+        "tasks": {result.task: result.shares for result in results},
+        "groups": {result.task: result.groups for result in results if result.groups},
+        "wrong": {
+            result.task: [
+                {"turns": case.turns, "expected": case.expected, "answer": answer} for case, answer in result.wrong
+            ]
+            for result in results
+        },
+    }
+
+
+def result_rows(result, target: float | None, width: int | None) -> str:
+    """The mean over the seeds, the lowest of them, the target; then a line for every group."""
+    lowest = f"{min(result.shares):.1%}" if len(result.shares) > 1 else ""
+    text = task_row(result.task, f"{result.mean:.1%}", lowest, "none" if target is None else f"{target:.0%}", width)
+    for group, (right, count) in sorted(result.groups.items()):
+        text += task_row(f"  {group}", f"{right / count:.1%}", "", f"{right} of {count}", width)
+    return text
+
+
+def task_row(task: str, right: str, lowest: str, target: str, width: int | None) -> str:
+    """A line of the table of tasks, which is printed row by row: a task may take minutes."""
+    figures = f"{right:>7}{lowest:>9}{target:>12}"
+    return "\n".join(layout.definitions([(task, figures)], width, "", TASK_COLUMN)) + "\n"
+
+
+def fault_table(faults: list[dict], width: int | None) -> str:
+    """What a broken cache does to recall, a row a fault."""
+    head = ("recall when the last turn meets", "recalled", "same answer", "max |Δlogit|")
+    rows = [
+        (row["fault"], f"{row['recalled']:.1%}", f"{row['same answer']:.1%}", f"{row['max |Δlogit|']:.2f}")
+        for row in faults
+    ]
+    return "\n".join(["", *layout.table(head, rows, width), "", ""])
+
+
+def write_card(folder: Path, recipe, report: dict) -> None:
+    """README.md of the finished model."""
+    from nanokv.config import Config
+    from nanokv.school.training.card import card
+
+    (folder / "README.md").write_text(card(Config.from_folder(folder), recipe, report), encoding="utf-8")

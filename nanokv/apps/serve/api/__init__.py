@@ -1,0 +1,1 @@
+"""What clients send and get: fields, messages, tools, grammars, answers. No threads here."""

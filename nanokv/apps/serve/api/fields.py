@@ -1,0 +1,212 @@
+"""Types of request fields for the models of requests.py, and how pydantic's errors become ours.
+
+    class Chat(Fields):
+        n: Annotated[int | None, Between(1, 16)] = None      says what is right, to people and to /openapi.json
+        top_p: Annotated[float | None, Ranged("top_p")] = None
+        mirostat: Annotated[Any, Nothing(0)] = None          not done: only what asks for nothing is right
+
+    read(Chat, {"n": 17})           ApiError: n is 17: an integer from 1 to 16 was expected
+
+Nothing is converted: "5" is not 5, and true is not 1. null is the same as absent.
+"""
+
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, PlainValidator, ValidationError, WrapValidator
+
+from nanokv.apps.serve.api.errors import ApiError
+from nanokv.decoding.ranges import RANGES
+
+
+class Fields(BaseModel):
+    """An object of a request. What nobody knows is ignored, as OpenAI's clients expect."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore", use_attribute_docstrings=True)
+
+
+Model = TypeVar("Model", bound=Fields)
+
+
+def read(model: type[Model], fields: dict) -> Model:
+    """The request, or ApiError that names the first field that is wrong."""
+    try:
+        return model.model_validate(fields)
+    except ValidationError as error:
+        raise refusal(error) from None
+
+
+class Wrong(ValueError):
+    """What a check of ours says to pydantic. `kind`: expected, told (the words say all), or unsupported."""
+
+    def __init__(self, kind: str, words: str):
+        super().__init__(words)
+        self.kind = kind
+
+
+def expected(words: str) -> Wrong:
+    """An error that says what was expected, after the field and its value."""
+    return Wrong("expected", words)
+
+
+def told(message: str) -> Wrong:
+    """An error that says all of it by itself."""
+    return Wrong("told", message)
+
+
+def not_done(hint: str = "") -> Wrong:
+    """An error that says: this server does not do that. `hint`: what it does."""
+    return Wrong("unsupported", hint)
+
+
+def refusal(error: ValidationError) -> ApiError:
+    """What pydantic found first, in our words: the field's place, its value, and what was expected."""
+    first = error.errors(include_url=False)[0]
+    name, kind, facts = place(first["loc"]), first["type"], first.get("ctx", {})
+    if kind == "missing":
+        return ApiError(400, f"{name} is missing", name)
+    wrong = facts["error"] if kind == "value_error" else Wrong("expected", first["msg"])
+    if wrong.kind == "told":
+        return ApiError(400, str(wrong), name)
+    if wrong.kind == "unsupported":
+        return unsupported(name, first["input"], str(wrong))
+    words = EXPECTED[kind].format(**facts) if kind in EXPECTED else wrong
+    return ApiError(400, f"{name} is {say(first['input'])}: {words} was expected", name)
+
+
+EXPECTED = {  # pydantic's type of error → what was expected
+    "string_type": "a text", "bool_type": "true or false", "int_type": "an integer", "float_type": "a number",
+    "dict_type": "an object", "model_type": "an object", "model_attributes_type": "an object", "list_type": "a list",
+    "too_long": "a list of at most {max_length:,}",
+}  # fmt: skip
+
+
+def unsupported(name: str, value: Any, hint: str = "") -> ApiError:
+    """Of a field that would change the answer, and is not done."""
+    words = f"{name} is {say(value)}: this server does not do that"
+    return ApiError(400, words, name, "unsupported", hint)
+
+
+def place(steps: tuple) -> str:
+    """("messages", 2, "content") → messages[2].content"""
+    named = [step for step in steps if isinstance(step, int) or not step.startswith("<")]  # <…>: a Tag
+    return "".join(f"[{one}]" if isinstance(one, int) else f".{one}" for one in named).removeprefix(".")
+
+
+def say(value: Any) -> str:
+    """A value in a message, short."""
+    shown = repr(value)
+    return shown if len(shown) <= 60 else f"{shown[:57]}..."
+
+
+# --- for messages.py --------------------------------------------------------------------------------------------------
+
+
+def kind(fields: dict, name: str, wanted: type | tuple, default: Any, shown: str | None = None) -> Any:
+    """A field of the type wanted, or the default where it is absent. `shown`: its place, "messages[2].content"."""
+    value = fields.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, wanted):
+        names = {str: "a text", bool: "true or false", dict: "an object", list: "a list"}
+        words = " or ".join(names[one] for one in (wanted if isinstance(wanted, tuple) else (wanted,)))
+        raise ApiError(400, f"{shown or name} is {say(value)}: {words} was expected", shown or name)
+    return value
+
+
+def needed(fields: dict, name: str, wanted: type | tuple, shown: str | None = None) -> Any:
+    """The same of a field that must be there."""
+    if fields.get(name) is None:
+        raise ApiError(400, f"{shown or name} is missing", shown or name)
+    return kind(fields, name, wanted, None, shown)
+
+
+# --- types ------------------------------------------------------------------------------------------------------------
+
+
+class Expected:
+    """Whatever is wrong inside of this field is one error, which says what was expected."""
+
+    def __init__(self, words: str):
+        self.words = words
+
+    def check(self, value: Any, handler: Callable[[Any], Any]) -> Any:
+        try:
+            return handler(value)
+        except ValidationError:
+            raise expected(self.words) from None
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        return WrapValidator(self.check).__get_pydantic_core_schema__(source, handler)
+
+
+class Checked:
+    """A field that a function checks, with the JSON schema that says the same. Unless it is `needed`, null is right."""
+
+    def __init__(self, check: Callable[[Any], Any], schema: dict, needed: bool = False):
+        self.check, self.needed = check, needed
+        self.schema = schema if needed else {"anyOf": [schema, {"type": "null"}]}
+
+    def checked(self, value: Any) -> Any:
+        return None if value is None and not self.needed else self.check(value)
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        return PlainValidator(self.checked).__get_pydantic_core_schema__(source, handler)
+
+    def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict:
+        return self.schema
+
+
+class Between(Checked):
+    """An integer from `low` to `high`; `more` values are right too."""
+
+    def __init__(self, low: int, high: int, *more: Any):
+        span: dict = {"type": "integer", "minimum": low, "maximum": high}
+        super().__init__(self.holds, {"anyOf": [span, {"enum": list(more)}]} if more else span)
+        self.low, self.high, self.more = low, high, more
+
+    def holds(self, value: Any) -> Any:
+        if type(value) is int and self.low <= value <= self.high:
+            return value
+        if any(equal(value, one) for one in self.more):
+            return value
+        raise expected(f"an integer from {self.low} to {self.high}")
+
+
+class Ranged(Checked):
+    """A setting of sampling, in the range that all of nanokv has for it; `more` values are right too."""
+
+    def __init__(self, name: str, *more: int):
+        self.range, self.more = RANGES[name], more
+        also = [*more] if self.range.also is None else [self.range.also, *more]
+        span = {"type": "integer" if self.range.kind is int else "number", "minimum": self.range.low,
+                "maximum": self.range.high, "description": self.range.words}  # fmt: skip
+        super().__init__(self.holds, {"anyOf": [span, {"enum": also}]} if also else span)
+
+    def holds(self, value: Any) -> Any:
+        if self.range.holds(value) or any(equal(value, one) for one in self.more):
+            return value
+        raise expected(self.range.words)
+
+
+class Nothing(Checked):
+    """Of a field that is not done: the values that ask for nothing. `hint`: what does nearly the same."""
+
+    def __init__(self, *values: Any, hint: str = ""):
+        super().__init__(self.holds, {"enum": list(values)} if values else {"type": "null"})
+        self.values, self.hint = values, hint
+
+    def holds(self, value: Any) -> Any:
+        if any(equal(value, one) for one in self.values):
+            return value
+        raise not_done(self.hint)
+
+
+def equal(one: Any, other: Any) -> bool:
+    """To JSON, 0 is not false."""
+    return one == other and isinstance(one, bool) == isinstance(other, bool)
+
+
+Text = Annotated[str | None, Expected("a text")]
+YesNo = Annotated[bool | None, Expected("true or false")]
+Object = Annotated[dict[str, Any] | None, Expected("an object")]

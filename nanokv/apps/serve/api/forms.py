@@ -1,0 +1,124 @@
+"""The two kinds of answer in OpenAI's objects: a message or a text, as a whole or in chunks.
+
+    form = ChatForm(prepared.model)
+    form.opening(i), form.chunk(i, pieces), …, form.closing(i, ended), form.usage(…)       of a stream
+    form.whole([(pieces, ended), …], …)                                                    of one response
+
+`i` is the choice's index: a request can ask for several answers, whose chunks come as they are made.
+"""
+
+import json
+import time
+import uuid
+from collections.abc import Iterable
+
+from nanokv.apps.serve.api import logprobs
+from nanokv.apps.serve.api.answer import Piece
+from nanokv.decoding import completion
+
+
+def data(value: dict) -> bytes:
+    """One event of a stream. ASCII only: some clients split lines at U+2028, which JSON lets stand."""
+    return b"data: " + json.dumps(value, separators=(",", ":"), allow_nan=False).encode() + b"\n\n"
+
+
+class ChatForm:
+    """chat.completion and chat.completion.chunk: thoughts stand in reasoning_content, calls in tool_calls."""
+
+    kind, prefix = "chat.completion.chunk", "chatcmpl"
+
+    def __init__(self, model: str, include_usage: bool = False, shown: logprobs.Shown = logprobs.none):
+        self.id, self.created, self.model = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time()), model
+        self.nothing = {"usage": None} if include_usage else {}  # OpenAI: null in each chunk but the last
+        self.shown = shown  # tokens → `logprobs`
+
+    def _event(self, choices: list[dict], **more) -> bytes:
+        top = {"id": self.id, "object": self.kind, "created": self.created, "model": self.model, "choices": choices}
+        return data(top | self.nothing | more)
+
+    def _choice(self, index: int, said: dict, ended: dict | None = None) -> dict:
+        return {"index": index} | {"logprobs": None} | said | {"finish_reason": None} | (ended or {})
+
+    def opening(self, index: int) -> bytes:
+        """Before the first token."""
+        return self._event([self._choice(index, {"delta": {"role": "assistant", "content": ""}})])
+
+    def chunk(self, index: int, pieces: list[Piece]) -> bytes:
+        """What came together; thoughts and answer in one delta each."""
+        said = [one for piece in joined(pieces) for one in self._deltas(piece)]
+        return b"".join(self._event([self._choice(index, one)]) for one in said)
+
+    def _deltas(self, piece: Piece) -> list[dict]:
+        if piece.call:
+            return [{"delta": {"tool_calls": [part]}} for part in piece.call.deltas]
+        if piece.kind == "think":
+            return [{"delta": {"reasoning_content": piece.text}}]
+        return [{"delta": {"content": piece.text}, "logprobs": self.shown(piece.tokens, 0)}] if piece.text else []
+
+    def closing(self, index: int, ended: dict, **facts) -> bytes:
+        """After the last token."""
+        return self._event([self._choice(index, {"delta": {}}, ended)], **facts)
+
+    def usage(self, usage: dict) -> bytes:
+        """Where it was asked for, and only there."""
+        return self._event([], usage=usage)
+
+    def whole(self, answers: Iterable[tuple[list[Piece], dict]], usage: dict, **facts) -> dict:
+        """Not streamed."""
+        choices = [self._choice(i, self._said(pieces), ended) for i, (pieces, ended) in enumerate(answers)]
+        return completion.completion(self.model, choices, usage, self.id, **facts)
+
+    def _said(self, pieces: list[Piece]) -> dict:
+        texts = {kind: "".join(piece.text for piece in pieces if piece.kind == kind) for kind in ("think", "answer")}
+        tokens = [token for piece in pieces if piece.kind == "answer" for token in piece.tokens]
+        calls = [piece.call.message for piece in pieces if piece.call]
+        said = completion.assistant(texts["answer"], texts["think"]) | {"logprobs": self.shown(tokens, 0)}
+        if calls:
+            said["message"] |= {"content": texts["answer"] or None, "tool_calls": calls}
+        return said
+
+
+class TextForm(ChatForm):
+    """text_completion: the continuation of a prompt, after the prompt where that is repeated."""
+
+    kind, prefix = "text_completion", "cmpl"
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.before: dict[int, int] = {}  # index → characters of the prompt that were repeated
+
+    def opening(self, index: int) -> bytes:
+        return b""
+
+    def chunk(self, index: int, pieces: list[Piece]) -> bytes:
+        said = [self._text(index, [piece]) for piece in joined(pieces)]
+        return b"".join(self._event([self._choice(index, one)]) for one in said if one["text"] or one["logprobs"])
+
+    def closing(self, index: int, ended: dict, **facts) -> bytes:
+        return self._event([self._choice(index, {"text": ""}, ended)], **facts)
+
+    def whole(self, answers: Iterable[tuple[list[Piece], dict]], usage: dict, **facts) -> dict:
+        said = [(self._text(i, pieces), ended) for i, (pieces, ended) in enumerate(answers)]
+        choices = [self._choice(i, text, ended) for i, (text, ended) in enumerate(said)]
+        return completion.completion(self.model, choices, usage, self.id, **facts)
+
+    def _text(self, index: int, pieces: list[Piece]) -> dict:
+        lists: list[dict] = []
+        for piece in pieces:
+            repeated = piece.kind == "prompt"
+            lists.append(self.shown(piece.tokens, 0 if repeated else self.before.get(index, 0)) or {})
+            if repeated:
+                self.before[index] = len(piece.text)
+        merged = {name: [one for part in lists for one in part[name]] for name in lists[0]} if lists else {}
+        return {"text": "".join(piece.text for piece in pieces), "logprobs": merged or None}
+
+
+def joined(pieces: list[Piece]) -> list[Piece]:
+    """Neighbours of one kind as one piece."""
+    found: list[Piece] = []
+    for piece in pieces:
+        if found and found[-1].kind == piece.kind != "call":
+            last = found.pop()
+            piece = Piece(piece.kind, last.text + piece.text, last.tokens + piece.tokens)
+        found.append(piece)
+    return found

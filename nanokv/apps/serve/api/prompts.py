@@ -1,0 +1,233 @@
+"""What is served, and how a checked request becomes token ids: the chat template, the tokenizer, and what fits.
+
+`Served` is one model under its names, with what applies where a request says nothing. All of this runs in a thread
+beside the event loop: a template and a long text can take a second.
+"""
+
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from nanokv.apps.serve.api import grammar
+from nanokv.apps.serve.api.answer import AnswerText, NoThoughts
+from nanokv.apps.serve.api.calls import CLOSE, OPEN, NoCalls, ToolCalls
+from nanokv.apps.serve.api.errors import ApiError, named, refused
+from nanokv.apps.serve.api.logprobs import Echo
+from nanokv.apps.serve.api.protocol import Asked
+from nanokv.decoding.draw import SamplingParams
+from nanokv.decoding.generation import prompt_ids
+from nanokv.decoding.ranges import chosen_seed
+from nanokv.engine import Engine
+from nanokv.errors import NanoKVError
+from nanokv.text.call_forms import fitted
+from nanokv.text.template import ChatTemplate, LeftOut
+from nanokv.text.thinking import ThinkSplitter, opens_thinking
+from nanokv.text.tokenizer import Tokenizer
+from weights_loader.strict import quote
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+
+TEXT_TOKENS = 16  # of a completion whose request does not say how many: OpenAI's number
+ECHOED = 100_000  # prompt tokens of a request with log-probabilities of their own, up to 1 kB of memory each
+
+
+@dataclass(frozen=True)
+class Served:
+    """One model, the names that it answers to, and the settings of the command line."""
+
+    engine: Engine
+    tokenizer: Tokenizer
+    names: tuple[str, ...]
+    context: int  # tokens that prompt and answer may have together
+    sampling: SamplingParams
+    max_new_tokens: int | None = None
+    stop: Sequence[str] = ()
+    template: dict = field(default_factory=dict)
+    allow_special: bool = False
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @cached_property
+    def vocabulary(self) -> "LLTokenizer":
+        """For grammars."""
+        config = self.engine.model.generation_config
+        return grammar.vocabulary(self.tokenizer, self.engine.config.vocab_size, config.eos_token_ids)
+
+    def name(self, asked: str | None) -> str:
+        """The model of a request."""
+        if asked is None or asked in self.names:
+            return asked or self.names[0]
+        known = ", ".join(self.names)
+        raise ApiError(404, f"no model {quote(asked)}: this server has {known}", "model", "model_not_found",
+                       hint="nanokv serve --alias NAME gives the model another name")  # fmt: skip
+
+    def stop_ids(self, ids: Sequence[int]) -> Sequence[int]:
+        """`stop_token_ids` of a request: ids of this model."""
+        size = self.engine.config.vocab_size
+        if wrong := [id for id in ids if not 0 <= id < size]:
+            raise ApiError(400, f"stop_token_ids holds {wrong[0]}: ids from 0 to {size - 1:,} were expected",
+                           "stop_token_ids")  # fmt: skip
+        return ids
+
+    def room(self, prompt: int, param: str) -> int:
+        """Tokens that may follow a prompt: the last one is never fed, so it needs no place."""
+        if prompt > self.context:
+            what = "messages" if param == "messages" else "prompt"
+            raise ApiError(400, f"This model's maximum context length is {self.context} tokens. However, your {what} "
+                           f"resulted in {prompt} tokens.", param, "context_length_exceeded")  # fmt: skip
+        return self.context - prompt + 1
+
+
+@dataclass(frozen=True)
+class Job:
+    """One answer, as the engine is asked for it: token ids, the text to come, and arguments of Engine.submit."""
+
+    ids: list[int]
+    text: AnswerText
+    settings: dict
+    wanted: int | None  # tokens that were asked for; the context may leave fewer
+    echo: Echo | None = None
+    first: bool = True  # of the answers to its prompt
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A request, ready for the engine."""
+
+    asked: Asked
+    model: str
+    jobs: list[Job]  # `n` for each prompt, in this order
+    seed: int | None  # with which all of it can be repeated, as it was sent
+
+
+def prepare(served: Served, asked: Asked, salt: str) -> Prepared:
+    """Of either kind of request. Answer i to a prompt has the seed + i, so that the first is the one of n = 1."""
+    model = served.name(asked.model)
+    sampling = vars(served.sampling) | asked.sampling
+    if (seed := chosen_seed(sampling["seed"])) is None:
+        seed = sampling["seed"] = secrets.randbits(32)
+    settings = sampling | {"seed": seed, "salt": salt, "top_logprobs": asked.logprobs or 0}
+    prompts = [prompt(served, asked, number) for number in range(len(asked.sources))]
+    if asked.echo and asked.logprobs is not None and (total := sum(map(len, prompts))) > ECHOED:
+        raise ApiError(400, f"the prompts have {total:,} tokens, at most {ECHOED:,} get log-probabilities", "logprobs")
+    jobs = []
+    for ids in prompts:
+        echo = Echo(served.tokenizer, ids, asked.logprobs) if asked.echo else None
+        rules = grammar_of(served, asked, ids) if asked.constrained else None
+        for i in range(asked.n):
+            own = {"seed": (settings["seed"] + i) % 2**64, "constrain": rules and grammar.Constraint(rules)}
+            jobs.append(job(served, asked, ids, settings | own, echo, i == 0))
+    return Prepared(asked, model, jobs, sampling["seed"] if sampling["temperature"] else None)
+
+
+def prompt(served: Served, asked: Asked, number: int) -> list[int]:
+    """The ids of one prompt, which leave room for an answer."""
+    source, chat = asked.sources[number], asked.param == "messages"
+    try:
+        ids = chat_ids(served, asked) if chat else text_ids(served, source, asked.special)
+        ids = prompt_ids(ids, served.engine.config.vocab_size)
+    except NanoKVError as error:
+        raise refused(error, asked.param) from error
+    served.room(len(ids), asked.param)
+    return ids
+
+
+def grammar_of(served: Served, asked: Asked, ids: list[int]) -> grammar.Compiled:
+    """What the answers to this prompt must look like. What comes after thoughts is tried before they are thought."""
+    param = "tools" if asked.schema is None else "response_format"
+    grammar.needs_package(param)
+    words, tools = named(param, lambda: served.vocabulary), asked.tools
+    thought = grammar.thoughts(served.tokenizer, ids, opens_thinking(served.tokenizer, ids))
+    for start in dict.fromkeys(("none", thought)):
+        source = grammar.source(asked.schema, tools.callable, tools.many, tools.forced, start)
+        rules = grammar.compiled(source, words, param)
+    return rules
+
+
+def job(served: Served, asked: Asked, ids: list[int], settings: dict, echo: Echo | None, first: bool) -> Job:
+    """One answer to one prompt."""
+    chat, room = asked.param == "messages", served.room(len(ids), asked.param)
+    wanted = asked.max_new_tokens
+    if wanted is None:
+        wanted = served.max_new_tokens or (None if chat else TEXT_TOKENS)
+    eos = () if asked.ignore_eos else tuple(served.engine.model.generation_config.eos_token_ids)
+    ends = (*eos, *served.stop_ids(asked.stop_token_ids))
+    splitter = ThinkSplitter(opens_thinking(served.tokenizer, ids)) if chat else NoThoughts()
+    names = [one["name"] for one in asked.tools.callable]
+    calls = ToolCalls(names, asked.tools.parallel) if names else NoCalls()
+    stop = served.stop if asked.stop is None else asked.stop
+    text = AnswerText(served.tokenizer, stop, splitter, calls, eos, asked.stop_token_ids, asked.include_stop)
+    settings = settings | {"max_new_tokens": room if wanted is None else min(wanted, room), "eos_token_ids": ends}
+    return Job(ids, text, settings, wanted, echo, first)
+
+
+def chat_ids(served: Served, asked: Asked) -> list[int]:
+    """Through the checkpoint's template. Control tokens in a message would end it and begin another's."""
+    (messages,), tools = asked.sources, asked.tools
+    if not served.allow_special:
+        for text, place in texts(messages, "messages"):
+            refuse_control(served.tokenizer, text, place)
+        for text, place in texts(list(tools.functions), "tools"):
+            refuse_control(served.tokenizer, text, place)
+        for text, place in texts(asked.template, "chat_template_kwargs"):
+            refuse_control(served.tokenizer, text, place)
+    template = chosen_template(served, asked)
+    messages = fitted(template, messages)
+    variables = served.template | asked.template
+    try:
+        rendered = template.render_all(messages, tools.offered, **variables)
+    except LeftOut as error:
+        param = "tools" if error.what == "tools" else "messages"
+        raise ApiError(400, str(error), param, "unsupported") from None
+    if tools.offered:
+        check_calls(template)
+    for name, other in asked.contrast.items():
+        if rendered == template.render(messages, tools.offered, **variables | other):
+            words = f"{name}: the chat template of this model does not look at it"
+            raise ApiError(400, words, name, "unsupported")
+    return served.tokenizer.encode(rendered)
+
+
+def chosen_template(served: Served, asked: Asked) -> ChatTemplate:
+    """One of the model's own, by name; without one as `Tokenizer.render` takes it."""
+    known, name = served.tokenizer.chat_templates, asked.chat_template
+    if name is not None and name not in known:
+        words = f"chat_template is {quote(name)}: this model has {', '.join(map(quote, known)) or 'none'}"
+        raise ApiError(400, words, "chat_template")
+    return served.tokenizer.template(name, asked.tools.offered)
+
+
+def check_calls(template: ChatTemplate) -> None:
+    """Is a call written as calls.py reads it?"""
+    if OPEN not in template.source or "<function=" in template.source:
+        raise ApiError(400, f"this model does not write calls as JSON between {OPEN} and {CLOSE}, which is what this "
+                       "server reads", "tools", "unsupported")  # fmt: skip
+
+
+def texts(value: Any, place: str) -> Iterator[tuple[str, str]]:
+    """(text, place) of all texts in a JSON value, names too."""
+    if isinstance(value, str):
+        yield value, place
+    elif isinstance(value, dict):
+        for name, part in value.items():
+            yield name, place
+            yield from texts(part, f"{place}.{name}")
+    elif isinstance(value, list):
+        for number, part in enumerate(value):
+            yield from texts(part, f"{place}[{number}]")
+
+
+def refuse_control(tokenizer: Tokenizer, text: str, param: str) -> None:
+    """Control tokens that are spelled out; <think> is an ordinary token and may be talked about."""
+    for token in tokenizer.special_tokens_in(text):
+        if tokenizer.special_tokens[token] in tokenizer.control_ids:
+            raise ApiError(400, f"{param} contains {token}, a control token", param,
+                           hint="nanokv serve --allow-special lets it through")  # fmt: skip
+
+
+def text_ids(served: Served, prompt: Any, add_special_tokens: bool = True) -> list[int]:
+    """Whoever writes a raw prompt writes all of it: control tokens are meant."""
+    return served.tokenizer.encode(prompt, add_special_tokens) if isinstance(prompt, str) else prompt

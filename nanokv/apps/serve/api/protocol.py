@@ -1,0 +1,249 @@
+"""JSON to a checked request. The models of requests.py check each field; here is what concerns several.
+
+A field that nobody knows is ignored and logged, as OpenAI's clients expect. A field that would change the answer and is
+not done is refused, unless its value asks for nothing. null is the same as absent everywhere.
+"""
+
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from nanokv.apps.serve.api.errors import ApiError
+from nanokv.apps.serve.api.fields import read, say, unsupported
+from nanokv.apps.serve.api.messages import Tools
+from nanokv.apps.serve.api.requests import (
+    ENDLESS,
+    SAMPLING,
+    ChatPrompt,
+    ChatRequest,
+    Common,
+    NamedTool,
+    OfSchema,
+    TextRequest,
+)
+from nanokv.decoding.ranges import RANGES
+from weights_loader.strict import loads, quote
+
+logger = logging.getLogger(__name__)
+MOST_BRACKETS = 200_000  # of lists and objects in one request, about 100 bytes of memory each
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request whose fields are of the right kind and in their ranges."""
+
+    sources: list  # of a chat its messages; or prompts, each a text or token ids to continue
+    param: str  # the field that they came from
+    model: str | None = None
+    sampling: dict = field(default_factory=dict)  # what the request says itself
+    stop: list[str] | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop: bool = False  # what ended the answer is part of it
+    max_new_tokens: int | None = None
+    ignore_eos: bool = False
+    stream: bool = False
+    include_usage: bool = False
+    n: int = 1  # answers to each
+    logprobs: int | None = None  # None: not asked for; else so many of the likeliest tokens at each place
+    echo: bool = False  # the prompt before its continuation
+    special: bool = True  # what the checkpoint puts around a text, as in `encode`
+    template: dict = field(default_factory=dict)
+    chat_template: str | None = None  # which of the model's; None: the usual one
+    contrast: dict[str, dict] = field(default_factory=dict)  # field → variables with which the template must differ
+    tools: Tools = field(default_factory=Tools)
+    schema: dict | None = None  # of the JSON that the answer must be
+
+    @property
+    def constrained(self) -> bool:
+        """Whether not every text may be the answer."""
+        return self.schema is not None or self.tools.forced
+
+
+def parse_object(data: bytes) -> dict:
+    """The JSON object in a body, bounded in depth and size; no NaN, no repeated names, no half characters."""
+    brackets = data.count(b"[") + data.count(b"{")
+    if brackets > MOST_BRACKETS:
+        raise ApiError(400, f"the body has {brackets:,} lists and objects, at most {MOST_BRACKETS:,} are read")
+    try:
+        value = loads(data)
+        if b"\\u" in data:
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = ord(error.object[error.start])
+        raise ApiError(400, f"the body holds U+{half:04X}, which is half a character") from None
+    except UnicodeDecodeError as error:
+        bad = data[error.start]
+        raise ApiError(400, f"the body is not UTF-8: byte 0x{bad:02x} at position {error.start:,}") from None
+    except ValueError as error:
+        raise ApiError(400, f"the body is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ApiError(400, f"the body is a JSON {type(value).__name__}, not an object")
+    return {name: item for name, item in value.items() if item is not None}
+
+
+def chat(fields: dict) -> Asked:
+    """Of /v1/chat/completions."""
+    request = read(ChatRequest, fields)
+    note_unknown(fields, ChatRequest)
+    likely = request.top_logprobs or 0
+    if likely and not request.logprobs:
+        raise ApiError(400, f"top_logprobs is {likely}: it needs logprobs: true", "top_logprobs")
+    asked = replace(chat_prompt(request, fields), logprobs=likely if request.logprobs else None,
+                    schema=schema(request), **common(request))  # fmt: skip
+    if asked.constrained and asked.ignore_eos:
+        raise ApiError(400, "ignore_eos does not go together with an answer that has an end", "ignore_eos")
+    return asked
+
+
+def tokenize(fields: dict) -> Asked:
+    """Of /tokenize: of a chat what makes the prompt."""
+    return chat_prompt(read(ChatPrompt, fields), fields)
+
+
+def text(fields: dict) -> Asked:
+    """Of /v1/completions."""
+    request = read(TextRequest, fields)
+    note_unknown(fields, TextRequest)
+    for name in ("max_tokens", "max_completion_tokens"):
+        if getattr(request, name) == 0 and not request.echo:
+            raise ApiError(400, f"{name} is 0: {RANGES['max_new_tokens'].words} was expected, or echo", name)
+    logprobs = None if request.logprobs is False else request.logprobs
+    return Asked(request.prompt, "prompt", logprobs=logprobs, echo=bool(request.echo),
+                 special=request.add_special_tokens is not False, **common(request))  # fmt: skip
+
+
+def common(request: Common) -> dict:
+    """What both have."""
+    stop = [request.stop] if isinstance(request.stop, str) else request.stop
+    include = bool(request.include_stop_str_in_output)
+    if include and not (stop or request.stop_token_ids):
+        name = "include_stop_str_in_output"
+        raise ApiError(400, f"{name} is true: it needs stop or stop_token_ids", name)
+    return {
+        "model": request.model, "n": request.n or 1, "sampling": sampling(request), "stop": stop,
+        "stop_token_ids": tuple(request.stop_token_ids or ()), "include_stop": include,
+        "max_new_tokens": most_tokens(request), "ignore_eos": bool(request.ignore_eos), "stream": bool(request.stream),
+        "include_usage": bool(request.stream_options and request.stream_options.include_usage),
+    }  # fmt: skip
+
+
+def note_unknown(fields: dict, model: type[Common]) -> None:
+    """The log names what nobody knows."""
+    if unknown := [name for name in fields if name not in model.model_fields]:
+        more = f" and {len(unknown) - 5:,} more" if len(unknown) > 5 else ""
+        logger.info("ignored: %s%s", ", ".join(map(quote, unknown[:5])), more)
+
+
+def sampling(request: Common) -> dict:
+    """How tokens are drawn, as far as the request says it."""
+    found = {name: getattr(request, name) for name in SAMPLING}
+    if request.repeat_penalty is not None:
+        found["repetition_penalty"] = same("repetition_penalty", found["repetition_penalty"],
+                                           "repeat_penalty", penalty(request))  # fmt: skip
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def penalty(request: Common) -> float:
+    """`repeat_penalty`, of which llama.cpp has the last tokens only. All of them are what is done here."""
+    window = request.repeat_last_n if request.repeat_last_n is not None else request.penalty_last_n
+    if request.repeat_penalty == 1 or window == 0:
+        return 1.0
+    if window != -1:
+        hint = 'repetition_penalty looks at all tokens; so does "repeat_last_n": -1'
+        raise unsupported("repeat_penalty", request.repeat_penalty, hint)
+    return request.repeat_penalty or 1.0
+
+
+def same(name: str, value: float | None, other: str, wanted: float) -> float:
+    """The value of a field that has two names; ApiError where they contradict each other."""
+    if value not in (None, wanted):
+        raise ApiError(400, f"{other} is {say(wanted)} and {name} is {say(value)}: they mean the same", other)
+    return wanted
+
+
+def most_tokens(request: Common) -> int | None:
+    """max_completion_tokens, or its older name, or what other servers call it. 0 where a prompt is repeated and nothing
+    is to follow it."""
+    found = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    for name in ("max_new_tokens", "n_predict", "num_predict"):
+        if (value := getattr(request, name)) is not None:
+            wanted = int(RANGES["max_new_tokens"].high) if value == ENDLESS else value
+            found = int(same("max_tokens", found, name, wanted))
+    return found
+
+
+# --- of chats ---------------------------------------------------------------------------------------------------------
+
+
+def chat_prompt(request: ChatPrompt, fields: dict) -> Asked:
+    """What makes the prompt of a chat."""
+    own, contrast = thinking(request)
+    return Asked([request.messages], "messages", template=own | (request.chat_template_kwargs or {}), contrast=contrast,
+                 chat_template=request.chat_template, tools=tools(request, fields))  # fmt: skip
+
+
+def thinking(request: ChatPrompt) -> tuple[dict, dict[str, dict]]:
+    """(variables of the template, field → other values of them with which the prompt must differ): a template that
+    knows nothing of them would leave the field out silently.
+
+    `enable_thinking` is the variable of Qwen3, GLM and others, `thinking` that of DeepSeek, `reasoning_effort` that of
+    gpt-oss. "none" is not to think, as in vLLM and SGLang. Every other effort needs a template that reads it.
+    """
+    variables: dict = {}
+    contrast: dict[str, dict] = {}
+    for name, value in wishes(request):
+        on = value not in (False, "none")
+        if variables.get("enable_thinking", on) != on:
+            raise ApiError(400, f"{name} is {say(value)}, and {next(iter(contrast))} says the opposite", name)
+        variables |= {"enable_thinking": on, "thinking": on}
+        contrast[name] = {"enable_thinking": not on, "thinking": not on}
+        if on and value is not True:
+            variables["reasoning_effort"] = value
+            contrast[name] = {"reasoning_effort": "low" if value != "low" else "high"}
+    return variables, contrast
+
+
+def wishes(request: ChatPrompt) -> Iterator[tuple[str, bool | str]]:
+    """(field, true, false or an effort): all that the request says of thinking."""
+    reasoning = request.reasoning
+    said: dict[str, Any] = {
+        "enable_thinking": request.enable_thinking, "think": request.think,
+        "thinking": request.thinking and request.thinking.type == "enabled",
+        "reasoning.enabled": reasoning and reasoning.enabled, "reasoning.effort": reasoning and reasoning.effort,
+        "reasoning_effort": request.reasoning_effort,
+    }  # fmt: skip
+    return ((name, value) for name, value in said.items() if value is not None)
+
+
+def schema(request: ChatRequest) -> dict | None:
+    """`response_format` as a JSON schema; None: any text."""
+    wanted = request.response_format
+    if wanted is None or wanted.type == "text":
+        return None
+    found = wanted.json_schema.schema_ if isinstance(wanted, OfSchema) else wanted.schema_
+    return found if wanted.type == "json_schema" else {"type": "object"} | (found or {})
+
+
+def tools(request: ChatPrompt, fields: dict) -> Tools:
+    """`tools`, `tool_choice` and `parallel_tool_calls`. Templates get what the client sent of a function."""
+    given = [tool["function"] for tool in fields.get("tools") or []]
+    functions = tuple({key: value for key, value in one.items() if value is not None} for one in given)
+    names = [one["name"] for one in functions]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ApiError(400, f"tools has {min(twice)} twice", "tools")
+    choice, forced = chosen(request.tool_choice, names)
+    return Tools(functions, choice, forced, request.parallel_tool_calls is not False)
+
+
+def chosen(choice: str | NamedTool | None, names: list[str]) -> tuple[str, bool]:
+    """(`tool_choice` as a word, whether something must be called)."""
+    if choice is None or choice in ("none", "auto"):
+        return choice or ("auto" if names else "none"), False
+    if choice == "required" and not names:
+        raise ApiError(400, "tool_choice is required, and there are no tools", "tool_choice")
+    name = choice.function.name if isinstance(choice, NamedTool) else choice
+    if isinstance(choice, NamedTool) and name not in names:
+        raise ApiError(400, f"tool_choice names {say(name)}, which is not one of the tools", "tool_choice")
+    return name, True

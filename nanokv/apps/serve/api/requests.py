@@ -1,0 +1,348 @@
+"""What a request may say: one definition for the checks, for the list of known fields, and for /openapi.json.
+
+Fields of other servers that are not done here stand in known.py and become fields of these models too.
+"""
+
+import re
+from typing import Annotated, Any, Literal, NoReturn, get_args
+
+from pydantic import Discriminator, Field, Tag, create_model
+
+from nanokv.apps.serve.api.fields import (
+    Between,
+    Checked,
+    Expected,
+    Fields,
+    Nothing,
+    Object,
+    Ranged,
+    Text,
+    YesNo,
+    expected,
+    not_done,
+    say,
+    told,
+)
+from nanokv.apps.serve.api.known import CHAT_ONLY, HARMLESS, NOT_DONE, TEXT_ONLY, refused
+from nanokv.apps.serve.api.messages import HALF, ROLES, messages
+from nanokv.text.template import REASONING
+from weights_loader.strict import quote
+
+MOST_STOPS, LONGEST_STOP = 16, 1_000  # each token is compared with all of them
+MOST_STOP_IDS = 1_000
+MOST_ANSWERS, MOST_PROMPTS = 16, 256  # `n`; and prompts of a request, all with a place in the queue
+MOST_LIKELY = {"messages": 20, "prompt": 5}  # OpenAI's limits of top_logprobs, and of a completion's
+MOST_TOOLS = 128
+RESERVED = (  # of the template's own variables, and what the checkpoint sets
+    "self", "messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token", "pad_token",
+    "unk_token", "chat_template",
+)  # fmt: skip
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+SCHEMA = "a JSON schema comes with the type json_schema, or as schema with json_object"
+NAME = re.compile("[A-Za-z0-9_-]{1,64}")  # of a function
+IDS: dict = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+PROMPT: list[dict] = [{"type": "string", "minLength": 1}, IDS | {"minItems": 1}]
+ENDLESS = -1  # llama.cpp's and Ollama's number of tokens for an answer that has no limit
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+EFFORTS = ", ".join(get_args(Effort))
+
+
+# --- messages, which messages.py checks -------------------------------------------------------------------------------
+
+TEXT: dict = {"type": "string"}
+PART = {"anyOf": [
+    {"type": "object", "properties": {"type": {"const": name}, name: TEXT}, "required": ["type", name]}
+    for name in ("text", "refusal")
+]}  # fmt: skip
+CONTENT: dict = {"anyOf": [TEXT, {"type": "array", "items": PART}]}
+ARGUMENTS = {"anyOf": [TEXT, {"type": "object"}]}
+CALLED = {"type": "object", "properties": {"name": TEXT, "arguments": ARGUMENTS}, "required": ["name", "arguments"]}
+CALL = {"type": "object", "properties": {"id": TEXT, "function": CALLED, "type": {"const": "function"}},
+        "required": ["id", "function"]}  # fmt: skip
+
+
+def maybe(schema: dict) -> dict:
+    """Or null."""
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+BESIDES = {"name": maybe(TEXT)} | {field: {"enum": [False, None]} for field in HALF}
+THOUGHTS = BESIDES | {name: maybe(TEXT) for name in REASONING}
+ASKS = [role for role in ROLES if role not in ("assistant", "tool")]
+MESSAGES: dict = {"type": "array", "minItems": 1, "items": {"anyOf": [
+    {"type": "object", "required": ["role", "content"],
+     "properties": {"role": {"enum": ASKS}, "content": CONTENT} | THOUGHTS},
+    {"type": "object", "required": ["role", "content", "tool_call_id"],
+     "properties": {"role": {"const": "tool"}, "content": CONTENT, "tool_call_id": TEXT} | BESIDES},
+    {"type": "object", "required": ["role"],
+     "properties": {"role": {"const": "assistant"}, "content": maybe(CONTENT),
+                    "tool_calls": maybe({"type": "array", "items": CALL})} | THOUGHTS},
+]}}  # fmt: skip
+
+
+# --- checks that are more than a type ---------------------------------------------------------------------------------
+
+
+def variables(value: Any) -> dict:
+    """`chat_template_kwargs`."""
+    if not isinstance(value, dict):
+        raise expected("an object")
+    if wrong := [name for name in value if name in RESERVED or not name.isidentifier()]:
+        raise told(f"chat_template_kwargs cannot set {quote(wrong[0])}")
+    return value
+
+
+def template_name(value: Any) -> str:
+    """`chat_template`: which of the model's own ones. A source would be run here."""
+    if isinstance(value, str) and re.search(r"\{[{%#]", value):
+        raise not_done("the name of one of the model's own templates is taken")
+    if not isinstance(value, str) or not value:
+        raise expected("the name of one of the model's chat templates")
+    return value
+
+
+def each_prompt(prompt: Any) -> list:
+    """`prompt` as a list of texts and lists of token ids."""
+    if not isinstance(prompt, str | list):
+        raise expected("a text or a list")
+    is_one = isinstance(prompt, str) or not prompt or type(prompt[0]) is int
+    found: list = [prompt] if is_one else prompt  # type: ignore[list-item, assignment]
+    if not all(isinstance(one, str | list) for one in found):
+        raise expected("a list of texts or lists of token ids")
+    if len(found) > MOST_PROMPTS:
+        raise told(f"{len(found):,} prompts in one request, at most {MOST_PROMPTS} are answered")
+    for one in found:
+        whole_numbers(one if isinstance(one, list) else [], "prompt")
+    if "" in found or [] in found:
+        raise told("the prompt is empty: the model needs at least one token to continue")
+    return found
+
+
+def whole_numbers(found: list, name: str) -> list[int]:
+    """A list of ids: no lists within it."""
+    if wrong := [one for one in found if type(one) is not int]:
+        raise told(f"{name} holds {say(wrong[0])}: whole numbers were expected")
+    return found
+
+
+def token_ids(value: Any) -> list:
+    """`tokens`."""
+    if not isinstance(value, list):
+        raise expected("a list")
+    return whole_numbers(value, "tokens")
+
+
+# --- parts ------------------------------------------------------------------------------------------------------------
+
+
+class StreamOptions(Fields):
+    """What a stream tells beside the answer."""
+
+    include_usage: YesNo = None
+    continuous_usage_stats: YesNo = None  # usage comes once, at the end: no token of an answer depends on it
+
+
+class Function(Fields):
+    """A function that the model may call; `parameters` is a JSON schema. Templates see other fields too."""
+
+    name: Annotated[str, Field(pattern=f"^{NAME.pattern}$"), Expected("a name of 1 to 64 letters, digits, _ and -")]
+    description: Text = None
+    parameters: Object = None
+    strict: YesNo = None
+
+
+class Tool(Fields):
+    """What the model may call."""
+
+    type: Literal["function"]
+    function: Function
+
+
+def other_tool(value: Any) -> NoReturn:
+    """Not a function."""
+    raise not_done("functions are called here")
+
+
+def kind_of_tool(value: Any) -> str:
+    """Functions are called. Other kinds run on OpenAI's machines."""
+    return "<function>" if isinstance(value, dict) and value.get("type") == "function" else "<other>"
+
+
+OneTool = Annotated[
+    Annotated[Tool, Tag("<function>")]
+    | Annotated[Any, Checked(other_tool, {"not": {}}, needed=True), Tag("<other>")],
+    Discriminator(kind_of_tool),
+]
+
+
+class Named(Fields):
+    """A function by its name."""
+
+    name: str
+
+
+class NamedTool(Fields):
+    """`tool_choice` that names one."""
+
+    type: Literal["function"]
+    function: Named
+
+
+class JsonSchema(Fields):
+    """OpenAI's envelope around a schema."""
+
+    schema_: Annotated[dict[str, Any], Expected("an object")] = Field(alias="schema")
+
+
+class AnyText(Fields):
+    """No schema."""
+
+    type: Literal["text"]
+    schema_: Annotated[Any, Nothing(hint=SCHEMA)] = Field(None, alias="schema")
+    json_schema: Annotated[Any, Nothing(hint=SCHEMA)] = None
+
+
+class AnyObject(Fields):
+    """The schema of any object, or one without OpenAI's envelope."""
+
+    type: Literal["json_object"]
+    schema_: Object = Field(None, alias="schema")
+    json_schema: Annotated[Any, Nothing(hint=SCHEMA)] = None
+
+
+class OfSchema(Fields):
+    """A schema."""
+
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+def form(value: Any) -> str | None:
+    """Which of the two models a `response_format` is."""
+    wanted = value.get("type") if isinstance(value, dict) else None
+    return {"text": "<text>", "json_object": "<object>", "json_schema": "<schema>"}.get(str(wanted))
+
+
+Format = Annotated[
+    Annotated[AnyText, Tag("<text>")] | Annotated[AnyObject, Tag("<object>")] | Annotated[OfSchema, Tag("<schema>")],
+    Discriminator(form, "expected", "an object with the type text, json_object or json_schema"),
+]
+
+
+class Reasoning(Fields):
+    """How much is thought, as OpenRouter, Ollama and the Responses API ask for it."""
+
+    effort: Annotated[Effort | None, Expected(EFFORTS)] = None
+    enabled: YesNo = None
+    exclude: Annotated[Any, Nothing(False)] = None
+    max_tokens: Annotated[Any, Nothing()] = None
+
+
+class Thinking(Fields):
+    """Whether it is thought at all, as DeepSeek, GLM and Anthropic ask for it."""
+
+    type: Annotated[Literal["enabled", "disabled"], Expected("enabled or disabled")]
+    budget_tokens: Annotated[Any, Nothing()] = None
+
+
+class ChatPrompt(Fields):
+    """What makes the prompt of a chat; all that /tokenize reads of one."""
+
+    messages: Annotated[list, Checked(messages, MESSAGES, needed=True)]
+    tools: Annotated[list[OneTool], Field(max_length=MOST_TOOLS)] | None = None
+    tool_choice: Annotated[
+        Literal["none", "auto", "required"] | NamedTool | None,
+        Expected('none, auto, required or {"type": "function", "function": {"name": …}}'),
+    ] = None
+    parallel_tool_calls: YesNo = None
+    chat_template: Annotated[str | None, Checked(template_name, {"type": "string", "pattern": "^[^{]+$"})] = None
+    chat_template_kwargs: Annotated[dict | None, Checked(variables, {
+        "type": "object",
+        "propertyNames": {"pattern": "^[A-Za-z_][A-Za-z0-9_]*$", "not": {"enum": list(RESERVED)}},
+    })] = None  # fmt: skip
+    enable_thinking: YesNo = None
+    think: Annotated[bool | Effort | None, Expected(f"true, false, {EFFORTS}")] = None
+    thinking: Thinking | None = None
+    reasoning: Reasoning | None = None
+    reasoning_effort: Annotated[Effort | None, Expected(EFFORTS)] = None
+
+
+# --- requests ---------------------------------------------------------------------------------------------------------
+
+Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
+Tokens = Annotated[int | None, Ranged("max_new_tokens")]
+MaybeNoTokens = Annotated[int | None, Ranged("max_new_tokens", 0)]
+MaybeEndless = Annotated[int | None, Ranged("max_new_tokens", ENDLESS)]
+
+
+class Common(Fields):
+    """What both addresses do."""
+
+    model: Text = None
+    stream: YesNo = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int | None, Between(1, MOST_ANSWERS)] = None
+    temperature: Annotated[float | None, Ranged("temperature")] = None
+    top_k: Annotated[int | None, Ranged("top_k")] = None
+    top_p: Annotated[float | None, Ranged("top_p")] = None
+    min_p: Annotated[float | None, Ranged("min_p")] = None
+    repetition_penalty: Annotated[float | None, Ranged("repetition_penalty")] = None
+    seed: Annotated[int | None, Ranged("seed")] = None
+    repeat_penalty: Annotated[float | None, Ranged("repetition_penalty")] = None
+    """llama.cpp's name of repetition_penalty. There it looks at the last `repeat_last_n` tokens, 64 unless told;
+    here at all of them, which is `repeat_last_n`: -1."""
+    repeat_last_n: Annotated[int | None, Between(-1, 2**31 - 1)] = None
+    penalty_last_n: Annotated[int | None, Between(-1, 2**31 - 1)] = None
+    stop: Annotated[
+        Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS)] | None,
+        Expected(f"a list of at most {MOST_STOPS} texts of 1 to {LONGEST_STOP:,} characters"),
+    ] = None
+    stop_token_ids: Annotated[
+        Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=MOST_STOP_IDS)] | None,
+        Expected(f"a list of at most {MOST_STOP_IDS:,} token ids"),
+    ] = None
+    include_stop_str_in_output: YesNo = None
+    ignore_eos: YesNo = None
+    max_tokens: Tokens = None
+    max_completion_tokens: Tokens = None
+    max_new_tokens: Tokens = None
+    n_predict: MaybeEndless = None
+    num_predict: MaybeEndless = None
+
+
+_Chat: Any = create_model("_Chat", __base__=Common, **refused(NOT_DONE, TEXT_ONLY), **HARMLESS)
+_Text: Any = create_model("_Text", __base__=Common, **refused(NOT_DONE, CHAT_ONLY), **HARMLESS)
+
+
+class ChatRequest(_Chat, ChatPrompt):
+    """Of /v1/chat/completions."""
+
+    response_format: Format | None = None
+    logprobs: YesNo = None
+    top_logprobs: Annotated[int | None, Between(0, MOST_LIKELY["messages"])] = None
+
+
+class TextRequest(_Text):
+    """Of /v1/completions: a text, token ids, or a list of them. Where the prompt is repeated, nothing need follow."""
+
+    prompt: Annotated[list, Checked(each_prompt, {"anyOf": [
+        *PROMPT, {"type": "array", "items": {"anyOf": PROMPT}, "minItems": 1, "maxItems": MOST_PROMPTS},
+    ]}, needed=True)]  # fmt: skip
+    echo: YesNo = None
+    logprobs: Annotated[Any, Between(0, MOST_LIKELY["prompt"], False)] = None
+    add_special_tokens: YesNo = None
+    max_tokens: MaybeNoTokens = None
+    max_completion_tokens: MaybeNoTokens = None
+
+
+class TokenizeText(Fields):
+    """Of /tokenize, which takes a ChatPrompt too."""
+
+    prompt: Annotated[str, Expected("a text")]
+    add_special_tokens: YesNo = None
+
+
+class Detokenize(Fields):
+    """Of /detokenize."""
+
+    tokens: Annotated[list, Checked(token_ids, IDS, needed=True)]

@@ -1,0 +1,230 @@
+"""The addresses of the server, and a request from its body to its place in the queue."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from nanokv.apps.serve.api import logprobs, prompts, protocol
+from nanokv.apps.serve.api.errors import ApiError, ClientGone, internal, named
+from nanokv.apps.serve.api.fields import read
+from nanokv.apps.serve.api.forms import ChatForm, TextForm
+from nanokv.apps.serve.api.prompts import Prepared, Served
+from nanokv.apps.serve.api.requests import Detokenize, TokenizeText
+from nanokv.apps.serve.http import openapi, page
+from nanokv.apps.serve.http.live import Live, Watching, tab_of
+from nanokv.apps.serve.http.response import Answer, Limits, close
+from nanokv.apps.serve.http.security import Guard, Hosts, Keys, respond
+from nanokv.apps.serve.run import metrics
+from nanokv.apps.serve.run.worker import Ticket, Worker
+
+DRAINED = 64_000_000  # bytes of a body that is too long: read and dropped, so that the refusal is seen
+
+
+class Application:
+    """What the endpoints share."""
+
+    def __init__(self, served: Served, worker: Worker, limits: Limits):
+        self.served, self.worker, self.limits = served, worker, limits
+        self.watched = Live(worker, served)
+        self.threads = ThreadPoolExecutor(2, "nanokv-prompt")  # templates and tokenizers
+        self.side_thread = ThreadPoolExecutor(1, "nanokv-tokenize")  # no chat waits for /tokenize
+        self.reading = 0  # bytes of bodies that arrive, or wait for a thread
+        self.beside = 0  # requests that wait for a thread and have no place in the engine's queue
+
+    def routes(self) -> list[Route]:
+        """Every address."""
+        return [
+            Route("/", self.page), Route("/live", self.live),
+            Route("/health", self.health), Route("/metrics", self.metrics),
+            Route("/openapi.json", self.described),
+            Route("/v1/models", self.models), Route("/v1/models/{name:path}", self.model),
+            Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Route("/v1/completions", self.text, methods=["POST"]),
+            Route("/tokenize", self.tokenize, methods=["POST"]),
+            Route("/detokenize", self.detokenize, methods=["POST"]),
+        ]  # fmt: skip
+
+    # --- what is here -----------------------------------------------------------------------------------------------
+
+    async def page(self, request: Request) -> Response:
+        """A chat beside the cache."""
+        return Response(page.html(), media_type="text/html", headers=page.headers())
+
+    async def live(self, request: Request) -> Response:
+        """What the page draws, as a stream of snapshots."""
+        return Watching(self.watched, request.scope["salt"], tab_of(request), self.limits)
+
+    async def health(self, request: Request) -> Response:
+        """Whether requests are answered."""
+        well = self.worker.alive and not self.worker.closing
+        return JSONResponse({"status": "ok" if well else "unavailable"}, 200 if well else 503)
+
+    async def metrics(self, request: Request) -> Response:
+        """For Prometheus."""
+        state = await self.worker.call(lambda engine: metrics.snapshot(engine) | self.worker.prefills.counts())
+        return Response(self.worker.metrics.text(state), media_type="text/plain; version=0.0.4")
+
+    async def described(self, request: Request) -> Response:
+        """All of this, for tools."""
+        return JSONResponse(openapi.document())
+
+    async def models(self, request: Request) -> Response:
+        """One model, under each of its names."""
+        return JSONResponse({"object": "list", "data": [self._model(name) for name in self.served.names]})
+
+    async def model(self, request: Request) -> Response:
+        """One of them."""
+        return JSONResponse(self._model(self.served.name(request.path_params["name"])))
+
+    def _model(self, name: str) -> dict:
+        return {"id": name, "object": "model", "created": self.served.created, "owned_by": "nanokv",
+                "max_model_len": self.served.context}  # fmt: skip
+
+    async def tokenize(self, request: Request) -> Response:
+        """{"prompt": text} or {"messages": […]} → {"tokens": […], "count": N}."""
+        return await self._beside(request, self._tokens)
+
+    async def detokenize(self, request: Request) -> Response:
+        """{"tokens": […]} → {"prompt": text}."""
+        return await self._beside(request, self._text)
+
+    def _tokens(self, body: bytes) -> Response:
+        ids = self._ids(body)
+        return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": self.served.context})
+
+    def _ids(self, body: bytes) -> list[int]:
+        fields = protocol.parse_object(body)
+        if "messages" in fields:
+            asked = protocol.tokenize(fields)
+            return named(asked.param, prompts.chat_ids, self.served, asked)
+        request = read(TokenizeText, fields)
+        special = request.add_special_tokens is not False
+        return named("prompt", prompts.text_ids, self.served, request.prompt, special)
+
+    def _text(self, body: bytes) -> Response:
+        request = read(Detokenize, protocol.parse_object(body))
+        return JSONResponse({"prompt": named("tokens", self.served.tokenizer.decode, request.tokens)})
+
+    async def _beside(self, request: Request, function: Callable[[bytes], Response]) -> Response:
+        """function(body), for an address that needs no engine; 4 MB of text make 15 MB of JSON, also in the thread."""
+        async with self._body(request) as body:
+            if self.beside >= self.limits.beside:
+                self.worker.metrics.count("rejected")
+                raise ApiError(429, f"{self.beside:,} requests are being tokenized, which is the limit",
+                               code="queue_full", headers={"retry-after": "1"})  # fmt: skip
+            self.beside += 1
+            try:
+                return await asyncio.get_running_loop().run_in_executor(self.side_thread, function, body)
+            finally:
+                self.beside -= 1
+
+    async def _in_thread(self, function: Callable, *args: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self.threads, function, *args)
+
+    @contextlib.asynccontextmanager
+    async def _body(self, request: Request) -> AsyncIterator[bytes]:
+        """All of it, within limits of bytes and seconds. Its bytes count until it has been used."""
+        body, whole = bytearray(), b""
+        try:
+            await self._arrive(request, body)
+            whole = bytes(body)
+            body.clear()
+            yield whole
+        finally:
+            self.reading -= len(body) + len(whole)
+
+    async def _arrive(self, request: Request, body: bytearray) -> None:
+        try:
+            async with self.worker.wait(self.limits.body_s):
+                await self._read(request, body)
+        except TimeoutError:
+            raise ApiError(408, f"the body took more than {self.limits.body_s:g} seconds", code="timeout") from None
+        except ClientDisconnect:
+            raise ClientGone from None
+
+    async def _read(self, request: Request, body: bytearray) -> None:
+        size = 0
+        async for part in request.stream():
+            size += len(part)
+            if size <= self.limits.body:
+                body += part
+                self.reading += len(part)
+            if self.reading > self.limits.bodies:
+                raise ApiError(503, "too many requests are arriving at once", code="overloaded")
+            if size > DRAINED:
+                break
+        if size > self.limits.body:
+            raise ApiError(413, f"the body has more than {self.limits.body:,} bytes", code="body_too_large")
+
+    # --- answers ----------------------------------------------------------------------------------------------------
+
+    async def chat(self, request: Request) -> Response:
+        """An answer to messages."""
+        return await self._answer(request, protocol.chat, ChatForm, logprobs.Content)
+
+    async def text(self, request: Request) -> Response:
+        """The continuation of a text."""
+        return await self._answer(request, protocol.text, TextForm, logprobs.Legacy)
+
+    async def _answer(self, request: Request, check: Callable, form_type: type[ChatForm], shown: Callable) -> Response:
+        async with self._body(request) as body:
+            tickets, prepared = await self._prepared(body, check, request)
+        asked = prepared.asked
+        try:
+            for ticket, job in zip(tickets, prepared.jobs, strict=True):
+                ticket.submit(job, asked.param)
+            likely = logprobs.none if asked.logprobs is None else shown(self.served.tokenizer, asked.logprobs)
+            answer = Answer(tickets, prepared, form_type(prepared.model, asked.include_usage, likely), self.limits)
+            if asked.stream:
+                return answer  # closes the tickets
+            with answer.watched(request.receive):
+                response = await answer.whole(request.scope["note"])
+        except BaseException:
+            close(tickets)
+            raise
+        close(tickets)
+        return response
+
+    async def _prepared(self, body: bytes, check: Callable, request: Request) -> tuple[list[Ticket], Prepared]:
+        tab = tab_of(request)
+        tickets = self.worker.open(tab)  # one place before anything else is done; then those of all answers
+        try:
+            prepared = await self._in_thread(self._prepare, body, check, request.scope["salt"])
+            return self.worker.open(tab, len(prepared.jobs), tickets), prepared
+        except BaseException:
+            close(tickets)
+            raise
+
+    def _prepare(self, body: bytes, check: Callable, salt: str) -> Prepared:
+        return prompts.prepare(self.served, check(protocol.parse_object(body)), salt)
+
+
+def make_app(served: Served, worker: Worker, hosts: Hosts, keys: Keys, limits: Limits | None = None) -> Guard:
+    """The ASGI application."""
+
+    async def told(request: Request, error: Any) -> Response:
+        return respond(error)
+
+    async def unknown(request: Request, error: Any) -> Response:
+        message = f"{request.method} {request.scope['path']}: {error.detail}"
+        return respond(ApiError(error.status_code, message, headers=dict(error.headers or {})))
+
+    async def failed(request: Request, error: Exception) -> Response:
+        return respond(internal())  # Guard logs it
+
+    async def gone(request: Request, error: Exception) -> Response:
+        return Response(status_code=499)  # nobody reads it
+
+    routes = Application(served, worker, limits or Limits()).routes()
+    handlers: dict[Any, Callable] = {ApiError: told, HTTPException: unknown, ClientGone: gone, Exception: failed}
+    app = Starlette(routes=routes, exception_handlers=handlers)
+    app.router.redirect_slashes = False
+    return Guard(app, hosts, keys)

@@ -1,0 +1,108 @@
+"""GET /openapi.json: every address, field and answer of this server as an OpenAPI 3.1 document.
+
+Requests and answers are the models of requests.py and replies.py. tests/test_serve_schema.py compares the document with
+what is served: addresses, fields, answers, and generated requests.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+from pydantic import BaseModel
+from pydantic.json_schema import GenerateJsonSchema, models_json_schema
+
+from nanokv.apps.serve.api import replies, requests
+from nanokv.apps.serve.http.live import TAB, TABS
+
+TEXT: dict = {"type": "string"}
+
+
+class Operation(NamedTuple):
+    """What can be done at one address."""
+
+    verb: str
+    asked: tuple[type[BaseModel], ...]  # any of these; (): there is no body
+    told: tuple[type[BaseModel], ...]
+    more: dict = {}  # fields of the document
+
+
+TABBED = {"parameters": [{"name": TAB, "in": "header", "schema": TEXT | {"pattern": f"^{TABS}$"}}]}
+NAMED = {"parameters": [{"name": "name", "in": "path", "required": True, "schema": TEXT | {"minLength": 1}}]}
+FREE: dict = {"security": []}  # needs no key
+OPERATIONS = {
+    "/v1/chat/completions": Operation(
+        "post", (requests.ChatRequest,), (replies.ChatCompletion, replies.ChatCompletions), TABBED
+    ),
+    "/v1/completions": Operation(
+        "post", (requests.TextRequest,), (replies.TextCompletion, replies.TextCompletions), TABBED
+    ),
+    "/v1/models": Operation("get", (), (replies.Models,)),
+    "/v1/models/{name}": Operation("get", (), (replies.Model,), NAMED),
+    "/tokenize": Operation("post", (requests.ChatPrompt, requests.TokenizeText), (replies.Tokens,)),
+    "/detokenize": Operation("post", (requests.Detokenize,), (replies.Detokenized,)),
+    "/health": Operation("get", (), (replies.Status,), FREE),
+}
+STREAMS = ("/v1/chat/completions", "/v1/completions")
+OTHERS = {  # what has no model: path → (fields of the document, media type, its schema, what it is)
+    "/": (FREE, "text/html", TEXT, "a chat beside the cache"),
+    "/live": (TABBED, "text/event-stream", TEXT, "the engine, whenever it has changed; without end"),
+    "/metrics": ({}, "text/plain", TEXT, "for Prometheus"),
+    "/openapi.json": ({}, "application/json", {"type": "object"}, "this document"),
+}
+
+
+class Plain(GenerateJsonSchema):
+    """Without titles, and without a default where that is null."""
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False
+
+    def default_schema(self, schema: Any) -> dict:
+        return self.generate_inner(schema["schema"])
+
+
+@functools.cache
+def document() -> dict:
+    """All of it, as a JSON object."""
+    models = {model for one in OPERATIONS.values() for model in (*one.asked, *one.told)} | {replies.Error}
+    inputs = [(model, "validation") for model in sorted(models, key=lambda model: model.__name__)]
+    _, found = models_json_schema(
+        inputs, ref_template="#/components/schemas/{model}", schema_generator=Plain  # type: ignore[arg-type]
+    )  # fmt: skip
+    error = {"$ref": "#/components/responses/Error"}
+    refusals = {"4XX": error, "5XX": error}
+    paths = {path: operation(path, one, refusals) for path, one in OPERATIONS.items()}
+    for path, (more, media_type, schema, text) in OTHERS.items():
+        paths[path] = {"get": more | {"responses": {"200": content(text, {media_type: schema})} | refusals}}
+    return {
+        "openapi": "3.1.0", "info": {"title": "nanokv serve", "version": "1"},
+        "security": [{"key": []}, {}], "paths": paths,
+        "components": {
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            "responses": {"Error": content("what was wrong", {"application/json": any_of((replies.Error,))})},
+            "schemas": found["$defs"],
+        },
+    }  # fmt: skip
+
+
+def operation(path: str, one: Operation, refusals: dict) -> dict:
+    """As the document has it."""
+    forms: dict = {"application/json": any_of(one.told)}
+    if path in STREAMS:
+        forms["text/event-stream"] = None
+    found = one.more | {"responses": {"200": content("the answer", forms)} | refusals}
+    if one.asked:
+        asked = {"application/json": {"schema": any_of(one.asked)}}
+        found = found | {"requestBody": {"required": True, "content": asked}}
+    return {one.verb: found}
+
+
+def any_of(models: tuple[type[BaseModel], ...]) -> dict:
+    """One of these components."""
+    refs = [{"$ref": f"#/components/schemas/{model.__name__}"} for model in models]
+    return refs[0] if len(refs) == 1 else {"anyOf": refs}
+
+
+def content(text: str, forms: dict[str, dict | None]) -> dict:
+    """A response: media type → its schema."""
+    said = {media_type: {} if schema is None else {"schema": schema} for media_type, schema in forms.items()}
+    return {"description": text, "content": said}

@@ -1,0 +1,168 @@
+"""One answer on its way out: as one response, or as a stream of server-sent events.
+
+While it comes, the client is watched: one that leaves frees its place, and server.py sends away who does not read. An
+error that comes after the status 200 is the last event of the stream.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from nanokv.apps.serve.api.answer import Piece
+from nanokv.apps.serve.api.errors import ApiError, ClientGone, internal
+from nanokv.apps.serve.api.forms import ChatForm, data
+from nanokv.apps.serve.api.prompts import Prepared
+from nanokv.apps.serve.run.worker import Ticket, news, where
+from nanokv.decoding import completion
+
+logger = logging.getLogger(__name__)
+EVENT_STREAM = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store"),
+                (b"x-accel-buffering", b"no")]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bytes and seconds."""
+
+    body: int = 4_000_000
+    bodies: int = 256_000_000  # all that arrive, or wait for a thread
+    beside: int = 16  # requests to /tokenize and /detokenize at a time
+    body_s: float = 30.0  # for all of a body to arrive
+    answer_s: float = 600.0
+    keepalive_s: float = 5.0  # a comment in the stream after so long without text
+
+
+class Watch:
+    """While an answer comes: has the client gone, is the time over?"""
+
+    def __init__(self, tickets: Sequence[Ticket], receive: Receive, seconds: float):
+        late = ApiError(504, f"the answer took more than {seconds:g} seconds", code="timeout")
+        self.timer = asyncio.get_running_loop().call_later(seconds, self._end, tickets, late)
+        self.task = asyncio.create_task(self._gone(tickets, receive))
+
+    @staticmethod
+    def _end(tickets: Sequence[Ticket], reason: Exception) -> None:
+        for ticket in tickets:
+            ticket.fail(reason)
+
+    async def _gone(self, tickets: Sequence[Ticket], receive: Receive) -> None:
+        await gone(receive)
+        self._end(tickets, ClientGone())
+
+    def __enter__(self) -> "Watch":
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.timer.cancel()
+        self.task.cancel()
+
+
+class Answer(Response):
+    """The answers of a request: `whole` gives them as a response; as a response itself it is a stream."""
+
+    def __init__(self, tickets: Sequence[Ticket], prepared: Prepared, form: ChatForm, limits: Limits):
+        self.tickets, self.prepared, self.form, self.limits = tickets, prepared, form, limits
+        self.failure = ""  # what the stream ended with, for the log
+
+    def watched(self, receive: Receive) -> Watch:
+        """Around the wait for it."""
+        return Watch(self.tickets, receive, self.limits.answer_s)
+
+    async def whole(self, note: list[str]) -> Response:
+        """When all of it is there."""
+        pieces: list[list[Piece]] = [[] for _ in self.tickets]
+        async for index, more in news(self.tickets):
+            pieces[index] += more
+        note.append(self.note())
+        answers = zip(pieces, map(ended, self.tickets), strict=True)
+        facts = self.facts(self.tickets[0]) if len(self.tickets) == 1 else {"seed": self.prepared.seed}
+        return JSONResponse(self.form.whole(answers, self.usage(), **facts))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """As it comes. Whatever happens, the places are free afterwards."""
+        try:
+            with self.watched(receive):
+                await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM})
+                async for part in self.events():
+                    await send({"type": "http.response.body", "body": part, "more_body": True})
+                await send({"type": "http.response.body", "body": b""})
+            scope["note"].append(self.note())
+        except ClientGone:
+            scope["note"].append("client gone")
+        finally:
+            close(self.tickets)
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """The parts of the stream; an error that comes now is the last of them."""
+        try:
+            for ticket in self.tickets:
+                if opening := self.form.opening(ticket.index):
+                    yield opening
+            async for index, pieces in news(self.tickets, self.limits.keepalive_s):
+                yield self.part(index, pieces)
+            if self.prepared.asked.include_usage:
+                yield self.form.usage(self.usage())
+            yield b"data: [DONE]\n\n"
+        except ApiError as error:
+            self.failure = f" · failed: {error.body['error']['code']}"
+            yield data(error.body)
+        except ClientGone:
+            raise
+        except Exception as error:
+            logger.error("a stream failed: %s", where(error))
+            self.failure = " · failed"
+            yield data(internal().body)
+
+    def part(self, index: int, pieces: list[Piece]) -> bytes:
+        """News of one answer: text, or its end; or there is none of any."""
+        if index < 0:
+            return b": keepalive\n\n"
+        ticket = self.tickets[index]
+        return self.form.chunk(index, pieces) if pieces else \
+            self.form.closing(index, ended(ticket), **self.facts(ticket))
+
+    # --- when it is complete ----------------------------------------------------------------------------------------
+
+    def usage(self) -> dict:
+        """Tokens; a prompt with several answers counts once. Of a stream that failed some may not have begun."""
+        begun = [ticket for ticket in self.tickets if ticket.request is not None]
+        firsts = [ticket.request for ticket in begun if ticket.job.first]
+        new = sum(len(ticket.request.tokens) for ticket in begun)
+        prompt, reused = sum(len(one.prompt) for one in firsts), sum(one.reused_tokens for one in firsts)
+        return completion.usage(prompt, new, reused)
+
+    def facts(self, ticket: Ticket) -> dict:
+        """What OpenAI has no name for: timings of an answer, and the seed that repeats all of them."""
+        return {"timings": completion.engine_timings(ticket.request.metrics()), "seed": self.prepared.seed}
+
+    def note(self) -> str:
+        """For the log."""
+        usage = self.usage()
+        reused = usage["prompt_tokens_details"]["cached_tokens"]
+        new = usage["prompt_tokens"] - reused
+        return f"{new:,} new + {reused:,} reused → {usage['completion_tokens']:,} out{self.failure}"
+
+
+def ended(ticket: Ticket) -> dict:
+    """finish_reason, and what ended it."""
+    request, wanted = ticket.request, ticket.job.wanted
+    cut = request.finish_reason == "length" and (wanted is None or len(request.tokens) < wanted)
+    found = completion.end("context" if cut else request.finish_reason, ticket.job.text.stop_reason)
+    called = ticket.job.text.calls.count and found["finish_reason"] == "stop"
+    return found | ({"finish_reason": "tool_calls"} if called else {})
+
+
+async def gone(receive: Receive) -> None:
+    """Returns when the client has left."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def close(tickets: Sequence[Ticket]) -> None:
+    """All of them."""
+    for ticket in tickets:
+        ticket.close()

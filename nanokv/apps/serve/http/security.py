@@ -1,0 +1,151 @@
+"""Who may ask, decided before anything of the body is read: Host, Origin, API key; and addresses made plain.
+
+DNS rebinding: a web page whose name suddenly means 127.0.0.1 reaches this server with a Host header of its own, so only
+known hosts are served. A page of another site is refused by its Origin; there is no CORS. A key is compared by its
+digest, in a time that does not depend on where the digests differ, with every key. Prefixes of prompts are shared only
+among requests with one key: the key's salt begins the hashes of their pages (nanokv/cache/prefix.py).
+"""
+
+import hashlib
+import hmac
+import ipaddress
+import logging
+import re
+import secrets
+from collections.abc import Iterable
+from time import perf_counter
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from nanokv.apps.serve.api.errors import ApiError, internal
+from nanokv.apps.serve.run.worker import where
+from weights_loader.strict import quote
+
+logger = logging.getLogger(__name__)
+OPEN = ("/", "/health")  # need no key; the page asks for one
+HEADER_BYTES = 16_384
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+class Keys:
+    """API keys as digests, each with the salt of its prefixes. Without keys everybody may ask, and shares prefixes."""
+
+    def __init__(self, keys: Iterable[str] = ()):
+        secret = secrets.token_bytes(32)  # so that a salt says nothing about its key
+        known = [key.encode() for key in keys]
+        self.salts = [(_digest(key), hmac.new(secret, key, hashlib.sha256).hexdigest()) for key in known]
+
+    def salt(self, authorization: str) -> str:
+        """Of the request's key; ApiError where it has none that is known."""
+        if not self.salts:
+            return ""
+        scheme, _, key = authorization.partition(" ")
+        given = _digest(key.strip().encode("latin-1"))
+        found = [salt for digest, salt in self.salts if hmac.compare_digest(digest, given)]
+        if not found or scheme.lower() != "bearer":
+            message = "a wrong API key" if authorization else "no API key: send Authorization: Bearer KEY"
+            raise ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+        return found[0]
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+class Hosts:
+    """Names under which this server is known. Elsewhere than on loopback any IP address is: a rebound name is none."""
+
+    def __init__(self, host: str, allowed: Iterable[str] = ()):
+        self.names = {name.lower() for name in (*LOOPBACK, host, *allowed)}
+        self.any_address = not is_loopback(host)
+
+    def check(self, headers: Headers) -> None:
+        """ApiError for an unknown Host, or for a page of another site."""
+        (host, *more) = headers.getlist("host") or [""]
+        name = host_name(host)
+        if more or not (name in self.names or (self.any_address and is_address(name))):
+            raise ApiError(403, f"unknown host {quote(host)}", code="unknown_host",
+                           hint="nanokv serve --allow-host NAME serves it")  # fmt: skip
+        for origin in headers.getlist("origin"):
+            if origin not in (f"http://{host}", f"https://{host}"):
+                raise ApiError(403, f"a page of {quote(origin)} may not use this server", code="unknown_origin")
+
+
+def host_name(host: str) -> str:
+    """Without port and brackets, in lower case; "" where it is none."""
+    try:
+        parts = urlsplit(f"//{host}")
+        plain = parts.port is None or parts.port >= 0
+    except ValueError:
+        return ""
+    return (parts.hostname or "") if plain and parts.netloc == host and "@" not in host else ""
+
+
+def is_address(host: str) -> bool:
+    """An IP address, not a name."""
+    try:
+        return bool(ipaddress.ip_address(host))
+    except ValueError:
+        return False
+
+
+def is_loopback(host: str) -> bool:
+    """Reachable from this machine only."""
+    return host == "localhost" or (is_address(host) and ipaddress.ip_address(host).is_loopback)
+
+
+class Guard:
+    """In front of the application. What it finds stands in the scope: `salt`; `note` is for the line of the log."""
+
+    def __init__(self, app: ASGIApp, hosts: Hosts, keys: Keys):
+        self.app, self.hosts, self.keys = app, hosts, keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = re.sub("/+", "/", scope["path"])
+        scope = dict(scope) | {"path": path.rstrip("/") or "/", "note": [], "salt": ""}
+        began, status = perf_counter(), [0]
+
+        async def watched(message: Message) -> None:
+            status[0] = message.get("status", status[0])
+            await send(message)
+
+        try:
+            check_length(scope)
+            headers = Headers(scope=scope)
+            check_framing(headers)
+            self.hosts.check(headers)
+            if scope["path"] not in OPEN:
+                scope["salt"] = self.keys.salt(headers.get("authorization", ""))
+            await self.app(scope, receive, watched)
+        except ApiError as error:
+            await respond(error)(scope, receive, watched)
+        except Exception as error:
+            logger.error("a request failed: %s", where(error))
+            if not status[0]:
+                await respond(internal())(scope, receive, watched)
+        note = " · ".join(["", *scope["note"]])
+        seconds = perf_counter() - began
+        logger.info("%s %s %d%s · %.3f s", scope["method"], quote(scope["path"])[1:-1], status[0], note, seconds)
+
+
+def check_length(scope: Scope) -> None:
+    """Of address and headers together; the parser limits them only while they are incomplete."""
+    size = sum(len(name) + len(value) for name, value in scope["headers"])
+    size += len(scope["raw_path"]) + len(scope["query_string"])
+    if size > HEADER_BYTES:
+        raise ApiError(431, f"address and headers have {size:,} bytes, at most {HEADER_BYTES:,} are read")
+
+
+def check_framing(headers: Headers) -> None:
+    """One length of the body: where two are given, a proxy may believe the other one (RFC 9112, 6.3)."""
+    if "content-length" in headers and "transfer-encoding" in headers:
+        raise ApiError(400, "Content-Length and Transfer-Encoding were both given: one of them says where a body ends",
+                       code="invalid_http", headers={"connection": "close"})  # fmt: skip
+
+
+def respond(error: ApiError) -> JSONResponse:
+    """The error as a response."""
+    return JSONResponse(error.body, error.status, error.headers)

@@ -1,0 +1,173 @@
+"""uvicorn around the application: it listens, gives clients deadlines, and ends so that running answers are told."""
+
+import asyncio
+import contextlib
+import json
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import h11
+import uvicorn
+from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from nanokv.apps.serve.api.errors import ApiError
+from nanokv.apps.serve.http.security import HEADER_BYTES, Guard, respond
+from nanokv.apps.serve.run.worker import Worker
+from nanokv.errors import NanoKVError
+
+HEADER_S = 15.0  # for all headers of a request to arrive
+UNREAD_S = 5.0  # for the rest of a body whose request is answered already
+READER_S = 60.0  # for a client to take what was written
+CONNECTIONS = 1_000
+CLOSE = (b"connection", b"close")
+FAREWELL_S = 3.0  # for a client to take the last bytes when the server ends
+
+
+class Protocol(H11Protocol):
+    """Ends a connection whose request does not arrive, or whose client does not read: uvicorn waits for ever.
+
+    `transport.close()` waits too, until all is written; only `abort()` does not.
+    """
+
+    _deadline: asyncio.TimerHandle | None = None
+    _reader: asyncio.TimerHandle | None = None
+    _unread: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        transport.set_write_buffer_limits(high=0)  # writing pauses as soon as the socket does not take all
+        if len(self.connections) > CONNECTIONS:
+            self.app = crowded
+        self._wait_for_headers()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._wait_for_headers()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.conn.their_state is h11.SEND_BODY:  # what arrives of it ends uvicorn's own timer, but not this one
+            self._unread = self.loop.call_later(UNREAD_S, self.transport.abort)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._stop_waiting()
+        self._stop_unread()
+        self.resume_writing()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._reader = self.loop.call_later(READER_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._reader is not None:
+            self._reader.cancel()
+
+    def send_400_response(self, msg: str) -> None:
+        """OpenAI's form for what is no HTTP; where an answer has begun, the connection ends without another."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            body = json.dumps(ApiError(400, msg, code="invalid_http").body).encode()
+            kind = (b"content-type", b"application/json")
+            length = (b"content-length", str(len(body)).encode())
+            start = h11.Response(status_code=400, headers=[kind, length, CLOSE], reason=b"Bad Request")
+            for event in (start, h11.Data(data=body), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+    def _wait_for_headers(self) -> None:
+        if self.conn.their_state is not h11.SEND_BODY:
+            self._stop_unread()
+        if self.conn.their_state is not h11.IDLE or self.transport.is_closing():
+            self._stop_waiting()
+        elif self._deadline is None:
+            self._deadline = self.loop.call_later(HEADER_S, self.transport.close)
+
+    def _stop_unread(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
+
+    def _stop_waiting(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+
+async def crowded(scope: Scope, receive: Receive, send: Send) -> None:
+    """The application of a connection that is one too many."""
+    full = ApiError(503, f"{CONNECTIONS:,} connections are open, which is the limit", code="overloaded",
+                    headers={"connection": "close", "retry-after": "1"})  # fmt: skip
+    await respond(full)(scope, receive, send)
+
+
+class Server(uvicorn.Server):
+    """Ends when `stop()` is true: nothing new is taken, answers have `grace` seconds, and none when `hurry()` is true.
+    It ends, too, when the engine has lost a rank.
+    """
+
+    def __init__(self, app: Guard, worker: Worker, stop: Callable[[], bool], hurry: Callable[[], bool],
+                 grace: float = 10.0, ready: Callable[[], None] = lambda: None):  # fmt: skip
+        super().__init__(uvicorn.Config(
+            app, http=Protocol, ws="none", loop="asyncio", lifespan="off", log_config=None, access_log=False,
+            proxy_headers=False, server_header=False, h11_max_incomplete_event_size=HEADER_BYTES,
+            timeout_graceful_shutdown=int(grace) + 10,  # should _farewell fail
+        ))  # fmt: skip
+        self.worker, self.stop, self.hurry, self.grace, self.ready = worker, stop, hurry, grace, ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self.worker.start()
+        await super().startup(sockets)
+        self.ready()
+
+    async def on_tick(self, counter: int) -> bool:
+        return await super().on_tick(counter) or self.stop() or self.worker.lost is not None
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        ending = asyncio.create_task(self.worker.end(self.grace))
+        others = [asyncio.create_task(self._hurry()), asyncio.create_task(self._farewell(ending))]
+        await super().shutdown(sockets)
+        for task in others:
+            task.cancel()
+        await ending
+        await asyncio.to_thread(self.worker.join)
+
+    async def _farewell(self, ending: asyncio.Task) -> None:
+        await asyncio.wait([ending])
+        await asyncio.sleep(FAREWELL_S)
+        for connection in list(self.server_state.connections):  # whose clients read nothing
+            connection.transport.abort()
+
+    async def _hurry(self) -> None:
+        while not self.hurry():
+            await asyncio.sleep(0.05)
+        await self.worker.end(0)
+        self.force_exit = True
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """The command line has its own handlers."""
+        yield
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A bound socket, before anything is loaded; NanoKVError where the address cannot be had."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        found = socket.socket(family, socket.SOCK_STREAM)
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind(address)
+        found.listen()  # who comes while the model is loaded waits; a second server is refused now
+    except OSError as error:
+        hint = "--port 0 takes a free one" if not isinstance(error, socket.gaierror) else "--host 127.0.0.1"
+        raise NanoKVError(f"cannot listen at {host} port {port}: {error.strerror}", hint) from error
+    return found
+
+
+def url(bound: socket.socket) -> str:
+    """http://127.0.0.1:8000"""
+    host, port = bound.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

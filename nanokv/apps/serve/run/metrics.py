@@ -1,0 +1,90 @@
+"""What Prometheus reads at /metrics: requests, seconds to the first token and between tokens, pages, reused tokens."""
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from nanokv.engine import Engine
+
+if TYPE_CHECKING:
+    from nanokv.apps.serve.run.worker import Ticket
+
+FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)  # seconds: upper ends of the buckets
+BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+LONGEST_RETRY = 60  # seconds
+GAUGES = {
+    "requests_running": "Requests that hold pages", "requests_waiting": "Requests that wait for pages",
+    "pages": "Pages of the pool", "pages_free": "Pages that hold nothing, or a prefix that nobody uses now",
+    "prefill_worker_up": "1 while a process of its own prefills",
+    "prefills_waiting": "Requests whose prompts wait for it, or are computed there",
+    "prefill_worker_pages": "Pages of its pool", "prefill_worker_pages_free": "Those free when it was last idle",
+}  # fmt: skip
+COUNTERS = {
+    "prefill_tokens": "Prompt tokens computed", "prefix_hit_tokens": "Prompt tokens found in the prefix cache",
+    "generated_tokens": "Tokens generated", "preemptions": "Requests that gave their pages back and waited again",
+    "handover_prompts": "Prompts that the prefill process has handed over",
+    "handover_bytes": "Bytes of their keys, values and logits", "handover_seconds": "Seconds that they took to arrive",
+    "handover_lost": "Prompts that were prefilled here because that process had ended",
+}  # fmt: skip
+
+
+def snapshot(engine: Engine) -> dict[str, int]:
+    """Run in the engine's thread: the pool counts its pages anew."""
+    counts, scheduler = engine.metrics, engine.scheduler
+    return {
+        "requests_running": len(scheduler.running), "requests_waiting": len(scheduler.waiting),
+        "pages": len(engine.pool.references), "pages_free": engine.pool.available(),
+        "prefill_tokens": counts.prefill_tokens, "prefix_hit_tokens": counts.reused_tokens,
+        "preemptions": counts.preemptions,
+    }  # fmt: skip
+
+
+class Metrics:
+    """Safe to use from every thread."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._requests = Counter("nanokv_requests", "Requests by how they ended", ["reason"], registry=self.registry)
+        self._first = self._histogram("time_to_first_token", "Seconds from arrival to the first token", FIRST)
+        self._between = self._histogram("inter_token", "Seconds between two tokens of a request", BETWEEN)
+        self._state: dict[str, float] = {}
+        self._generated, self._mean = 0, 1.0
+        self.registry.register(self)  # type: ignore[arg-type]  # it has `collect`, which is all that is asked
+
+    def _histogram(self, name: str, text: str, buckets: tuple) -> Histogram:
+        return Histogram(f"nanokv_{name}_seconds", text, buckets=buckets, registry=self.registry)
+
+    def token(self, seconds: float, first: bool) -> None:
+        """One token of a request, so long after its arrival, or after the token before it."""
+        (self._first if first else self._between).observe(seconds)
+        self._generated += 1
+
+    def count(self, reason: str) -> None:
+        """A request has ended, or never begun."""
+        self._requests.labels(reason).inc()
+
+    def finished(self, ticket: "Ticket") -> None:
+        """A request has left its place."""
+        request = ticket.request
+        self.count("refused" if ticket.job is None else (request and request.finish_reason) or "cancelled")
+        total = request.metrics()["total_s"] if request is not None else None
+        self._mean += 0.1 * (total - self._mean) if total is not None else 0.0
+
+    def retry_after(self) -> int:
+        """Whole seconds in which a place is likely to become free: what an answer takes, 1 to 60."""
+        return min(LONGEST_RETRY, max(1, math.ceil(self._mean)))
+
+    def collect(self) -> Iterator[Metric]:
+        """What the engine knows."""
+        families = [(GAUGES, GaugeMetricFamily), (COUNTERS, CounterMetricFamily)]
+        for name, text, family in ((*item, family) for table, family in families for item in table.items()):
+            if name in self._state:
+                yield family(f"nanokv_{name}", text, value=self._state[name])
+
+    def text(self, state: dict[str, float]) -> bytes:
+        """In Prometheus' format. `state`: a snapshot, and what else is known by these names."""
+        self._state = state | {"generated_tokens": self._generated}
+        return generate_latest(self.registry)

@@ -1,0 +1,1 @@
+"""Instruments that look at the library from outside: benchmarks, faults, studies, traces, comparisons."""

@@ -1,0 +1,137 @@
+"""What a user waits for: `nanokv generate --json` as a process of its own, started anew for every measurement.
+
+Its rows stand beside those of the same weights and cache measured inside the bench, in the same rotation. The two must
+agree: what the bench leaves out (starting, loading, first touches of memory) is what a user pays all the same.
+"""
+
+import contextlib
+import json
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from nanokv.lab.bench.remote import LEAST, PeerError, environment
+from nanokv.lab.bench.runners import Ours, Runner
+from nanokv.text.tokenizer import Tokenizer
+
+# --weights → the same for generate
+FLAGS = {"plain": ["--plain"], "fast": [], "int8": ["--quantize", "int8"], "int4": ["--quantize", "int4"]}
+WORDS = "the of and to in is you that it he was for on are as with his they at be this have from or one had by".split()
+
+
+class Command(Runner):
+    """One command line, with a prompt of about so many tokens on stdin."""
+
+    def __init__(self, ours: Ours, folder: Path, flags: list[str]):
+        super().__init__("nanokv generate", ours.weights, ours.cache, 1, ours.weight_bytes, ours.kv_bytes)
+        self.tokenizer = Tokenizer.from_folder(folder)
+        self.words = [sys.executable, "-m", "nanokv", "generate", "-", "--raw", "--json", "--quiet", "-m", str(folder),
+                      "-t", "0", *FLAGS[ours.weights], *flags]  # fmt: skip
+        self.waits: dict[int, list[dict]] = {}  # context → what each round waited for, the warm-up first
+
+    def measure(self, vocab_size: int, context: int, steps: int, seed: int) -> tuple[float, float]:
+        prompt = prompt_text(self.tokenizer, context, seed)
+        began = time.perf_counter()
+        answer, arrived = self.answered(prompt, [*self.words, "-n", str(steps + 1)], began)
+        speed, tokens = answer["timings"], answer["usage"]
+        if tokens["completion_tokens"] != steps + 1:
+            raise PeerError(f"{tokens['completion_tokens']} tokens came back, not {steps + 1}")
+        decoding = steps / speed["decode_tok_s"]
+        self.waits.setdefault(context, []).append({
+            "prompt_tokens": tokens["prompt_tokens"], "load_s": arrived - speed["ttft_s"] - decoding,
+            "ttft_s": speed["ttft_s"],
+        })  # fmt: skip
+        return context / speed["prefill_tok_s"], decoding / steps
+
+    def answered(self, prompt: str, words: list[str], began: float) -> tuple[dict, float]:
+        """(the JSON object, seconds until it came). PeerError with the command's own words if there is none."""
+        with tempfile.TemporaryFile() as errors, subprocess.Popen(
+            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=environment()
+        ) as child:  # fmt: skip
+            guard = threading.Timer(max(LEAST, self.patience), child.kill)
+            guard.start()
+            try:
+                with contextlib.suppress(BrokenPipeError):  # it has ended: its exit code says why
+                    child.stdin.write(prompt.encode())
+                with contextlib.suppress(BrokenPipeError):
+                    child.stdin.close()
+                first = child.stdout.read(1)
+                arrived = time.perf_counter() - began
+                text = first + child.stdout.read()
+                code = child.wait()
+            finally:
+                guard.cancel()
+                child.kill()
+            if code == 0:
+                return json.loads(text), arrived
+            if code == 130:  # Ctrl-C was for both
+                raise KeyboardInterrupt
+            errors.seek(0)
+            said = errors.read()[:300].decode("utf-8", "replace").strip().splitlines()
+            raise PeerError(f"nanokv generate ended with {code}: {' '.join(said)}")
+
+    def waited(self, context: int) -> dict:
+        """Medians of the counted rounds: seconds from the start of the process to the loaded model, from there to the
+        first token, and the tokens of the prompt."""
+        rounds = self.waits[context][1:]
+        return {name: statistics.median(each[name] for each in rounds) for name in rounds[0]}
+
+
+def prompt_text(tokenizer: Tokenizer, tokens: int, seed: int) -> str:
+    """Random words, about `tokens` tokens."""
+    words = " ".join(random.Random(seed).choices(WORDS, k=tokens))
+    return tokenizer.decode(tokenizer.encode(words)[:tokens])
+
+
+def endless(checkpoint: Path, folder: Path, vocab_size: int) -> Path:
+    """The same checkpoint, linked, as one that never ends an answer by itself; with a tokenizer if it has none."""
+    folder.mkdir()
+    for file in filter(Path.is_file, checkpoint.iterdir()):
+        try:
+            (folder / file.name).symlink_to(file.resolve())
+        except OSError:  # Windows asks for a right
+            shutil.copy(file, folder / file.name)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": []}) + "\n")
+    if not (folder / "tokenizer.json").exists():
+        stand_in(vocab_size).write_files(folder)
+    return folder
+
+
+def stand_in(vocab_size: int) -> Tokenizer:
+    """A tokenizer for random weights: as many ids as the model has, each byte of a text is one token."""
+    names = sorted(pre_tokenizers.ByteLevel.alphabet())
+    names += [f"t{i}" for i in range(len(names), vocab_size)]
+    backend = tokenizers.Tokenizer(models.BPE({name: i for i, name in enumerate(names[:vocab_size])}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return Tokenizer(backend, rows=vocab_size)
+
+
+def comparison(rows) -> list[dict]:
+    """Each finished row of a Command, what it waited for, and its speeds beside those of the bench's own row."""
+    own = {(row.runner.weights, row.runner.cache, row.context): row for row in rows if isinstance(row.runner, Ours)
+           and row.runner.batch == 1}  # fmt: skip
+    found = []
+    for row in (row for row in rows if isinstance(row.runner, Command)):
+        key = row.runner.weights, row.runner.cache, row.context
+        if key not in own:  # Ctrl-C came before its first round
+            continue
+        theirs, ours = row.figures(), own[key].figures()
+        speeds = {name: theirs[name] for name in ("prefill_tok_s", "decode_tok_s")}
+        found.append(
+            {"weights": theirs["weights"], "cache": theirs["cache"], "context": row.context}
+            | row.runner.waited(row.context) | speeds | {f"bench_{name}": ours[name] for name in speeds}
+            | {"prefill_ratio": speeds["prefill_tok_s"] / ours["prefill_tok_s"],
+               "decode_ratio": speeds["decode_tok_s"] / ours["decode_tok_s"]}
+        )  # fmt: skip
+    return found

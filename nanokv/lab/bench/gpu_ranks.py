@@ -1,0 +1,177 @@
+"""Tensor parallel on the GPUs of one machine, measured and checked; gpu.py makes it a part of its report.
+
+    rows, why = tensor_parallel(model, FULL, bandwidth)
+
+For 2, 4 and 8 ranks, as far as there are GPUs and the model can be cut: a process for each, its GPU, NCCL. Every rank
+first has a whole model in fp32 and compares the logits of its part with it. Then each makes its part of random bf16
+weights, and the steps are timed. Run as a program this file is one rank. A dry run has 2 ranks, gloo and no GPU.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from nanokv.cache import make_cache
+from nanokv.config import Config
+from nanokv.errors import NanoKVError
+from nanokv.inference import decode, prefill
+from nanokv.lab.bench.gpu_steps import FULL, SMALL, Nano, Plan, add_share, decode_row, gap, random_ids
+from nanokv.lab.bench.machine import Bandwidth
+from nanokv.loading import random_model
+from nanokv.parallel import group
+from nanokv.parallel.launch import launch
+from nanokv.parallel.shards import random_shard, split
+from nanokv.parallel.sizes import misfits
+
+SIZES = (2, 4, 8)
+BATCHES, CONTEXTS = (1, 16), (128, 8192)  # of those that the plan has
+PROMPT, STEPS = 24, 8  # of the comparison with one process
+
+
+def tensor_parallel(model, plan: Plan, bandwidth: Bandwidth) -> tuple[list[dict], str]:
+    """(rows, why there are none). One process, for comparison, then the ranks; a size that fails is a row."""
+    plan, count = selected(plan), 2 if plan.device == "cpu" else torch.cuda.device_count()
+    sizes = [size for size in SIZES if size <= count and not misfits(plan.config, size)]
+    if not sizes:
+        return [], f"{count} GPU here: a model is cut for 2 at least"
+    rows = [{"ranks": 1} | decode_row(Nano(model, "static", batch), context, plan, bandwidth)
+            for batch in plan.batches for context in plan.contexts]  # fmt: skip
+    for row in rows:
+        add_share(row, bandwidth)
+    return rows + [row for size in sizes for row in on_ranks(size, plan)], ""
+
+
+def selected(plan: Plan) -> Plan:
+    """A part of the batches and contexts: every rank's weights are read anew for each size."""
+    batches = tuple(batch for batch in plan.batches if batch in BATCHES) or plan.batches
+    contexts = tuple(context for context in plan.contexts if context in CONTEXTS) or plan.contexts
+    return replace(plan, batches=batches, contexts=contexts)
+
+
+def on_ranks(size: int, plan: Plan) -> list[dict]:
+    """The rows that so many ranks give, or one that says what came between."""
+    with tempfile.TemporaryDirectory(prefix="nanokv-gpu-ranks-") as folder:
+        out = Path(folder) / "rows.json"
+        command = [sys.executable, "-m", "nanokv.lab.bench.gpu_ranks", str(out)]
+        try:
+            code = launch(command + ["--dry-run"] * (plan.device == "cpu"), size, keep_errors=True)
+            if code == 0:
+                return [{"ranks": size} | row for row in json.loads(out.read_text())]
+            reason = f"rank 0 ended with exit code {code}"
+        except NanoKVError as error:
+            reason = str(error)
+        said = out.read_text() if out.exists() else ""
+        return [{"ranks": size, "failed": (said or reason)[:200]}]
+
+
+def faults(rows: list[dict]) -> list[str]:
+    """Logits that are not those of one process, other bytes than the formula says, and sizes that failed."""
+    found = []
+    for row in rows:
+        where = f"{row['ranks']} ranks"
+        if "failed" in row:
+            found += [] if "need" in row["failed"] else [f"{where}: {row['failed']}"]
+        elif row["ranks"] > 1:
+            if not row["gap"] <= 1e-4:
+                found.append(f"{where}: off by {row['gap']:.1e} of the largest logit")
+            if row["summed_bytes"] != row["expected_bytes"]:
+                found.append(f"{where}: {row['summed_bytes']:,} bytes in all_reduce, by formula "
+                             f"{row['expected_bytes']:,}")  # fmt: skip
+    return found
+
+
+# --- one rank ---------------------------------------------------------------------------------------------------------
+
+
+class Counted:
+    """A group that counts what is sent through it."""
+
+    def __init__(self, ranks: group.Group):
+        self.ranks, self.rank, self.size = ranks, ranks.rank, ranks.size
+        self.clear()
+
+    def clear(self) -> None:
+        """Count from here."""
+        self.sums = self.summed = self.gathered = 0
+
+    def sum(self, x):
+        """As Group.sum."""
+        self.sums, self.summed = self.sums + 1, self.summed + x.nbytes
+        return self.ranks.sum(x)
+
+    def gather(self, x):
+        """As Group.gather; counts what this rank receives."""
+        self.gathered += (self.size - 1) * x.nbytes
+        return self.ranks.gather(x)
+
+
+def main(argv=None) -> int:
+    """Join, measure; rank 0 writes the rows, or why there are none."""
+    parser = argparse.ArgumentParser(prog="python -m nanokv.lab.bench.gpu_ranks", description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--dry-run", action="store_true")
+    args = parser.parse_args(argv)
+    plan = selected(SMALL if args.dry_run else FULL)
+    group.end_with_parent()
+    try:
+        if plan.device == "cuda":
+            torch.cuda.set_device(group.number("LOCAL_RANK"))
+        ranks = group.start(backend="gloo" if args.dry_run else "nccl")
+        rows = measure(plan, ranks)
+    except Exception as error:
+        if group.number("RANK"):
+            raise  # to be read on stderr
+        args.out.write_text(str(error).partition("\n")[0] or type(error).__name__)
+        return 2
+    if ranks.rank == 0:
+        args.out.write_text(json.dumps(rows))
+    ranks.meet()
+    ranks.close()
+    return 0
+
+
+def measure(plan: Plan, ranks: group.Group) -> list[dict]:
+    """A row for each batch and context."""
+    counted, bandwidth, rows = Counted(ranks), Bandwidth(plan.device), []
+    distance = compared(plan, counted)
+    model = random_shard(plan.config, counted, torch.bfloat16, plan.device)
+    for batch in plan.batches:
+        for context in plan.contexts:
+            runner = Nano(model, "static", batch)
+            row = decode_row(runner, context, plan, bandwidth)
+            if "decode_s" in row:
+                row |= {"gap": distance} | sent(counted, plan.config, runner)
+            rows.append(row)
+    for row in rows:
+        add_share(row, bandwidth)
+    return rows
+
+
+def compared(plan: Plan, ranks: Counted) -> float:
+    """Largest gap between the logits of this part and those of the whole model, fp32: a prefill and some steps."""
+    whole = random_model(plan.config, torch.float32, plan.device)
+    ids, logits = random_ids(plan.config, 1, PROMPT + STEPS, plan.device), []
+    for model in (whole, split(whole, ranks)):
+        cache = make_cache("dict", model.config)
+        said = [prefill(model, ids[:, :PROMPT], cache)]
+        said += [decode(model, ids[:, i : i + 1], cache, i) for i in range(PROMPT, PROMPT + STEPS)]
+        logits.append(torch.stack(said))
+    return gap(logits[1], logits[0])
+
+
+def sent(ranks: Counted, config: Config, runner: Nano) -> dict:
+    """What one decode step sums and gathers, and what it should: 2·L + 1 times B·C values of 2 bytes."""
+    ranks.clear()
+    runner.step()
+    expected = (2 * config.num_hidden_layers + 1) * runner.batch * config.hidden_size * 2
+    return {"sums": ranks.sums, "summed_bytes": ranks.summed, "expected_bytes": expected,
+            "gathered_bytes": ranks.gathered}  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())

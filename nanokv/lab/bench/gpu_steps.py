@@ -1,0 +1,116 @@
+"""What is run on a GPU, and how a decode step is timed there; gpu.py makes the report of it, gpu_ranks.py its ranks."""
+
+import statistics
+from dataclasses import dataclass
+
+import torch
+
+from nanokv import costs
+from nanokv.cache import make_cache
+from nanokv.config import Config
+from nanokv.costs.memory import FAMILY
+from nanokv.errors import NanoKVError
+from nanokv.fast.compiled import Compiled
+from nanokv.inference import prefill_chunk, prefill_chunks
+from nanokv.lab.bench.machine import Bandwidth, now
+from nanokv.lab.bench.runners import Ours
+
+TINY = Config(
+    vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=32, max_position_embeddings=256, tie_word_embeddings=True,
+)  # fmt: skip
+WARM_UP = 3  # steps before the clock runs: the first compiles and records
+ALIGNED = 64  # slots of a slab come in multiples of this
+SPARE = 6 << 30  # bytes of the GPU that are left for activations and the allocator
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is run."""
+
+    config: Config
+    device: str
+    batches: tuple[int, ...]
+    contexts: tuple[int, ...]
+    steps: int  # decode steps a round
+    rounds: int
+    backend: str = "inductor"
+
+    @property
+    def room(self) -> int:
+        """Tokens that follow the prompt."""
+        return WARM_UP + self.steps * self.rounds
+
+
+FULL = Plan(FAMILY["Qwen/Qwen3-0.6B"], "cuda", (1, 4, 16, 64), (128, 1024, 8192, 32_768), steps=32, rounds=5)
+SMALL = Plan(TINY, "cpu", (2,), (24,), steps=2, rounds=2, backend="eager")
+
+
+def random_ids(config: Config, batch: int, tokens: int, device: str):
+    """(B,T) int64, the same on every device."""
+    ids = torch.randint(config.vocab_size, (batch, tokens), generator=torch.Generator().manual_seed(tokens))
+    return ids.to(device)
+
+
+def gap(a, b) -> float:
+    """Largest difference, of the largest value; nan if there is one."""
+    return float((a.double() - b.double()).abs().max() / b.double().abs().max())
+
+
+class Nano(Ours):
+    """Ours; `backend` given: compiled, and on a GPU a step is one replay of a CUDA graph. The plain model prefills."""
+
+    def __init__(self, model, cache: str, batch: int, backend: str | None = None):
+        dtype = model.embed_tokens.weight.dtype
+        super().__init__(model, "compiled" if backend else "plain", cache, {}, batch, dtype)
+        self.plain, self.backend = model, backend
+
+    def start(self, ids, room: int):
+        capacity = -(-(ids.shape[1] + room) // ALIGNED) * ALIGNED
+        if self.backend:
+            self.model = Compiled(self.plain, capacity, self.batch, backend=self.backend)
+        self.store = make_cache(self.cache, self.plain.config, self.batch, capacity)
+        logits = prefill_chunks(self.plain, ids, self.store, chunk=part_of(self.plain, self.batch))
+        self.token = logits.argmax(-1, keepdim=True)  # (B,1)
+
+
+def part_of(model, batch: int) -> int:
+    """Tokens per row in one forward of a prefill: what is in flight stays the same for every batch."""
+    return max(1, prefill_chunk(model) // batch)
+
+
+def decode_row(runner, context: int, plan: Plan, bandwidth: Bandwidth) -> dict:
+    """Seconds per step, median of the rounds, or why there are none. The context grows by a token per step."""
+    row = {"runner": f"{runner.engine} {runner.weights} {runner.cache}", "batch": runner.batch, "context": context}
+    wanted = costs.kv_bytes(plan.config, context + plan.room, runner.batch, 2) * 5 // 4 + SPARE
+    if plan.device == "cuda" and wanted > torch.cuda.mem_get_info()[0]:
+        return row | {"failed": f"the cache and its working memory need {wanted / 1e9:,.0f} GB"}
+    try:
+        began = now(plan.device)
+        runner.start(random_ids(plan.config, runner.batch, context, plan.device), plan.room)
+        prefill_s, times = now(plan.device) - began, []
+        steps(runner, WARM_UP, plan.device)
+        for _ in range(plan.rounds):
+            times.append(steps(runner, plan.steps, plan.device) / plan.steps)
+    except (RuntimeError, NanoKVError) as error:  # out of memory, a compiler that gives up: a row of its own
+        return row | {"failed": (str(error).splitlines() or [type(error).__name__])[0][:200]}
+    seconds, read = statistics.median(times), runner.step_bytes(context + plan.room // 2)
+    bandwidth.probe(read)
+    return row | {
+        "prefill_s": prefill_s, "decode_s": seconds, "spread": (max(times) - min(times)) / seconds,
+        "tok_s": runner.batch / seconds, "step_bytes": read,
+    }  # fmt: skip
+
+
+def steps(runner, count: int, device: str) -> float:
+    """Seconds of so many decode steps."""
+    began = now(device)
+    for _ in range(count):
+        runner.step()
+    return now(device) - began
+
+
+def add_share(row: dict, bandwidth: Bandwidth) -> None:
+    """Of the memory bandwidth, into a row that was measured; by the best reading so far, so when all rows are there."""
+    if "decode_s" in row:
+        row["share"] = row["step_bytes"] / bandwidth.best(row["step_bytes"]) / row["decode_s"]

@@ -1,0 +1,139 @@
+"""Somebody else's runtime in a process of its own: python -m nanokv.lab.bench.peer, started and asked by remote.py.
+
+stdin brings JSON lines: first {"make": "module:function", "facts": {…}}, then one question per line, the arguments of
+`measure`. Each gets one line back, {"answer": …} or {"error": …}. What a library prints goes to stderr.
+"""
+
+import dataclasses
+import functools
+import importlib
+import json
+import os
+import queue
+import signal
+import sys
+import threading
+from pathlib import Path
+
+from nanokv.errors import NanoKVError
+from nanokv.support import installing
+
+DEATH = 1  # PR_SET_PDEATHSIG
+
+
+def main() -> None:
+    """Make the peer, then answer until stdin ends."""
+    end_with_parent()
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    questions: queue.SimpleQueue = queue.SimpleQueue()
+    threading.Thread(target=listen, args=(questions,), daemon=True).start()
+    setup = questions.get()
+    name, _, function = setup["make"].partition(":")
+    peer = reply(out, lambda: getattr(importlib.import_module(name), function)(**setup["facts"]), bytes_of)
+    while peer is not None:
+        reply(out, functools.partial(peer.measure, **questions.get()))
+
+
+def listen(questions) -> None:
+    """What the parent asks; when it has ended, so does this process, also in the middle of an answer."""
+    for line in sys.stdin:
+        questions.put(json.loads(line))
+    os._exit(0)
+
+
+def end_with_parent() -> None:
+    """On Linux the kernel ends this process with its parent, even where a library holds Python's lock."""
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(DEATH, signal.SIGKILL, 0, 0, 0)
+
+
+def reply(out, run, shown=lambda value: value):
+    """What `run` returns, or None if it raised; either way the parent gets a line."""
+    value, line = None, {}
+    try:
+        value = run()
+        line = {"answer": shown(value)}
+    except Exception as error:  # whatever somebody else's code raises is a row of the bench
+        text = (str(error).strip().splitlines() or [""])[0]
+        if not isinstance(error, NanoKVError):
+            text = f"{type(error).__name__}: {text}".removesuffix(": ")
+        elif error.hint:
+            text += f" ({error.hint})"
+        line = {"error": text[:300]}
+    out.write(json.dumps(line) + "\n")
+    out.flush()
+    return value
+
+
+def bytes_of(peer) -> list[int]:
+    """What a decode step of it reads: (weight_bytes, kv_bytes)."""
+    return [getattr(peer, "weight_bytes", 0), getattr(peer, "kv_bytes", 0)]
+
+
+# --- what can be made -----------------------------------------------------------------------------------------------
+
+
+def model_of(folder: str, dtype: str, device: str, threads: int):
+    """The checkpoint's weights, mapped: the bench maps the same file, so memory holds them once."""
+    import torch
+
+    from nanokv.config import Config
+    from nanokv.loading import build
+    from weights_loader import load
+
+    torch.set_num_threads(threads)
+    fields, state = load(folder, getattr(torch, dtype), device)
+    return build(Config.from_dict(fields), state)
+
+
+def transformers(cache: str, **checkpoint):
+    """Its model over the same tensors, with its dynamic or static cache."""
+    from nanokv.lab.bench.runners import Transformers
+
+    return Transformers(model_of(**checkpoint), cache, 1)
+
+
+def llama_cpp(path: str, variant: str, context: int, **checkpoint):
+    """llama.cpp over a GGUF file, which the first one writes; quantized by its own tool where `variant` says so."""
+    try:
+        import llama_cpp as _  # noqa: F401  (before anything is written)
+
+        from nanokv.lab.bench import gguf
+    except ImportError:
+        raise NanoKVError("llama.cpp is not installed", installing.hint(["llama-cpp-python", "gguf"])) from None
+    from nanokv.config import Config
+    from nanokv.lab.bench.runners import LlamaCpp
+
+    file = Path(path)
+    if not file.exists():
+        gguf.write(model_of(**checkpoint), file.with_suffix(".half")).rename(file)
+    file = file if variant == "bf16" else gguf.quantize(file, variant)
+    return LlamaCpp(Config.from_folder(checkpoint["folder"]), file, variant, context, checkpoint["threads"])
+
+
+@dataclasses.dataclass
+class GenerateBatch:
+    """transformers' generate_batch for always the same prompts."""
+
+    serve: object
+
+    def measure(self):
+        """(seconds, generated tokens) of all prompts together."""
+        from nanokv.lab.bench.serving import timed
+
+        return timed(self.serve)
+
+
+def generate_batch(prompts: list, tokens: int, **checkpoint) -> GenerateBatch:
+    """What serves `prompts` with `tokens` new ones each."""
+    from nanokv.lab.bench.runners import Transformers
+    from nanokv.lab.bench.serving import generate_batch
+
+    return GenerateBatch(generate_batch(Transformers(model_of(**checkpoint), "dynamic", 1).model, prompts, tokens))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""Where the time of one prefill and of one decode step goes, part by part, each beside its floor.
+
+The floor of a decode part is its bytes over the bandwidth of a buffer as large as what a step reads, of a prefill part
+its FLOPs over the speed of a large product in the same dtype. Both speeds are read between the measurements, and the
+best readings count. The two phases are timed apart: the first new token comes out of the prefill.
+"""
+
+import statistics
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nanokv import costs
+from nanokv.cache import make_cache
+from nanokv.fast import native
+from nanokv.inference import decode, prefill
+from nanokv.lab.bench.machine import Bandwidth, gemm_peak, timed
+
+PRODUCTS = {"linear", "mm", "addmm", "_weight_int8pack_mm", "_weight_int4pack_mm_for_cpu", "_linear_pointwise"}
+REPEAT = 5
+
+
+@dataclass(frozen=True)
+class Part:
+    """Seconds per step, the least that the machine allows, and what has to be done in it."""
+
+    name: str
+    seconds: float
+    floor: float
+    work: str
+
+
+@dataclass(frozen=True)
+class Phase:
+    """`seconds` = median wall time; the parts add up to it."""
+
+    name: str
+    seconds: float
+    parts: list[Part]
+
+    @property
+    def floor(self) -> float:
+        return sum(part.floor for part in self.parts)
+
+
+def phases(model, cache_name: str, options: dict, context: int, weight_bytes: int, dtype) -> list[Phase]:
+    """The prefill of `context` tokens and one decode step behind them."""
+    config, device = model.config, model.embed_tokens.weight.device
+    kv = costs.kv_bytes_per_token(config, dtype.itemsize)
+    limits = Limits(dtype, device, weight_bytes + context * kv)
+    ids = torch.randint(config.vocab_size, (1, context), generator=torch.Generator().manual_seed(0)).to(device)
+    cache = make_cache(cache_name, config, capacity=context + 3 * REPEAT, **options)
+
+    def fill():
+        cache.truncate(0)
+        prefill(model, ids, cache)
+
+    def step():
+        decode(model, ids[:, :1], cache, start_pos=cache.length)
+
+    found = [measure(run, cache, limits) for run in (fill, step)]
+    rate, peak = limits.bandwidth.best(limits.size), limits.peak
+    scores = 2 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * context * (context + 1)
+    flops = costs.prefill_flops(config, context)
+    first = {
+        "weights": ((flops - scores) / peak, f"{(flops - scores) / 1e9:,.1f} GFLOP"),
+        "attention": (scores / peak, f"{scores / 1e9:,.1f} GFLOP"),
+        "cache update": (context * kv / rate, f"{context * kv / 1e6:,.2f} MB written"),
+    }
+    then = {
+        "weights": (weight_bytes / rate, f"{weight_bytes / 1e6:,.1f} MB read"),
+        "attention": (context * kv / rate, f"{context * kv / 1e6:,.1f} MB read"),
+        "cache update": (kv / rate, f"{kv:,} B written"),
+    }
+    names = f"prefill of {context:,} tokens", f"decode step at {context:,} tokens"
+    return [phase(*each) for each in zip(names, found, (first, then), strict=True)]
+
+
+class Limits:
+    """What the machine can do: its speeds are read before, between and after the measurements, and the best count."""
+
+    def __init__(self, dtype, device, size: int):
+        self.dtype, self.device, self.size, self.peak = dtype, device, size, 0.0
+        self.bandwidth = Bandwidth(device)
+
+    def read(self) -> None:
+        self.bandwidth.probe(self.size)
+        self.peak = max(self.peak, gemm_peak(self.dtype, self.device, repeat=1))
+
+
+def measure(run, cache, limits: Limits) -> tuple[float, dict[str, float]]:
+    """(wall time without a profiler, seconds of the parts with one)."""
+    times, spent = [], []
+    for _ in range(REPEAT):
+        limits.read()
+        times += timed(run, 1)
+        spent.append(parts_of(run, cache))
+    limits.read()
+    return statistics.median(times), min(spent, key=lambda parts: sum(parts.values()))
+
+
+def phase(name: str, found: tuple[float, dict[str, float]], floors: dict) -> Phase:
+    """The parts beside their floors; what is in no part is the rest."""
+    total, spent = found
+    parts = [Part(part, spent[part], *floors.get(part, (0.0, ""))) for part in spent if part in floors or spent[part]]
+    rest = max(0.0, total - sum(spent.values()))
+    return Phase(name, total, [*parts, Part("the rest", rest, 0.0, "Python, dispatch, unattributed")])
+
+
+def parts_of(run, cache) -> dict[str, float]:
+    """Seconds in weights, attention, cache update and what the kernels tell apart, of one run."""
+    kernels, _ = native.library()
+    clock = kernels.times().contents if kernels else [0.0] * 6  # qkv, attention, o, mlp, head, between
+    clock[:] = [0.0] * 6
+    with watched(cache) as update, Clock() as torch_clock:
+        run()
+    ours = list(clock)
+    return {
+        "weights": torch_clock.products + ours[0] + ours[2] + ours[3] + ours[4],
+        "attention": torch_clock.attention + ours[1],
+        "cache update": update[0],
+        "norms, rotation, gates": ours[5],
+    }
+
+
+class Clock(TorchDispatchMode):
+    """Seconds in torch's matrix products and in its attention. (torch.profiler would write to stderr.)"""
+
+    def __init__(self):
+        super().__init__()
+        self.products = self.attention = 0.0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        began = time.perf_counter()
+        result = function(*args, **(kwargs or {}))
+        seconds, name = time.perf_counter() - began, function.name()
+        if name.split("::")[1].split(".")[0] in PRODUCTS:
+            self.products += seconds
+        elif "scaled_dot_product" in name:
+            self.attention += seconds
+        return result
+
+
+@contextmanager
+def watched(cache):
+    """[seconds spent in every append and reserve of the cache]"""
+    spent, inside = [0.0], []
+
+    def timed(method):
+        def call(*args):
+            if inside:  # the cache asks its layers: counted once
+                return method(*args)
+            inside.append(True)
+            began = time.perf_counter()
+            try:
+                return method(*args)
+            finally:
+                spent[0] += time.perf_counter() - began
+                inside.clear()
+
+        call.__func__ = method.__func__  # it changes nothing: kernels may go on as with the method itself
+        return call
+
+    places = [(cache, "reserve_layers"), *((layer, name) for layer in cache for name in ("append", "reserve"))]
+    for owner, name in places:
+        setattr(owner, name, timed(getattr(owner, name)))
+    try:
+        yield spent
+    finally:
+        for owner, name in places:
+            delattr(owner, name)

@@ -1,0 +1,38 @@
+"""What another format of weights or another cache costs in quality, beside the bytes that it saves."""
+
+import math
+from collections.abc import Iterator
+
+from nanokv.cache import make_cache
+from nanokv.inference import score
+from nanokv.lab.bench.runners import Ours
+from nanokv.lab.study.quality import log_likelihood, log_likelihood_through
+
+
+def changes(plain, models: dict, ids, caches: dict) -> Iterator[dict]:
+    """One row per model of `models`, name → model, and cache of `caches`, label → (name, options): by how much the
+    log-likelihood of each token of the text ids (1,T) differs from the plain model's in one pass, in nats, |mean| and
+    mean; the perplexity; the bytes of weights that a decode step reads and what the cache holds in the end, per token
+    of the text. Without caches each model reads the text in one pass.
+    """
+    truth = log_likelihood(score(plain, ids), ids)  # (1,T−1)
+    for name, model in models.items():
+        read = Ours(model, name, "dict", {}, 1, plain.embed_tokens.weight.dtype).weight_bytes
+        for label, kind in (caches or {None: None}).items():
+            found, held = likelihood(model, ids, kind)
+            change = found - truth
+            yield {
+                "weights": name, "cache": label, "bytes": read, "kv_bytes_per_token": held,
+                "mean_change": float(change.abs().mean()), "bias": float(change.mean()),
+                "perplexity": math.exp(-float(found.mean())),
+            }  # fmt: skip
+
+
+def likelihood(model, ids, kind):
+    """((1,T−1) log p of each token after the first, bytes of the cache per token; None without a cache)."""
+    if kind is None:
+        return log_likelihood(score(model, ids), ids), None
+    name, options = kind
+    cache = make_cache(name, model.config, capacity=ids.shape[1], device=ids.device, **options)
+    found = log_likelihood_through(model, ids, cache)
+    return found, cache.nbytes / (ids.shape[1] - 1)

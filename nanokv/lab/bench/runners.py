@@ -1,0 +1,181 @@
+"""What can be measured, each behind the same two methods: `start` prefills a prompt, `step` decodes one more token.
+
+Greedy decoding everywhere: a step ends with the likeliest token, which is the next step's input. A runner of somebody
+else's code lives in a process of its own (peer.py) and is asked from here (remote.py).
+"""
+
+from dataclasses import dataclass
+
+import numpy
+import torch
+
+from nanokv import costs
+from nanokv.cache import make_cache
+from nanokv.errors import NanoKVError
+from nanokv.inference import decode, prefill_chunk, prefill_chunks
+from nanokv.lab.bench.machine import now
+from nanokv.support import installing
+
+
+@dataclass
+class Runner:
+    """`weight_bytes` and `kv_bytes`: what a decode step reads, all weights once and so much for each token held."""
+
+    engine: str  # nanokv, transformers, llama.cpp
+    weights: str  # plain, bf16, int8, …
+    cache: str
+    batch: int
+    weight_bytes: int
+    kv_bytes: int  # a token of one row
+
+    device = "cpu"
+    patience = 0.0  # seconds that a measurement may take; heeded where it runs in another process
+
+    @property
+    def label(self) -> str:
+        """Unique in one run."""
+        rows = f" × {self.batch}" if self.batch > 1 else ""
+        return f"{self.engine} {self.weights} {self.cache}{rows}"
+
+    def step_bytes(self, context: int) -> int:
+        """Bytes that a decode step must read with so many tokens in each row."""
+        return self.weight_bytes + self.batch * context * self.kv_bytes
+
+    def measure(self, vocab_size: int, context: int, steps: int, seed: int) -> tuple[float, float]:
+        """(seconds of the prefill of a random prompt, seconds of a decode step), by the clock of this process."""
+        generator = torch.Generator().manual_seed(seed)
+        ids = torch.randint(vocab_size, (self.batch, context), generator=generator).to(self.device)
+        began = now(self.device)
+        self.start(ids, steps)
+        prefilled = now(self.device)
+        for _ in range(steps):
+            self.step()
+        return prefilled - began, (now(self.device) - prefilled) / steps
+
+    def start(self, ids, room: int):
+        """Prefill ids (B,T); `room` more tokens will follow."""
+        raise NotImplementedError
+
+    def step(self):
+        """Decode one token per row."""
+        raise NotImplementedError
+
+
+def table_bytes(config, itemsize: int) -> int:
+    """An untied embedding table: of it a decode step reads one row, which is nothing."""
+    return 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size * itemsize
+
+
+class Ours(Runner):
+    """One of our models over one of our caches."""
+
+    def __init__(self, model, weights: str, cache: str, options: dict, batch: int, dtype):
+        held = sum(t.nbytes for t in {t.data_ptr(): t for t in (*model.parameters(), *model.buffers())}.values())
+        table = model.embed_tokens.weight  # of it a step reads one row; tied, it is the head as well
+        read = held if model.config.tie_word_embeddings else held - table.nbytes
+        super().__init__(
+            "nanokv", weights, cache, batch, read, costs.kv_bytes_per_token(model.config, dtype.itemsize)
+        )
+        self.model, self.options, self.device = model, options, model.embed_tokens.weight.device
+
+    def start(self, ids, room: int):
+        self.store = make_cache(
+            self.cache, self.model.config, batch_size=self.batch, capacity=ids.shape[1] + room, **self.options
+        )
+        logits = prefill_chunks(self.model, ids, self.store, chunk=prefill_chunk(self.model))  # as every command does
+        self.token = logits.argmax(-1, keepdim=True)  # (B,1)
+
+    def step(self):
+        self.token = decode(self.model, self.token, self.store, self.store.length).argmax(-1, keepdim=True)
+
+
+class Uncached(Ours):
+    """The same model without a cache: every step computes every token again."""
+
+    def __init__(self, model, weights: str, batch: int, dtype):
+        super().__init__(model, weights, "dict", {}, batch, dtype)
+        self.cache, self.kv_bytes = "none", 0
+
+    def start(self, ids, room: int):
+        self.ids = ids
+        self.step()
+
+    def step(self):
+        cache = make_cache("dict", self.model.config)  # thrown away: what a model without a cache would compute
+        token = prefill_chunks(self.model, self.ids, cache, chunk=self.ids.shape[1]).argmax(-1, keepdim=True)
+        self.ids = torch.cat((self.ids, token), 1)
+
+
+class Transformers(Runner):
+    """transformers' model of the same shapes and weights, with its dynamic or static cache."""
+
+    def __init__(self, model, cache: str, batch: int):
+        try:
+            import transformers
+        except ImportError:
+            raise NanoKVError("transformers is not installed", installing.hint(["transformers"])) from None
+        family = model.config.family
+        if family.experts:  # transformers keeps those of a layer in one tensor
+            raise NanoKVError(f"transformers is compared on dense models only, this one is a {family.title}",
+                              "leave out --against")  # fmt: skip
+        fields = {**model.config.to_dict(), "dtype": None}
+        config = transformers.AutoConfig.for_model(**fields)
+        own = model.embed_tokens.weight
+        with torch.device("meta"):
+            self.model = transformers.AutoModelForCausalLM.from_config(config)
+        names = {name: p for name, p in model.state_dict().items() if name != "lm_head.weight"}
+        state = {f"model.{name}": tensor for name, tensor in names.items()}
+        self.model.load_state_dict(state | {"lm_head.weight": model.lm_head.weight}, assign=True)
+        self.device, rotary = own.device, type(self.model.model.rotary_emb)
+        self.model.model.rotary_emb = rotary(config).to(own.device)  # its buffers were on meta
+        self.model.requires_grad_(False).eval()
+        weights = costs.weight_bytes(model.config, own.itemsize) - table_bytes(model.config, own.itemsize)
+        kv = costs.kv_bytes_per_token(model.config, own.itemsize)
+        super().__init__("transformers", str(own.dtype).removeprefix("torch."), cache, batch, weights, kv)
+
+    @torch.inference_mode()
+    def start(self, ids, room: int):
+        import transformers
+
+        dynamic = self.cache == "dynamic"
+        length = ids.shape[1] + room
+        self.store = (
+            transformers.DynamicCache() if dynamic
+            else transformers.StaticCache(self.model.config, max_cache_len=length)
+        )  # fmt: skip
+        self.forward(ids)
+
+    @torch.inference_mode()
+    def step(self):
+        self.forward(self.token)
+
+    def forward(self, ids):
+        logits = self.model(ids, past_key_values=self.store, use_cache=True, logits_to_keep=1).logits  # (B,1,V)
+        self.token = logits[:, -1].argmax(-1, keepdim=True)
+
+
+class LlamaCpp(Runner):
+    """llama.cpp over a GGUF file of the same weights, through llama-cpp-python."""
+
+    def __init__(self, config, path, weights: str, context: int, threads: int):
+        from llama_cpp import Llama
+
+        self.llama = Llama(
+            str(path), n_ctx=context, n_threads=threads, n_threads_batch=threads, n_batch=512, verbose=False
+        )
+        self.vocab_size = config.vocab_size
+        kv = costs.kv_bytes_per_token(config, 2)  # it keeps fp16
+        super().__init__("llama.cpp", weights, "fp16", 1, path.stat().st_size, kv)
+
+    def start(self, ids, room: int):
+        self.llama.reset()
+        self.feed(ids[0].tolist())
+
+    def step(self):
+        self.feed([self.token])
+
+    def feed(self, ids):
+        """Evaluate, then the likeliest token of the last position's logits."""
+        self.llama.eval(ids)
+        self.logits = numpy.ctypeslib.as_array(self.llama._ctx.get_logits(), (self.vocab_size,))  # not copied
+        self.token = int(self.logits.argmax())

@@ -1,0 +1,124 @@
+"""Many requests of mixed lengths at once: our engine beside transformers' generate_batch, round after round."""
+
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import torch
+
+from nanokv.engine import Engine
+from nanokv.errors import NanoKVError
+from nanokv.lab.bench.remote import LEAST, PeerError
+
+PAGE = 16
+
+
+@dataclass
+class Served:
+    """Seconds of every round for the same requests; `tokens` = generated in each."""
+
+    label: str
+    measure: Callable[[float], tuple[float, int]]  # (seconds that it may take) → (seconds, generated tokens)
+    prompt_tokens: int
+    tokens: int = 0
+    seconds: list[float] = field(default_factory=list)
+    error: str = ""  # why a peer has no more rounds, or none
+
+    def figures(self) -> dict:
+        """Medians; tokens per second over all requests."""
+        seconds = statistics.median(self.seconds)
+        return {
+            "label": self.label, "seconds": seconds, "rounds": len(self.seconds), "prompt_tokens": self.prompt_tokens,
+            "generated": self.tokens, "tok_s": self.tokens / seconds,
+        }  # fmt: skip
+
+
+def timed(serve) -> tuple[float, int]:
+    """(seconds, generated tokens) of `serve`, which returns the answers, a list of ids for each request."""
+    began = time.perf_counter()
+    answers = serve()
+    return time.perf_counter() - began, sum(map(len, answers))
+
+
+def requests_of(vocab_size: int, count: int, longest: int, seed: int = 0) -> list[list[int]]:
+    """`count` prompts of random ids, 8 … `longest` tokens each."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(8, max(longest, 8) + 1, (count,), generator=generator).tolist()
+    return [torch.randint(vocab_size, (n,), generator=generator).tolist() for n in lengths]
+
+
+def engine(model, prompts, new_tokens: int):
+    """What serves them with our engine: pages for all of them, so that nothing is preempted here either."""
+    pages = sum(-(-(len(prompt) + new_tokens) // PAGE) + 1 for prompt in prompts)
+
+    def serve():
+        running = Engine(model, pages=pages, page_size=PAGE, max_running=len(prompts))
+        asked = [running.submit(prompt, max_new_tokens=new_tokens, eos_token_ids=[]) for prompt in prompts]
+        running.run()
+        return [request.tokens for request in asked]
+
+    return serve
+
+
+def ours(model, prompts, new_tokens: int):
+    """A `measure` of the engine."""
+    serve = engine(model, prompts, new_tokens)
+    return lambda patience: timed(serve)
+
+
+def theirs(process):
+    """A `measure` of the peer that peer.generate_batch makes."""
+    with suppress(PeerError):  # told again by the first measurement
+        process.start()
+    return process.ask
+
+
+def generate_batch(reference, prompts, new_tokens: int):
+    """What serves them with transformers; `reference` is its model of the same weights."""
+    import transformers
+
+    pages = sum(-(-(len(prompt) + new_tokens) // PAGE) + 1 for prompt in prompts)
+    settings = {
+        "generation_config": transformers.GenerationConfig(
+            max_new_tokens=new_tokens, do_sample=False, eos_token_id=-1
+        ),
+        "continuous_batching_config": transformers.ContinuousBatchingConfig(
+            page_size=PAGE, num_blocks=pages, max_batch_tokens=256, use_cuda_graph=False
+        ),
+        "progress_bar": False,
+    }  # fmt: skip
+
+    def serve():
+        answers = reference.generate_batch(prompts, **settings)
+        found = {tuple(answer.prompt_ids): list(answer.generated_tokens) for answer in answers.values()}
+        missing = [prompt for prompt in prompts if tuple(prompt) not in found]
+        if missing:
+            raise NanoKVError(f"transformers' generate_batch left {len(missing)} of {len(prompts)} prompts unanswered")
+        return [found[tuple(prompt)] for prompt in prompts]
+
+    return serve
+
+
+def rounds(served: list[Served], repeat: int):
+    """All in turn, a warm-up and `repeat` rounds; yields after each. A peer that fails has had its last one."""
+    slowest = 0.0
+    for turn in range(repeat + 1):
+        shift = turn % len(served)
+        for one in served[shift:] + served[:shift]:
+            if not one.error:
+                slowest = max(slowest, serve_once(one, turn, max(LEAST, 20 * slowest)))
+            yield one
+
+
+def serve_once(one: Served, turn: int, patience: float) -> float:
+    """One round, which counts unless it is the first; its seconds."""
+    try:
+        seconds, one.tokens = one.measure(patience)
+    except PeerError as error:
+        one.error = str(error)
+        return 0.0
+    if turn:
+        one.seconds.append(seconds)
+    return seconds

@@ -1,0 +1,146 @@
+"""diagnose(name, model, tokenizer): what a fault does to one answer, from the words down to the first wrong tensor.
+
+The fault's scenario runs twice with the same tokens, right and wrong. Greedy answers are compared as text; then the
+right answer is fed to both, and logits, bytes and every operation of every layer are compared token by token.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from nanokv.errors import NanoKVError
+from nanokv.lab.faults.catalogue import Fault
+from nanokv.lab.faults.injection import find, inject
+from nanokv.lab.faults.scenarios import SCENARIOS, Outcome, solo
+from nanokv.lab.study.debug import compare, earliest, watch
+
+SHORTEST = 10  # tokens of a prompt: a chunk of 8 and one that needs a mask
+SEEN = 1e-3  # max |Δ logits| that is no rounding: equal code on another path differs by 1e-4 at most
+TALK = (  # conversations that the bundled model answers well; the first one is watched
+    ["My name is Zorbla.", "So your name is Zorbla.", "What is my name?"],
+    ["My name is Tilda.", "So your name is Tilda.", "Reverse the list: cat, dog, fish, bird"],
+    ["Count from 3 to 12."],
+)
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """`right` and `wrong`: the answers, one or one per row of the batch. layer, token: where values differ first.
+
+    `deltas[i]` is the max |Δ logits| at the i-th watched position (of a batch: row); `bytes` is (right, wrong).
+    """
+
+    fault: Fault
+    seen_by: str  # words, logits, bytes, error, or nothing
+    right: list[str]
+    wrong: list[str]
+    layer: int | None
+    token: int | None  # position in the watched request, from 0
+    operation: str
+    deltas: list[float]
+    bytes: tuple[int, int]
+    error: str
+
+    def __str__(self):
+        place = "no value differs"
+        if self.token is not None:
+            layer = "" if self.layer is None else f"layer {self.layer}, "
+            place = f"first difference: {layer}token {self.token} ({self.operation})"
+        lines = [f"{self.fault.name}: {self.fault.title}", f"  scenario {self.fault.scenario}, {place}"]
+        for right, wrong in zip(self.right, self.wrong, strict=True):
+            lines += [f"  right  {right}"] + [f"  wrong  {wrong}"] * (wrong != right)
+        if self.deltas:
+            lines.append(f"  max |Δ logits| {max(self.deltas):.3g}, bytes {self.bytes[0]:,} → {self.bytes[1]:,}")
+        return "\n".join([*lines, *([f"  {self.error}"] if self.error else []), f"  seen by: {self.seen_by}"])
+
+
+def diagnose(name: str, model, tokenizer=None, prompts=None) -> Diagnosis:
+    """Run the fault's scenario right and wrong. prompts: at least three lists of at least 10 ids, not all of the
+    same length; the first is watched.
+
+    Without prompts: short conversations that the bundled model knows, or random ids where there is no tokenizer.
+    NanoKVError: no such fault, or prompts that cannot show every fault.
+    """
+    fault = find(name)
+    if prompts is None:
+        prompts = random_prompts(model) if tokenizer is None else talk(tokenizer)
+    lengths = [len(prompt) for prompt in prompts]
+    if len(lengths) < 3 or min(lengths) < SHORTEST or len(set(lengths)) == 1:
+        raise NanoKVError(
+            f"three prompts of {SHORTEST} tokens or more, not all of one length, are needed: these have {lengths}",
+            hint="some bugs show in a second request, in padding, or in a second chunk of 8 tokens only",
+        )
+    right_one = solo if fault.scenario == "overflow" else SCENARIOS[fault.scenario]  # what there is to say, with room
+    right = right_one(model, prompts)
+    truth, passes, _ = watched(right_one, model, prompts, right.answers)
+    with inject(name):
+        said, _, error = watched(SCENARIOS[fault.scenario], model, prompts)
+        wrong, wrong_passes, _ = watched(SCENARIOS[fault.scenario], model, prompts, right.answers)
+    step, layer, token = first_difference(passes, wrong_passes, failed=bool(error))
+    answers = [[] for _ in right.answers] if said is None else said.answers
+    deltas = [] if wrong is None else per_position(truth.logits, wrong.logits)
+    sizes = truth.bytes, 0 if wrong is None else wrong.bytes
+    text = (lambda ids: " ".join(map(str, ids))) if tokenizer is None else tokenizer.text_of
+    return Diagnosis(
+        fault, seen_by(right.answers, answers, deltas, sizes, error), [text(ids) for ids in right.answers],
+        [text(ids) for ids in answers], layer, token, step, deltas, sizes, error,
+    )  # fmt: skip
+
+
+def seen_by(right, wrong, deltas, sizes, error: str) -> str:
+    """What the weakest observer needs: nothing but the words, or logits, or a byte counter."""
+    seen = {"error": bool(error), "words": right != wrong, "logits": max(deltas, default=0) > SEEN,
+            "bytes": sizes[0] != sizes[1]}  # fmt: skip
+    return next((observer for observer, sees in seen.items() if sees), "nothing")
+
+
+def watched(scenario, model, prompts, forced=None) -> tuple[Outcome | None, list, str]:
+    """(outcome or None, forward passes, error); what a scenario computed before it failed is kept."""
+    with watch(model) as passes:
+        try:
+            return scenario(model, prompts, forced), passes, ""
+        except (RuntimeError, ValueError) as error:  # torch's complaint about shapes, or one of ours
+            return None, passes, f"{type(error).__name__}: {str(error).splitlines()[0]}"
+
+
+def first_difference(right, wrong, failed=False):
+    """(operation, layer, token) where two lists of passes part; ("", None, None) if they do not."""
+    for a, b in zip(right, wrong, strict=False):
+        step = next((step for step in compare(a.values, b.values) if not step.ok), None)
+        first = step and earliest(a.values, b.values, step)
+        if failed and b is wrong[-1] and first is None:
+            layer = max(layer for layer, _ in b.values if layer is not None)
+            return "the pass that failed", layer, position(b, (0, 0))
+        if step is not None:
+            late = b.tokens.shape[1] - a.values[step.layer, step.operation].shape[1]  # logits of the last ones only
+            at, row = first or (0, 0)
+            return step.operation, step.layer, position(b, (at + late, row))
+    return "", None, None
+
+
+def position(one, first) -> int:
+    """Position of the (column, row) of a pass in its own request."""
+    column, row = first
+    start = torch.as_tensor(one.start)
+    return int(start if start.dim() == 0 else start[row]) + column
+
+
+def per_position(right, wrong) -> list[float]:
+    """max |Δ| of each row of two (N,V) logits; a value that is no number counts as infinitely wrong."""
+    N = min(len(right), len(wrong))
+    return (right[:N] - wrong[:N]).abs().amax(-1).nan_to_num(nan=float("inf")).tolist()
+
+
+def talk(tokenizer) -> list[list[int]]:
+    """The conversations of TALK under the model's own template."""
+    prompts = []
+    for lines in TALK:
+        messages = [{"role": ("user", "assistant")[i % 2], "content": line} for i, line in enumerate(lines)]
+        prompts.append(tokenizer.encode(tokenizer.render(messages, add_generation_prompt=True)))
+    return prompts
+
+
+def random_prompts(model) -> list[list[int]]:
+    """Three prompts of 24, 17 and 20 ids."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(model.config.vocab_size, (T,), generator=generator).tolist() for T in (24, 17, 20)]

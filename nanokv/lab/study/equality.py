@@ -1,0 +1,372 @@
+"""Is a cache right? One suite of public checks for any cache, with a report that says where it first goes wrong.
+
+    print(nanokv.equality.check(MyLayerCache))           # a LayerCache class: append, and whatever else it can do
+    print(nanokv.equality.check("paged"))                # one of nanokv.CACHES
+    print(nanokv.equality.check(lambda config, batch_size, capacity: MyCache(...)))
+
+The truth is the model without a cache. Every case feeds tokens through a fresh cache and compares the logits of every
+position with it; a case that differs is followed down to the first layer and token. What a cache refuses with
+UnsupportedError is not offered, and no fault. For caches that keep exact values: one that rounds or forgets differs.
+"""
+
+import tempfile
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from nanokv.cache import CACHES, KVCache, LayerCache, make_cache
+from nanokv.config import Config
+from nanokv.decoding.batching import generate_padded
+from nanokv.decoding.generation import generate
+from nanokv.errors import CacheError, CapacityError, NanoKVError, UnsupportedError
+from nanokv.inference import decode, prefill, score, verify_draft
+from nanokv.lab.study.debug import compare, earliest, watch
+from nanokv.model import Transformer
+
+TOLERANCE = 1e-4  # on logits of size 10 in fp32; equal code on another path differs by 1e-5 at most
+CAPACITY = 64  # tokens per row that a case asks room for, unless it says otherwise
+LONG, LONGEST = 130, 250  # tokens of the long text: with a capacity, and where none was set
+
+
+@dataclass(frozen=True)
+class Case:
+    """One check: `status` is passed, failed or not offered; layer, token and delta say where and how much it differs.
+
+    layer None: no layer differs, only the logits, or there was an error instead of a value.
+    """
+
+    name: str
+    status: str
+    detail: str = ""
+    layer: int | None = None
+    token: int | None = None
+    delta: float = 0.0
+    raised: BaseException | None = field(default=None, repr=False, compare=False)  # by the learner's code
+
+    def __str__(self):
+        return f"{self.status:<12} {self.name}{': ' * bool(self.detail)}{self.detail}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """All cases in order. `passed`: none failed, and something was compared at all."""
+
+    cases: tuple[Case, ...]
+
+    @property
+    def passed(self) -> bool:
+        """A cache that offers nothing has not passed."""
+        states = [case.status for case in self.cases]
+        return "failed" not in states and "passed" in states
+
+    @property
+    def first_failure(self) -> Case | None:
+        """The case to mend first: later ones are harder."""
+        return next((case for case in self.cases if case.status == "failed"), None)
+
+    def __str__(self):
+        count = sum(case.status == "passed" for case in self.cases)
+        offered = sum(case.status != "not offered" for case in self.cases)
+        return "\n".join([*map(str, self.cases), f"{count} of {offered} cases passed"])
+
+
+class Different(Exception):
+    """Raised by a case at the first difference."""
+
+    def __init__(self, detail: str, layer=None, token=None, delta=float("inf")):
+        super().__init__(detail)
+        self.where = {"detail": detail, "layer": layer, "token": token, "delta": delta}
+
+
+def check(make, model=None, tolerance: float = TOLERANCE, stop: bool = False) -> Report:
+    """Run every case. make: a name in nanokv.CACHES, a class for one layer, or make(config, batch_size, capacity).
+
+    model: None takes a small random one (about a second); any other must have room for 250 positions and be in fp32
+    or fp64, because half precision moves logits further than many a bug does. stop: end at the first failure, which is
+    enough to know that something is wrong. NanoKVError: such a model, or a tolerance that is no number ≥ 0.
+    """
+    lab, cases = Lab(small_model() if model is None else model, maker(make), tolerance), []
+    for case in CASES:
+        if stop and cases and cases[-1].status == "failed":
+            break
+        name = case.__doc__.splitlines()[0].rstrip(".")
+        try:
+            case(lab)
+            cases.append(Case(name, "passed"))
+        except UnsupportedError as error:
+            cases.append(Case(name, "not offered", str(error)))
+        except Different as error:
+            cases.append(Case(name, "failed", **error.where))
+        except (Exception, SystemExit) as error:  # whatever a learner's class raises is its result
+            cases.append(Case(name, "failed", f"{type(error).__name__}: {error}", delta=float("inf"), raised=error))
+    return Report(tuple(cases))
+
+
+def maker(make):
+    """make(config, batch_size, capacity) → KVCache, from a name, a class of layer caches or a function."""
+    if isinstance(make, str):
+        if make not in CACHES:
+            raise CacheError(f"no cache is called {make!r}: there are {', '.join(CACHES)}")
+        return partial(make_cache, make)
+    if not callable(make):
+        raise CacheError(f"{make!r:.60} makes no cache", hint="a name, a class for one layer, or a function makes one")
+    if not isinstance(make, type):
+        return make
+    layer = make if issubclass(make, LayerCache) else type(make.__name__, (make, LayerCache), {})
+
+    def of_layers(config, batch_size, capacity):
+        cache = KVCache((layer() for _ in range(config.num_hidden_layers)), config)
+        cache.requested_rows = batch_size
+        return cache
+
+    return of_layers
+
+
+def small_model(seed: int = 0) -> Transformer:
+    """A random Qwen3 whose logits react to everything: H·D ≠ C, G = 2, random norms, weights far from zero."""
+    config = Config.from_dict({
+        "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "head_dim": 12,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "rms_norm_eps": 1e-6,
+    })  # fmt: skip
+    generator = torch.Generator().manual_seed(seed)
+    model = Transformer(config)
+    for name, weight in model.named_parameters():
+        if "norm" in name:
+            weight.data.uniform_(0.5, 1.5, generator=generator)
+        else:
+            weight.data.normal_(0, 0.3, generator=generator)
+    return model.requires_grad_(False).eval()
+
+
+class Lab:
+    """What every case needs: a model, fresh caches, random ids, and a feed that compares."""
+
+    def __init__(self, model, make, tolerance: float):
+        dtype, room = model.embed_tokens.weight.dtype, model.config.max_position_embeddings
+        if dtype not in (torch.float32, torch.float64):
+            raise NanoKVError(f"the model is in {dtype}, which rounds more than a bug may change", hint="model.float()")
+        if room < LONGEST:
+            raise NanoKVError(f"the model has {room} positions, and the longest case takes {LONGEST}")
+        if not 0 <= tolerance < float("inf"):
+            raise NanoKVError(f"the tolerance is {tolerance!r}: a number ≥ 0 was expected")
+        self.model, self.make, self.tolerance = model, make, tolerance
+
+    def cache(self, batch_size: int = 1, capacity: int = CAPACITY):
+        """A new, empty one."""
+        return self.make(self.model.config, batch_size, capacity)
+
+    def ids(self, seed: int, batch_size: int, tokens: int):
+        """(B,T) int64."""
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randint(self.model.config.vocab_size, (batch_size, tokens), generator=generator)
+
+    def feed(self, cache, ids, *parts, start: int = 0):
+        """ids (B,T) from position `start` on, in parts of so many tokens; every logit is compared with the truth."""
+        for part in parts:
+            self.step(decode if part == 1 else verify_draft, cache, ids, start, start + part)
+            start += part
+
+    def step(self, path, cache, ids, start: int, end: int):
+        """One call of one path for ids[:, start:end]; Different if logits or the length are wrong."""
+        with watch(self.model) as passes:
+            logits = path(self.model, ids[:, start:end], cache, start_pos=start)
+        logits = logits[:, None] if logits.dim() == 2 else logits  # (B,t,V): the last t positions
+        truth = score(self.model, ids[:, :end])[:, -logits.shape[1] :]
+        delta = (logits - truth).abs().amax((0, 2))  # (t,)
+        wrong = (~(delta <= self.tolerance)).nonzero().flatten().tolist()  # nan is wrong too
+        if wrong:
+            token = end - len(delta) + wrong[0]
+            raise self.difference(ids[:, :end], passes[-1], start, token, float(delta.max()))
+        if cache.length != end:
+            raise Different(f"length is {cache.length} after {end} tokens", token=end - 1)
+
+    def difference(self, ids, one, start: int, token: int, delta: float) -> Different:
+        """Where a pass from `start` on parts from the truth: the first operation of the first layer that differs."""
+        with watch(self.model) as passes:
+            score(self.model, ids)
+        truth = {key: value[:, start:] for key, value in passes[0].values.items()}
+        steps = (step for step in compare(one.values, truth) if step.layer is not None and not step.ok)
+        step = next(steps, None)
+        if step is None:
+            return Different(f"logits at token {token}: max |Δ| {delta:.3g}", token=token, delta=delta)
+        first = earliest(one.values, truth, step)
+        token = start + first[0] if first else token
+        detail = f"layer {step.layer}, token {token} ({step.operation}), max |Δ logits| {delta:.3g}"
+        return Different(detail, step.layer, token, delta)
+
+
+# --- the cases: the first line of each docstring is its name --------------------------------------------------------
+
+
+def token_by_token(lab):
+    """Token by token from an empty cache."""
+    lab.feed(lab.cache(), lab.ids(1, 1, 12), *[1] * 12)
+
+
+def prefill_then_decode(lab):
+    """Prefill, then decode."""
+    ids, cache = lab.ids(2, 1, 12), lab.cache()
+    lab.step(prefill, cache, ids, 0, 7)
+    lab.feed(cache, ids, *[1] * 5, start=7)
+
+
+def every_split(lab):
+    """Every split of 12 tokens into two chunks, and some into three."""
+    ids = lab.ids(3, 1, 12)
+    for split in [*((a, 12 - a) for a in range(1, 12)), (4, 4, 4), (1, 5, 6), (5, 1, 6), (2, 9, 1), (9, 2, 1)]:
+        lab.feed(lab.cache(), ids, *split)
+
+
+def long_text(lab):
+    """130 tokens, and 250 where no capacity is set: nothing is forgotten on the way."""
+    ids, cache = lab.ids(4, 1, LONGEST), lab.cache(capacity=LONG)
+    lab.feed(cache, ids, 20, 8, *[1] * 20, LONG - 50, 1, 1)
+    if cache.capacity is None:
+        lab.feed(cache, ids, LONGEST - LONG - 1, 1, start=LONG)
+
+
+def batch_rows(lab):
+    """Five rows at once."""
+    lab.feed(lab.cache(5), lab.ids(5, 5, 12), 5, 3, *[1] * 4)
+
+
+def padded_rows(lab):
+    """Prompts of 9, 4 and 12 tokens in one rectangle answer as they do alone."""
+    prompts = [lab.ids(seed, 1, tokens)[0].tolist() for seed, tokens in ((6, 9), (7, 4), (8, 12))]
+    options = {"max_new_tokens": 12, "eos_token_ids": []}
+    together = generate_padded(lab.model, prompts, lab.cache(3), **options)
+    for b, (prompt, answer) in enumerate(zip(prompts, together, strict=True)):
+        if answer != list(generate(lab.model, prompt, lab.cache(), **options)):
+            raise Different(f"row {b} of the batch answers otherwise than alone")
+
+
+def truncate_and_go_on(lab):
+    """Six tokens are taken back, and others follow."""
+    ids, cache = lab.ids(9, 1, 14), lab.cache()
+    lab.feed(cache, ids, 8)
+    lab.feed(cache, torch.cat((ids[:, :8], lab.ids(10, 1, 6)), dim=1), 6, start=8)
+    cache.truncate(8)
+    lab.feed(cache, ids, 3, 1, 1, 1, start=8)
+
+
+def second_request(lab):
+    """A new cache knows nothing of the request before."""
+    lab.feed(lab.cache(), lab.ids(11, 1, 12), 12)
+    lab.feed(lab.cache(), lab.ids(12, 1, 9), 6, 1, 1, 1)
+
+
+def emptied(lab):
+    """After truncate(0) the same cache serves another request."""
+    cache = lab.cache()
+    lab.feed(cache, lab.ids(13, 1, 12), 12)
+    cache.truncate(0)
+    lab.feed(cache, lab.ids(14, 1, 9), 6, 1, 1, 1)
+
+
+def two_at_once(lab):
+    """Two requests that are alive at the same time."""
+    a, b, mine, other = lab.ids(14, 1, 12), lab.ids(15, 1, 12), lab.cache(), lab.cache()
+    lab.feed(mine, a, 8)
+    lab.feed(other, b, 9)
+    for i in range(3):
+        lab.feed(mine, a, 1, start=8 + i)
+        lab.feed(other, b, 1, start=9 + i)
+
+
+def fork(lab):
+    """A fork goes its own way, and the original stays."""
+    ids, other, cache = lab.ids(16, 1, 12), lab.ids(17, 1, 12), lab.cache()
+    other[:, :6] = ids[:, :6]
+    lab.feed(cache, ids, 6)
+    copy = cache.fork()
+    lab.feed(copy, other, 2, 1, start=6)
+    lab.feed(cache, ids, 3, 1, start=6)
+    lab.feed(copy, other, 1, start=9)
+
+
+def fork_taken_back(lab):
+    """Tokens taken back in a fork stay in the original, and the other way round."""
+    ids, other = lab.ids(24, 1, 12), lab.ids(25, 1, 12)
+    other[:, :4] = ids[:, :4]
+    for shortened in (0, 1):
+        cache = lab.cache()
+        lab.feed(cache, ids, 8)
+        both = cache, cache.fork()
+        both[shortened].truncate(4)
+        lab.feed(both[shortened], other, 3, 1, start=4)
+        lab.feed(both[1 - shortened], ids, 3, 1, start=8)
+        lab.feed(both[shortened], other, 1, start=8)
+
+
+def fork_reordered(lab):
+    """Rows that change places in a fork stay where they are in the original."""
+    ids, cache = lab.ids(26, 2, 10), lab.cache(2)
+    lab.feed(cache, ids, 6)
+    copy = cache.fork()
+    copy.reorder([1, 0])
+    lab.feed(copy, ids[[1, 0]], 2, 1, start=6)
+    lab.feed(cache, ids, 3, 1, start=6)
+
+
+def reorder(lab):
+    """Rows change places, as in beam search."""
+    ids, cache = lab.ids(18, 3, 10), lab.cache(3)
+    lab.feed(cache, ids, 6)
+    cache.reorder([2, 0, 0])
+    later = ids[[2, 0, 0]].clone()
+    later[:, 6:] = lab.ids(19, 3, 4)
+    lab.feed(cache, later, 3, 1, start=6)
+
+
+def more_rows_and_fewer(lab):
+    """One row becomes five, and five become one."""
+    ids, cache = lab.ids(23, 5, 12), lab.cache()
+    ids[:, :6] = ids[0, :6]
+    lab.feed(cache, ids[:1], 6)
+    cache.reorder([0] * 5)
+    lab.feed(cache, ids, 2, 1, start=6)
+    cache.reorder([3])
+    lab.feed(cache, ids[3:4], 2, 1, start=9)
+
+
+def save_and_load(lab):
+    """A file goes on where the cache was."""
+    ids, cache = lab.ids(20, 1, 12), lab.cache()
+    if cache.name not in CACHES or type(cache[0]) is not type(make_cache(cache.name, cache.config)[0]):
+        raise UnsupportedError("loading needs a kind of cache that is in nanokv.CACHES")
+    lab.feed(cache, ids, 7)
+    with tempfile.TemporaryDirectory() as folder:
+        cache.save(Path(folder) / "cache")
+        lab.feed(KVCache.load(Path(folder) / "cache", lab.model.config), ids, 3, 1, 1, start=7)
+
+
+def more_than_fits(lab):
+    """Beyond its capacity a cache grows or refuses, and never drops a token."""
+    ids, cache = lab.ids(21, 1, 12), lab.cache(capacity=8)
+    lab.feed(cache, ids, 8)
+    try:
+        lab.feed(cache, ids, 1, 1, 2, start=8)
+    except CapacityError:
+        if cache.length != 8:
+            raise Different(f"length is {cache.length} after a refusal at 8 tokens", token=8) from None
+
+
+def bytes_held(lab):
+    """32 tokens take the bytes of their keys and values, no more and no less."""
+    config, cache = lab.model.config, lab.cache(capacity=32)
+    lab.feed(cache, lab.ids(22, 1, 32), 31, 1)
+    if cache.nbytes == 0:
+        raise UnsupportedError("no bytes are counted (nbytes)")
+    width = lab.model.embed_tokens.weight.element_size()
+    need = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 32 * width
+    if cache.nbytes != need:
+        raise Different(f"{cache.nbytes:,} bytes for 2·L·Hk·D·S values of {width} bytes = {need:,}")
+
+
+CASES = (
+    token_by_token, prefill_then_decode, every_split, long_text, batch_rows, padded_rows, truncate_and_go_on,
+    second_request, emptied, two_at_once, fork, fork_taken_back, fork_reordered, reorder, more_rows_and_fewer,
+    save_and_load, more_than_fits, bytes_held,
+)  # fmt: skip

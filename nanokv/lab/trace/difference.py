@@ -1,0 +1,91 @@
+"""Where a right and a wrong run of the same prompt differ: keys, values, attention weights, logits, words, bytes.
+
+Rows are compared by token. A row of the cache that stands before token 0, left behind by a fault, belongs to no token.
+Differences are exact: they are taken before the numbers are rounded for the page.
+"""
+
+from itertools import zip_longest
+
+import torch
+import torch.nn.functional as F
+
+from nanokv.lab.trace.recorder import Run
+
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2, torch.float64: 1e-8}  # × the largest
+TOP = 5  # logits of each run that are compared
+
+
+def limits(right: Run, layer: int, dtype: torch.dtype) -> list[float]:
+    """How far a key, a value and an attention weight may move by rounding: a share of the layer's largest."""
+    rows = torch.cat(right.caches[layer].rows).abs()  # (n,2,Hk,D)
+    return [TOLERANCE[dtype] * x for x in (*rows.amax((0, 2, 3)).tolist(), 1.0)]
+
+
+def places(right: Run, wrong: Run, dtype: torch.dtype) -> list[tuple]:
+    """[(step, number of the layer, position, Δ key, Δ value, Δ attention), …] in this order.
+
+    Δ is the largest |right − wrong| of the position's numbers; for attention, of the weights of its query. Within the
+    limits it is 0. A place is listed at the steps at which one of its Δ changed.
+    """
+    found = []
+    for i, layer in enumerate(right.layers):
+        before, limit = torch.zeros(0, 3), torch.tensor(limits(right, layer, dtype))
+        logs = zip(right.caches[layer].history(), wrong.caches[layer].history(), strict=False)
+        for n, (x, y, (a, b)) in enumerate(zip(right.steps, wrong.steps, logs, strict=False)):
+            now = F.pad(before, (0, 0, 0, len(a) - len(before)))  # (S,3)
+            before = now.clone()
+            now[:, :2] = largest(a - last_rows(b, len(a)), dims=(2, 3))
+            if layer in x.attention and layer in y.attention:
+                now[-len(x.fed) :, 2] = largest(weight_gap(x.attention[layer], y.attention[layer]), dims=(0, 2))
+            now[now <= limit] = 0
+            moved = (now != before).any(1).nonzero().flatten().tolist()
+            found += [(n, i, position, *now[position].tolist()) for position in moved]
+            before = now
+    return sorted(found)
+
+
+def last_rows(rows: torch.Tensor, n: int) -> torch.Tensor:
+    """The rows of the last n tokens; nan for those that are missing."""
+    return F.pad(rows, (0, 0) * (rows.dim() - 1) + (max(0, n - len(rows)), 0), value=torch.nan)[-n:]
+
+
+def weight_gap(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a − b of weights (H,T,S) over different numbers of rows: the newest key is the last of both."""
+    wide = max(a.shape[-1], b.shape[-1])
+    a, b = (F.pad(x, (wide - x.shape[-1], 0)) for x in (a, b))
+    return a - b
+
+
+def largest(gap: torch.Tensor, dims) -> torch.Tensor:
+    """max |gap| over some dimensions; infinite where a number is not one."""
+    return gap.abs().nan_to_num(nan=torch.inf, posinf=torch.inf).amax(dims)
+
+
+def top_logits(right: Run, wrong: Run) -> list[list[tuple]]:
+    """For each step that both runs have: (id, logit right, logit wrong) of the highest of either run."""
+    steps = []
+    for a, b in zip(right.steps, wrong.steps, strict=False):
+        tops = [x.logits.nan_to_num(nan=-torch.inf).topk(min(TOP, len(x.logits))).indices.tolist() for x in (a, b)]
+        ids = list(dict.fromkeys(tops[0] + tops[1]))
+        steps.append(list(zip(ids, a.logits[ids].tolist(), b.logits[ids].tolist(), strict=True)))
+    return steps
+
+
+def divergence(right: Run, wrong: Run, tolerance: float) -> dict:
+    """Where two runs part: max |Δ logits| of each step, and the first step with other logits, token, bytes of cache."""
+    deltas = [
+        (a.logits - b.logits).abs().nan_to_num(nan=torch.inf).max().item()
+        for a, b in zip(right.steps, wrong.steps, strict=False)
+    ]
+    bounds = [tolerance * step.logits.abs().max().item() for step in right.steps]
+    beyond = [n for n, (delta, limit) in enumerate(zip(deltas, bounds, strict=False)) if not delta <= limit]
+    pairs = list(zip_longest(right.steps, wrong.steps))
+    words = [n for n, (a, b) in enumerate(pairs) if None in (a, b) or a.chosen != b.chosen]
+    sizes = [n for n, (a, b) in enumerate(pairs) if None not in (a, b) and a.nbytes != b.nbytes]
+    return {
+        "deltas": deltas,
+        "logitsStep": min(beyond, default=None),
+        "wordsStep": min(words, default=None),
+        "bytesStep": min(sizes, default=None),
+        "tolerance": max(bounds, default=0.0),
+    }

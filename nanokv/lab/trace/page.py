@@ -1,0 +1,229 @@
+"""Recorded runs → one HTML file that needs nothing else: no server, no network, no library.
+
+The numbers are little-endian float16 (top-10 logits: float32) in base64 inside a JSON block; how far the rounding moved
+each of them at most is stored beside it and shown. Texts (prompt, tokens, names) reach the page through that JSON and
+are shown as text only. A content security policy with the hashes of the page's own script and style forbids everything
+else to run and every request.
+"""
+
+import base64
+import hashlib
+import html
+import json
+import platform
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib.resources import files
+
+import numpy as np
+import torch
+
+from nanokv import __version__
+from nanokv.cache.saving import fingerprint
+from nanokv.costs import kv_bytes_per_token, parameters
+from nanokv.lab.trace.difference import TOLERANCE, divergence, places, top_logits
+from nanokv.lab.trace.recorder import Costs, Run, angle_positions
+from nanokv.rope import rope_frequencies
+
+VIEWS = ("cache.js", "attention.js", "positions.js", "logits.js", "cost.js", "difference.js")  # a tab each
+SCRIPTS = ("text.js", "data.js", "figure.js", "pictures.js", "view.js", *VIEWS, "tour.js", "page.js")
+STYLES = ("base.css", "page.css")
+ASSETS = files("nanokv.lab.trace") / "assets"
+TOP = 10
+
+
+@dataclass
+class Fault:
+    """The same run under a fault: its name, what it does, and what was recorded."""
+
+    name: str
+    about: str
+    run: Run
+
+
+def build(model, tokenizer, run: Run, costs: Costs, *, name: str, prompt: str, roles=None, fault: Fault | None = None,
+          threads: int = 1) -> str:  # fmt: skip
+    """The page. `roles`: a letter for each token of the prompt, s(ystem), u(ser), a(ssistant) or p(rompt), the default.
+
+    `name` and `prompt` are shown, whatever they contain.
+    """
+    config, dtype = model.config, model.embed_tokens.weight.dtype
+    roles = "".join(roles or "p" * len(run.ids))
+    data = {
+        "model": {
+            "name": visible(name), "parameters": parameters(config), "dtype": str(dtype).removeprefix("torch."),
+            "layers": config.num_hidden_layers, "heads": config.num_attention_heads,
+            "kvHeads": config.num_key_value_heads, "headDim": config.head_dim, "vocabulary": config.vocab_size,
+            "ropeTheta": config.rope_theta, "fingerprint": fingerprint(model), "itemsize": dtype.itemsize,
+            "bytesPerToken": kv_bytes_per_token(config, dtype.itemsize),
+            "weightBytes": parameters(config) * dtype.itemsize, "context": config.max_position_embeddings,
+            "ropeSpeeds": rope_frequencies(config)[0].tolist(),  # radians per position
+        },
+        "version": __version__,
+        "machine": f"torch {torch.__version__}, {platform.machine()}, {threads} thread{'s' * (threads > 1)}",
+        "prompt": visible(prompt),
+        "layers": run.layers,
+        "costs": {
+            "repeat": costs.repeat, "cached": milliseconds(costs.cached), "uncached": milliseconds(costs.uncached),
+            "difference": number(costs.difference),
+        },
+        "runs": [pack_run(model, tokenizer, one, roles) for one in ([run, fault.run] if fault else [run])],
+        "fault": None if fault is None else pack_fault(tokenizer, run, fault, dtype),
+    }  # fmt: skip
+    return fill(f"nanokv trace of {visible(name)}: {visible(prompt)} (nanokv {__version__}, recorded)", data)
+
+
+def fill(title: str, data: dict) -> str:
+    """The template with style, script and data in it."""
+    style, script = joined(STYLES), joined(SCRIPTS)
+    policy = (
+        f"default-src 'none'; img-src data:; style-src 'sha256-{digest(style)}'; script-src 'sha256-{digest(script)}'; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    text = json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    for character in "<>&":  # neither a tag nor a comment can begin or end inside the block
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    parts = {"title": html.escape(title), "policy": policy, "style": style, "script": script, "data": text}
+    return put_into((ASSETS / "page.html").read_text("utf-8"), parts)
+
+
+def joined(names: Iterable[str], folder=ASSETS) -> str:
+    """Styles or scripts, one after the other; nanokv.apps.serve takes some of these for its own page."""
+    return "\n".join((folder / name).read_text("utf-8") for name in names)
+
+
+def put_into(template: str, parts: dict[str, str]) -> str:
+    """The template with parts["name"] for each {{name}}."""
+    pieces = template.split("{{")  # one pass, so that nothing inside a part is taken for a place
+    return pieces[0] + "".join(parts[key] + rest for key, _, rest in (piece.partition("}}") for piece in pieces[1:]))
+
+
+def digest(text: str) -> str:
+    """sha256 in base64, as a content security policy writes it."""
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def visible(text: str) -> str:
+    """Text whose every character can be seen: newline ↵, tab ⇥, controls, bidi marks and halves as \\u001b."""
+    shown = {"\n": "↵", "\t": "⇥"}
+    return "".join(c if c.isprintable() else shown.get(c) or f"\\u{ord(c):04x}" for c in str(text))
+
+
+def number(value: float) -> float | None:
+    """JSON has no nan and no infinity."""
+    return value if np.isfinite(value) else None
+
+
+def milliseconds(seconds) -> list[float]:
+    return [round(1e3 * s, 4) for s in seconds]
+
+
+# --- one run ------------------------------------------------------------------------------------------------------
+
+
+def pack_run(model, tokenizer, run: Run, roles: str) -> dict:
+    """Everything that the page shows of one run."""
+    tokens = run.tokens
+    letters = roles + "a" * (len(tokens) - len(run.ids))
+    steps, top = [], []
+    for step in run.steps:
+        ids = step.logits.nan_to_num(nan=-torch.inf).topk(min(TOP, len(step.logits))).indices
+        top.append((step.logits[ids], (step.logits - step.logits.logsumexp(0)).exp()[ids]))
+        steps.append({
+            "kind": step.kind, "fed": len(step.fed), "start": step.start_pos, "nbytes": step.nbytes,
+            "chosen": step.chosen, "positions": angle_positions(model, step), "error": number(step.error),
+            "top": [[i, visible(piece)] for i, piece in zip(ids.tolist(), tokenizer.pieces(ids.tolist()), strict=True)],
+        })  # fmt: skip
+    logs = [run.caches[layer] for layer in run.layers]
+    rows = [torch.cat(log.rows) for log in logs]  # each (n,2,Hk,D)
+    counts, weights = pack_attention(run)
+    return {
+        "promptLength": len(run.ids),
+        "stopped": visible(run.stopped),
+        "tokens": [[i, visible(p), r] for i, p, r in zip(tokens, tokenizer.pieces(tokens), letters, strict=True)],
+        "steps": steps,
+        "cache": [[[length, spans(changed)] for length, changed in log.steps] for log in logs],
+        "rowCounts": [len(layer) for layer in rows],
+        "seen": counts,
+        "arrays": {
+            "rows": pack(rows),
+            "norms": pack([layer.norm(dim=-1) for layer in rows if layer.numel()]),  # (n,2,Hk), of the exact values
+            "attention": pack(weights),
+            "cos": pack([step.cos for step in run.steps]),
+            "sin": pack([step.sin for step in run.steps]),
+            "logits": pack([logits for logits, _ in top], "f4"),
+            "probabilities": pack([p for _, p in top], "f4"),
+        },
+    }
+
+
+def pack_attention(run: Run):
+    """Rows of weights without the zeros at their end: ([step][layer] → [S, keys kept of query 0, 1, …], weights).
+
+    The weights lie in the order step, layer, query, head, key. What is cut off is exactly 0: the keys that a causal
+    mask hides. A mask that is wrong leaves them, and they are kept.
+    """
+    counts, pieces = [], []
+    for step in run.steps:
+        counts.append([])
+        for layer in run.layers:
+            weights = step.attention.get(layer, torch.zeros(0, 0, 0))  # (H,T,S)
+            places = torch.arange(1, weights.shape[-1] + 1)
+            seen = ((weights != 0).any(0) * places).amax(-1).tolist() if weights.numel() else []  # T numbers
+            pieces += [weights[:, t, :n] for t, n in enumerate(seen)]
+            counts[-1].append([weights.shape[-1], *seen])
+    return counts, pieces
+
+
+def spans(positions: list[int]) -> list[list[int]]:
+    """[4, 5, 6, 9] → [[4, 3], [9, 1]]."""
+    found = []
+    for position in positions:
+        if found and sum(found[-1]) == position:
+            found[-1][1] += 1
+        else:
+            found.append([position, 1])
+    return found
+
+
+def pack(tensors, kind="f2") -> dict:
+    """Tensors, one after the other, as base64; `scale` is the power of two that keeps float16 from overflowing."""
+    values = np.concatenate([x.reshape(-1).numpy() for x in tensors] or [np.zeros(0, np.float32)])
+    finite = np.isfinite(values)
+    largest = float(np.abs(values[finite]).max(initial=0))
+    scale = 2.0 ** max(0, int(np.ceil(np.log2(largest / 32768)))) if kind == "f2" and largest else 1.0
+    stored = (values / scale).astype("<" + kind)
+    moved = np.abs(stored[finite].astype(np.float32) * np.float32(scale) - values[finite])
+    return {
+        "kind": kind, "count": len(values), "scale": scale, "largest": largest, "error": float(moved.max(initial=0)),
+        "data": base64.b64encode(stored.tobytes()).decode(),
+    }  # fmt: skip
+
+
+def pack_fault(tokenizer, right: Run, fault: Fault, dtype: torch.dtype) -> dict:
+    """Where the two runs differ. Amounts have four digits; what is not finite is null."""
+    parted = divergence(right, fault.run, TOLERANCE[dtype])
+    return {
+        "name": fault.name, "about": visible(fault.about),
+        **parted, "deltas": [number(delta) for delta in parted["deltas"]],
+        "share": TOLERANCE[dtype],
+        "places": [[*where, *(short(x) for x in (key, value, weight))]
+                   for *where, key, value, weight in places(right, fault.run, dtype)],
+        "logits": [[[i, visible(tokenizer.pieces([i])[0]), number(a), number(b)] for i, a, b in step]
+                   for step in top_logits(right, fault.run)],
+    }  # fmt: skip
+
+
+def short(value: float) -> float | None:
+    return float(f"{value:.4g}") if np.isfinite(value) else None
+
+
+# --- how large ----------------------------------------------------------------------------------------------------
+
+
+def page_bytes(config, prompt: int, new: int, layers: int, runs: int = 1) -> int:
+    """About how many bytes a page of prompt + new tokens over so many layers has: 2 bytes per number, 4/3 in base64."""
+    S, H, Hk, D = prompt + new - 1, config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    each = S * layers * 2 * Hk * (D + 1) + S * (S + 1) // 2 * layers * H + S * D
+    compared = (runs - 1) * (450 * new + 35 * S * layers)  # top logits of both runs, places that differ
+    return len(fill("", {})) + runs * (each * 2 * 4 // 3 + 700 * new + 40 * S) + compared

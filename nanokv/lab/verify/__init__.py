@@ -1,0 +1,129 @@
+"""Is this checkpoint computed rightly? Compares our model with transformers', with another checkpoint, with published
+figures and with itself, and names the first layer and operation that differ.
+
+    report = nanokv.lab.verify.verify("tiny", Path(folder))
+    report.equal, report.checks, report.first
+
+The command line is nanokv/apps/cli/commands/verify.py. transformers is imported only by oracle.py, and only if it is
+installed.
+"""
+
+import gc
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from nanokv.config import Config
+from nanokv.lab.study.debug import Step
+from nanokv.lab.verify import checks as make
+from nanokv.lab.verify import evidence, figures, oracle
+from nanokv.lab.verify.checks import Check
+from nanokv.loading import load, unfinite
+from nanokv.support import installing
+from weights_loader import check_hashes
+
+ALONE = "--alone was given"
+NOT_FROM_HUB = "not in the hub's cache: nothing says what the bytes should be"
+ALONE_TOO = ("cached = uncached, logits", "cached = uncached, keys and values")
+NEEDS_REFERENCE = (
+    "config", "rope", "hidden states", "keys and values", "keys and values, in steps", "logits",
+    "greedy tokens", "tokenizer encode", "tokenizer decode", "chat template",
+)  # fmt: skip
+
+
+@dataclass
+class Report:
+    """What was found; `steps` is empty when there was no reference to compare with."""
+
+    name: str
+    reference: str | None
+    dtype: str
+    checks: list[Check] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    hints: dict = field(default_factory=dict)  # config fields that differ: {name: (ours, reference's)}
+
+    @property
+    def equal(self) -> bool:
+        """No check failed (a skipped one did not fail)."""
+        return all(check.status != "differs" for check in self.checks)
+
+    @property
+    def first(self) -> Step | None:
+        """The first operation beyond tolerance, in the order of the forward pass."""
+        return next((step for step in self.steps if not step.ok), None)
+
+    @property
+    def first_unequal(self) -> Step | None:
+        """The first operation that is not bit-equal: rounding, or where a slowly growing error begins."""
+        return next((step for step in self.steps if step.difference != 0), None)
+
+
+def verify(source: str, folder: Path, against: Path | None = None, against_name: str | None = None,
+           dtype=torch.float32, alone: bool = False, say=lambda text: None) -> Report:  # fmt: skip
+    """Run every check that is possible here, on the CPU. `source` is the name that was asked for, `folder` its files.
+
+    `against` is another checkpoint's folder, read by nanokv; without it the reference is transformers. `say` gets a
+    sentence before each long step. Raises what loading raises.
+    """
+    limits = [Config.from_folder(path) for path in (folder, against) if path is not None]
+    report = Report(str(source), None, str(dtype).removeprefix("torch."))
+    report.checks.append(hash_check(folder))
+    say(f"loading {source}")
+    model, tokenizer = load(folder, dtype=dtype, device="cpu")
+    report.checks += [files_check(model), finite_check(model)]
+    if not report.equal:  # what is computed with such weights says nothing
+        report.checks += [Check(name, "skipped", "the weights are not finite") for name in ALONE_TOO + NEEDS_REFERENCE]
+        return report
+    questions = evidence.ask(
+        tokenizer, min(c.vocab_size for c in limits), min(c.max_position_embeddings for c in limits)
+    )
+    ours = evidence.answers_of_ours(str(source), model, tokenizer, questions)
+    report.checks.append(make.check_cached_logits(ours))
+    report.checks.append(make.check_cached(ALONE_TOO[1], ours, ours.records, "likewise"))
+    report.checks += figures.published_checks(str(source), folder, model, tokenizer)
+    del model
+    gc.collect()  # one model at a time
+    name = against_name or str(against)
+    theirs = reference_answers(against, name, folder, questions, dtype, alone, say)
+    if theirs is None:
+        why = ALONE if alone else f"transformers is not installed: {installing.hint(['transformers'])}"
+        report.checks += [Check(name, "skipped", why) for name in NEEDS_REFERENCE]
+        return report
+    report.reference = theirs.name
+    report.steps = make.layer_steps(ours, theirs)
+    report.checks += make.compare_evidence(ours, theirs, questions, report.steps)
+    report.hints = make.config_differences(ours, theirs) if against else {}
+    return report
+
+
+def reference_answers(against, name, folder, questions, dtype, alone, say):
+    """Evidence of the other checkpoint or of transformers; None if there is neither."""
+    if against is not None:
+        say(f"loading {name}")
+        return evidence.load_and_answer(name, against, questions, dtype)
+    if alone or oracle.version() is None:
+        return None
+    say(f"asking transformers {oracle.version()}")
+    return oracle.answers(folder, questions, dtype)
+
+
+def hash_check(folder: Path) -> Check:
+    """Every byte against the hash that the hub named; a damaged file is removed from the cache and raises."""
+    names = check_hashes(folder)
+    if not names:
+        return Check("hashes", "skipped", NOT_FROM_HUB)
+    return make.verdict("hashes", True, f"{len(names)} files, sha256 or git's sha1")
+
+
+def finite_check(model) -> Check:
+    """NaN in a projection can leave logits that are finite and wrong: softmax makes numbers of it."""
+    bad = unfinite(model)
+    more = f"; {len(bad) - 3} more tensors" if len(bad) > 3 else ""
+    return make.verdict("finite weights", not bad, "; ".join(bad[:3]) + more or "no NaN and no infinity")
+
+
+def files_check(model) -> Check:
+    """Reached only if every name, shape and dtype of the files was as config.json says: loading refuses the rest."""
+    parameters = list(model.parameters())
+    return make.verdict("files", True, f"{len(parameters)} tensors, {sum(p.numel() for p in parameters):,} parameters")

@@ -1,0 +1,170 @@
+"""Two pieces of evidence → a list of checks, each with its difference, its tolerance and a sentence.
+
+Differences are max |Δ|; a tolerance of tensors is the dtype's figure times the size of the values (study.debug.Step).
+Greedy tokens must be equal, but where two logits are closer than the tolerance either of them may win.
+"""
+
+from dataclasses import asdict, dataclass
+
+import torch
+
+from nanokv.lab.study.debug import TOLERANCE, Step, compare
+from nanokv.lab.verify.evidence import Evidence, Questions
+
+# Cached against uncached: other matrix shapes, so other sums. Measured at the shapes of Qwen3-0.6B with random weights
+# of size 0.06, the worst of 28 layers: 9e-6 × the values' size in fp32, 6e-2 in bf16.
+CACHED = 5
+HINT_ONLY = {"torch_dtype", "tie_word_embeddings"}  # how weights are stored; what they compute shows in the tensors
+
+
+@dataclass(frozen=True)
+class Check:
+    """One row of the report."""
+
+    name: str
+    status: str  # ok | differs | skipped
+    detail: str = ""
+    difference: float | None = None
+    tolerance: float | None = None
+
+
+def verdict(name: str, equal: bool, detail: str = "", step: Step | None = None) -> Check:
+    """ok or differs; `step` gives the figures."""
+    figures = {} if step is None else {"difference": step.difference, "tolerance": step.tolerance}
+    return Check(name, "ok" if equal else "differs", detail, **figures)
+
+
+def layer_steps(a: Evidence, b: Evidence) -> list[Step]:
+    """One Step an operation: the worst of all prompts, in the order of the forward pass."""
+    lists = [compare(x, y) for x, y in zip(a.records, b.records, strict=True)]
+    return [max(steps, key=excess) for steps in zip(*lists, strict=True)]
+
+
+def excess(step: Step) -> float:
+    """Difference in units of the tolerance; nan counts as infinite."""
+    ratio = step.difference / step.tolerance
+    return ratio if ratio == ratio else float("inf")
+
+
+def compare_evidence(a: Evidence, b: Evidence, questions: Questions, steps: list[Step]) -> list[Check]:
+    """All checks of `a` against the reference `b`; `steps` are layer_steps(a, b)."""
+    logits, hidden = ([s for s in steps if (s.operation == "lm_head") is last] for last in (True, False))
+    cache = [s for s in steps if s.operation in ("rope_k", "cached_v")]
+    return [
+        check_config(a, b),
+        check_rope(a, b, questions.positions),
+        check_steps("hidden states", hidden, f"{len(a.records)} prompts"),
+        check_steps("keys and values", cache, "after one prefill"),
+        check_cached("keys and values, in steps", a, b.records, f"chunked prefill and decode against {b.name}"),
+        check_steps("logits", logits, f"{sum(p.shape[1] for p in questions.prompts)} positions"),
+        check_greedy(a, b),
+        *check_tokenizer(a, b, questions),
+        check_template(a, b, questions),
+    ]
+
+
+def config_differences(a: Evidence, b: Evidence) -> dict:
+    """{field: (value of a, value of b)}, storage fields too."""
+    ours, theirs = asdict(a.config), asdict(b.config)
+    return {name: (ours[name], theirs[name]) for name in ours if ours[name] != theirs[name]}
+
+
+def check_config(a: Evidence, b: Evidence) -> Check:
+    """Every field that changes the maths, with transformers' defaults filled in on both sides."""
+    found = {name: pair for name, pair in config_differences(a, b).items() if name not in HINT_ONLY}
+    detail = ", ".join(f"{name} {x} against {y}" for name, (x, y) in found.items())
+    return verdict("config", not found, detail or "every field that changes the maths")
+
+
+def check_rope(a: Evidence, b: Evidence, positions) -> Check:
+    """cos and sin in fp32 at far positions: a wrong frequency grows with the position."""
+    where = f"positions {', '.join(f'{p:,}' for p in positions.tolist())}"
+    if a.rope.shape != b.rope.shape:
+        return verdict("rope", False, f"head_dim {a.rope.shape[-1]} and {b.rope.shape[-1]}")
+    difference, tolerance = (a.rope - b.rope).abs().max().item(), TOLERANCE[torch.float32]
+    return Check("rope", "ok" if difference <= tolerance else "differs", where, difference, tolerance)
+
+
+def check_steps(name: str, steps: list[Step], detail: str) -> Check:
+    """The worst of several operations."""
+    worst = max(steps, key=excess)
+    place = f", worst {worst.place}" if worst.difference else ""
+    return verdict(name, worst.ok, f"{detail}, {len(steps)} operations{place}", worst)
+
+
+def check_cached(name: str, a: Evidence, records: list, detail: str) -> Check:
+    """Keys and values of a's chunked path against those of a record (its own: internal; the reference's: positions)."""
+    steps = []
+    for (_, layers), record in zip(a.path, records, strict=True):
+        base = {k: t for k, t in record.items() if k[1] in ("rope_k", "cached_v", "embed_tokens")}
+        mine = {(None, "embed_tokens"): base[None, "embed_tokens"]}
+        for i, (key, value) in enumerate(layers):
+            mine[i, "rope_k"], mine[i, "cached_v"] = key.transpose(1, 2), value.transpose(1, 2)
+        steps += compare(mine, base, CACHED * TOLERANCE[base[None, "embed_tokens"].dtype])
+    worst = max(steps, key=excess)
+    return verdict(name, worst.ok, f"{detail}, worst {worst.place}", worst)
+
+
+def check_cached_logits(a: Evidence) -> Check:
+    """Cached equals uncached: chunked prefill and decode against one pass without history."""
+    steps = []
+    for (logits, _), record in zip(a.path, a.records, strict=True):
+        full, key = record[None, "lm_head"][:, -len(logits) :], (None, "lm_head")
+        steps += compare({key: logits[None]}, {key: full.float()}, CACHED * TOLERANCE[full.dtype])
+    worst = max(steps, key=excess)
+    return verdict("cached = uncached, logits", worst.ok, "chunked prefill and decode against one pass", worst)
+
+
+def check_greedy(a: Evidence, b: Evidence) -> Check:
+    """Tokens equal, up to a tie: the reference's choice is as good as ours within the tolerance of the logits."""
+    ties, count = 0, sum(len(tokens) for tokens in a.greedy)
+    unit = CACHED * TOLERANCE[a.records[0][None, "embed_tokens"].dtype]
+    for i, (ours, theirs) in enumerate(zip(a.greedy, b.greedy, strict=True)):
+        n = next((n for n, (x, y) in enumerate(zip(ours, theirs, strict=True)) if x != y), None)
+        if n is None:
+            continue
+        row = a.forced[i][n]  # (V,): up to here both saw the same tokens
+        known = theirs[n] < len(row)  # another checkpoint may have a larger vocabulary
+        gap = abs(row[ours[n]] - row[theirs[n]]).item() if known else float("inf")  # abs: decode may have erred
+        limit = 2 * unit * max(1.0, row.abs().max().item())
+        if not gap <= limit:
+            detail = f"prompt {i + 1}, new token {n + 1}: {ours[n]} against {theirs[n]}, their logits {gap:.3g} apart"
+            return Check("greedy tokens", "differs", detail, gap, limit)
+        ties += 1
+    return verdict("greedy tokens", True, f"{count} tokens equal" + (f", {ties} prompts up to a tie" if ties else ""))
+
+
+def check_tokenizer(a: Evidence, b: Evidence, questions: Questions) -> list[Check]:
+    """Text → ids and ids → text."""
+    return [
+        check_list("tokenizer encode", a.encodings, b.encodings, questions.texts),
+        check_list("tokenizer decode", a.decodings, b.decodings, questions.id_lists),
+    ]
+
+
+def check_template(a: Evidence, b: Evidence, questions: Questions) -> Check:
+    """Rendered conversations, byte by byte; a conversation that both refuse counts as equal."""
+    if a.templates is None and b.templates is None:
+        return Check("chat template", "skipped", "the checkpoint has none")
+    if a.templates is None or b.templates is None:
+        return verdict("chat template", False, f"{(a if a.templates is None else b).name} has none")
+    sides = [["refused" if text.startswith("refused: ") else text for text in side.templates] for side in (a, b)]
+    return check_list("chat template", *sides, [c["messages"] for c in questions.conversations])
+
+
+def check_list(name: str, ours: list, theirs: list, questions: list) -> Check:
+    """Equal answers; the first wrong one is quoted, shortened."""
+    wrong = [i for i, (x, y) in enumerate(zip(ours, theirs, strict=True)) if x != y]
+    if not wrong:
+        return verdict(name, True, f"{len(ours)} cases")
+    i = wrong[0]
+    x, y = _around(ours[i], theirs[i])
+    count, question = f"{len(wrong)} of {len(ours)} cases", str(questions[i])[:40]
+    return verdict(name, False, f"{count}, first {question!r}: {x!r} against {y!r}")
+
+
+def _around(x, y):
+    """The part where two sequences begin to differ."""
+    n = next((n for n, (p, q) in enumerate(zip(x, y, strict=False)) if p != q), min(len(x), len(y)))
+    start = max(0, n - 4)
+    return x[start : n + 12], y[start : n + 12]

@@ -1,0 +1,144 @@
+"""What one model does with a fixed list of questions, written down so that two models can be compared later.
+
+Each side is loaded, questioned and dropped before the other is loaded: the peak is one model plus the evidence (every
+activation of three short prompts, about 10 % of the weights). The questions come from the tokenizer and fixed seeds,
+so the same two checkpoints are always asked the same. transformers is questioned in oracle.py, ours here.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from nanokv.cache import make_cache
+from nanokv.config import Config
+from nanokv.decoding.generation import generate
+from nanokv.errors import TemplateError
+from nanokv.inference import decode, prefill, score
+from nanokv.lab.study.debug import record
+from nanokv.loading import load
+from nanokv.rope import rope_angles
+from nanokv.text.template import LeftOut
+
+PROMPT = "The cache holds one key and one value for every token, layer and KV head: 12 + 34 = 46. Grüße, 世界! 🙂🧑‍🚀\n"
+TEXTS = (
+    "", " ", "\n", "\t\n \n", "Hello world", " Hello  world ", "I'll say it's we've THEY'D", "3.14159 1234567890 ٣ ²",
+    "def f(x):\n    return x**2  # comment\r\n", "Grüße aus Köln", "世界你好，今天天气很好。", "こんにちは",
+    "한국어 텍스트", "हिन्दी में", "שלום עולם", "مرحبا بالعالم", "e\u0301 \u00e9 \u212b \ufb01", "🙂🧑‍🚀👩‍👩‍👧 🇩🇪",
+    "\x00\x1b[31m\x7f\u200b\ufeff", "a" * 200,
+    "<think>\n\n</think>", "<|im_start|>user\nhi<|im_end|>\n", "<|im_end", "https://example.org/?q=a%20b&c=d#e", PROMPT,
+)  # fmt: skip
+TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {
+    "type": "object", "properties": {"a": {"type": "number"}}, "required": ["a"]}}}  # fmt: skip
+USER, ANSWER = {"role": "user", "content": "What is my name?"}, {"role": "assistant", "content": "Zorbla."}
+THOUGHT = {"role": "assistant", "content": "<think>\nThe user said it.\n</think>\n\nZorbla."}
+CALL = {"role": "assistant", "content": "", "tool_calls": [
+    {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]}  # fmt: skip
+CONVERSATIONS = (
+    {"messages": [USER]},
+    {"messages": [{"role": "system", "content": "Be brief. 世界"}, USER], "enable_thinking": False},
+    {"messages": [USER, THOUGHT, USER]},
+    {"messages": [USER, THOUGHT], "add_generation_prompt": False},
+    {"messages": [USER, ANSWER, {"role": "user", "content": "  <b>&amp;</b> \n"}], "enable_thinking": True},
+    {"messages": [USER], "tools": [TOOL]},
+    {"messages": [USER, CALL, {"role": "tool", "content": "2"}, ANSWER, USER], "tools": [TOOL]},
+)
+
+
+@dataclass(frozen=True)
+class Questions:
+    """Asked of both sides."""
+
+    prompts: list  # of (1,T) int64
+    new_tokens: int
+    texts: list
+    id_lists: list  # to decode
+    conversations: list
+    positions: torch.Tensor  # where cos and sin are compared
+
+
+@dataclass
+class Evidence:
+    """The answers. Tensors on the CPU; `path` and `forced` are None where transformers is the side."""
+
+    name: str
+    config: Config
+    rope: torch.Tensor  # (2,P,D) cos and sin in fp32
+    records: list  # one nanokv.debug.record a prompt
+    greedy: list  # of lists of ids
+    encodings: list
+    decodings: list
+    templates: list | None  # None: the checkpoint has no chat template
+    path: list | None = None  # a prompt: (logits, [(key, value)]) by chunked prefill and decode
+    forced: list | None = None  # a prompt: (N,V) logits that chose each greedy token
+
+
+def ask(tokenizer, vocabulary: int, context: int) -> Questions:
+    """The questions for a checkpoint; ids stay below `vocabulary` and prompts plus answers within `context`."""
+    room = max(2, min(48, context // 2))
+    prompts = [tokenizer.encode(PROMPT)]
+    if tokenizer.chat_template is not None:
+        texts = (_render(tokenizer, conversation) for conversation in CONVERSATIONS)
+        prompts.append(tokenizer.encode(next((text for text in texts if not text.startswith("refused")), "")))
+    generator = torch.Generator().manual_seed(0)
+    prompts.append(torch.randint(0, min(vocabulary, tokenizer.vocab_size), (33,), generator=generator).tolist())
+    prompts = [torch.tensor([ids[:room]]) % vocabulary for ids in prompts if len(ids) >= 2]
+    specials = list(tokenizer.special_tokens)
+    texts = [*TEXTS, *specials, *(f"a{s} b" for s in specials[:8]), "".join(specials)]
+    lists = [torch.randint(0, tokenizer.vocab_size, (20,), generator=generator).tolist() for _ in range(30)]
+    positions = sorted({p for p in (0, 1, 17, 2048, 32767, context - 1) if p < context})
+    return Questions(
+        prompts, min(32, context - max(p.shape[1] for p in prompts)), texts,
+        [*lists, *([id] for id in tokenizer.special_tokens.values())], list(CONVERSATIONS), torch.tensor(positions),
+    )  # fmt: skip
+
+
+def answers_of_ours(name: str, model, tokenizer, questions: Questions) -> Evidence:
+    """Question a nanokv model: one pass with hooks, the cached path, greedy decoding, tokenizer and template."""
+    device = model.embed_tokens.weight.device
+    greedy, forced = [], []
+    for ids in (ids.to(device) for ids in questions.prompts):
+        new = list(generate(model, ids, max_new_tokens=questions.new_tokens, eos_token_ids=[]))
+        whole = torch.cat((ids, torch.tensor([new], device=device)), dim=1)  # (1,T+N)
+        greedy.append(new)
+        forced.append(score(model, whole)[0, ids.shape[1] - 1 : -1].float().cpu())  # (N,V)
+    return Evidence(
+        name,
+        model.config,
+        torch.stack(rope_angles(model.config, questions.positions, torch.float32)),  # (2,P,D)
+        [record(model, ids) for ids in questions.prompts],
+        greedy,
+        [tokenizer.encode(text) for text in questions.texts],
+        [tokenizer.decode(ids) for ids in questions.id_lists],
+        None if tokenizer.chat_template is None else [_render(tokenizer, c) for c in questions.conversations],
+        [cached_path(model, ids.to(device)) for ids in questions.prompts],
+        forced,
+    )
+
+
+def load_and_answer(name: str, folder: Path, questions: Questions, dtype) -> Evidence:
+    """Load, question, drop: another checkpoint as the reference."""
+    model, tokenizer = load(folder, dtype=dtype, device="cpu", check_finite=True)
+    return answers_of_ours(name, model, tokenizer, questions)
+
+
+def cached_path(model, ids):
+    """The same tokens in two prefill chunks, then one by one → logits (t,V) of the last t positions, [(key, value)]."""
+    cache = make_cache("dict", model.config, dtype=model.embed_tokens.weight.dtype, device=ids.device)
+    half, tail = ids.shape[1] // 2, max(ids.shape[1] - 8, ids.shape[1] // 2)
+    rows = [prefill(model, ids[:, :half], cache, 0)]
+    if half < tail:
+        rows = [prefill(model, ids[:, half:tail], cache, half)]
+    rows += [decode(model, ids[:, i : i + 1], cache, i) for i in range(tail, ids.shape[1])]
+    return torch.cat(rows).float().cpu(), [(layer["key"].cpu(), layer["value"].cpu()) for layer in cache]
+
+
+def _render(tokenizer, conversation: dict) -> str:
+    """A template may refuse a conversation (tools, an odd role); the other side must then refuse it too. What it leaves
+    out the other side leaves out in silence."""
+    try:
+        return tokenizer.render(**conversation)
+    except LeftOut:
+        return tokenizer.template(tools=conversation.get("tools")).render(**conversation)
+    except TemplateError as error:
+        return f"refused: {error}"

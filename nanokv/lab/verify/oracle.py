@@ -1,0 +1,117 @@
+"""The same questions put to transformers, if it is installed. The only file of the package that imports it.
+
+Reads the same folder: nothing is downloaded, no code of the checkpoint is run, no pickle is opened. Loaded from disk in
+its final dtype, because `.to(bfloat16)` would round the rotary frequencies too. Attention is sdpa, its default.
+"""
+
+import importlib.metadata
+import importlib.util
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from nanokv.config import Config
+from nanokv.errors import NanoKVError
+from nanokv.lab.study.debug import record
+from nanokv.lab.verify.evidence import Evidence, Questions
+from nanokv.loading import load as load_ours
+from nanokv.support import installing
+from weights_loader.gguf_model import POINTER
+
+
+def version() -> str | None:
+    """Of transformers; None if it is not installed."""
+    if importlib.util.find_spec("transformers") is None:
+        return None
+    try:
+        return importlib.metadata.version("transformers")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def answers(folder: Path, questions: Questions, dtype) -> Evidence:
+    """Question transformers' model of this family, and its tokenizer."""
+    with readable(folder) as place:
+        model, tokenizer = load(place, dtype)
+    return Evidence(
+        f"transformers {version()}",
+        Config.from_dict(model.config.to_dict()),
+        _rope(model, questions.positions),
+        [record(model, ids) for ids in questions.prompts],
+        [_greedy(model, ids, questions.new_tokens) for ids in questions.prompts],
+        [tokenizer(text, add_special_tokens=False)["input_ids"] for text in questions.texts],
+        [tokenizer.decode(ids, skip_special_tokens=False) for ids in questions.id_lists],
+        None if tokenizer.chat_template is None else [_render(tokenizer, c) for c in questions.conversations],
+    )
+
+
+@contextmanager
+def readable(folder: Path) -> Iterator[Path]:
+    """A folder that transformers opens: of a GGUF file a copy with plain numbers, 4 bytes each, while it is needed.
+
+    Its own reader of GGUF would be another oracle, but cuts texts by one rule whatever the file says.
+    """
+    if not (folder / POINTER).is_file():
+        yield folder
+        return
+    with tempfile.TemporaryDirectory(prefix="nanokv-verify-") as copy:
+        model, tokenizer = load_ours(folder, dtype=torch.float32, device="cpu")
+        model.save(copy, tokenizer)
+        yield Path(copy)
+
+
+def load(folder: Path, dtype):
+    """(the family's model in eval mode, its tokenizer); NanoKVError if transformers cannot be used or refuses it."""
+    try:
+        import transformers
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+    except ImportError as error:
+        message = f"transformers {version()} is installed but cannot be used: {error}"
+        raise NanoKVError(message, f"{installing.hint(['transformers'])}, or --alone") from error
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        _tell_attn_factor(config, folder)
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, config=config, dtype=dtype, attn_implementation="sdpa", use_safetensors=True,
+            local_files_only=True, trust_remote_code=False,
+        )
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise NanoKVError(
+            f"transformers {version()} cannot read {folder}: {error}", "--alone checks it without transformers"
+        ) from error
+    model.generation_config = GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)  # plain greedy
+    return model.requires_grad_(False).eval(), tokenizer
+
+
+def _tell_attn_factor(config, folder: Path):
+    """YaRN's attn_factor, which transformers ignores, as the attention_factor that it comes to here."""
+    rope, yarn = config.rope_parameters, Config.from_folder(folder).yarn
+    if yarn is not None and rope.pop("attn_factor", None) is not None:
+        rope["attention_factor"] = yarn.scale
+
+
+@torch.inference_mode()
+def _rope(model, positions):
+    """cos and sin (2,P,D); the buffers are fp32 whatever the weights are, so the model's dtype does not matter."""
+    rotary = model.model.rotary_emb
+    cos, sin = rotary(torch.zeros(1, device=rotary.inv_freq.device), positions[None].to(rotary.inv_freq.device))
+    return torch.stack((cos[0], sin[0])).cpu()
+
+
+def _greedy(model, ids, new_tokens: int) -> list[int]:
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False)
+    return out[0, ids.shape[1] :].tolist()
+
+
+def _render(tokenizer, conversation: dict) -> str:
+    conversation = {"add_generation_prompt": True, **conversation}
+    try:
+        return tokenizer.apply_chat_template(conversation.pop("messages"), tokenize=False, **conversation)
+    except Exception as error:  # jinja2's errors, and whatever a template's own code provokes
+        return f"refused: {error}"

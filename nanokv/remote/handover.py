@@ -1,0 +1,218 @@
+"""Prefill here, decode there: a finished cache goes from one process to another, which continues bit by bit the same.
+
+    sent = send(link, cache, tokens)                     in the process that has prefilled
+    cache, received = receive(link, model.config)        in the process that decodes: cache.length, cache.tokens
+
+What is sent is what KVCache.save writes: `state` of every layer, so quantized caches go as codes and sliding ones
+without what they have forgotten. Pages are sent as the rows that they hold: the receiver's may be of another size.
+
+    header       kind, options, config, weights' fingerprint, ids, length, and a checksum; name, dtype, shape of tensors
+    verdict  ←   the receiver wants it, or says why not: no key has been sent by then, no memory taken
+    tensors      as they lie in memory, layer after layer
+    verdict  ←   the receiver has it, and the sender may forget it
+
+Price: 2·L·Hk·D values per token over the link, a copy of them where they are gathered, and sha256 on both sides. Is it
+cheaper than another prefill? `nanokv memory --link` says. vLLM and SGLang move pages so between machines, with NIXL or
+Mooncake in the place of the link.
+"""
+
+import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanokv.cache import KVCache, saving
+from nanokv.config import Config
+from nanokv.errors import HandoverError, NanoKVError, foreign
+from nanokv.remote.link import Link, as_bytes
+from weights_loader.strict import loads
+
+MAGIC = b"nanokv-1"
+LONGEST_HEADER = 1 << 28  # bytes: the ids of 30 million tokens
+WIDEST = 2 * 8  # bytes per value: more than any state takes, with scales
+NAMES = ("float32", "bfloat16", "float16", "float64", "uint8", "int64")
+DTYPES = {name: getattr(torch, name) for name in NAMES}
+EXACT = ("dict", "static", "growing", "paged", "prefix", "offloaded")  # their states are alike: rows of keys and values
+SENT = "the cache that was sent"
+Shapes = list[tuple[str, torch.dtype, list[int]]]
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """What went over the link, and how long it took: from the header to the last verdict."""
+
+    nbytes: int
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        """Bytes per second."""
+        return self.nbytes / self.seconds
+
+
+def send(link: Link, cache: KVCache, tokens: Any = (), model_fingerprint: str = "") -> Receipt:
+    """All of a cache. `tokens` and `model_fingerprint` mean what they mean in KVCache.save.
+
+    HandoverError where the receiver refuses it, is gone, or is silent.
+    """
+    began = perf_counter()
+    meta, tensors = saving.contents(cache, tokens, model_fingerprint)
+    count = write_header(link, meta, tensors)
+    read_verdict(link)
+    count += write_tensors(link, tensors)
+    read_verdict(link)
+    return Receipt(count, perf_counter() - began)
+
+
+def receive(link: Link, config: Config, model_fingerprint: str = "", dtype: torch.dtype | None = None,
+            device: str | torch.device = "cpu", kind: str | None = None,
+            **options: Any) -> tuple[KVCache, Receipt]:  # fmt: skip
+    """A cache that `send` has sent, for a model of this config; its ids are in `.tokens`.
+
+    `dtype`: of the model that will go on. `kind`: another one of the caches that keep exact values. `options` say where
+    the bytes go, as for KVCache.load: a pool, a capacity. Refused, with the numbers and before anything is taken:
+    another config, dtype or weights. Then what does not fit, and what is not what was sent. The sender is told too.
+    """
+    meta, shapes, count = read_header(link)
+    began = perf_counter()
+    with verdict(link), foreign(f"{SENT} is not what send writes", HandoverError):
+        check(meta, shapes, config, model_fingerprint, dtype)
+        changed = as_kind(meta, kind)
+    tensors = read_tensors(link, meta, shapes)
+    with verdict(link):
+        there = {name: tensor.to(device) for name, tensor in tensors.items()}
+        cache = saving.rebuild(SENT, meta | changed, there, config, KVCache.maker, model_fingerprint, options)
+    return cache, Receipt(count + size(shapes), perf_counter() - began)
+
+
+# --- what is right ------------------------------------------------------------------------------------------------
+
+
+def check(meta: dict, shapes: Shapes, config: Config, model_fingerprint: str, dtype: torch.dtype | None) -> None:
+    """Another model, another dtype, or more bytes than so many tokens can have: told by the header alone."""
+    if meta.get("format") != saving.FORMAT:
+        raise HandoverError(f"{SENT} has the format {meta.get('format')!r}, not {saving.FORMAT!r}",
+                            "both processes need the same version of nanokv")  # fmt: skip
+    saving.check_model(SENT, meta, loads(meta["config"]), config, model_fingerprint)
+    for kind in [kind for name, kind, _ in shapes if name.rpartition(".")[2] in ("key", "exact0")]:
+        if dtype not in (None, kind):
+            raise HandoverError(f"{SENT} has keys in {plain(kind)}, this model computes in {plain(dtype)}",
+                                "load the model with the same dtype in both processes")  # fmt: skip
+    lengths, rows = loads(meta["length"]), int(meta["rows"])
+    longest = max(lengths) if isinstance(lengths, list) else lengths
+    most = WIDEST * config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_dim * rows * longest
+    if size(shapes) > most:
+        raise HandoverError(f"{SENT} has {size(shapes):,} bytes for {rows} × {longest:,} tokens: at most {most:,}")
+
+
+def as_kind(meta: dict, kind: str | None) -> dict:
+    """What of the header changes where the receiver keeps the rows in another kind of cache."""
+    if kind in (None, meta["cache"]):
+        return {}
+    if not {kind, meta["cache"]} <= set(EXACT):
+        raise HandoverError(f"a {meta['cache']} cache cannot be received as a {kind} one",
+                            f"these keep the same rows: {', '.join(EXACT)}")  # fmt: skip
+    return {"cache": kind, "options": "{}", "salted": "false"}
+
+
+@contextmanager
+def verdict(link: Link) -> Iterator[None]:
+    """The sender is told how what is inside ends: by b"" or by an error, which it raises as well."""
+    try:
+        yield
+    except NanoKVError as error:
+        write_words(link, json.dumps([str(error), error.hint]).encode())
+        raise
+    write_words(link, b"")
+
+
+def read_verdict(link: Link) -> None:
+    """HandoverError with the receiver's words where it has refused."""
+    if words := read_words(link):
+        message, hint = loads(words.decode())
+        raise HandoverError(f"the receiver has refused: {message}", hint)
+
+
+# --- messages -----------------------------------------------------------------------------------------------------
+
+
+def write_header(link: Link, meta: dict, tensors: dict[str, Tensor]) -> int:
+    """Bytes written. `meta`: anything that JSON can say."""
+    listed = [[name, plain(tensor.dtype), list(tensor.shape)] for name, tensor in tensors.items()]
+    whole = {"meta": meta | {"sha256": saving.digest(meta, tensors)}, "tensors": listed}
+    return write_words(link, json.dumps(whole).encode())
+
+
+def write_tensors(link: Link, tensors: dict[str, Tensor]) -> int:
+    """Bytes written."""
+    count = 0
+    for tensor in filter(Tensor.numel, tensors.values()):
+        data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)  # (N,)
+        link.write(data)
+        count += len(data)
+    return count
+
+
+def read_header(link: Link) -> tuple[dict, Shapes, int]:
+    """(meta, what tensors follow, bytes read)."""
+    words = read_words(link)
+    try:
+        header = loads(words.decode())
+        shapes = [(str(name), DTYPES[kind], shape) for name, kind, shape in header["tensors"]]
+        if any(type(n) is not int or n < 0 for _, _, shape in shapes for n in shape):
+            raise ValueError("a shape is made of whole numbers")
+        return dict(header["meta"]), shapes, 16 + len(words)
+    except (ValueError, KeyError, TypeError) as error:
+        raise HandoverError(f"a header of {len(words):,} bytes cannot be read: {type(error).__name__}",
+                            "both processes need the same version of nanokv") from error  # fmt: skip
+
+
+def read_tensors(link: Link, meta: dict, shapes: Shapes) -> dict[str, Tensor]:
+    """HandoverError where they are not what was sent."""
+    tensors = {}
+    for name, dtype, shape in shapes:
+        data = torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8)  # (N,)
+        if len(data):
+            link.read(data)
+        tensors[name] = data.view(dtype).view(shape)
+    if saving.digest(meta, tensors) != meta.get("sha256"):
+        raise HandoverError(f"{size(shapes):,} bytes arrived, and are not those that were sent: the checksum differs")
+    return tensors
+
+
+def size(shapes: Shapes) -> int:
+    """Bytes of the tensors."""
+    return sum(math.prod(shape) * dtype.itemsize for _, dtype, shape in shapes)
+
+
+def plain(dtype: torch.dtype | None) -> str:
+    """torch.bfloat16 → bfloat16"""
+    return str(dtype).removeprefix("torch.")
+
+
+def write_words(link: Link, words: bytes) -> int:
+    """Bytes behind their number; how many were written."""
+    link.write(as_bytes(MAGIC + len(words).to_bytes(8, "little")))
+    if words:
+        link.write(as_bytes(words))
+    return 16 + len(words)
+
+
+def read_words(link: Link) -> bytes:
+    """What `write_words` has written."""
+    head = torch.empty(16, dtype=torch.uint8)
+    link.read(head)
+    magic, count = bytes(head[:8].tolist()), int.from_bytes(bytes(head[8:].tolist()), "little")
+    if magic != MAGIC or count > LONGEST_HEADER:
+        raise HandoverError(f"{bytes(head.tolist())!r} begins no message of nanokv",
+                            "both processes need the same version of nanokv")  # fmt: skip
+    words = torch.empty(count, dtype=torch.uint8)
+    if count:
+        link.read(words)
+    return words.numpy().tobytes()

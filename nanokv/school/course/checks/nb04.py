@@ -1,0 +1,199 @@
+"""Notebook 04, the same logits: the file, the tolerance, and finding what is wrong from the numbers alone."""
+
+import tempfile
+from pathlib import Path
+
+from nanokv.school.course.answers import as_number, plain, same
+from nanokv.school.course.checking import RIGHT, Mistake, function, judged, questions, result_of, value, wrong
+
+
+def _tensors(L, tied):
+    """Seven projections and four norms per layer, the embedding and the last norm, and a head of its own or none."""
+    return 11 * L + 2 + (not tied)
+
+
+# --- 04.2: a tensor out of a file ---------------------------------------------------------------------------------
+
+
+def _judge_reader(read, case):
+    """read(path, name) on a small file of two dtypes."""
+    import torch
+    from safetensors.torch import save_file
+
+    tensors = {
+        "first": torch.arange(6.0).view(2, 3), "half": torch.linspace(-2, 2, 20).bfloat16().view(4, 5),
+        "last": torch.tensor([7.5, -1.25]),
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.safetensors"
+        save_file(tensors, path, metadata={"format": "pt"})
+        for name, right in tensors.items():
+            given = result_of(read, path, name)
+            outcome = _tensor_outcome(name, given, right)
+            if outcome:
+                return outcome
+    return RIGHT
+
+
+def _tensor_outcome(name, given, right):
+    import torch
+
+    if not isinstance(given, torch.Tensor):
+        return wrong(f"“{name}” came back as {type(given).__name__}, not as a tensor", "no tensor")
+    if given.dtype != right.dtype:
+        return wrong(f"“{name}” is stored as {right.dtype}, and yours is {given.dtype}: see its dtype field", "dtype")
+    if given.numel() != right.numel():
+        return wrong(f"“{name}” has {right.numel()} values, and yours {given.numel()}: the offsets are bytes", "size")
+    if given.shape != right.shape:
+        return wrong(f"“{name}” has shape {tuple(right.shape)}, and yours {tuple(given.shape)}", "shape")
+    if not torch.equal(given, right):
+        message = "has the right shape and wrong numbers: data_offsets count from the end of the header, at byte 8 + n"
+        return wrong(f"“{name}” {message}", "offset")
+    return None
+
+
+# --- 04.3 and 04.5: what rounding does, and what the three do -----------------------------------------------------
+
+
+def _distances(case):
+    """Largest difference of a logit: {"fp32": rounding, "bf16": rounding, "theta": …, "eps": …, "head": …}."""
+    import copy
+
+    import torch
+
+    from nanokv.inference import score
+    from nanokv.school.course.reference import one_by_one, prompt, sabotaged
+
+    ids, model = prompt(case.model), case.model
+    right = score(model, ids)
+    half = score(copy.deepcopy(model).to(torch.bfloat16), ids).float()
+    seen = {name: score(one, ids) for name, one in sabotaged(model).items()}
+    seen |= {"fp32": one_by_one(model, ids)[None, "lm_head"], "bf16": half}
+    return {name: float((logits - right).abs().max()) for name, logits in seen.items()}
+
+
+def _judge_tolerance(answer, case):
+    """Above twice the rounding of fp32, below the smallest of the three that stands out of it."""
+    atol = as_number(plain(answer))
+    if atol is None:
+        return wrong("answer with one number, such as 0.5")
+    found = _distances(case)
+    noise = found["fp32"]
+    bugs = {name: found[name] for name in ("theta", "eps", "head") if found[name] > 4 * noise}
+    missed = [name for name, size in bugs.items() if size <= atol]
+    if atol <= 0:
+        return wrong("zero asks for equal bits: right code that multiplies in another order fails", "zero")
+    if atol <= noise:
+        return wrong(f"rounding alone gives {noise:.1e} in Experiment 3: right code would fail", "below rounding")
+    if missed:
+        return wrong(f"with {atol:g} these wrong checkpoints pass: {', '.join(missed)}", "too loose")
+    if atol < 2 * noise:
+        return wrong(f"just above the {noise:.1e} of this machine; another one will go over it", "no margin")
+    return RIGHT
+
+
+def _hidden_by_bf16(case):
+    found = _distances(case)
+    return {name for name in ("theta", "eps", "head") if found[name] <= found["bf16"]}
+
+
+# --- 04.4: one more wrong checkpoint, of which only the activations are known -------------------------------------
+
+CAUSES = {
+    "a": "gate_proj and up_proj of a layer were exchanged",
+    "b": "q_norm and k_norm of a layer were exchanged",
+    "c": "the rows of q_proj stand in the order of interleaved pairs, as for another RoPE",
+    "d": "down_proj was taken from another layer",
+    "e": "o_proj was taken from another layer",
+    "f": "both norms of a layer were exchanged",
+}
+
+
+def _place(case):
+    return case.place % max(1, case.config.num_hidden_layers - 2)
+
+
+def _cause(case):
+    """The one that was drawn; b needs the norms of the heads, which not every family has."""
+    return "f" if case.cause == "b" and not case.config.qk_norm else case.cause
+
+
+def mystery(case, ids) -> dict:
+    """What nanokv.debug.record gives of case.model with one weight or two of one layer wrong."""
+    from nanokv.lab.study.debug import record
+    from nanokv.loading import build
+
+    weights = {name: weight for name, weight in case.model.state_dict().items() if name != "lm_head.weight"}
+    if not case.config.tie_word_embeddings:
+        weights["lm_head.weight"] = case.model.lm_head.weight
+    here, D = _place(case), case.config.head_dim
+    mine, next_one = f"layers.{here}.", f"layers.{(here + 1) % case.config.num_hidden_layers}."
+    pairs = {"a": ("mlp.gate_proj", "mlp.up_proj"), "b": ("self_attn.q_norm", "self_attn.k_norm"),
+             "f": ("input_layernorm", "post_attention_layernorm")}  # fmt: skip
+    if (cause := _cause(case)) in pairs:
+        one, other = (f"{mine}{name}.weight" for name in pairs[cause])
+        weights[one], weights[other] = weights[other], weights[one]
+    elif cause == "c":
+        name = f"{mine}self_attn.q_proj.weight"
+        rows = weights[name].view(-1, 2, D // 2, weights[name].shape[1])  # (H,2,D/2,C): halves
+        weights[name] = rows.transpose(1, 2).reshape(weights[name].shape)  # (H,D/2,2,C): pairs
+    else:
+        name = {"d": "mlp.down_proj", "e": "self_attn.o_proj"}[cause]
+        weights[f"{mine}{name}.weight"] = weights[f"{next_one}{name}.weight"]
+    return record(build(case.config, weights), ids)
+
+
+def _judge_place(answer, case):
+    """A pair of layer and cause: what is said of the layer holds whatever the cause is."""
+    answer = plain(answer)
+    if not isinstance(answer, list) or len(answer) != 2 or str(answer[1]).strip().casefold() not in CAUSES:
+        return wrong(f'answer with a pair such as (0, "a"), its second one of {", ".join(CAUSES)}')
+    place = _place(case)
+    if same(answer, (place, _cause(case))):
+        return RIGHT
+    if same(answer[0], place):
+        message = "the layer is right. Which operation of it differs first, and which ones before it do not?"
+        return wrong(message, "other cause")
+    if same(answer[0], case.config.num_hidden_layers - 1):
+        message = "in the last layer everything differs, because it was handed on from layer to layer. Where does it "
+        return wrong(message + "begin?", "last layer")
+    if same(answer[0], place + 1):
+        return wrong("layers are counted from 0", "counted from 1")
+    return wrong("go through nanokv.debug.compare in order: the first step that is not ok has a layer and an "
+                 "operation. Which of the causes first touches that operation?")  # fmt: skip
+
+
+CHECKS = (
+    function(
+        "04.1", right=_tensors, inputs=lambda rng: (rng.randint(1, 80), rng.random() < 0.5),
+        wrong=(
+            Mistake("head always", lambda L, tied: 11 * L + 3, "A tied head is the embedding: it is not stored again."),
+            Mistake("head never", lambda L, tied: 11 * L + 2, "A head that is not tied is one tensor more."),
+            Mistake("swapped", lambda L, tied: 11 * L + 2 + tied, "Tied means that the head needs no tensor."),
+            Mistake(
+                "two norms", lambda L, tied: 9 * L + 2 + (not tied),
+                "Nine a layer: you forgot q_norm and k_norm, which Qwen3 has and Llama has not.",
+            ),
+            Mistake("no last norm", lambda L, tied: 11 * L + 1 + (not tied), "There is a norm after the last layer."),
+        ),
+    ),
+    judged("04.2", _judge_reader),
+    judged("04.3", _judge_tolerance),
+    judged(
+        "04.4", _judge_place, {"place": (2, 1, 3), "cause": ("c", "a", "b", "d", "e")},
+        key=lambda case: (_place(case), _cause(case)), hidden=True,
+    ),
+    value(
+        "04.5", right=_hidden_by_bf16,
+        wrong=(
+            Mistake("all found", lambda case: set(),
+                    "Compare the changes of the logits in Experiment 4 with the rounding of bf16 in Experiment 3."),
+            Mistake("same words", lambda case: {"theta", "eps"},
+                    "Those give the same words. Do both stay below the rounding of bf16 in their logits?"),
+        ),
+        otherwise="Go through the three, one at a time: is the change of its logits in Experiment 4 larger than the "
+        "rounding of bf16 in Experiment 3?", names=("theta", "eps", "head"),
+    ),
+)
+
+QUESTIONS = questions("04")

@@ -1,0 +1,114 @@
+"""Notebook 13, several machines: what is sent, which heads lie where, the merge, and KV handed over or computed again.
+"""
+
+import math
+
+from nanokv.school.course.checking import Mistake, function, questions, value
+
+# --- 13.1: bytes of the sums --------------------------------------------------------------------------------------
+
+
+def _summed(c) -> int:
+    """Bytes of what is summed for one token: behind attention and behind the MLP of every layer."""
+    return 2 * c.L * c.C * c.itemsize
+
+
+# --- 13.2: which KV heads a rank needs ----------------------------------------------------------------------------
+
+
+def _ranks_and_heads(rng):
+    """(Hk, n, rank), where one of Hk and n divides the other."""
+    Hk, n = 2 ** rng.randint(0, 4), 2 ** rng.randint(0, 4)
+    return Hk, n, rng.randint(0, n - 1)
+
+
+def _kv_heads(Hk, n, rank):
+    first = rank * Hk // n
+    return list(range(first, first + max(1, Hk // n)))
+
+
+# --- 13.3: the merge ----------------------------------------------------------------------------------------------
+
+
+def _two_parts(rng):
+    """(a, la, b, lb): outputs and log-sum-exps. Scores may be large, and one part may see nothing."""
+    a, b, la, lb = rng.randint(-9, 9), rng.randint(-9, 9), rng.randint(1, 5), rng.randint(1, 5)
+    kind = rng.randint(0, 5)
+    if kind == 4:
+        la, lb = la + 1000, lb + 1000
+    if kind == 5:
+        lb, b = -math.inf, 0
+    return float(a), float(la), float(b), float(lb)
+
+
+def _merged(a, la, b, lb):
+    top = max(la, lb)
+    wa, wb = math.exp(la - top), math.exp(lb - top)
+    return (wa * a + wb * b) / (wa + wb)
+
+
+# --- 13.4: hand over or prefill again -----------------------------------------------------------------------------
+
+
+def _seconds(c, bits=8, tokens=True):
+    """(to send the keys and values, to compute them again)."""
+    return c.T * c.kv * bits / (c.link * 1e9), 2 * c.P * (c.T if tokens else 1) / (c.F * 1e12)
+
+
+CHECKS = (
+    value(
+        "13.1", right=lambda c: _summed(c) * 2 * (c.n - 1) / c.n,
+        parameters={"L": (28, 36, 24), "C": (1024, 2560, 2048), "n": (4, 8, 16), "itemsize": (2, 4)},
+        wrong=(
+            Mistake("one sum per layer", lambda c: _summed(c) * (c.n - 1) / c.n,
+                    "Attention and MLP end in a sum each: two per layer."),
+            Mistake("vector once", _summed,
+                    "That is what is summed. In a ring each rank sends a part of it on, twice round: 2·(n−1)/n of it."),
+            Mistake("to everybody", lambda c: _summed(c) * (c.n - 1),
+                    "So much is sent if each rank sends its whole vector to every other one. A ring sends parts."),
+            Mistake("not divided", lambda c: _summed(c) * 2 * (c.n - 1),
+                    "A ring passes parts on: each message is an n-th of the vector."),
+        ),
+        otherwise="Two sums per layer, of C numbers each; a ring sends 2·(n−1)/n of these bytes from each rank.",
+    ),
+    function(
+        "13.2", right=_kv_heads, inputs=_ranks_and_heads,
+        wrong=(
+            Mistake("dealt out", lambda Hk, n, rank: list(range(rank % Hk, Hk, n)),
+                    "You deal the heads out one by one. Query heads that share a KV head lie side by side, so a rank "
+                    "has a run of KV heads."),
+            Mistake("no head left", lambda Hk, n, rank: list(range(rank * Hk // n, (rank + 1) * Hk // n)),
+                    "With more ranks than KV heads some ranks get none this way. Each rank has query heads, and they "
+                    "need a KV head: a copy."),
+            Mistake("all heads", lambda Hk, n, rank: list(range(Hk)),
+                    "Then every rank would hold the whole cache. It needs only what its own query heads read."),
+        ),
+    ),
+    function(
+        "13.3", right=_merged, inputs=_two_parts, rel=1e-6, atol=1e-9,
+        wrong=(
+            Mistake("mean", lambda a, la, b, lb: (a + b) / 2,
+                    "The mean is right only where both parts weigh the same. The log-sum-exps say what they weigh."),
+            Mistake("weighted by lse", lambda a, la, b, lb: (la * a + lb * b) / (la + lb),
+                    "The weight of a part is exp(lse), not lse: lse is its logarithm."),
+            Mistake("swapped", lambda a, la, b, lb: _merged(b, la, a, lb),
+                    "Each output belongs to its own log-sum-exp."),
+        ),
+    ),
+    value(
+        "13.4", right=_seconds, rel=5e-3,
+        parameters={"T": (8000, 4000, 16000), "kv": (114_688, 147_456), "P": (600_000_000, 4_000_000_000),
+                    "F": (20, 100, 50), "link": (10, 100, 25)},
+        wrong=(
+            Mistake("bits and bytes", lambda c: _seconds(c, bits=1),
+                    "A link is sold in bits per second, and a byte has 8 of them."),
+            Mistake("one token", lambda c: _seconds(c, tokens=False),
+                    "The first number is right. The prefill computes all T tokens, with 2 FLOPs per weight for each."),
+            Mistake("swapped", lambda c: _seconds(c)[::-1],
+                    "Right numbers, wrong order: first sending, then computing."),
+        ),
+        otherwise="Sending: T · bytes per token · 8 / bits per second. Computing: 2 · P · T / FLOPs per second.",
+    ),
+)
+
+QUESTIONS = questions("13")

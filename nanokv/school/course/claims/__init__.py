@@ -1,0 +1,64 @@
+"""What five articles about the KV cache say, and what is true: one record a claim, each executed somewhere.
+
+Claim N.k is the k-th statement of article N. A claim with a number has `value`, which computes the true one from
+nanokv; tests/test_claims.py asserts it, and the notebook of `where` measures it. `nanokv course claims` prints all.
+"""
+
+from nanokv.school.course.claims.claim import Claim
+
+ARTICLES = {
+    0: "J. Wu, How the KV Cache Works in HuggingFace Transformers",
+    1: "K. Kanojiya, KV Cache Explained",
+    2: "A. Roy Gosthipaty and others, KV Cache from scratch in nanoVLM",
+    3: "F. Cariaggi, The uncompromising intro to KV caching",
+    4: "Course note 10, KV cache: reuse old keys, skip old work",
+}
+VERDICTS = ("right", "misleading", "wrong")
+
+
+def _all() -> dict[str, Claim]:
+    from nanokv.school.course.claims import article0, article1, article2, article3, article4
+
+    records = [c for a in (article0, article1, article2, article3, article4) for c in a.CLAIMS]
+    return {record.id: record for record in records}
+
+
+def table() -> str:
+    """Every claim in three lines, by article."""
+    lines = []
+    for number, title in ARTICLES.items():
+        lines += ["", f"article {number}: {title}"]
+        for claim in (c for c in _all().values() if c.id.startswith(f"{number}.")):
+            lines += [f"  {claim.id:<5} {claim.verdict:<11} {claim.says}", f"        {claim.truth}"]
+            lines.append(f"        {numbers(claim)}notebook {claim.where}")
+    counts = ", ".join(f"{sum(c.verdict == v for c in _all().values())} {v}" for v in VERDICTS)
+    return "\n".join([*lines[1:], "", f"{len(_all())} claims: {counts}"]) + "\n"
+
+
+def page() -> str:
+    """Every claim in a Markdown table for each article: notebooks/claims.md, which `nanokv course build` writes."""
+    lines = ["# What the articles say, and what is true", "",
+             "A notebook executes each claim. Claim 2.7 is the seventh of article 2. The articles stand here in the",
+             "order of their numbers, from 0 on."]  # fmt: skip
+    for number, title in ARTICLES.items():
+        lines += ["", f"## {title}", "", "| No. | It says | Verdict | True is | Numbers |", "|---|---|---|---|---|"]
+        for claim in (c for c in _all().values() if c.id.startswith(f"{number}.")):
+            lines.append(f"| {claim.id} | {claim.says} | {claim.verdict} | {claim.truth} | "
+                         f"{numbers(claim)}notebook {claim.where} |")  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
+def numbers(claim: Claim) -> str:
+    """`printed 64, computed 128 values per head · `, or nothing; `implied` where the article has no such number."""
+    if claim.value is None:
+        return ""
+    source = "implied" if claim.implied else "printed"
+    said = "" if claim.printed is None else f"{source} {claim.printed:,.12g}, "
+    return f"{said}computed {claim.value():,.12g} {claim.unit}".rstrip() + " · "
+
+
+def __getattr__(name: str):
+    if name != "CLAIMS":
+        raise AttributeError(name)
+    globals()["CLAIMS"] = _all()
+    return globals()["CLAIMS"]

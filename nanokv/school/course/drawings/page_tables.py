@@ -1,0 +1,58 @@
+"""Page tables: two sequences in one pool of pages, with a page that both of them use."""
+
+from nanokv.school.course.drawings.canvas import Canvas, Drawing
+
+ALT = (
+    "A pool of six pages with 4 slots each. The table of sequence A, 10 tokens, names the pages 1, 3 and 0 in this "
+    "order; that of sequence B, 7 tokens, names the pages 1 and 4. Page 1 is in both tables: it holds the positions 0 "
+    "to 3, with which both begin, once. In page 0 two slots are empty, in page 4 one. The pages 2 and 5 are free."
+)
+TABLES = {"A": (1, 3, 0), "B": (1, 4)}
+TOKENS = {"A": 10, "B": 7}
+KINDS = {"A": "cached", "B": "new"}
+SLOTS, PITCH, WIDE = 4, 63, 59
+
+
+def pages(alt: str = ALT) -> Drawing:
+    """Sequence A above the pool, sequence B below it."""
+    canvas = Canvas("pages", "Two page tables, one pool", 428)
+    _table(canvas, "A", 44, 78, 152)
+    _table(canvas, "B", 358, 352, 284)
+    owners: dict[int, list[str]] = {}
+    for name, table in TABLES.items():
+        for page in table:
+            owners.setdefault(page, []).append(name)
+    for page in range(6):
+        _page(canvas, page, owners.get(page, []))
+    canvas.legend(414, ("shared", "of A and B"), ("cached", "of A"), ("new", "of B"), ("plain", "empty"))
+    return canvas.drawing(alt)
+
+
+def _place(page):
+    return 12 + PITCH * page
+
+
+def _table(canvas, name, y, start, end):
+    """The table of a sequence, and an arrow from each entry to its page; they end a little apart, one per sequence."""
+    canvas.text(12, y + 20, f"{name}: {TOKENS[name]} tokens, pages")
+    apart = 8 if name == "A" else -8
+    for i, page in enumerate(TABLES[name]):
+        x = 176 + 46 * i
+        canvas.box(x, y, 40, 30, str(page), "shared" if page == 1 else KINDS[name])
+        edge = y + 30 if name == "A" else y
+        canvas.arrow((x + 20, edge), (_place(page) + WIDE / 2 + apart, end))
+
+
+def _page(canvas, page, names):
+    """A page of the pool with its slots; each slot that is used names the position of its token."""
+    x, y = _place(page), 170
+    canvas.box(x, 152, WIDE, 132)
+    canvas.text(x + WIDE / 2, y, f"page {page}", 12, "middle", bold=True)
+    kind = "shared" if len(names) > 1 else KINDS[names[0]] if names else "plain"
+    for slot in range(SLOTS):
+        position, used = slot, False
+        if names:
+            position = SLOTS * TABLES[names[0]].index(page) + slot
+            used = position < TOKENS[names[0]]
+        canvas.box(x + 8, y + 8 + 25 * slot, WIDE - 16, 22, str(position) if used else "", kind if used else "plain",
+                   size=12, dashed=not used)  # fmt: skip

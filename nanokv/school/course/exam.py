@@ -1,0 +1,170 @@
+"""A paper exam in two variants, A and B, and its key: the exercises of the notebooks with other numbers.
+
+Neighbours get different numbers and different letters for the same questions. The draw follows from the teacher's seed.
+An exercise that has no parameters is the same on both sheets; its model answer in the key is the notebook's solution.
+"""
+
+import random
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from nanokv.errors import CourseError
+from nanokv.school.course import checking, twins
+from nanokv.school.course.answers import plain
+from nanokv.school.course.variants import seed_of
+
+SHEETS = ("A", "B")
+FILES = ("A.md", "B.md", "key.md")
+POINTS = {"exercise": 3, "question": 1, "open": 3}  # levels 0 to 3 of notebooks/teach/rubric.md
+TRIES = 100
+
+
+@dataclass(frozen=True)
+class Item:
+    """One question of the exam: its text and its answer, for each sheet."""
+
+    id: str
+    kind: str
+    text: dict
+    answer: dict
+
+
+def write(folder: Path, words: list[str], number: int, out: Path) -> list[Path]:
+    """A.md, B.md and key.md. `words`: notebooks (05), ids of exercises or questions (05.1, 05.q2), open.1."""
+    items = list({item.id: item for word in words for item in chosen(Path(folder), word, number)}.values())
+    if not items:
+        raise CourseError("an exam of what?", "nanokv course exam 05 06.1 open.1 --seed 7 -o exam")
+    out.mkdir(parents=True, exist_ok=True)
+    texts = {f"{name}.md": sheet(name, items) for name in SHEETS} | {"key.md": key(items, number)}
+    for name, text in texts.items():
+        (out / name).write_text(text, encoding="utf-8")
+    return [out / name for name in texts]
+
+
+def chosen(folder: Path, word: str, number: int) -> list[Item]:
+    """The items that a word names. Of a whole notebook: what has numbers to draw, and the quiz."""
+    if word.startswith("open."):
+        return [_open(folder / "teach" / "open_questions.md", word)]
+    source, checks, questions = named(folder, word)
+    return [_exercise(source, c, number) for c in checks] + [_question(q, number) for q in questions]
+
+
+def named(folder: Path, word: str) -> tuple:
+    """(source, checks, questions) that a notebook's name or an id stands for; CourseError where it stands for none."""
+    source = twins.read(twins.chosen(folder, [word if word[2:3] == "_" else word[:2]])[0])
+    module = checking.exercises(source.number)
+    if word in (source.number, source.name):
+        checks, questions = [c for c in module.CHECKS if c.parameters and c.key and not c.hidden], module.QUESTIONS
+    else:
+        checks, questions = [c for c in module.CHECKS if c.id == word], [q for q in module.QUESTIONS if q.id == word]
+    if not (*checks, *questions):
+        raise CourseError(f"no exercise {word!r}", ", ".join(x.id for x in (*module.CHECKS, *module.QUESTIONS)))
+    return source, checks, questions
+
+
+def _exercise(source, check, number: int) -> Item:
+    cases = draw(check, number)
+    text = {name: asked(source, check, case) for name, case in cases.items()}
+    if check.key:
+        answer = {name: _right(check, case) for name, case in cases.items()}
+    else:
+        answer = dict.fromkeys(cases, f"```python\n{solution(source, check.id)}\n```")
+    return Item(check.id, "exercise", text, answer)
+
+
+def asked(source, check, case) -> str:
+    """The text of an exercise with the numbers of this case."""
+    if check.hidden:  # its parameters are the answer, and a sheet could show nothing else of it
+        raise CourseError(f"{check.id} works only at a computer", "nanokv course variants gives everyone their own")
+    task = re.search(rf"^\*\*{re.escape(check.id)}\*\*\s*(.+?)(?=^\*\*\d\d\.|^#|\Z)", source.prose(), re.S | re.M)
+    if task is None:
+        raise CourseError(f"{source.name} has no text **{check.id}**", "each exercise begins with its id in bold")
+    numbers = {p: getattr(case, p) for p in check.parameters} | (check.given(case) if check.given else {})
+    given = ", ".join(f"`{name} = {number}`" for name, number in numbers.items())
+    return task[1].strip() + (f"\n\n{given}" if given else "")
+
+
+def draw(check, number: int) -> dict:
+    """{sheet: case}; where there is something to draw, the right answers of the sheets differ."""
+    notebook = check.id[:2]
+    first = check.case(seed_of(number, notebook, SHEETS[0]))
+    others = (check.case(seed_of(number, notebook, f"{SHEETS[1]}{i}")) for i in range(TRIES))
+    if not (check.parameters and check.key):
+        return dict.fromkeys(SHEETS, check.case())
+    second = next((case for case in others if plain(check.key(case)) != plain(check.key(first))), None)
+    if second is None:
+        raise CourseError(f"{check.id}: its numbers do not give two different answers", "choose another exercise")
+    return {SHEETS[0]: first, SHEETS[1]: second}
+
+
+def _right(check, case) -> str:
+    """The right answer, and what the known mistakes would give with these numbers."""
+    slips = [f"{m.name}: `{_shown(m.gives(case))}`" for m in check.mistakes]
+    return f"`{_shown(check.key(case))}`" + "".join(f"\n    - {slip}" for slip in slips)
+
+
+def _shown(answer) -> str:
+    answer = plain(answer)
+    return str(tuple(answer)) if isinstance(answer, list) else str(answer)
+
+
+def solution(source, id: str) -> str:
+    """The code of the solution right before course.check(id, …)."""
+    cells = source.cells
+    at = next(i for i, cell in enumerate(cells) if f'course.check("{id}"' in cell.text)
+    return next(cell.text for cell in reversed(cells[:at]) if cell.role == "solution").strip()
+
+
+def _question(question, number: int) -> Item:
+    """The options in another order on each sheet; the right one has another letter."""
+    right = right_letter(question)
+    rng = random.Random(f"{number} {question.id}")
+    first = rng.sample(list(question.options), len(question.options))
+    orders = {SHEETS[0]: first, SHEETS[1]: first[1:] + first[:1]}  # turned by one: no option keeps its letter
+    text = {name: f"{question.text}\n\n" + "\n".join(
+        f"- **{chr(97 + i)})** {question.options[letter][0]}" for i, letter in enumerate(order)
+    ) for name, order in orders.items()}  # fmt: skip
+    answer = {name: f"**{chr(97 + order.index(right))}**" for name, order in orders.items()}
+    return Item(question.id, "question", text, answer)
+
+
+def right_letter(question) -> str:
+    return next(letter for letter in question.options if question.judge(letter).state == "right")
+
+
+def _open(path: Path, id: str) -> Item:
+    text, full, common = open_question(path, id)
+    answer = f"{full}\n\n{common}\n\nMarked samples: {id} in {path.name}."
+    return Item(id, "open", dict.fromkeys(SHEETS, text), dict.fromkeys(SHEETS, answer))
+
+
+def open_question(path: Path, id: str) -> tuple[str, str, str]:
+    """(the question, what a full answer says, the common wrong answer)."""
+    full, common = (rf"(\*\*{name}\*\*.+?)\n\n" for name in ("A full answer", "Common wrong answer"))
+    pattern = rf"^## {re.escape(id)}\n+(.+?)\n\n{full}{common}"
+    found = re.search(pattern, path.read_text(encoding="utf-8"), re.S | re.M)
+    if not found:
+        raise CourseError(f"no {id} in {path.name}", "its headings look like ## open.1")
+    return found[1], found[2], found[3]
+
+
+def sheet(name: str, items: list[Item]) -> str:
+    """What the students get."""
+    total = sum(POINTS[item.kind] for item in items)
+    parts = [f"# Exam, sheet {name}\n\nName: ______________________________    Points: ______ of {total}"]
+    for i, item in enumerate(items, 1):
+        points = POINTS[item.kind]
+        parts.append(f"**{i}.** ({points} point{'s' * (points > 1)})\n\n{item.text[name]}")
+    return "\n\n".join(parts) + "\n"
+
+
+def key(items: list[Item], number: int) -> str:
+    """What the teacher keeps."""
+    points = "Points as in rubric.md: exercises and open questions 0 to 3, quiz 0 or 1."
+    parts = [f"# Key of the exam, seed {number}\n\n{points}"]
+    for i, item in enumerate(items, 1):
+        answers = "\n".join(f"- {name}: {item.answer[name]}" for name in SHEETS)
+        same = item.answer[SHEETS[0]] == item.answer[SHEETS[1]]
+        parts.append(f"**{i}.** {item.id}\n\n" + (f"Both sheets:\n\n{item.answer[SHEETS[0]]}" if same else answers))
+    return "\n\n".join(parts) + "\n"

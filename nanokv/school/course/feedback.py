@@ -1,0 +1,102 @@
+"""What a learner gets to see of their own work: the line that raised, and a call that they can type in and try."""
+
+import inspect
+import linecache
+import os
+import sysconfig
+import traceback
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+
+LONGEST = 1000  # characters of a value; a longer one is described
+LIBRARIES = (str(Path(__file__).parents[2]), *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
+PACKAGES = ("site-packages", "dist-packages")
+
+
+def line(error: BaseException) -> str:
+    """The last line of the learner's own code before this was raised: "line 2 of your cell, in half: return n / 0".
+
+    That is the deepest frame with a source text that belongs to no library; "" if there is none.
+    """
+    for frame, number in reversed(list(traceback.walk_tb(error.__traceback__))):
+        file, name = frame.f_code.co_filename, frame.f_code.co_name
+        text = linecache.getline(file, number, frame.f_globals).strip()
+        if text and not of_a_library(file):
+            home = Path(file).name if os.path.exists(file) else "your cell"  # the file of a cell does not exist
+            return f"line {number} of {home}{'' if name.startswith('<') else f', in {name}'}: {text}"
+    return ""
+
+
+def of_a_library(file: str) -> bool:
+    return file.startswith((*LIBRARIES, "<frozen")) or any(part in PACKAGES for part in Path(file).parts)
+
+
+def stopped(error: BaseException) -> str:
+    """The exception, what it says, and where the learner's code was."""
+    try:
+        said = f": {error}".rstrip(": ")
+    except Exception:  # its text is the learner's code too
+        said = ""
+    where = line(error)
+    if not where and isinstance(error, TypeError) and "argument" in said:  # it was called, and none of its lines ran
+        where = "compare what your def or class takes with the text of the exercise"
+    return f"it stopped with {type(error).__name__}{said}" + (f"\n    {where}" if where else "")
+
+
+def typed(value) -> str:
+    """A value as the code that makes it again, a float of a tensor to seven digits."""
+    if getattr(value, "shape", None) is not None and hasattr(value, "dtype"):
+        return _array(value)
+    if isinstance(value, list | tuple | set) and type(value) in (list, tuple, set) and value:
+        inside = ", ".join(map(typed, sorted(value, key=repr) if isinstance(value, set) else value))
+        left, right = {list: "[]", tuple: ("(", ",)" if len(value) == 1 else ")"), set: "{}"}[type(value)]
+        return f"{left}{inside}{right}"
+    if is_dataclass(value) and not isinstance(value, type):
+        changed = [f.name for f in fields(value) if f.init and getattr(value, f.name) != f.default]
+        inside = ", ".join(f"{name}={typed(getattr(value, name))}" for name in changed)
+        return f"{type(value).__module__.split('.')[0]}.{type(value).__name__}({inside})"
+    return repr(value)
+
+
+def _array(value) -> str:
+    """A tensor, or an array of numpy."""
+    module, kind = type(value).__module__.split(".")[0], str(value.dtype).removeprefix("torch.")
+    digits = value.detach().cpu().tolist() if hasattr(value, "detach") else value.tolist()
+    kind = "" if kind in ("float32", "int64", "bool") else f", dtype={module}.{kind}"
+    return f"{module}.{'tensor' if module == 'torch' else 'array'}({_rounded(digits)}{kind})"
+
+
+def _rounded(digits) -> str:
+    if isinstance(digits, list):
+        return "[" + ", ".join(map(_rounded, digits)) + "]"
+    return repr(float(f"{digits:.7g}")) if isinstance(digits, float) else repr(digits)
+
+
+def shown(value, longest: int = LONGEST) -> str:
+    """A value as code; what would be too long is described if it is a tensor, and cut if not."""
+    size = getattr(value, "shape", ())
+    if hasattr(value, "numel") and value.numel() > longest:  # no need to write it down
+        return f"a tensor {tuple(size)} of {value.dtype}"
+    text = typed(value)
+    if len(text) <= longest:
+        return text
+    return f"a tensor {tuple(size)} of {value.dtype}" if size else text[: longest - 1] + "…"
+
+
+def call(function, arguments: tuple) -> str:
+    """The line that calls a learner's function with these arguments, by name where it has names."""
+    name = getattr(function, "__name__", "<?>")
+    texts = [shown(argument) for argument in arguments]
+    try:
+        names = list(inspect.signature(function).bind(*arguments).arguments)
+    except (TypeError, ValueError):  # it takes others, or cannot be asked
+        names = []
+    if len(names) == len(texts) > 1:
+        texts = [f"{name}={text}" for name, text in zip(names, texts, strict=True)]
+    return f"{name if name.isidentifier() else 'your_function'}({', '.join(texts)})"
+
+
+def example(function, arguments: tuple, given, right, within: str) -> str:
+    """Three lines: what to type in, what came back, what should have."""
+    lines = {"try": call(function, arguments), "gives": shown(given), "expected": shown(right) + within}
+    return "".join(f"\n    {name:<9} {text}" for name, text in lines.items())

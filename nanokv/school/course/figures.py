@@ -1,0 +1,63 @@
+"""Plots for the course: colours that stay apart for every kind of sight, and no picture without words.
+
+matplotlib is imported when the first plot is made.
+"""
+
+from nanokv.errors import CourseError
+from nanokv.school.course import log
+
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito 2008
+STYLE = {
+    "figure.dpi": 100, "savefig.dpi": 144, "figure.constrained_layout.use": True, "font.size": 10.5,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25,
+    "axes.titlesize": 11, "axes.titlelocation": "left", "image.cmap": "cividis", "legend.frameon": False,
+}  # fmt: skip
+
+
+def subplots(rows: int = 1, columns: int = 1, width: float = 8.0, height: float = 3.2, **options):
+    """plt.subplots in the course's style → (figure, axes)."""
+    import matplotlib.pyplot as plt
+
+    plt.rcParams.update(STYLE | {"axes.prop_cycle": plt.cycler(color=COLORS)})
+    return plt.subplots(rows, columns, figsize=(width, height), **options)
+
+
+def show(picture, alt: str = "") -> None:
+    """Display a figure with its text alternative, which is also printed: what the picture shows, in a sentence or two.
+
+    Say what a reader should take from it, with its numbers, and not only that it is a plot. A drawing of
+    nanokv.school.course.drawings brings its words with it.
+    """
+    alt = alt or getattr(picture, "alt", "")
+    if len(alt.split()) < 8:
+        raise CourseError("the text alternative is too short to replace the picture", 'show(fig, alt="what it shows")')
+    drawn = getattr(picture, "_repr_mimebundle_", None)
+    bundle = drawn() if drawn else _rendered(picture, alt)
+    log.note("show", alt=alt)
+    display(*bundle)
+    print(f"In words: {alt}")
+
+
+def _rendered(fig, alt: str) -> tuple[dict, dict]:
+    """A plot as PNG → (data, metadata) of an output; the plot is closed."""
+    import base64
+    import io
+
+    import matplotlib.pyplot as plt
+
+    picture = io.BytesIO()
+    fig.savefig(picture, format="png")
+    plt.close(fig)
+    png = base64.b64encode(picture.getvalue()).decode()
+    return {"image/png": png, "text/plain": f"<figure: {alt}>"}, {"image/png": {"alt": alt}}
+
+
+def display(data: dict, metadata: dict) -> None:
+    """An output of the cell that runs; nothing outside of a notebook."""
+    try:
+        from IPython import get_ipython
+        from IPython.display import publish_display_data
+    except ModuleNotFoundError:
+        return
+    if get_ipython() is not None:
+        publish_display_data(data, metadata)

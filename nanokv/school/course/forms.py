@@ -1,0 +1,146 @@
+"""Has an answer the form of a right one? That is told before anything about its content.
+
+The right answer shows its form: a tuple has as many items as it has, a list any number of one kind, a tensor a shape,
+and None stands for anything.
+"""
+
+import re
+from collections.abc import Iterable
+from numbers import Real
+
+from nanokv.school.course.answers import as_number, as_set, has_nan, plain
+
+NUMBER = re.compile(r"[+-]?\d[\d,_]*(?:\.\d+)?(?:[eE][+-]?\d+)?")
+TOO_LARGE = "a number that is too large for a float"
+WORDS = ("x", "yz", "w")
+TENSORS = {"ndarray": "torch.from_numpy(…)", "list": "torch.tensor(…)", "tuple": "torch.tensor(…)"}
+
+
+def misfit(answer, right) -> str:
+    """What the form of an answer should be, with an example; "" if it has it."""
+    if _is_tensor(right):
+        return _tensor_misfit(answer, right)
+    if fits(answer, right):
+        return ""
+    own = _refilled(answer, right)
+    example = f"written as {own!r}" if own is not None else f"such as {_example(right)!r}"
+    this, wanted = _described(answer), "a list" if right == [] else _described(right)
+    if this == wanted and isinstance(right, tuple) and isinstance(answer, list | tuple):  # they differ further inside
+        at = next(i for i, pair in enumerate(zip(answer, right, strict=True)) if not fits(*pair))
+        where, this, wanted = f"the form of item {at}", _described(answer[at]), _described(right[at])
+    else:
+        where = "the form"
+    return f"{where} is another one: this is {this}, wanted is {wanted}, {example}"
+
+
+def fits(answer, right) -> bool:
+    """Could it be right, by its form?"""
+    answer = plain(answer)
+    if right is None:
+        return True
+    if isinstance(right, bool | str):
+        return isinstance(answer, type(right))
+    if isinstance(right, Real):
+        return as_number(answer) is not None or (has_nan(answer) and not isinstance(answer, list))
+    if isinstance(right, set | frozenset):
+        return isinstance(as_set(answer), set)
+    if isinstance(right, tuple):
+        return isinstance(answer, list) and len(answer) == len(right) and all(map(fits, answer, right))
+    if isinstance(right, list):
+        return isinstance(answer, list) and all(fits(item, right[0] if right else None) for item in answer)
+    return True
+
+
+def _is_tensor(value) -> bool:
+    return hasattr(value, "dtype") and hasattr(value, "numel")
+
+
+def _tensor_misfit(answer, right) -> str:
+    shape = tuple(right.shape)
+    if not _is_tensor(answer):
+        kind = type(answer).__name__
+        how = f": {TENSORS[kind]} makes one" if kind in TENSORS else ""
+        return f"the form is another one: this is {_described(answer)}, wanted is a {right.dtype} tensor {shape}{how}"
+    if tuple(answer.shape) != shape:
+        return f"the shape is {tuple(answer.shape)}, and it has to be {shape}"
+    return ""
+
+
+def _described(value) -> str:
+    """The form in words."""
+    if _is_tensor(value) and value.ndim:
+        return f"a tensor {tuple(value.shape)}"
+    kind = type(value).__name__
+    if kind == "ndarray":
+        return f"a numpy array {value.shape}"
+    if isinstance(value, bool):
+        return "True or False"
+    if (as_number(value) is not None and not isinstance(value, str)) or kind == "float":
+        return "a number"
+    if isinstance(value, set | frozenset):
+        return "a set"
+    if isinstance(value, list | tuple):
+        if not value:
+            return f"an empty {kind}"
+        of = {_described(item) for item in value}
+        if TOO_LARGE in of:
+            return f"a {kind} with {TOO_LARGE}"
+        inside = {"a number": "numbers", "a text": "texts"}.get(min(of)) if len(of) == 1 else "items"
+        if isinstance(value, list) and inside != "items":
+            return f"a list of {inside}" if inside else f"a list, each item {min(of)}"
+        many = f"{len(value)} {inside}" if inside else f"{len(value)} times {min(of)}"
+        return many if len(value) > 1 or not inside else f"a tuple of {many[:-1]}"
+    if isinstance(value, int):
+        return TOO_LARGE
+    return "a text" if isinstance(value, str) else f"a{'n' if kind[0] in 'aeiouAEIOU' else ''} {kind}"
+
+
+def _example(right):
+    """A value of this form that says nothing of the right one."""
+    counter = iter(range(1, 1000))
+
+    def made(part):
+        if isinstance(part, bool):
+            return True
+        if isinstance(part, tuple):
+            return tuple(map(made, part))
+        if isinstance(part, list):
+            return [made(part[0] if part else 0) for _ in range(3)]
+        if isinstance(part, str):
+            return WORDS[next(counter) % len(WORDS)]
+        return {1, 2} if isinstance(part, set) else next(counter) if isinstance(part, int) else next(counter) + 0.5
+
+    return made(right)
+
+
+def _refilled(answer, right):
+    """The answer's own numbers or texts in the right form, where they fill it; else None."""
+    texts = any(isinstance(leaf, str) for leaf in _leaves(right))
+    parts = [part for leaf in _leaves(plain(answer)) for part in _parts(leaf, texts)]
+    if isinstance(right, list):
+        flat = parts and not any(isinstance(item, list | tuple) for item in right)
+        return parts if flat and len(parts) > 1 else None
+    size = len(list(_leaves(right)))
+    return _filled(right, parts) if isinstance(right, tuple | Real) and len(parts) == size else None
+
+
+def _filled(right, parts: list):
+    if isinstance(right, tuple):
+        return tuple(_filled(item, parts) for item in right)
+    return parts.pop(0)
+
+
+def _leaves(value):
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from _leaves(item)
+    else:
+        yield value
+
+
+def _parts(leaf, texts: bool) -> Iterable:
+    """The words or the numbers in one leaf."""
+    if isinstance(leaf, str):
+        found = re.findall(r"\w+", leaf) if texts else map(as_number, NUMBER.findall(leaf))
+        return [int(part) if isinstance(part, float) and part.is_integer() else part for part in found]
+    return [leaf] if as_number(leaf) is not None and not texts else []

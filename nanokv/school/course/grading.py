@@ -1,0 +1,146 @@
+"""A folder of submissions to a table: one row a notebook, one column an exercise.
+
+Every submission runs in a process of its own, without a network and for a limited time; a broken, endless or crashing
+one costs its own row and nothing else, and what it started ends with it. It is code of somebody else all the same: the
+checks run in its own process, so who means it can forge their results, and only a container keeps it from reading
+files. The table says what to look at, not whom to trust.
+"""
+
+import csv
+import io
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from nanokv.errors import CourseError
+from nanokv.school.course import checking, log, running
+from nanokv.school.course.scores import results
+
+LARGEST = 20_000_000  # bytes of a submission; outputs count
+# What no answer needs: the judgement, and where it is written down.
+INSIDE = re.compile(r"NANOKV_COURSE\w*|course\.log\b|course import log\b|\blog\.note\b|\b_tell\b|\bchecking\b|"
+                    r"course\.session\b|setsid|PR_SET_\w+|os\.kill\b")  # fmt: skip
+FIXED = ("student", "file", "notebook", "score", "of", "error", "seconds")  # columns before those of the exercises
+
+
+def grade(folder: Path, limit: float = running.TIME_LIMIT, key: Path | None = None) -> Iterator[dict]:
+    """One row for each notebook below a folder, as it is done. `key`: the file that `nanokv course variants` wrote."""
+    folder = Path(folder)
+    files = submissions(folder)
+    if not files:
+        raise CourseError(f"{folder} holds no *.ipynb")
+    seeds = read_seeds(key) if key else None
+    return (row(path, limit, seeds, folder) | {"file": path.relative_to(folder).as_posix()} for path in files)
+
+
+def submissions(folder: Path) -> list[Path]:
+    """All *.ipynb of a folder and of those in it (a learning platform makes one per student), without hidden ones:
+    Jupyter's checkpoints, and what macOS puts into archives."""
+    found = (path for path in folder.rglob("*") if path.suffix.lower() == ".ipynb")
+    return sorted(path for path in found if not any(p.startswith(".") for p in path.relative_to(folder).parts))
+
+
+def row(path: Path, limit: float, seeds: dict | None, folder: Path | None = None) -> dict:
+    """student, file, notebook, score, of, error, seconds, and the state of every exercise. Whatever a submission does
+    to its reader ends in its own row. folder: what is graded; below it the folder of a file may bear the name."""
+    names = [path.stem] if folder in (None, path.parent) else [path.stem, path.parent.name]
+    fixed = dict.fromkeys(FIXED, "") | {"student": names[0], "file": path.name, "score": 0, "of": 0, "seconds": 0.0}
+    try:
+        notebook = load(path)
+        number = notebook["metadata"]["nanokv"]["notebook"]
+        fixed["student"] = student(names, number, seeds)
+        seed = seeds.get((fixed["student"], number)) if seeds else None
+        done = running.run(notebook, limit, keep_going=True)
+        states = results(number, done.events, seed)
+    except CourseError as error:
+        return fixed | {"error": str(error)}
+    except Exception as error:
+        return fixed | {"error": f"cannot be graded: {type(error).__name__}: {error}"}
+    fixed |= {"notebook": number, "of": len(states), "score": sum(state == "right" for state in states.values())}
+    unknown = seeds is not None and seed is None
+    found = [done.error, done.doubt, "not in the key: nobody knows which numbers are theirs" if unknown else "",
+             doubts(notebook, done.events)]  # fmt: skip
+    return fixed | {"error": "; ".join(filter(None, found)), "seconds": round(done.seconds, 1)} | states
+
+
+def doubts(notebook: dict, events: list[dict]) -> str:
+    """What a teacher should look at: a log without a beginning, code that names what only the grader needs."""
+    code = "\n".join(cell["source"] for cell in notebook["cells"] if cell["cell_type"] == "code")
+    inside = sorted(set(INSIDE.findall(code)))
+    found = [] if any(event["event"] == "start" for event in events) else ["no cell of it has called course.start"]
+    found += [f"its code names {', '.join(inside)[:80]}: look at it"] if inside else []
+    return "; ".join(found)
+
+
+def student(names: list[str], number: str, seeds: dict | None) -> str:
+    """Whose it is: the first of these names that the key has. Without one the file's name, or that of its folder where
+    the file is called like the notebook (05_the_waste), as learning platforms deliver them."""
+    known = [name for name in names if (name, number) in (seeds or {})]
+    return known[0] if known else names[-1] if names[0].startswith(f"{number}_") else names[0]
+
+
+def load(path: Path) -> dict:
+    """A submission, cleaned of outputs; CourseError if it is no notebook of this course."""
+    data = log.contents(path, LARGEST)
+    try:
+        notebook = json.loads(data)
+        number = notebook["metadata"]["nanokv"]["notebook"]
+        checking.exercises(number)
+        for cell in notebook["cells"]:
+            if cell["cell_type"] == "code":
+                cell["outputs"], cell["execution_count"], cell["source"] = [], None, "".join(cell["source"])
+    except (ValueError, KeyError, TypeError, RecursionError, CourseError) as error:
+        raise CourseError(f"not a notebook of this course ({type(error).__name__})") from error
+    return notebook
+
+
+def tally(rows: list[dict]) -> str:
+    """What the class answered: a line an exercise, its most common states first."""
+    ids = sorted({name for row in rows for name in row} - set(FIXED))
+    counts = {id: Counter(row[id] for row in rows if row.get(id)) for id in ids}
+    return "".join(
+        f"{id:<7} " + ", ".join(f"{number} {state}" for state, number in counts[id].most_common()) + "\n" for id in ids
+    )
+
+
+def read_seeds(key: Path) -> dict[tuple[str, str], int]:
+    """{(student, notebook): seed} from a key, also from one that a spreadsheet program has saved."""
+    text = read_text(key)
+    lines = csv.DictReader(io.StringIO(text, newline=""), delimiter=max(",;\t", key=text.split("\n")[0].count))
+    missing = {"student", "notebook", "seed"} - set(lines.fieldnames or ())
+    if missing:
+        raise CourseError(f"{key}: no column {', '.join(sorted(missing))}", "nanokv course variants writes such a file")
+    seeds = {}
+    for line in lines:
+        try:
+            seeds[line["student"], line["notebook"].zfill(2)] = int(line["seed"])  # a spreadsheet makes 5 of 05
+        except (ValueError, TypeError, AttributeError) as error:
+            message = f"{key}, line {lines.line_num}, column seed: {line['seed']!r} is no whole number"
+            raise CourseError(message, "a spreadsheet may have rounded it: use the file as it was written") from error
+    return seeds
+
+
+def read_text(path: Path) -> str:
+    """A text of the teacher's, in UTF-8 with or without a mark in front; CourseError."""
+    try:
+        return Path(path).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise CourseError(f"{path}: not UTF-8 at byte {error.start}", "save it as UTF-8 text") from error
+
+
+def write(rows: Iterable[dict], path: Path) -> None:
+    """CSV with the union of all columns. A text that a spreadsheet would take for a formula gets an apostrophe, and
+    what a file name may hold and UTF-8 cannot is written as an escape."""
+    rows = list(rows)
+    names = list(dict.fromkeys(name for row in rows for name in row)) or FIXED
+    with open(path, "w", newline="", encoding="utf-8", errors="backslashreplace") as file:
+        out = csv.DictWriter(file, names, restval="")
+        out.writeheader()
+        out.writerows({name: harmless(value) for name, value in row.items()} for row in rows)
+
+
+def harmless(value):
+    text = " ".join(value.split())[:300] if isinstance(value, str) else value
+    return f"'{text}" if isinstance(text, str) and text[:1] in ("=", "+", "-", "@") else text

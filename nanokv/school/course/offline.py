@@ -1,0 +1,68 @@
+"""A process without a network: only this machine can be reached. For running notebooks that are not one's own,
+which may also print without end.
+
+An audit hook, which Python code cannot take away again. It sees Python's own sockets; a program that is started from
+here, or native code, goes past it: where that matters, run the whole thing in a container.
+"""
+
+import ipaddress
+import sys
+
+from nanokv.school.course import log
+
+OUTPUT_LIMIT = 5_000_000  # characters that a cell may print
+EVENTS = ("socket.connect", "socket.sendto", "socket.getaddrinfo", "socket.gethostbyname", "urllib.Request")
+
+
+def block() -> None:
+    """Refuse every connection and name lookup beyond this machine, for the rest of the process."""
+    sys.addaudithook(_hook)
+
+
+def _hook(event: str, args: tuple) -> None:
+    if event not in EVENTS:
+        return
+    if event == "urllib.Request":
+        raise ConnectionRefusedError(f"no network here: {args[0]}")
+    address = args[1] if event in ("socket.connect", "socket.sendto") else args[:1]
+    if isinstance(address, tuple) and address and not is_local(address[0]):
+        raise ConnectionRefusedError(f"no network here: {address[0]}")
+
+
+def is_local(host) -> bool:
+    """localhost, 127.0.0.0/8, ::1, and no host at all (every address of this machine)."""
+    host = host.decode("ascii", "replace") if isinstance(host, bytes) else str(host or "localhost")
+    if host in ("localhost", "0.0.0.0"):
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def load_ipython_extension(shell) -> None:
+    """What a kernel does first that is started with --IPKernelApp.extensions=nanokv.school.course.offline."""
+    block()
+    log.take_key()
+    for stream in (sys.stdout, sys.stderr):
+        _limit(stream, shell.events)
+
+
+def _limit(stream, events) -> None:
+    """Printing more than OUTPUT_LIMIT in a cell raises OSError: a kernel keeps what was printed, so an endless loop
+    would fill the memory."""
+    write, printed = stream.write, 0
+
+    def begin(cell):
+        nonlocal printed
+        printed = 0
+
+    def limited(text):
+        nonlocal printed
+        printed += len(text)
+        if printed > OUTPUT_LIMIT:
+            raise OSError(f"more than {OUTPUT_LIMIT:,} characters were printed")
+        return write(text)
+
+    events.register("pre_run_cell", begin)
+    stream.write = limited

@@ -1,0 +1,253 @@
+"""The thread of the course: what a learner builds in one notebook, and later ones run.
+
+A part whose check is right is kept as text in the folder `my` beside the notebooks, one file each, which the learner
+may open and edit. A later notebook takes it from there if it still passes its check; if not, it takes nanokv's own, and
+says why. Who runs a notebook for somebody else (a grader, the book) keeps and finds nothing: every part is nanokv's.
+"""
+
+import contextlib
+import importlib.abc
+import importlib.util
+import linecache
+import os
+import secrets
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from nanokv.errors import CourseError
+from nanokv.school.course import alone, checking, feedback, log
+
+FOLDER = "my"
+LARGEST = 100_000  # bytes of a part
+SECONDS = 20.0  # for reading and checking a kept part: an edit may have made it endless
+
+
+def _dict_cache() -> type:
+    from nanokv.cache.dict_cache import DictCache
+
+    return DictCache
+
+
+def _judge_cache(answer, case):
+    return checking.exercises("06").judge_quickly(answer, case)
+
+
+def _loop(model, ids, n):
+    from nanokv.decoding.generation import generate
+
+    return list(generate(model, ids, max_new_tokens=n, eos_token_ids=[]))
+
+
+def _turn(engine, ids, most):
+    from nanokv.text.ids import common_prefix
+
+    kept = min(common_prefix(engine.held, ids), len(ids) - 1)
+    if kept < len(engine.held):
+        engine.clear()
+        kept = 0
+    answer = [engine.draw(engine.feed(ids[kept:], kept))]
+    while len(answer) < most and answer[-1] not in engine.stop:
+        answer.append(engine.draw(engine.feed(answer[-1:], len(engine.held))))
+    return answer
+
+
+def _free(table, owners, free_pages):
+    for page in table:
+        owners[page] -= 1
+    free_pages += [page for page in table if owners[page] == 0]
+    table.clear()
+    return free_pages
+
+
+@dataclass(frozen=True)
+class Part:
+    """`id`: the exercise that makes it. `own`: () → nanokv's; None: what the exercise compares with. `judge`: (answer,
+    case) → Outcome, where the exercise itself takes seconds."""
+
+    id: str
+    own: Callable | None = None
+    judge: Callable | None = None
+
+
+PARTS = {
+    "sampler": Part("01.3"),  # (chances, p) → indices that stay
+    "stop": Part("01.5"),  # (stream, stop ids) → the answer
+    "attention": Part("02.2"),  # (q, k, v), each (T,D) → (T,D)
+    "rotation": Part("03.2"),  # (x, cos, sin) → x rotated
+    "norm": Part("03.3"),  # (x, weight, eps) → x normed
+    "heads": Part("03.4"),  # (h, H, Hk) → KV head
+    "cache": Part("06.3", _dict_cache, _judge_cache),  # class of a layer
+    "loop": Part("06.4", lambda: _loop),  # (model, ids, n) → n tokens
+    "page": Part("10.4"),  # (table, i, page) → (number of the page, slot)
+    "free": Part("10.5", lambda: _free),  # (table, owners, free pages) → free pages
+    "prefix": Part("11.4"),  # (cached, new) → tokens to keep
+    "turn": Part("12.6", lambda: _turn),  # (engine, ids, most) → answer
+}
+NAMES = {part.id: name for name, part in PARTS.items()}
+
+
+@dataclass(frozen=True)
+class Found:
+    """A part, and whose it is. `why`: what keeps the learner's own from being taken."""
+
+    name: str
+    made: object
+    yours: bool
+    why: str = ""
+
+    def __str__(self):
+        return f"{self.name}: " + (f"yours ({FOLDER}/{self.name}.py)" if self.yours else f"the reference ({self.why})")
+
+
+class Unusable(Exception):
+    """Why a kept part is not taken, as the end of a sentence."""
+
+
+# --- taking -------------------------------------------------------------------------------------------------------
+
+
+def find(name: str, folder: Path | None, model=None) -> Found:
+    """The learner's own part, if it is kept in folder/my and passes its check; else nanokv's. folder None: nanokv's."""
+    if name not in PARTS:
+        raise CourseError(f"no part {name!r}", f"known: {', '.join(PARTS)}")
+    if folder is None:
+        return Found(name, reference(name), False, "no answers are kept in this run")
+    try:
+        return Found(name, taken(name, folder / FOLDER / f"{name}.py", model), True)
+    except Unusable as error:
+        return Found(name, reference(name), False, str(error))
+
+
+def reference(name: str):
+    """nanokv's own."""
+    part = PARTS[name]
+    return part.own() if part.own else checking.find(part.id).reference
+
+
+def taken(name: str, path: Path, model=None):
+    """The part that a file holds, read and checked within SECONDS. Unusable."""
+    part, shown = PARTS[name], f"{FOLDER}/{path.name}"
+    try:
+        text = _own_text(path)
+    except FileNotFoundError:
+        raise Unusable(f"{part.id} is not done yet: there is no {shown}") from None
+    except (OSError, ValueError, CourseError) as error:
+        raise Unusable(f"{shown} cannot be read: {error}") from None
+    try:
+        return _within(SECONDS, lambda: _checked(text, path, part, model))
+    except TimeoutError as error:
+        raise Unusable(f"{shown}: {error}") from None
+
+
+def _own_text(path: Path) -> str:
+    """The text of a file that is no link and belongs to who reads it: a folder may be shared by a class."""
+    text = log.contents(path, LARGEST).decode("utf-8-sig")
+    if hasattr(os, "getuid") and os.lstat(path).st_uid != os.getuid():
+        raise CourseError("it belongs to another user")
+    return text
+
+
+def _checked(text: str, path: Path, part: Part, model):
+    """Run the text, silently, and judge what it holds. Unusable."""
+    check = checking.find(part.id)
+    linecache.checkcache(str(path))
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+        made = _run(text, path)
+        outcome = (part.judge or check.judge)(made, check.case(None, model))
+    if outcome.state != "right":
+        said = outcome.message if outcome.state == "wrong" else "there is only the stub"
+        raise Unusable(f"{FOLDER}/{path.name} does not pass {part.id}: {said}")
+    return made
+
+
+def _run(text: str, path: Path):
+    """What `__all__` of this text names. Unusable."""
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader(path.stem, _Text(text, path)))
+    try:
+        module.__loader__.exec_module(module)
+        return getattr(module, module.__all__[0])
+    except SyntaxError as error:
+        raise Unusable(f"{FOLDER}/{path.name}, line {error.lineno}: {error.msg}") from None
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # sys.exit is no Exception
+        raise Unusable(f"{FOLDER}/{path.name}: {feedback.stopped(error)}") from None
+
+
+class _Text(importlib.abc.ExecutionLoader):
+    """Runs the text that was read, and no compiled file that may be older."""
+
+    def __init__(self, text: str, path: Path):
+        self.text, self.path = text, path
+
+    def get_source(self, fullname: str) -> str:
+        return self.text
+
+    def get_filename(self, fullname: str) -> str:
+        return str(self.path)
+
+
+def _within(seconds: float, call):
+    """call(), interrupted after so many seconds as Ctrl-C would: TimeoutError. Only where there are alarms."""
+    from nanokv.lab.faults.grading import alarm
+
+    rung = threading.Event()
+
+    def late(*_):
+        rung.set()
+        raise KeyboardInterrupt
+
+    try:
+        with alarm(seconds, late):
+            return call()
+    except KeyboardInterrupt:
+        if rung.is_set():
+            raise TimeoutError(f"it ran for longer than {seconds:g} s") from None
+        raise
+
+
+# --- keeping ------------------------------------------------------------------------------------------------------
+
+
+def keep(id: str, answer, folder: Path, model=None) -> str:
+    """Write the learner's part, if this exercise makes one, into folder/my → what to tell; "" if it makes none."""
+    if id not in NAMES:
+        return ""
+    name = NAMES[id]
+    path, shown = folder / FOLDER / f"{name}.py", f"{FOLDER}/{name}.py"
+    try:
+        text = _text(name, id, answer)
+        _within(SECONDS, lambda: _checked(text, path, PARTS[name], model))
+        before = _write(path, text)
+    except Exception as error:  # the answer is right, whatever its source is
+        return f"{id}: right, but not kept for later notebooks: {error}"
+    return f"{id}: kept as {shown}, for later notebooks." + (f" The one before is {before}." if before else "")
+
+
+def _text(name: str, id: str, answer) -> str:
+    source, own = alone.source(answer)
+    return (
+        f"# Your {name}, kept when {id} was right. Later notebooks take it with course.mine({name!r}).\n"
+        f"# Edit it as you like: if it no longer passes {id}, they say so and take the reference.\n\n"
+        f'{source}\n\n__all__ = ["{own}"]  # what they take\n'
+    )
+
+
+def _write(path: Path, text: str) -> str:
+    """Replace a file in one step → how the old one, if it was another, is called now."""
+    old, data = path.with_suffix(".old.py"), text.encode()
+    path.parent.mkdir(exist_ok=True)
+    try:
+        before = log.contents(path, LARGEST)
+    except (FileNotFoundError, CourseError):  # what is no file of its own is replaced, not followed
+        before = data
+    for target, content in ((old, before), (path, data)) if before != data else ((path, data),):
+        temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+        try:
+            temporary.write_bytes(content)
+            os.replace(temporary, target)
+        finally:
+            temporary.unlink(missing_ok=True)
+    return f"{FOLDER}/{old.name}" if before != data else ""

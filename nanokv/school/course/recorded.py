@@ -1,0 +1,127 @@
+"""What SmolLM2-135M printed in the notebooks, for readers who cannot load a model of their own choice.
+
+`nanokv course record` runs each solution twice, on the bundled model and on that of NANOKV_MODEL. It keeps what a cell
+printed where the two differ, one file per notebook in assets/. A cell is found by its code, so a cell that was changed
+has no recording, and a test asks for a new one. Exercises, their solutions and lines about a reader's own answers are
+left out; pictures are, too, but their words stay.
+"""
+
+import copy
+import hashlib
+import html
+import json
+import os
+import re
+import shlex
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+
+from nanokv.errors import CourseError
+from nanokv.school.course import figures, running, twins
+
+FOLDER = Path(__file__).parent / "assets"
+OWN = re.compile(  # 05.a: you predicted 3; cache: the reference; what `course.start` says to a reader
+    r"^(?:\d\d\.\w+: |\w+: (?:yours|the reference) \(|The figures in|Too slow\?|It takes the bundled|Or read on)"
+    r".*\n?",
+    re.MULTILINE,
+)
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What one notebook printed: {hash of a cell's code: text}."""
+
+    model: str  # the name of its file
+    date: str
+    command: str
+    cells: dict[str, str]
+
+    def output(self, code: str) -> dict:
+        """The output that stands below a cell, as Jupyter's data; empty where there is none."""
+        text = self.cells.get(key(code))
+        if text is None:
+            return {}
+        mark, text = f"Recorded with {self.model.removesuffix('.gguf')}, {self.date}", f"$ {self.command}\n{text}"
+        folded = f"<summary>{html.escape(mark)}</summary><pre>{html.escape(text)}</pre>"
+        return {"text/plain": f"{mark}\n{text}", "text/html": f'<details class="recorded">{folded}</details>'}
+
+
+def path_of(number: str, folder=FOLDER) -> Path:
+    return Path(folder) / f"recorded-{number}.json"
+
+
+def read(number: str) -> Recording | None:
+    """The recording of a notebook, if there is one."""
+    path = path_of(number)
+    return Recording(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
+
+
+def key(code: str) -> str:
+    """The same for a cell in the source, in a student's notebook and in the book."""
+    return hashlib.sha256(code.strip().encode()).hexdigest()[:12]
+
+
+# --- recording ----------------------------------------------------------------------------------------------------
+
+
+def record(source: twins.Source, model: str, limit: float) -> Recording:
+    """Run the solution on both models; CourseError says on which it failed."""
+    theirs, ours = (printed(source, name, limit) for name in (model, "tiny"))
+    name, number = Path(model).name, source.number
+    cells = {
+        code: text.replace(os.path.abspath(model), name) for code, text in theirs.items() if text and text != ours[code]
+    }
+    command = shlex.join([f"NANOKV_MODEL={name}", "nanokv", "course", "record", number])
+    return Recording(name, date.today().isoformat(), command, cells)
+
+
+def printed(source: twins.Source, model: str, limit: float) -> dict[str, str]:
+    """{hash: text} of all code cells that are in both twins."""
+    done = running.run(source.solution(), limit, env={"NANOKV_MODEL": model})
+    if done.error:
+        raise CourseError(f"{source.name} on {model}: {done.error}", f"nanokv course run {source.number}")
+    pairs = zip((c for c in source.cells if c.role != "exercise"), done.notebook["cells"], strict=True)
+    return {key(cell.text): words(made) for cell, made in pairs if cell.kind == "code" and cell.role == "both"}
+
+
+def words(cell: dict) -> str:
+    """What a cell printed, and the value of its last line."""
+    texts = [
+        output["text"] if output["output_type"] == "stream" else output["data"].get("text/plain", "") + "\n"
+        for output in cell["outputs"] if output["output_type"] in ("stream", "execute_result")
+    ]  # fmt: skip
+    return OWN.sub("", "".join(texts))
+
+
+def write(recording: Recording, path: Path) -> None:
+    path.write_text(json.dumps(asdict(recording), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+# --- showing ------------------------------------------------------------------------------------------------------
+
+_shown: Recording | None = None
+
+
+def follow(shell, recording: Recording | None) -> None:
+    """From now on each cell that runs here is followed by its recording; by nothing with None."""
+    global _shown
+    _shown = recording
+    if shell and recording:
+        shell.events.register("post_run_cell", _below)  # the same function a second time changes nothing
+
+
+def _below(result) -> None:
+    if _shown and (data := _shown.output(result.info.raw_cell)):
+        figures.display(data, {})
+
+
+def beneath(notebook, recording: Recording | None):
+    """An executed notebook with the recording below its cells, as a copy."""
+    from nbformat.v4 import new_output
+
+    notebook = copy.deepcopy(notebook)
+    for cell in notebook["cells"] if recording else ():
+        if cell["cell_type"] == "code" and (data := recording.output(cell["source"])):
+            cell["outputs"].append(new_output("display_data", data=data))
+    return notebook

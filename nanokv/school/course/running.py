@@ -1,0 +1,247 @@
+"""Execute a notebook in a process of its own: no network, a time limit, its events, its peak memory.
+
+`run` is the parent's side. `python -m nanokv.school.course.running IN OUT …` is the child, which starts a Jupyter
+kernel and runs the cells in it. What does not end in time is killed, and in any case everything that it started
+(containing.py).
+"""
+
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from nanokv.school.course import containing, log, offline
+
+TIME_LIMIT = 180.0  # seconds for a notebook
+MEMORY_LIMIT = 8 * 2**30  # bytes for all its processes: an endless list shall not take the machine with it
+LARGEST = 200_000_000  # bytes of an executed notebook: what was printed, with escapes, and its pictures
+
+
+@dataclass(frozen=True)
+class Run:
+    """One execution. `notebook` is the executed one, None if there is none; `error` is empty when all cells ran."""
+
+    notebook: dict | None
+    events: list = field(default_factory=list)
+    error: str = ""
+    stderr: str = ""  # what the cells wrote to it
+    seconds: float = 0.0
+    processor: float = 0.0  # seconds of processor time
+    peak: int = 0  # bytes, of the largest process
+    doubt: str = ""  # what makes its events doubtful
+
+    def states(self, event: str) -> dict[str, list[str]]:
+        """{id: [state, …]} of its checks (event "check") or quiz answers ("answer"), in order."""
+        found: dict[str, list[str]] = {}
+        for entry in self.events:
+            if entry["event"] == event:
+                found.setdefault(str(entry.get("id")), []).append(str(entry.get("state")))
+        return found
+
+    def figures(self) -> dict[str, float]:
+        return {e["id"]: e["value"] for e in self.events if e["event"] == "figure"}
+
+
+def run(notebook: dict, limit: float = TIME_LIMIT, keep_going: bool = False, env=None) -> Run:
+    """Execute a notebook (as a dict). keep_going: a cell that fails does not stop the ones after it."""
+    with tempfile.TemporaryDirectory(prefix="nanokv-course-") as name:
+        folder, key = Path(name), secrets.token_bytes(32)
+        (folder / "in.ipynb").write_text(json.dumps(notebook), encoding="utf-8")
+        (folder / "key").write_bytes(key)
+        work = folder / "work"
+        work.mkdir()
+        command = [
+            *containing.namespace(), sys.executable, "-m", "nanokv.school.course.running", str(folder),
+            str(limit), str(int(keep_going)),
+        ]  # fmt: skip
+        begin = time.monotonic()
+        with containing.adopting() as left:
+            stopped, code, usage, tail = _supervise(command, work, limit, _environment(folder, env or {}))
+        seconds = time.monotonic() - begin
+        events, strange = log.read_sealed(folder / "events.jsonl", key)
+        executed = _load(folder / "out.ipynb")
+    failed, stderr = _outputs(executed) if executed else ("", "")
+    if failed.startswith("KeyboardInterrupt:"):  # sent to the cell when its time was over
+        failed = f"a cell took longer than {_a_cell(limit)} s"
+    error = stopped or (_ended(code, tail) if code or executed is None else failed)
+    doubts = [f"{strange} lines of its log were forged or are missing"] if strange else []
+    doubts += [f"it left {len(left)} processes running ({', '.join(sorted(set(left)))[:80]}): ended"] if left else []
+    peak = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return Run(executed, events, error, stderr, seconds, usage.ru_utime + usage.ru_stime, peak, "; ".join(doubts))
+
+
+def _ended(code: int, tail: str) -> str:
+    """Why there is no executed notebook. What a killed process said last has nothing to do with its end."""
+    if code < 0:
+        return f"the process that runs it was killed ({signal.Signals(-code).name}), by itself or for want of memory"
+    return tail if code == 1 and tail else f"the process that runs it ended with code {code}"
+
+
+def _environment(folder: Path, extra: dict) -> dict:
+    """This one, without what an outsider's code should see, and with nothing of Jupyter's in the home folder."""
+    secret = ("TOKEN", "SECRET", "PASSWORD", "KEY", "CREDENTIAL")
+    env = {k: v for k, v in os.environ.items() if not any(word in k.upper() for word in secret)}
+    root = str(Path(__file__).resolve().parents[3])
+    path = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH")]))
+    model = env.get("NANOKV_MODEL", "")
+    if model not in ("", "tiny") and os.path.exists(model):  # it runs elsewhere; tiny is the bundled one everywhere
+        env["NANOKV_MODEL"] = os.path.abspath(model)
+    private = {name: str(folder / name.lower()) for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR")}
+    return env | private | {
+        "PYTHONPATH": path, "PYDEVD_DISABLE_FILE_VALIDATION": "1", "HF_HUB_OFFLINE": "1", "PYTHONHASHSEED": "0",
+        log.VARIABLE: str(folder / "events.jsonl"), log.KEY_FILE: str(folder / "key"), **extra,
+    }  # fmt: skip
+
+
+def _supervise(command, work, limit, env) -> tuple:
+    """(why it was stopped or "", exit code, resources used with all children, last line of its stderr)."""
+    import psutil
+
+    with open(work.parent / "stderr", "w+b") as stderr:
+        child = subprocess.Popen(
+            command, cwd=work, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr,
+            start_new_session=True,
+        )  # fmt: skip
+        family, kernels, stopped, deadline = {}, {}, "", time.monotonic() + limit
+        while True:
+            pid, status, usage = os.wait4(child.pid, os.WNOHANG)
+            if pid:
+                break
+            kernels |= {p.pid: p for p in _children(psutil, child.pid, recursive=False)}
+            family |= {p.pid: p for p in _children(psutil, child.pid)}
+            if time.monotonic() > deadline:
+                stopped = f"stopped after {limit:g} s"
+            elif _memory(psutil, family.values()) > MEMORY_LIMIT:
+                stopped = f"stopped at {MEMORY_LIMIT / 2**30:g} GiB of memory"
+            if stopped:
+                os.kill(child.pid, signal.SIGSTOP)  # it shall not start others, nor react, while they are ended
+                _end(psutil, child.pid)
+                os.kill(child.pid, signal.SIGKILL)
+                _, status, usage = os.wait4(child.pid, 0)
+                break
+            time.sleep(0.1)
+        child.returncode = os.waitstatus_to_exitcode(status)
+        left_to_us = kernels if sys.platform == "linux" else family  # there `adopting` ends the others, and tells
+        for process in left_to_us.values():  # a kernel has a session of its own and would live on
+            try:
+                process.kill()
+            except psutil.Error:
+                pass
+        stderr.seek(max(0, stderr.seek(0, os.SEEK_END) - 4000))
+        lines = stderr.read(4000).decode("utf-8", "replace").strip().splitlines()
+    return stopped, child.returncode, usage, lines[-1] if lines else ""
+
+
+def _children(psutil, pid: int, recursive: bool = True) -> list:
+    """All that run below a process."""
+    try:
+        return psutil.Process(pid).children(recursive=recursive)
+    except psutil.Error:
+        return []
+
+
+def _end(psutil, pid: int) -> None:
+    """Kill all that run below a process, and what they have started meanwhile."""
+    for _ in range(20):
+        alive = 0
+        for process in _children(psutil, pid):
+            try:
+                alive += process.status() != psutil.STATUS_ZOMBIE
+                process.kill()
+            except psutil.Error:  # it has ended
+                pass
+        if not alive:
+            return
+        time.sleep(0.02)
+
+
+def _memory(psutil, processes) -> int:
+    """Bytes in memory now; what has ended has none."""
+    total = 0
+    for process in processes:
+        try:
+            total += process.memory_info().rss
+        except psutil.Error:
+            pass
+    return total
+
+
+def _load(path: Path) -> dict | None:
+    import nbformat
+
+    try:
+        text = log.contents(path, LARGEST).decode()
+        notebook = nbformat.reads(text, as_version=4)  # joins the lines that the file keeps apart
+    except (OSError, ValueError, RecursionError, nbformat.ValidationError):
+        return None
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            cell["outputs"] = joined(cell.get("outputs", []))
+    return notebook
+
+
+def joined(outputs: list) -> list:
+    """What was printed without a picture in between is one output: a kernel sends it in as many pieces as it likes."""
+    found: list = []
+    for output in outputs:
+        last = found[-1] if found else {}
+        if output.get("output_type") == last.get("output_type") == "stream" and output["name"] == last["name"]:
+            last["text"] += output["text"]
+        else:
+            found.append(output)
+    return found
+
+
+def _outputs(notebook: dict) -> tuple[str, str]:
+    """The first error, and everything on stderr."""
+    outputs = [o for cell in notebook["cells"] for o in cell.get("outputs", [])]
+    errors = [f"{o['ename']}: {o['evalue']}" for o in outputs if o["output_type"] == "error"]
+    stderr = "".join(o["text"] for o in outputs if o.get("name") == "stderr")
+    return errors[0] if errors else "", stderr
+
+
+# --- the child ----------------------------------------------------------------------------------------------------
+
+
+def _a_cell(limit: float) -> int:
+    """Seconds for a cell of a notebook that goes on after it: one endless loop shall not cost the other answers."""
+    return max(5, int(limit / 4))
+
+
+def _execute(folder: Path, limit: float, keep_going: bool) -> None:
+    import nbformat
+    from nbclient import NotebookClient
+    from nbclient.exceptions import CellExecutionError
+
+    notebook = nbformat.read(folder / "in.ipynb", as_version=4)
+    a_cell = _a_cell(limit) if keep_going else int(limit)
+    client = NotebookClient(
+        notebook, timeout=a_cell, interrupt_on_timeout=keep_going, kernel_name="python3", allow_errors=keep_going,
+        extra_arguments=[f"--IPKernelApp.extensions={offline.__name__}"], resources={"metadata": {"path": os.getcwd()}},
+    )  # fmt: skip
+    try:
+        client.execute()
+    except CellExecutionError:
+        pass  # it stands in the outputs
+    finally:
+        nbformat.write(notebook, folder / "out.ipynb")
+
+
+def _main(folder: str, limit: str, keep_going: str) -> None:
+    import psutil
+
+    containing.become_the_parent()
+    try:
+        _execute(Path(folder), float(limit), keep_going == "1")
+    finally:
+        _end(psutil, os.getpid())
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

@@ -1,0 +1,48 @@
+"""How far a learner is: of the exercises and questions of a notebook, how many were last answered right.
+
+The answers come from a log (log.py): a notebook that somebody works in keeps its own, progress.jsonl beside it.
+"""
+
+from nanokv.school.course import checking
+
+
+def results(number: str, events: list[dict], seed: int | None) -> dict[str, str]:
+    """{id: right, wrong, wrong: mistake, unanswered, missing or other variant}; the last answer of each counts."""
+    module = checking.exercises(number)
+    found = {item.id: "missing" for item in (*module.CHECKS, *module.QUESTIONS)}
+    for event in events:
+        id = str(event.get("id"))
+        if event["event"] not in ("check", "answer") or id not in found:
+            continue
+        state, mistake = str(event.get("state")), str(event.get("mistake") or "")
+        if event["event"] == "check" and seed is not None and event.get("seed") != seed:
+            state, mistake = "other variant", ""
+        found[id] = f"{state}: {mistake}" if mistake else state
+    return found
+
+
+def counts(number: str, events: list[dict]) -> tuple[int, int, list[str], list[str]]:
+    """(right, of, ids that are wrong, ids without an answer)."""
+    found = results(number, events, seed=None)
+    wrong = [id for id, state in found.items() if state.startswith("wrong")]
+    open_ = [id for id, state in found.items() if state in ("unanswered", "missing")]
+    return len(found) - len(wrong) - len(open_), len(found), wrong, open_
+
+
+def line(number: str, events: list[dict]) -> str:
+    """05: 5 of 8 right. Not yet: 05.2. Not answered: 05.q1, 05.q2."""
+    right, of, wrong, open_ = counts(number, events)
+    parts = [f"{number}: {right} of {of} right."]
+    parts += [f"Not yet: {', '.join(wrong)}."] if wrong else []
+    parts += [f"Not answered: {', '.join(open_)}."] if open_ else []
+    return " ".join(parts)
+
+
+def table(numbers: list[str], events: list[dict]) -> str:
+    """A line for each notebook, one without an answer in short, and the sum."""
+    lines, sums = [], [0, 0]
+    for number in numbers:
+        right, of, _, open_ = counts(number, events)
+        sums = [sums[0] + right, sums[1] + of]
+        lines.append(line(number, events) if len(open_) < of else f"{number}: {right} of {of} right. Not begun.")
+    return "\n".join([*lines, f"all: {sums[0]} of {sums[1]} right."]) + "\n"

@@ -1,0 +1,95 @@
+"""Runs of the bundled model that the site shows: each is made by the command that stands beside it.
+
+`nanokv trace` writes a page of its own, which may load nothing. So it stands in a frame below the header of the site,
+and can be opened alone.
+"""
+
+import html
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from nanokv.errors import CourseError
+from nanokv.school.course.site.pages import Page
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A run to record: what it is called, what to look at, the prompt, and the fault that runs beside it."""
+
+    name: str
+    title: str
+    look: str
+    prompt: str
+    fault: str = ""
+    tokens: int = 32
+
+    def command(self, out: str) -> list[str]:
+        fault = ["--fault", self.fault] if self.fault else []
+        return ["nanokv", "trace", self.prompt, "-n", str(self.tokens), *fault, "-m", "tiny", "-o", out]
+
+
+RECORDINGS = (
+    Recording(
+        "answer", "A question and its answer",
+        "The first step feeds the whole prompt. Each later step feeds one token, and the cache grows by one row.",
+        "What is a KV cache?", tokens=40,
+    ),
+    Recording(
+        "recall", "A name is recalled",
+        "When the answer names Zorbla, the attention of some heads goes back to the name in the prompt.",
+        "My name is Zorbla. What is my name?", tokens=24,
+    ),
+    Recording(
+        "restart", "Fault: every call counts positions from 0",
+        "The cache has the right size, and its keys are rotated to the wrong positions.",
+        "Reverse: moon, kettle, blorf", "start_pos_restarts",
+    ),
+    Recording(
+        "not-cleared", "Fault: the cache is not cleared between requests",
+        "The keys of an earlier request are still there, and the new tokens attend to them.",
+        "My name is Zorbla. What is my name?", "not_cleared", tokens=24,
+    ),
+)  # fmt: skip
+
+
+def pages(out: Path, recordings=RECORDINGS) -> list[Page]:
+    """Record all into out/traces; a page for each, and their list."""
+    (out / "traces").mkdir(parents=True, exist_ok=True)
+    for one in recordings:
+        record(one, out / "traces" / f"{one.name}-alone.html")
+    return [Page("traces/index.html", "Recordings", listing(recordings), "Recordings"), *map(page, recordings)]
+
+
+def record(recording: Recording, path: Path) -> None:
+    """Run the command; CourseError says what it said."""
+    command = [sys.executable, "-m", *recording.command(str(path))]
+    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise CourseError(f"the recording {recording.name}: {said[0]}", shlex.join(recording.command("trace.html")))
+
+
+def page(recording: Recording) -> Page:
+    """The recording in a frame, and how to make it."""
+    alone, title = f"{recording.name}-alone.html", html.escape(recording.title)
+    body = (
+        f'<h1>{title}</h1><p>{html.escape(recording.look)} <a href="{alone}">Open it alone</a>.</p>'
+        f"<pre>{html.escape(shlex.join(recording.command('trace.html')))}</pre>"
+        f'<iframe src="{alone}" title="The recording: {title}"></iframe>'
+    )
+    return Page(f"traces/{recording.name}.html", recording.title, body, "Recordings")
+
+
+def listing(recordings) -> str:
+    items = "".join(
+        f'<li><a href="{one.name}.html">{html.escape(one.title)}</a><br>{html.escape(one.look)}</li>'
+        for one in recordings
+    )
+    return (
+        "<h1>Recordings</h1>\n<p>Each page holds one run of the bundled model, recorded tensor by tensor: the cache, "
+        "the attention, the positions, the logits and the time of every step. In the recordings of a fault the right "
+        f"run stands beside the wrong one.</p>\n<ul>{items}</ul>"
+    )

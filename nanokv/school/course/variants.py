@@ -1,0 +1,84 @@
+"""A notebook for every student, with numbers of their own, and a key for the teacher.
+
+A variant is a seed: `course.start("05", seed=…)` draws the parameters of each exercise from it. Seeds follow from the
+teacher's number and the student's name, so that the same call writes the same files.
+"""
+
+import csv
+import hashlib
+import re
+from pathlib import Path
+
+from nanokv.errors import CourseError
+from nanokv.school.course import checking, twins
+from nanokv.school.course.answers import plain
+
+RESERVED = re.compile(r"CON|PRN|AUX|NUL|(COM|LPT)[0-9]", re.IGNORECASE)  # devices on Windows, with any suffix
+
+
+def seed_of(number: int, notebook: str, student: str) -> int:
+    """A student's seed: 31 bits of a hash."""
+    digest = hashlib.sha256(f"{number} {notebook} {student}".encode()).digest()
+    return int.from_bytes(digest[:4], "big") >> 1
+
+
+def write(sources: list[Path], students: list[str], number: int, out: Path) -> Path:
+    """out/NN_name/STUDENT.ipynb for each, and out/key.csv: student, notebook, seed, parameters and right answers."""
+    files, lines = file_names(students), []
+    for path in sources:
+        source = twins.read(path)
+        folder = out / source.name
+        folder.mkdir(parents=True, exist_ok=True)
+        for student in files:
+            seed = seed_of(number, source.number, student)
+            (folder / f"{student}.ipynb").write_text(twins.to_text(variant(source, seed)), encoding="utf-8")
+            lines.append({"student": student, "notebook": source.number, "seed": seed} | answers(source.number, seed))
+    names = list(dict.fromkeys(name for line in lines for name in line))
+    with open(out / "key.csv", "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, names, restval="")
+        writer.writeheader()
+        writer.writerows(lines)
+    return out / "key.csv"
+
+
+def file_names(students: list[str]) -> list[str]:
+    """One file for each name; CourseError where two names would have the same."""
+    files = [file_name(name.strip()) for name in students if name.strip()]
+    if len({file.casefold() for file in files}) != len(files) or not files:  # some file systems know no case
+        raise CourseError("the names are not all different, or there is none", "one name per line")
+    return files
+
+
+def targets(sources: list[Path], students: list[str], out: Path) -> list[Path]:
+    """All files that `write` would write."""
+    files = [out / path.stem / f"{student}.ipynb" for path in sources for student in file_names(students)]
+    return [out / "key.csv", *files]
+
+
+def variant(source, seed: int) -> dict:
+    """The student notebook with the seed in its first code cell."""
+    notebook = source.student()
+    call = f'course.start("{source.number}"'
+    if source.code().count(call) != 1:
+        raise CourseError(f"{source.name}: {call}) stands in no cell, or in several", "the seed is put in there")
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            cell["source"] = [line.replace(call, f"{call}, seed={seed}") for line in cell["source"]]
+    return notebook
+
+
+def answers(notebook: str, seed: int) -> dict[str, str]:
+    """{id: parameters → right answer}; exercises without a single right answer say so."""
+    found = {}
+    for check in checking.exercises(notebook).CHECKS:
+        case = check.case(seed)
+        given = ", ".join(f"{name} = {getattr(case, name)}" for name in check.parameters)
+        right = "judged" if check.key is None else str(plain(check.key(case)))
+        found[check.id] = f"{given} → {right}" if given else right
+    return found
+
+
+def file_name(student: str) -> str:
+    """A name that is safe as a file name on every system, and as a cell of a spreadsheet."""
+    name = re.sub(r"[^\w.-]+", "_", student)[:80].strip("._-") or "student"
+    return f"{name}_" if RESERVED.fullmatch(name.split(".")[0]) else name

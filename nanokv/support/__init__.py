@@ -1,0 +1,1 @@
+"""Around the library: hints for habits and missing packages, and the time stamps of a start."""
