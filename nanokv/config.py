@@ -1,115 +1,17 @@
-"""The shape of a model, read from a published config.json.
+"""The shape of a model: what the model reads. config_file.py checks the published files that it comes from.
 
-Field names are Hugging Face's own, so a config.json is all that is needed. What would change the maths and is not
-implemented here (another rope type, sliding layers, another activation) raises with the field's name and value: a
-model that runs with the wrong formula is worse than one that does not run. A field is read, or implemented for SOME
-values, or known to be harmless; a field that is none of these raises unless its value switches nothing on (`is_off`).
-Defaults follow the config class of the family in transformers (Qwen3: head_dim 128, Llama: hidden / heads); any other
-absent size is an error.
+Field names are Hugging Face's own, so a config.json is all that is needed.
 """
 
-import math
 import os
-import re
-import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
+from nanokv import config_file
+from nanokv.config_file import yarn_scale
 from nanokv.errors import ConfigError
 from weights_loader import families, names
-from weights_loader.neutral import ALWAYS, is_off
-from weights_loader.strict import CheckpointError, CheckpointWarning, read_object
-
-POSITIONS = 100_000_000  # the most positions that are plausible; names.SIZES has the other sizes
-DTYPES = ("float32", "bfloat16", "float16")
-ROPE_FIELDS = {  # rope_type → its fields
-    "default": set(),
-    "yarn": {
-        "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "attn_factor",
-        "mscale", "mscale_all_dim", "truncate", "finetuned",
-    },
-    "llama3": {"factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"},
-}  # fmt: skip
-READ = names.SIZES.keys() | {
-    "max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "layer_types",
-    "original_max_position_embeddings", "attention_bias", "tie_word_embeddings", "dtype", "torch_dtype", "model_type",
-}  # fmt: skip
-READ_EXPERTS = names.EXPERT_SIZES.keys() | {"norm_topk_prob", "mlp_only_layers"}
-SILU = ("silu", "swish")  # two names of one function
-SOME = {  # fields that change the maths, with the values that this model implements
-    "hidden_act": SILU,
-    "hidden_activation": SILU,
-    "activation_function": SILU,
-    "use_sliding_window": (False,),
-    "mlp_bias": (False,),
-    "use_mrope": (False,),
-    "rope_interleaved": (False,),
-    "is_encoder_decoder": (False,),
-    "add_cross_attention": (False,),
-    "pruned_heads": ({},),
-    "position_embedding_type": ("rope", "rotary"),
-    "norm_type": ("rmsnorm", "rms_norm", "rms"),
-    "scoring_func": ("softmax",),  # of the router; the next four are DeepSeek's names for what is not switched on here
-    "topk_method": ("greedy",),
-    "n_group": (1, 0),
-    "topk_group": (1, 0),
-    "moe_layer_freq": (1,),
-}
-QUANTIZED = re.compile("(quantization|compression)(_config)?")  # the tensors are no plain numbers
-HARMLESS = frozenset(  # sampling, training, labels and bookkeeping: the logits do not depend on them
-    """
-    architectures transformers_version use_cache sliding_window max_window_layers attn_implementation name_or_path
-    experts_implementation cache_implementation
-    initializer_range attention_dropout gradient_checkpointing neftune_noise_alpha use_bfloat16 torchscript
-    tf_legacy_loss output_attentions output_hidden_states return_dict output_scores return_dict_in_generate
-    chunk_size_feed_forward pretraining_tp is_decoder tie_encoder_decoder unsloth_fixed unsloth_version
-    id2label label2id num_labels problem_type finetuning_task task_specific_params tokenizer_class model_name prefix
-    bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id forced_bos_token_id forced_eos_token_id
-    max_length min_length max_new_tokens do_sample early_stopping num_beams num_beam_groups diversity_penalty
-    temperature top_k top_p min_p typical_p repetition_penalty length_penalty no_repeat_ngram_size bad_words_ids
-    encoder_no_repeat_ngram_size num_return_sequences remove_invalid_values exponential_decay_length_penalty
-    suppress_tokens begin_suppress_tokens output_router_logits router_aux_loss_coef
-    is_llama_config transformers.js_config auto_map
-    seq_length max_seq_length max_seq_len max_sequence_length model_max_length tokenizer_model_max_length
-    """.split()
-)
-# Families of such names: of dropout, losses and first weights; of single tokens; of kernels and training.
-HARMLESS_NAMES = re.compile(
-    "_.*|(.*_)?(dropout|pdrop|loss|initializer|init)(_.*)?|.*_token_ids?|(bos|eos|pad|unk)_token|"
-    "(use_)?flash_?att.*|gradient_checkpointing.*|unsloth_.*"
-)
-TYPES = {  # of harmless fields, as transformers checks them: another type says that the file is damaged
-    "architectures": (list, None), "transformers_version": (str, None), "problem_type": (str, None),
-    "id2label": (dict, None), "label2id": (dict, None), "chunk_size_feed_forward": (int,),
-    "output_hidden_states": (bool, None), "return_dict": (bool, None), "use_cache": (bool,),
-    "is_encoder_decoder": (bool,), "attention_dropout": (float, int), "initializer_range": (float, int),
-    "sliding_window": (int, None),
-    "max_window_layers": (int,), "bos_token_id": (int, None), "pad_token_id": (int, None),
-    "eos_token_id": (int, list, None),
-}  # fmt: skip
-SAMPLED = {"eos_token_id", "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"}  # read
-NEUTRAL = {  # fields of generation_config.json that are not implemented → the values, besides null, that change nothing
-    "num_beams": (1,), "min_length": (0,), "min_new_tokens": (0,), "no_repeat_ngram_size": (0,), "max_time": (),
-    "stop_strings": ([],), "encoder_repetition_penalty": (1.0,), "encoder_no_repeat_ngram_size": (0,),
-    "bad_words_ids": ([],), "force_words_ids": ([],), "constraints": ([],), "sequence_bias": ([], {}),
-    "suppress_tokens": ([],), "begin_suppress_tokens": ([],), "forced_bos_token_id": (), "forced_eos_token_id": (),
-    "exponential_decay_length_penalty": (), "remove_invalid_values": (False,), "token_healing": (False,),
-    "guidance_scale": (1.0,), "watermarking_config": (), "dola_layers": (), "penalty_alpha": (0.0,),
-    "num_return_sequences": (1,), "cache_implementation": ("dynamic", "static", "offloaded", "offloaded_static"),
-}  # fmt: skip
-NEUTRAL_SAMPLED = {"typical_p": (1.0,), "top_h": (), "epsilon_cutoff": (0.0,), "eta_cutoff": (0.0,)}  # with do_sample
-NO_EFFECT = frozenset(  # the caller says how long an answer is; beam fields count only with num_beams; the rest is form
-    """
-    max_length max_new_tokens early_stopping length_penalty diversity_penalty num_beam_groups low_memory
-    bos_token_id pad_token_id decoder_start_token_id transformers_version renormalize_logits
-    output_attentions output_hidden_states output_scores output_logits return_dict_in_generate
-    use_cache cache_config max_cache_len compile_config disable_compile continuous_batching_config prefill_chunk_size
-    is_assistant num_assistant_tokens num_assistant_tokens_schedule assistant_confidence_threshold
-    assistant_early_exit assistant_lookbehind assistant_ensemble_weight target_lookbehind
-    prompt_lookup_num_tokens max_matching_ngram_size speculation_type use_mtp
-    """.split()
-)
+from weights_loader.strict import read_object
 
 
 @dataclass(frozen=True)
@@ -127,11 +29,6 @@ class Yarn:
     def scale(self) -> float:
         """What cos and sin are multiplied by: scores get sharper, by its square."""
         return yarn_scale(self.factor) if self.attention_factor is None else self.attention_factor
-
-
-def yarn_scale(factor: float, mscale: float = 1.0) -> float:
-    """0.1 mscale ln(factor) + 1: how much sharper YaRN makes attention over a longer text; 1 for one not longer."""
-    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 @dataclass(frozen=True)
@@ -212,27 +109,9 @@ class Config:
     @classmethod
     def from_dict(cls, fields: dict) -> "Config":
         """Check every field that changes the maths; raises ConfigError with the field's name and value."""
-        if not isinstance(fields, dict):
-            raise ConfigError(f"config.json holds a {type(fields).__name__}, not an object")
-        fields = _by_loader(names.one_spelling, fields)
-        family = _by_loader(families.family_of, fields)
-        _refuse_unimplemented(fields, family)
-        sizes = _by_loader(names.sizes, fields)
-        if sizes["head_dim"] % 2:
-            raise ConfigError(f"head_dim {sizes['head_dim']} is odd: RoPE rotates pairs of dimensions")
-        theta, scaling = _rope(fields)
-        return cls(
-            **{name: sizes[name] for name in names.SIZES},
-            max_position_embeddings=_context(fields, scaling.get("yarn")),
-            rms_norm_eps=_positive(fields, "rms_norm_eps", 1e-6, largest=1.0),
-            rope_theta=theta,
-            **scaling,
-            attention_bias=_flag(fields, "attention_bias") and family.qkv_bias is None,
-            tie_word_embeddings=_flag(fields, "tie_word_embeddings"),
-            torch_dtype=_dtype(fields),
-            model_type=family.model_type,
-            experts=_experts(fields, sizes) if family.experts else None,
-        )
+        found = config_file.model_fields(fields)
+        kinds = {"yarn": Yarn, "llama3": Llama3Rope, "experts": Experts}
+        return cls(**found | {name: kind(**found[name]) for name, kind in kinds.items() if found.get(name)})
 
     def __repr__(self) -> str:
         """The sizes in the letters of model.py; the rest where it differs from the default."""
@@ -248,23 +127,7 @@ class Config:
 
     def to_dict(self) -> dict:
         """The config.json of this model: `from_dict(to_dict())` gives an equal config."""
-        fields = asdict(self)
-        yarn, llama3, experts = (fields.pop(name) for name in ("yarn", "llama3", "experts"))
-        theta, scaling = fields.pop("rope_theta"), yarn or llama3 or {}
-        kind = "yarn" if yarn else "llama3" if llama3 else "default"
-        rope = {"rope_type": kind} | {name: value for name, value in scaling.items() if value is not None}
-        if self.family.qkv_bias is not None:
-            del fields["attention_bias"]
-        if experts:
-            experts["mlp_only_layers"] = list(experts["mlp_only_layers"])
-        return {
-            "architectures": [self.family.architecture],
-            "hidden_act": "silu",
-            **fields,
-            **(experts or {}),
-            "rope_theta": theta,
-            "rope_parameters": rope | {"rope_theta": theta},
-        }
+        return config_file.written(asdict(self), self.family)
 
 
 @dataclass(frozen=True)
@@ -282,17 +145,14 @@ class GenerationConfig:
     @classmethod
     def from_folder(cls, folder: str | os.PathLike, config: dict | None = None) -> "GenerationConfig":
         """Read generation_config.json, and config.json unless `config` says what is in it."""
-        config = optional_fields(Path(folder) / "config.json") if config is None else config
-        return cls.from_fields(config, optional_fields(Path(folder) / "generation_config.json"))
+        config = config_file.optional(Path(folder) / "config.json") if config is None else config
+        return cls.from_fields(config, config_file.optional(Path(folder) / "generation_config.json"))
 
     @classmethod
     def from_fields(cls, config: dict, generation: dict) -> "GenerationConfig":
         """Of what both files say: generation_config.json goes first; of config.json's many fields those
         count that old checkpoints keep there."""
-        kept = SAMPLED | NEUTRAL.keys() | NEUTRAL_SAMPLED.keys()
-        old = {name: value for name, value in config.items() if name in kept and value is not None}
-        new = {name: value for name, value in generation.items() if value is not None}
-        return cls.from_dict(old | new)
+        return cls.from_dict(config_file.generation_settings(config, generation))
 
     @classmethod
     def from_dict(cls, fields: dict) -> "GenerationConfig":
@@ -300,23 +160,7 @@ class GenerationConfig:
 
         A field that would change the answer there and is not implemented here warns with its name and value.
         """
-        eos = eos_token_ids(fields) or ()
-        for name in ("bos_token_id", "pad_token_id", "decoder_start_token_id"):  # not used: a sign of damage
-            if type(fields.get(name, 0)) not in (int, type(None)):
-                raise ConfigError(f"{name} {shown(fields[name])} is not an id")
-        penalty = _number(fields, "repetition_penalty", 1.0)
-        sampled = fields.get("do_sample") is not None and _flag(fields, "do_sample")
-        _warn_unused(fields, NEUTRAL | NEUTRAL_SAMPLED if sampled else NEUTRAL)
-        if not sampled:
-            return cls(eos_token_ids=eos, repetition_penalty=penalty)
-        return cls(
-            eos_token_ids=eos,
-            temperature=_number(fields, "temperature", 1.0),
-            top_k=_number(fields, "top_k", 50),  # transformers' default when sampling
-            top_p=_number(fields, "top_p", 1.0),
-            min_p=_number(fields, "min_p", 0.0),
-            repetition_penalty=penalty,
-        )
+        return cls(**config_file.generation_fields(fields))
 
     def to_dict(self) -> dict:
         """The generation_config.json of these values: `from_dict(to_dict())` gives equal ones."""
@@ -326,260 +170,3 @@ class GenerationConfig:
             fields = {"repetition_penalty": self.repetition_penalty}
         eos = {"eos_token_id": list(self.eos_token_ids)} if self.eos_token_ids else {}
         return {"do_sample": sampled} | eos | fields
-
-
-def optional_fields(path: Path) -> dict:
-    """The JSON object in a file, {} where there is no such file."""
-    return read_object(path, ConfigError) if path.is_file() else {}
-
-
-def eos_token_ids(fields: dict) -> tuple[int, ...] | None:
-    """`eos_token_id` of config.json or generation_config.json, one id or a list of them; None: it is not there."""
-    eos = fields.get("eos_token_id")
-    if eos is None:
-        return None
-    eos = eos if isinstance(eos, list) else [eos]
-    if not all(type(i) is int and i >= 0 for i in eos):
-        raise ConfigError(f"eos_token_id {shown(eos)} is not an id or a list of ids")
-    return tuple(eos)
-
-
-def _warn_unused(fields: dict, neutral: dict):
-    """One warning that names every field which transformers would heed."""
-    known = SAMPLED | NO_EFFECT | NEUTRAL_SAMPLED.keys()
-    unused = [
-        f"{shown(name)[1:-1]} {shown(value)}" for name, value in fields.items()
-        if value is not None and (value not in neutral[name] if name in neutral else name not in known)
-        and not name.startswith("_")
-    ]  # fmt: skip
-    if unused:
-        more = f" and {len(unused) - 5} more" if len(unused) > 5 else ""
-        warnings.warn(f"generation_config.json: not implemented, without effect here: {', '.join(unused[:5])}{more}",
-                      CheckpointWarning, stacklevel=4)  # fmt: skip
-
-
-def _refuse_unimplemented(fields: dict, family: families.Family):
-    some = SOME | _values_of_family(fields, family)
-    for name, values in some.items():
-        value = fields.get(name, values[0])
-        off = not (value or values[0]) or (value is None and name != "hidden_act")
-        if value not in values and not off:
-            known = " or ".join(map(repr, values))
-            raise ConfigError(f"{name} {shown(value)} is not implemented: {family.title} has {name} {known} only")
-    for name, kinds in TYPES.items():
-        if name in fields and not any(type(fields[name]) is (kind or type(None)) for kind in kinds):
-            words = " or ".join("null" if kind is None else kind.__name__ for kind in kinds)
-            raise ConfigError(f"{name} is {shown(fields[name])}: {words} was expected")
-    layers = fields.get("layer_types")
-    layers = layers if isinstance(layers, list) else [] if layers is None else [layers]
-    if other := sorted({str(kind) for kind in layers} - {"full_attention"}):
-        raise ConfigError(f"layer_types holds {', '.join(other)}: only full_attention is implemented")
-    in_tables = READ | (READ_EXPERTS if family.experts else set()) | some.keys() | HARMLESS
-    for name, value in fields.items():
-        if name not in in_tables and not HARMLESS_NAMES.fullmatch(name) and not is_off(name, value):
-            _refuse_unknown(name, value, family)
-
-
-def _values_of_family(fields: dict, family: families.Family) -> dict[str, tuple]:
-    """As SOME, for fields whose right values depend on the family."""
-    biased = _flag(fields, "attention_bias") if family.qkv_bias is None else family.qkv_bias
-    values: dict[str, tuple] = {
-        "qk_norm": (family.qk_norm,),
-        "use_qk_norm": (family.qk_norm,),
-        "qkv_bias": (biased, False),  # which biases there are is decided by the tensors of the checkpoint
-    }
-    if not family.experts:
-        values |= {"num_experts": (0,), "decoder_sparse_step": (1,)}
-    if not family.window_switch:
-        values["sliding_window"] = (None,)
-    return values
-
-
-def _refuse_unknown(name: str, value: object, family: families.Family):
-    label = shown(name)[1:-1]
-    if QUANTIZED.fullmatch(name):
-        raise ConfigError(f"{label} {shown(value)} is not implemented: the checkpoint is quantized",
-                          hint="take the original in bf16, or a GGUF file")  # fmt: skip
-    if ALWAYS.fullmatch(name):
-        raise ConfigError(f"{label} {shown(value)} is not implemented: {family.title} has {label} True only")
-    raise ConfigError(
-        f"{label} {shown(value)} is not implemented: it is no field of a {family.title} config and may change "
-        "the maths",
-        hint=f"where it does not, remove {label} from config.json",
-    )
-
-
-def shown(value: object) -> str:
-    """A value in a message: as Python writes it, control characters escaped, at most 80 characters."""
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
-def _by_loader(check, *args):
-    """A size, or all: the loader's rule decides, which has to know them before it takes memory."""
-    try:
-        return check(*args)
-    except CheckpointError as error:
-        raise ConfigError(error.message, error.hint) from error
-
-
-def _positive(fields: dict, name: str, default: float, largest: float = 1e30) -> float:
-    value = fields.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= largest:
-        raise ConfigError(f"{name} is {shown(value)}: a number above 0 and at most {largest:g} was expected")
-    return float(value)
-
-
-def _number(fields: dict, name: str, default):
-    value = fields.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e30:
-        raise ConfigError(f"{name} is {shown(value)}: a number was expected")
-    if value != type(default)(value):
-        raise ConfigError(f"{name} is {shown(value)}: a whole number was expected")
-    return type(default)(value)
-
-
-def _flag(fields: dict, name: str, default: bool = False) -> bool:
-    value = default if fields.get(name) is None else fields[name]
-    if not isinstance(value, bool):
-        raise ConfigError(f"{name} is {shown(value)}: true or false was expected")
-    return value
-
-
-def _dtype(fields: dict) -> str:
-    name = str(fields.get("dtype") or fields.get("torch_dtype") or "float32").removeprefix("torch.")
-    if name not in DTYPES:
-        raise ConfigError(f"dtype {shown(name)} is not one of {', '.join(DTYPES)}")
-    return name
-
-
-def _rope(fields: dict) -> tuple[float, dict[str, Any]]:
-    """theta and {} or {"yarn" or "llama3": …}, from v5's `rope_parameters` or from `rope_theta` + `rope_scaling`.
-
-    Both spellings may be present; where they disagree the file contradicts itself, which raises.
-    """
-    new, old = (_rope_object(fields, name) for name in ("rope_parameters", "rope_scaling"))
-    if new and old and _without_theta(new) != _without_theta(old):
-        raise ConfigError(f"rope_parameters {shown(new)} contradicts rope_scaling {shown(old)}")
-    rope = new | old
-    theta = _positive({**fields, **rope}, "rope_theta", 10_000.0)
-    if (outer := _positive(fields, "rope_theta", theta)) != theta:
-        raise ConfigError(f"rope_theta is {shown(outer)}, but rope_parameters says {shown(theta)}")
-    kind = _rope_type(rope)
-    if kind == "linear" and rope.get("factor") == 1:  # positions divided by 1
-        return theta, {}
-    if not isinstance(kind, str) or kind not in ROPE_FIELDS:
-        raise ConfigError(f"rope_type {shown(kind)} is not implemented: 'default', 'yarn' and 'llama3' are")
-    known = {"rope_type", "type", "rope_theta"} | ROPE_FIELDS[kind]
-    for name, value in rope.items():
-        if name not in known and not is_off(name, value):
-            raise ConfigError(f"rope_type {shown(kind)} with {shown(name)[1:-1]} {shown(value)} is not implemented")
-    if kind == "default":
-        return theta, {}
-    return theta, {kind: _yarn(fields, rope, theta) if kind == "yarn" else _llama3(fields, rope)}
-
-
-def _rope_object(fields: dict, name: str) -> dict:
-    """One of the two spellings; {} where it is absent or off."""
-    value = fields.get(name) or {}
-    if not isinstance(value, dict):
-        raise ConfigError(f"{name} is {shown(value)}: an object was expected")
-    return value
-
-
-def _rope_type(rope: dict):
-    return rope.get("rope_type", rope.get("type", "default"))
-
-
-def _without_theta(rope: dict) -> dict:
-    """What two spellings must agree on."""
-    said = {name: value for name, value in rope.items() if name not in ("rope_theta", "type") and value is not None}
-    return said | {"rope_type": _rope_type(rope)}
-
-
-def _said_context(fields: dict) -> int:
-    return _by_loader(names.size, fields, "max_position_embeddings", POSITIONS)
-
-
-def _context(fields: dict, yarn: Yarn | None) -> int:
-    """How many positions the model serves: what the file says, or YaRN's factor × original where
-    that is more.
-
-    Qwen's recipe for long texts adds YaRN and leaves max_position_embeddings as it was; vLLM derives
-    its max_model_len in this way too.
-    """
-    said = _said_context(fields)
-    if yarn is None:
-        return said
-    extended = yarn.factor * yarn.original_max_position_embeddings
-    if extended > POSITIONS:
-        product = f"factor {yarn.factor:g} × original_max_position_embeddings {yarn.original_max_position_embeddings:,}"
-        raise ConfigError(f"rope_type 'yarn': {product} is more than {POSITIONS:,} positions")
-    return max(said, int(extended))
-
-
-def _original_context(fields: dict, rope: dict) -> int:
-    """The context before it was extended: the config's own field, else the rope's, else all, as in
-    transformers."""
-    name = "original_max_position_embeddings"
-    for place in (fields, rope):
-        if place.get(name) is not None:
-            return _by_loader(names.size, place, name, POSITIONS)
-    return _said_context(fields)
-
-
-def _llama3(fields: dict, rope: dict) -> Llama3Rope:
-    for name in ("factor", "low_freq_factor", "high_freq_factor"):
-        if rope.get(name) is None:
-            raise ConfigError(f"rope_type 'llama3' lacks {name}")
-    low, high = (_positive(rope, f"{name}_freq_factor", 1.0) for name in ("low", "high"))
-    if low >= high:
-        raise ConfigError(f"rope_type 'llama3': low_freq_factor {low:g} is not below high_freq_factor {high:g}")
-    return Llama3Rope(_positive(rope, "factor", 1.0), _original_context(fields, rope), low, high)
-
-
-def _experts(fields: dict, sizes: dict[str, int]) -> Experts:
-    layers = tuple(fields.get("mlp_only_layers") or ())
-    return Experts(
-        **{name: sizes[name] for name in names.EXPERT_SIZES},
-        norm_topk_prob=_flag(fields, "norm_topk_prob"),
-        mlp_only_layers=layers,
-    )
-
-
-def _yarn(fields: dict, rope: dict, theta: float) -> Yarn:
-    if "factor" not in rope:
-        raise ConfigError("rope_type 'yarn' lacks factor")
-    if theta <= 1:
-        raise ConfigError(f"rope_type 'yarn' needs a rope_theta above 1, not {shown(theta)}")
-    original = _original_context(fields, rope)
-    said = {name: value for name, value in rope.items() if value is not None}
-    factor = _positive(said, "factor", _said_context(fields) / original)  # null: the ratio
-    betas = {name: value for name, value in said.items() if value != 0}  # 0 is the default, as in transformers
-    return Yarn(
-        factor=factor,
-        original_max_position_embeddings=original,
-        beta_fast=_positive(betas, "beta_fast", 32.0),
-        beta_slow=_positive(betas, "beta_slow", 1.0),
-        attention_factor=_attention_factor(said, factor),
-        truncate=_flag(said, "truncate", True),
-    )
-
-
-def _attention_factor(rope: dict, factor: float) -> float | None:
-    """What a YaRN config wants cos and sin multiplied by; None: 0.1 ln(factor) + 1.
-
-    `attention_factor` is the whole of it. `mscale` and `mscale_all_dim` together give a quotient, as
-    in transformers. `attn_factor` multiplies what the others give, as in llama.cpp and in vLLM of
-    2025: in DeepSeek-R1-0528-Qwen3-8B it is 0.8782 = 1 / (0.1 ln 4 + 1), which takes the sharpening
-    back. transformers ignores it with a warning.
-    """
-    if "attention_factor" in rope:
-        return _positive(rope, "attention_factor", 1.0)
-    own = None
-    if rope.get("mscale") and rope.get("mscale_all_dim"):
-        above, below = (_positive(rope, name, 1.0) for name in ("mscale", "mscale_all_dim"))
-        own = yarn_scale(factor, above) / yarn_scale(factor, below)
-    if "attn_factor" not in rope:
-        return own
-    return _positive(rope, "attn_factor", 1.0) * (yarn_scale(factor) if own is None else own)

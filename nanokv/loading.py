@@ -9,7 +9,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 import weights_loader
-from nanokv.config import Config, GenerationConfig, eos_token_ids, optional_fields
+from nanokv.config import Config, GenerationConfig
+from nanokv.config_file import eos_token_ids, optional
 from nanokv.errors import ConfigError
 from nanokv.model import Transformer
 from nanokv.support.clock import stamp
@@ -54,7 +55,7 @@ def load_folder(folder: Path, fields: dict, dtype: Dtype, device: Device,
     """
     dtype, device = weights_loader.check_target(dtype, device)
     config = Config.from_dict(fields)  # refuse what is not implemented before a byte of weights is read
-    generation = optional_fields(folder / "generation_config.json")
+    generation = optional(folder / "generation_config.json")
     generation_config = GenerationConfig.from_fields(fields, generation)
     tokenizer = Tokenizer.from_folder(folder, rows=config.vocab_size)
     templates = [*tokenizer.chat_templates.values()]

@@ -48,6 +48,7 @@ LAYERS = [
     {"nanokv.checkpoint"},
     {"nanokv.rope", "nanokv.text", "nanokv.attention", "nanokv.cache.options"},
     {"nanokv.config"},
+    {"nanokv.config_file"},
     {"nanokv.support"},
     {"nanokv.errors"},
     {"weights_loader"},

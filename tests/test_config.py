@@ -6,7 +6,7 @@ import warnings
 import pytest
 from transformers import Qwen3Config
 
-import nanokv.config as module
+import nanokv.config_file as module
 from nanokv.config import Config, GenerationConfig
 from nanokv.errors import ConfigError, NanoKVError
 from oracle import tiny_config, tiny_reference

@@ -24,7 +24,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from nanokv.config import eos_token_ids, optional_fields
+from nanokv.config_file import eos_token_ids, optional
 from nanokv.errors import TemplateError, TemplateStopped
 from nanokv.text.token_names import content
 from nanokv.text.tokenizer import SPOKEN, Tokenizer
@@ -53,7 +53,7 @@ class End:
 def of_folder(folder: str | os.PathLike, tokenizer: Tokenizer) -> tuple[End, ...]:
     """The ends of a checkpoint, those of generation_config.json first. ConfigError: an eos_token_id
     is no id."""
-    said = (eos_token_ids(optional_fields(Path(folder) / name)) for name in (GENERATION, CONFIG))
+    said = (eos_token_ids(optional(Path(folder) / name)) for name in (GENERATION, CONFIG))
     return ends(tokenizer, *said)
 
 
