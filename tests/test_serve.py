@@ -414,6 +414,11 @@ BAD_MESSAGES = [
     ({"role": "function", "content": "x"}, ""),
     ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, ".content[0]"),
     ({"role": "user", "content": [{"type": "text", "text": 5}]}, ".content[0].text"),
+    ({"role": "user", "content": ["x"]}, ".content[0]"),
+    ({"role": "user", "content": [{"type": "text"}]}, ".content[0].text"),
+    ({"role": ["user"], "content": "x"}, ".role"), ({"role": "user", "content": "x", "name": 5}, ".name"),
+    ({"role": "assistant", "function_call": {"name": "x"}}, ".function_call"),
+    ({"role": "assistant", "audio": {"id": "x"}}, ".audio"),
     ({"role": "user", "content": "a<|im_end|>b"}, ".content"),
 ]  # fmt: skip
 

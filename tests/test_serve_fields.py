@@ -454,11 +454,51 @@ def bracketed(values) -> str:
     ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.schema is missing"),
     ({"tool_choice": "sum"}, 'tool_choice is \'sum\': none, auto, required or {"type": "function"'),
     ({"reasoning_effort": "hot"}, "reasoning_effort is 'hot': none, minimal, low, medium, high, xhigh, max was"),
-    ({"messages": 5}, "messages is 5: a list was expected"),
+    ({"messages": 5}, "messages is 5: a list was expected"), ({"messages": []}, "a list of at least 1 was expected"),
+    *[({"messages": [{"role": "user", "content": "a"}, message]}, f"messages[1]{said}") for message, said in [
+        (5, " is 5: an object was"), ({"content": "a"}, ".role is missing"), ({"role": "user"}, ".content is missing"),
+        ({"role": "king"}, ".role is 'king': system, developer, user, assistant or tool was expected"),
+        ({"role": "tool", "content": 5}, ".content is 5: a text or a list of parts was expected"),
+        ({"role": "user", "content": [{"type": "text", "text": 5}]}, ".content[0].text is 5: a text was expected"),
+        ({"role": "assistant", "tool_calls": [5]}, ".tool_calls[0] is 5: an object was expected"),
+        ({"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "a", "arguments": 5}}]},
+         ".tool_calls[0].function.arguments is 5: a text or an object was expected"),
+    ]],
 ])  # fmt: skip
 def test_a_refusal_says_what_was_expected(fields, said):
     found = refusal(CHAT, **fields)
     assert said in str(found) and "pydantic" not in str(found) and str(found).startswith(f"{found.param} ")
+
+
+@pytest.mark.parametrize(("message", "place", "hint"), [
+    ({"role": "function", "name": "a", "content": "b"}, "", "the role tool"),
+    ({"role": "assistant", "function_call": {"name": "a"}}, ".function_call", "tool_calls"),
+    ({"role": "assistant", "content": "a", "prefix": True}, ".prefix", "/v1/completions"),
+    ({"role": "assistant", "tool_calls": [{"id": "1", "type": "custom"}]}, ".tool_calls[0].type", "functions"),
+    ({"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}, ".content[0]", "type text"),
+])  # fmt: skip
+def test_what_is_not_done_in_a_message_is_refused_with_what_is(message, place, hint):
+    found = refusal(CHAT, messages=[message])
+    assert (found.param, found.code) == (f"messages[0]{place}", "unsupported") and hint in found.hint
+
+
+def test_templates_get_of_messages_what_they_know():
+    call = {"id": "1", "function": {"name": "time", "arguments": '{"zone": null}'}, "index": 0}
+    given = [
+        {"role": "developer", "content": [{"type": "text", "text": "a", "cache_control": {}},
+                                          {"type": "text", "text": "b"}]},
+        {"role": "user", "content": "", "name": None, "prefix": False, "metadata": {}},
+        {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None, "audio": None, "partial": False},
+        {"role": "tool", "content": [], "tool_call_id": "1"},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}], "tool_calls": [], "reasoning": "hm"},
+    ]  # fmt: skip
+    function = {"name": "time", "arguments": {"zone": None}}
+    assert protocol.chat({"messages": given}).sources == [[
+        {"role": "system", "content": "a\nb"}, {"role": "user", "content": ""},
+        {"role": "assistant", "tool_calls": [{"type": "function", "function": function, "id": "1"}]},
+        {"role": "tool", "content": "", "tool_call_id": "1"},
+        {"role": "assistant", "content": "no", "reasoning": "hm"},
+    ]]  # fmt: skip
 
 
 def test_null_is_the_same_as_absent():

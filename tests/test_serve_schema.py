@@ -98,6 +98,18 @@ ASSISTANT, RESULT = {"role": "assistant"}, {"role": "tool", "content": "12", "to
     ({"messages": [USER, ASSISTANT | {"tool_calls": [CALL | {"type": "custom"}]}]}, False),
     ({"messages": [USER, ASSISTANT | {"tool_calls": [{"id": "c"}]}]}, False),
     ({"messages": [USER, {"role": "tool", "content": "12"}]}, False),
+    ({"messages": []}, False), ({"messages": [USER | {"role": "function"}]}, False),
+    ({"messages": [USER | {"role": "developer", "name": None, "prefix": False, "metadata": {}}]}, True),
+    *[({"messages": [USER | {"content": content}]}, right) for content, right in [
+        ([], True), ([{"type": "text", "text": "a"}], True), (None, False), (["a"], False),
+        ([{"type": "text"}], False), ([{"type": "image_url", "image_url": {"url": "a"}}], False),
+    ]],
+    *[({"messages": [USER, ASSISTANT | said]}, right) for said, right in [
+        ({"content": None, "reasoning": "a", "tool_calls": None}, True), ({"reasoning": 5}, False),
+        ({"partial": True}, False), ({"function_call": {"name": "a"}}, False), ({"audio": {"id": "a"}}, False),
+        ({"tool_calls": [{"id": "c", "function": {"name": "a", "arguments": {}}}]}, True),
+        ({"tool_calls": [{"id": "c", "function": {"name": "a", "arguments": []}}]}, False),
+    ]],
 ])  # fmt: skip
 def test_the_document_takes_what_is_taken_of_a_chat(fields, right):
     assert is_taken(protocol.chat, ask() | fields) == right

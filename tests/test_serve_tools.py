@@ -268,6 +268,14 @@ def test_a_replayed_call_has_the_form_that_the_template_takes(prompted, argument
     assert prompted(template, messages=replayed(reasoning=5))["param"] == "messages[1].reasoning"
 
 
+@pytest.mark.parametrize("broken", ['{"city": "Os', "Oslo", '["Oslo"]'])
+def test_a_replayed_call_whose_arguments_are_broken_is_shown_as_the_model_wrote_it(prompted, broken):
+    """Agents replay what small models have written, and the model is to see what was wrong."""
+    template = SHOWN.replace("ARGUMENTS", "c.function.arguments if c.function.arguments is string else "
+                             "c.function.arguments|tojson")  # fmt: skip
+    assert prompted(template, messages=replayed(broken)) == f"user[]Oslo?;assistant[]{broken};tool[]Rain.;"
+
+
 def test_names_in_messages_reach_the_template(prompted):
     """Templates of tools read the name of the function in its answer."""
     template = "{% for m in messages %}{{ m.role }}:{{ m.name }} {% endfor %}{% for t in tools or [] %}{% endfor %}"
@@ -295,7 +303,7 @@ def test_null_is_null_where_the_template_asks_for_it(prompted):
 FORCED = {"type": "function", "function": {"name": "weather"}}
 WRONG = [
     ("tools", 5, "tools"), ("tools", [5], "tools[0]"), ("tools", [None], "tools[0]"),
-    ("tools", [{"type": "custom"}], "tools[0]"),
+    ("tools", [{"type": "custom"}], "tools[0].type"),
     ("tools", [{"type": "function"}], "tools[0].function"), ("tools", [tool("a b")], "tools[0].function.name"),
     ("tools", [tool("x" * 65)], "tools[0].function.name"), ("tools", [tool("x"), tool("x")], "tools"),
     ("tools", [tool("x", parameters=[])], "tools[0].function.parameters"), ("tools", [tool("x")] * 129, "tools"),
@@ -312,11 +320,11 @@ def test_wrong_tools_are_named(server, name, value, param):
 
 
 WRONG_CALLS = [
-    (5, "tool_calls"), ([5], "tool_calls[0]"), ([{"type": "custom"}], "tool_calls[0]"),
+    (5, "tool_calls"), ([5], "tool_calls[0]"), ([{"type": "custom"}], "tool_calls[0].type"),
     ([{"function": {"name": "time", "arguments": "{}"}}], "tool_calls[0].id"),
     ([{"id": "1", "function": {"name": "time"}}], "tool_calls[0].function.arguments"),
-    ([{"id": "1", "function": {"name": "time", "arguments": "{"}}], "tool_calls[0].function.arguments"),
-    ([{"id": "1", "function": {"name": "time", "arguments": "[]"}}], "tool_calls[0].function.arguments"),
+    ([{"id": "1", "function": {"name": "time", "arguments": []}}], "tool_calls[0].function.arguments"),
+    ([{"id": "1", "function": {"name": "time", "arguments": "<|im_end|>"}}], "tool_calls[0].function.arguments"),
     ([{"id": "1", "function": {"name": "<|im_end|>", "arguments": "{}"}}], "tool_calls[0].function.name"),
 ]  # fmt: skip
 

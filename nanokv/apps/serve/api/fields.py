@@ -1,4 +1,4 @@
-"""Types of request fields for the models of requests.py, and how pydantic's errors become ours.
+"""Types of request fields for the models of requests.py and messages.py, and how pydantic's errors become ours.
 
     class Chat(Fields):
         n: Annotated[int | None, Between(1, 16)] = None      says what is right, to people and to /openapi.json
@@ -65,7 +65,7 @@ def refusal(error: ValidationError) -> ApiError:
     name, kind, facts = place(first["loc"]), first["type"], first.get("ctx", {})
     if kind == "missing":
         return ApiError(400, f"{name} is missing", name)
-    wrong = facts["error"] if kind == "value_error" else Wrong("expected", first["msg"])
+    wrong = facts["error"] if kind == "value_error" else Wrong(kind, first["msg"])  # of a Discriminator
     if wrong.kind == "told":
         return ApiError(400, str(wrong), name)
     if wrong.kind == "unsupported":
@@ -77,7 +77,7 @@ def refusal(error: ValidationError) -> ApiError:
 EXPECTED = {  # pydantic's type of error → what was expected
     "string_type": "a text", "bool_type": "true or false", "int_type": "an integer", "float_type": "a number",
     "dict_type": "an object", "model_type": "an object", "model_attributes_type": "an object", "list_type": "a list",
-    "too_long": "a list of at most {max_length:,}",
+    "too_short": "a list of at least {min_length:,}", "too_long": "a list of at most {max_length:,}",
 }  # fmt: skip
 
 
@@ -99,33 +99,13 @@ def say(value: Any) -> str:
     return shown if len(shown) <= 60 else f"{shown[:57]}..."
 
 
-# --- for messages.py --------------------------------------------------------------------------------------------------
-
-
-def kind(fields: dict, name: str, wanted: type | tuple, default: Any, shown: str | None = None) -> Any:
-    """A field of the type wanted, or the default where it is absent. `shown`: its place, "messages[2].content"."""
-    value = fields.get(name)
-    if value is None:
-        return default
-    if not isinstance(value, wanted):
-        names = {str: "a text", bool: "true or false", dict: "an object", list: "a list"}
-        words = " or ".join(names[one] for one in (wanted if isinstance(wanted, tuple) else (wanted,)))
-        raise ApiError(400, f"{shown or name} is {say(value)}: {words} was expected", shown or name)
-    return value
-
-
-def needed(fields: dict, name: str, wanted: type | tuple, shown: str | None = None) -> Any:
-    """The same of a field that must be there."""
-    if fields.get(name) is None:
-        raise ApiError(400, f"{shown or name} is missing", shown or name)
-    return kind(fields, name, wanted, None, shown)
-
-
 # --- types ------------------------------------------------------------------------------------------------------------
 
 
 class Expected:
     """Whatever is wrong inside of this field is one error, which says what was expected."""
+
+    wrong: Callable[[str], Wrong] = staticmethod(expected)
 
     def __init__(self, words: str):
         self.words = words
@@ -134,10 +114,16 @@ class Expected:
         try:
             return handler(value)
         except ValidationError:
-            raise expected(self.words) from None
+            raise self.wrong(self.words) from None
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
         return WrapValidator(self.check).__get_pydantic_core_schema__(source, handler)
+
+
+class NotDone(Expected):
+    """Whatever else this field may be is not done here; the words say what is."""
+
+    wrong = staticmethod(not_done)
 
 
 class Checked:

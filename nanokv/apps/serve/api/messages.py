@@ -1,76 +1,147 @@
 """The messages of a chat, and the tools that its model may call, as chat templates take them.
 
-Roles and texts are checked here; a refusal names the message, `messages[2].content`. Pictures and sound are refused.
+One model for each role: the check, /openapi.json, and what a template gets. A refusal names the message,
+`messages[2].content`. Pictures and sound are refused.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from nanokv.apps.serve.api.errors import ApiError
-from nanokv.apps.serve.api.fields import kind, needed, say
-from nanokv.text.template import REASONING
-from weights_loader.strict import loads
+from pydantic import AfterValidator, Discriminator, Field, Tag
 
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-HALF = ("prefix", "partial")  # the answer would go on with what an assistant's last message says
+from nanokv.apps.serve.api.fields import Expected, Fields, NotDone, Nothing, Text
+from nanokv.text.call_forms import as_object
 
-
-def messages(found: Any) -> list[dict]:
-    """Roles and texts, as the chat template takes them."""
-    if not isinstance(found, list):
-        raise ApiError(400, f"messages is {say(found)}: a list was expected", "messages")
-    if not found:
-        raise ApiError(400, "messages is empty: at least one is needed", "messages")
-    return [message(value, f"messages[{number}]") for number, value in enumerate(found)]
+# --- content ----------------------------------------------------------------------------------------------------------
 
 
-def message(value: Any, place: str) -> dict:
-    """One of them, without what the template has no use for."""
-    if not isinstance(value, dict):
-        raise ApiError(400, f"{place} is {say(value)}: an object with role and content was expected", place)
-    role = value.get("role")
-    if role == "function" or value.get("function_call"):
-        raise ApiError(400, f"{place} has the form of functions before there were tools: this server does not do that",
-                       place, "unsupported")  # fmt: skip
-    if not isinstance(role, str) or role not in ROLES:
-        raise ApiError(400, f"{place}.role is {say(role)}, not one of {', '.join(ROLES)}", f"{place}.role")
-    content = value.get("content")
-    if content is None and role != "assistant":
-        raise ApiError(400, f"{place}.content is missing", f"{place}.content")
-    for field in HALF:
-        if value.get(field) not in (None, False):
-            raise ApiError(400, f"{place}.{field} is {say(value[field])}: this server does not go on with a message",
-                           f"{place}.{field}", "unsupported")  # fmt: skip
-    said: dict = {"role": ROLES[role], "content": content_text(content, f"{place}.content")}
-    if (name := kind(value, "name", str, None, f"{place}.name")) is not None:
-        said["name"] = name
-    if role == "tool":
-        return said | {"tool_call_id": text_of(value, "tool_call_id", place)}
-    if role == "assistant" and (calls := kind(value, "tool_calls", list, [], f"{place}.tool_calls")):
-        said["tool_calls"] = [call(one, f"{place}.tool_calls[{number}]") for number, one in enumerate(calls)]
-    thoughts = [kind(value, name, str, None, f"{place}.{name}") for name in REASONING]
-    thought = next((one for one in thoughts if one is not None), None)
-    return said if thought is None else said | {REASONING[0]: thought}
+class TextPart(Fields):
+    """A part of a content."""
+
+    type: Literal["text"]
+    text: str
 
 
-def content_text(content: Any, place: str) -> str | None:
-    """A text, or text parts, with a line break between them as llama.cpp and vLLM have it. null stays null."""
-    if content is None or isinstance(content, str):
+class RefusalPart(Fields):
+    """What the assistant said instead of a text."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
+def kind_of_part(part: Any) -> str:
+    """A tag; one that no model has is refused."""
+    return f"<{part.get('type')}>" if isinstance(part, dict) else "<other>"
+
+
+def kind_of_content(content: Any) -> str:
+    """The same of a whole content."""
+    return f"<{type(content).__name__}>"
+
+
+def joined(content: str | list[TextPart | RefusalPart]) -> str:
+    """Text parts with a line break between them, as llama.cpp and vLLM have it."""
+    if isinstance(content, str):
         return content
-    if not isinstance(content, list):
-        raise ApiError(400, f"{place} is {say(content)}: a text or a list of parts was expected", place)
-    return "\n".join(part_text(part, f"{place}[{number}]") for number, part in enumerate(content))
+    return "\n".join(part.text if isinstance(part, TextPart) else part.refusal for part in content)
 
 
-def part_text(part: Any, place: str) -> str:
-    """The text of one part; pictures and sound are refused."""
-    name = part.get("type") if isinstance(part, dict) else None
-    if name not in ("text", "refusal"):
-        raise ApiError(400, f"{place} is {say(part)}: only parts of type text are read", place, "unsupported")
-    found = part.get(name)
-    if not isinstance(found, str):
-        raise ApiError(400, f"{place}.{name} is {say(found)}: a text was expected", f"{place}.{name}")
-    return found
+Part = Annotated[
+    Annotated[TextPart, Tag("<text>")] | Annotated[RefusalPart, Tag("<refusal>")],
+    Discriminator(kind_of_part, "unsupported", "only parts of type text are read"),
+]
+Content = Annotated[
+    Annotated[str, Tag("<str>")] | Annotated[list[Part], Field(fail_fast=True), Tag("<list>")],
+    Discriminator(kind_of_content, "expected", "a text or a list of parts"),
+    AfterValidator(joined),
+]
+
+
+# --- calls ------------------------------------------------------------------------------------------------------------
+
+
+class ToolCallFunction(Fields):
+    """What was called. OpenAI sends the arguments as JSON text, Ollama sends the object, which templates get. A text
+    that is not the JSON of an object stays as the model wrote it."""
+
+    name: str
+    arguments: Annotated[str | dict[str, Any], Expected("a text or an object"), AfterValidator(as_object)]
+
+
+class ToolCall(Fields):
+    """A call that the assistant has made."""
+
+    type: Annotated[Literal["function"], NotDone("functions are called here")] = "function"
+    function: ToolCallFunction
+    id: str
+
+
+# --- messages ---------------------------------------------------------------------------------------------------------
+
+Unfinished = Annotated[Any, Nothing(False, hint="/v1/completions goes on with a text, a chat starts a new message"),
+                       Field(exclude=True)]  # fmt: skip
+
+
+class Message(Fields):
+    """What all of them have. Other fields are ignored: templates have no use for them."""
+
+    name: Text = None
+    prefix: Unfinished = None
+    partial: Unfinished = None
+    function_call: Annotated[Any, Nothing({}, hint="tool_calls is done"), Field(exclude=True)] = None
+
+
+class UserMessage(Message):
+    """What is asked, or instructions. developer is a newer name of the role system, which is the one templates know."""
+
+    role: Annotated[
+        Literal["system", "developer", "user"],
+        Expected("system, developer, user, assistant or tool"),
+        AfterValidator(lambda role: "system" if role == "developer" else role),
+    ]
+    content: Content
+
+
+class AssistantMessage(Message):
+    """What was answered, thought and called. The thoughts are read under three names."""
+
+    role: Literal["assistant"]
+    content: Content | None = None
+    tool_calls: Annotated[
+        Annotated[list[ToolCall], Field(fail_fast=True)] | None, AfterValidator(lambda calls: calls or None)
+    ] = None
+    reasoning_content: Text = None  # REASONING of template.py, which makes one field of them
+    thinking: Text = None
+    reasoning: Text = None
+    audio: Annotated[Any, Nothing(), Field(exclude=True)] = None
+
+
+class ToolMessage(Message):
+    """What came of a call."""
+
+    role: Literal["tool"]
+    content: Content
+    tool_call_id: str
+
+
+def kind_of_message(message: Any) -> str:
+    """A tag. An unknown role is refused by the user's model; `function`, from before there were tools, has no model."""
+    role = message.get("role") if isinstance(message, dict) else None
+    return f"<{role}>" if role in ("assistant", "tool", "function") else "<user>"
+
+
+AnyMessage = Annotated[
+    Annotated[UserMessage, Tag("<user>")]
+    | Annotated[AssistantMessage, Tag("<assistant>")]
+    | Annotated[ToolMessage, Tag("<tool>")],
+    Discriminator(kind_of_message, "unsupported", "tools and the role tool are done"),
+]
+Messages = Annotated[list[AnyMessage], Field(min_length=1, fail_fast=True)]
+
+
+def for_template(found: list[AnyMessage]) -> list[dict]:
+    """The messages as chat templates take them: null is absent."""
+    return [message.model_dump(exclude_none=True) for message in found]
 
 
 # --- tools ----------------------------------------------------------------------------------------------------------
@@ -100,25 +171,3 @@ class Tools:
         """The functions that may be called."""
         named = self.forced and self.choice != "required"
         return [one for one in self.functions if self.choice == one["name"] or not named] if self.offered else []
-
-
-def call(value: Any, place: str) -> dict:
-    """A call that the assistant has made, its arguments as an object: OpenAI sends JSON text, ollama the object."""
-    if not isinstance(value, dict) or value.get("type", "function") != "function":
-        raise ApiError(400, f"{place} is {say(value)}: a call of type function was expected", place, "unsupported")
-    found = needed(value, "function", dict, f"{place}.function")
-    name, where = text_of(found, "name", f"{place}.function"), f"{place}.function.arguments"
-    given = needed(found, "arguments", (str, dict), where)
-    try:
-        arguments = loads(given or "{}") if isinstance(given, str) else given
-    except ValueError as error:
-        raise ApiError(400, f"{where} is not JSON: {error}", where) from None
-    if not isinstance(arguments, dict):
-        raise ApiError(400, f"{where} is {say(arguments)}: the JSON of an object was expected", where)
-    made = {"type": "function", "function": {"name": name, "arguments": arguments}}
-    return made | {"id": text_of(value, "id", place)}
-
-
-def text_of(fields: dict, name: str, place: str) -> str:
-    """A text that must be there."""
-    return needed(fields, name, str, f"{place}.{name}")

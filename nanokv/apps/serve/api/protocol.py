@@ -12,7 +12,7 @@ from typing import Any
 
 from nanokv.apps.serve.api.errors import ApiError
 from nanokv.apps.serve.api.fields import read, say, unsupported
-from nanokv.apps.serve.api.messages import Tools
+from nanokv.apps.serve.api.messages import Tools, for_template
 from nanokv.apps.serve.api.requests import (
     ENDLESS,
     SAMPLING,
@@ -180,8 +180,8 @@ def most_tokens(request: Common) -> int | None:
 def chat_prompt(request: ChatPrompt, fields: dict) -> Asked:
     """What makes the prompt of a chat."""
     own, contrast = thinking(request)
-    return Asked([request.messages], "messages", template=own | (request.chat_template_kwargs or {}), contrast=contrast,
-                 chat_template=request.chat_template, tools=tools(request, fields))  # fmt: skip
+    return Asked([for_template(request.messages)], "messages", template=own | (request.chat_template_kwargs or {}),
+                 contrast=contrast, chat_template=request.chat_template, tools=tools(request, fields))  # fmt: skip
 
 
 def thinking(request: ChatPrompt) -> tuple[dict, dict[str, dict]]:

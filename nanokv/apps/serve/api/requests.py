@@ -4,7 +4,7 @@ Fields of other servers that are not done here stand in known.py and become fiel
 """
 
 import re
-from typing import Annotated, Any, Literal, NoReturn, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Discriminator, Field, Tag, create_model
 
@@ -13,6 +13,7 @@ from nanokv.apps.serve.api.fields import (
     Checked,
     Expected,
     Fields,
+    NotDone,
     Nothing,
     Object,
     Ranged,
@@ -24,8 +25,7 @@ from nanokv.apps.serve.api.fields import (
     told,
 )
 from nanokv.apps.serve.api.known import CHAT_ONLY, HARMLESS, NOT_DONE, TEXT_ONLY, refused
-from nanokv.apps.serve.api.messages import HALF, ROLES, messages
-from nanokv.text.template import REASONING
+from nanokv.apps.serve.api.messages import Messages
 from weights_loader.strict import quote
 
 MOST_STOPS, LONGEST_STOP = 16, 1_000  # each token is compared with all of them
@@ -45,39 +45,6 @@ PROMPT: list[dict] = [{"type": "string", "minLength": 1}, IDS | {"minItems": 1}]
 ENDLESS = -1  # llama.cpp's and Ollama's number of tokens for an answer that has no limit
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 EFFORTS = ", ".join(get_args(Effort))
-
-
-# --- messages, which messages.py checks -------------------------------------------------------------------------------
-
-TEXT: dict = {"type": "string"}
-PART = {"anyOf": [
-    {"type": "object", "properties": {"type": {"const": name}, name: TEXT}, "required": ["type", name]}
-    for name in ("text", "refusal")
-]}  # fmt: skip
-CONTENT: dict = {"anyOf": [TEXT, {"type": "array", "items": PART}]}
-ARGUMENTS = {"anyOf": [TEXT, {"type": "object"}]}
-CALLED = {"type": "object", "properties": {"name": TEXT, "arguments": ARGUMENTS}, "required": ["name", "arguments"]}
-CALL = {"type": "object", "properties": {"id": TEXT, "function": CALLED, "type": {"const": "function"}},
-        "required": ["id", "function"]}  # fmt: skip
-
-
-def maybe(schema: dict) -> dict:
-    """Or null."""
-    return {"anyOf": [schema, {"type": "null"}]}
-
-
-BESIDES = {"name": maybe(TEXT)} | {field: {"enum": [False, None]} for field in HALF}
-THOUGHTS = BESIDES | {name: maybe(TEXT) for name in REASONING}
-ASKS = [role for role in ROLES if role not in ("assistant", "tool")]
-MESSAGES: dict = {"type": "array", "minItems": 1, "items": {"anyOf": [
-    {"type": "object", "required": ["role", "content"],
-     "properties": {"role": {"enum": ASKS}, "content": CONTENT} | THOUGHTS},
-    {"type": "object", "required": ["role", "content", "tool_call_id"],
-     "properties": {"role": {"const": "tool"}, "content": CONTENT, "tool_call_id": TEXT} | BESIDES},
-    {"type": "object", "required": ["role"],
-     "properties": {"role": {"const": "assistant"}, "content": maybe(CONTENT),
-                    "tool_calls": maybe({"type": "array", "items": CALL})} | THOUGHTS},
-]}}  # fmt: skip
 
 
 # --- checks that are more than a type ---------------------------------------------------------------------------------
@@ -154,25 +121,8 @@ class Function(Fields):
 class Tool(Fields):
     """What the model may call."""
 
-    type: Literal["function"]
+    type: Annotated[Literal["function"], NotDone("functions are called here")]
     function: Function
-
-
-def other_tool(value: Any) -> NoReturn:
-    """Not a function."""
-    raise not_done("functions are called here")
-
-
-def kind_of_tool(value: Any) -> str:
-    """Functions are called. Other kinds run on OpenAI's machines."""
-    return "<function>" if isinstance(value, dict) and value.get("type") == "function" else "<other>"
-
-
-OneTool = Annotated[
-    Annotated[Tool, Tag("<function>")]
-    | Annotated[Any, Checked(other_tool, {"not": {}}, needed=True), Tag("<other>")],
-    Discriminator(kind_of_tool),
-]
 
 
 class Named(Fields):
@@ -248,8 +198,8 @@ class Thinking(Fields):
 class ChatPrompt(Fields):
     """What makes the prompt of a chat; all that /tokenize reads of one."""
 
-    messages: Annotated[list, Checked(messages, MESSAGES, needed=True)]
-    tools: Annotated[list[OneTool], Field(max_length=MOST_TOOLS)] | None = None
+    messages: Messages
+    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: Annotated[
         Literal["none", "auto", "required"] | NamedTool | None,
         Expected('none, auto, required or {"type": "function", "function": {"name": …}}'),
