@@ -58,23 +58,23 @@ check: $(VENV)/.dev ## before you hand it on: the slow tests, half an hour
 
 .PHONY: fuzz
 fuzz: $(VENV)/.fuzz ## when you changed what reads files: hostile input, minutes
-	@$(BIN)/python tests/fuzz/runner.py $(ARGS)
+	@$(BIN)/python tests/tools/fuzz/runner.py $(ARGS)
 
 .PHONY: mutants
 mutants: $(VENV)/.dev ## to see what the tests miss: plants small faults, an hour
-	@$(BIN)/python tests/mutants.py $(ARGS)
+	@$(BIN)/python tests/tools/mutants.py $(ARGS)
 
 .PHONY: soak
 soak: $(VENV)/.dev ## when you changed the server: strangers by the thousand
-	@$(BIN)/python tests/soak.py $(ARGS)
+	@$(BIN)/python tests/tools/soak.py $(ARGS)
 
 .PHONY: load
 load: $(VENV)/.dev ## when you changed the server: many clients at once
-	@$(BIN)/python tests/load.py $(ARGS)
+	@$(BIN)/python tests/tools/load.py $(ARGS)
 
 .PHONY: compat
 compat: $(VENV)/.dev ## when you changed a range of versions: oldest and newest, GBs
-	@$(BIN)/python tests/compat.py $(ARGS)
+	@$(BIN)/python tests/tools/compat.py $(ARGS)
 
 .PHONY: lint
 lint: $(VENV)/.dev ## while you write: style, unused names, types, seconds

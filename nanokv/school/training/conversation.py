@@ -1,7 +1,7 @@
 """A conversation that grows by one exchange at a time: what was said, how this user types, and what he has told so far.
 
 `log` holds the meaning of every exchange beside its words, such as ("ask", "city"): a reader that works from the
-meaning alone can check every answer (tests/corpus_checker.py).
+meaning alone can check every answer (tests/support/corpus_checker.py).
 """
 
 import re

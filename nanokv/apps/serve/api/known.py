@@ -2,7 +2,7 @@
 
 A field that would change the answer is done (requests.py) or refused by its name, never ignored. Each one that is not
 done stands here with the values that ask for nothing: those are accepted. `HARMLESS` changes no token of an answer.
-tests/test_serve_schema.py compares the table of docs/serve.md with these.
+tests/serve/test_serve_schema.py compares the table of docs/serve.md with these.
 """
 
 from typing import Annotated, Any, NamedTuple

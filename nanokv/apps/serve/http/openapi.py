@@ -1,7 +1,7 @@
 """GET /openapi.json: every address, field and answer of this server as an OpenAPI 3.1 document.
 
-Requests and answers are the models of requests.py and replies.py. tests/test_serve_schema.py compares the document with
-what is served: addresses, fields, answers, and generated requests.
+Requests and answers are the models of requests.py and replies.py. tests/serve/test_serve_schema.py compares the
+document with what is served: addresses, fields, answers, and generated requests.
 """
 
 import functools

@@ -1,7 +1,8 @@
 """What five articles about the KV cache say, and what is true: one record a claim, each executed somewhere.
 
 Claim N.k is the k-th statement of article N. A claim with a number has `value`, which computes the true one from
-nanokv; tests/test_claims.py asserts it, and the notebook of `where` measures it. `nanokv course claims` prints all.
+nanokv; tests/school/test_claims.py asserts it, and the notebook of `where` measures it. `nanokv course claims` prints
+all.
 """
 
 from nanokv.school.course.claims.claim import Claim

@@ -1,0 +1,318 @@
+"""Which code answers: the kernels where they are built, the plain model elsewhere, and never a wait for a compiler."""
+
+import importlib
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from cli_helpers import run_cli
+from nanokv.apps.cli import COMMANDS, make_parser
+from nanokv.apps.cli.common import speed
+from nanokv.apps.cli.common.loading import load_model
+from nanokv.config import Config
+from nanokv.errors import NanoKVError
+from nanokv.fast import building, native, private
+from nanokv.fast.model import Block
+from small_model import needs_kernels
+
+PROMPT = "My name is Zorbla. What is my name?"
+
+
+def parsed(*argv, command="generate"):
+    return make_parser(command, importlib.import_module(COMMANDS[command][0])).parse([str(word) for word in argv])
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """Calls of fused layers."""
+    seen, real = [], Block.forward
+    monkeypatch.setattr(Block, "forward", lambda self, *rest: (seen.append(1), real(self, *rest))[1])
+    return seen
+
+
+# --- both paths, through the commands ------------------------------------------------------------------------------
+
+
+@needs_kernels
+@pytest.mark.parametrize("argv", [
+    ["generate", PROMPT, "-n", "8", "-t", "0"],
+    ["generate", PROMPT, "-n", "8", "-t", "1", "--seed", "3"],
+    ["generate", PROMPT, "-n", "6", "--beams", "3"],
+    ["generate", PROMPT, "-n", "8", "-t", "0", "--speculate", "ngram"],
+    ["generate", PROMPT, "-n", "8", "-t", "0", "--speculate", "early-exit:1"],
+    ["generate", PROMPT, "-n", "8", "-t", "0", "--speculate", "draft:tiny", "-m", "tiny"],
+    ["generate", PROMPT, "-n", "8", "-t", "0", "--cache", "paged"],
+    ["chat", "-n", "6", "-t", "0"],
+    ["batch", "-", "-n", "6", "-t", "0"],
+], ids=" ".join)  # fmt: skip
+def test_kernels_are_what_runs_and_answer_as_the_plain_model_does(cli, steps, tiny_folder, argv):
+    lines = {"chat": b"Who are you?\nAnd I?\n", "batch": b'{"prompt": "Once"}\n{"prompt": "My name"}\n'}
+    model = [] if "-m" in argv else ["-m", tiny_folder]
+    said = {}
+    for flags in ([], ["--plain"], ["--fast"]):
+        before = len(steps)
+        code, said[" ".join(flags)], err = cli(*argv, *model, *flags, stdin=lines.get(argv[0], b""))
+        assert code == 0, err
+        assert (len(steps) > before) == (flags != ["--plain"]) and ("fast: " in err) == (flags == ["--fast"])
+    if argv[0] == "batch":
+        said = {flag: [json.loads(line)["choices"] for line in text.splitlines()] for flag, text in said.items()}
+    assert said[""] and said[""] == said["--plain"] == said["--fast"]
+
+
+@pytest.mark.parametrize("flags", [["--fast"], ["--quantize", "int8"], ["--fast", "--quantize", "int4"]])
+@pytest.mark.parametrize("command", ["generate", "chat", "batch"])
+def test_plain_contradicts_the_flags_that_ask_for_kernels(cli, tmp_path, command, flags):
+    (tmp_path / "in.jsonl").write_text('{"prompt": "x"}\n')
+    words = {"generate": ["hi"], "chat": [], "batch": [tmp_path / "in.jsonl"]}[command]
+    code, out, err = cli(command, *words, "--plain", *flags)
+    assert (code, out) == (2, "") and f"--plain and {flags[0]} contradict each other" in err
+    assert len(err.splitlines()) == 2
+
+
+@needs_kernels
+def test_a_batch_that_the_plain_model_began_is_finished_by_the_kernels(cli, steps, tiny_folder, tmp_path):
+    """The name of the weights in a half-finished output is that of the checkpoint, whatever computes."""
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt": "Once"}\n')
+    assert cli("batch", source, "-o", out, "-m", tiny_folder, "-n", 3, "--plain")[0] == 0 and not steps
+    source.write_text('{"prompt": "Once"}\n{"prompt": "Then"}\n')
+    code, _, err = cli("batch", source, "-o", out, "-m", tiny_folder, "-n", 3)
+    assert code == 0 and "2 of 2 lines answered · 1 of them before" in err and steps
+    plain, fast = (load_model(parsed("x", "-m", tiny_folder, *flags)) for flags in (["--plain"], []))
+    assert plain.fingerprints() == fast.fingerprints()[:1]
+    assert load_model(parsed("x", "-m", tiny_folder, "--quantize", "int8")).fingerprints() != plain.fingerprints()
+
+
+# --- what decides ---------------------------------------------------------------------------------------------------
+
+
+def plan(**changes):
+    config = Config.from_folder(Path(__file__).parents[2] / "weights_loader" / "checkpoints" / "tiny")
+    return SimpleNamespace(**{"device": "cpu", "dtype_name": "float32", "config": config} | changes)
+
+
+@pytest.mark.parametrize(("flags", "changes", "state", "text"), [
+    ([], {}, building.State(True), "fast kernels"),
+    (["--plain"], {}, building.State(True), "plain (--plain)"),
+    (["--fast"], {}, building.State(False, "no C++ compiler"), "fast"),
+    (["--quantize", "int4"], {}, building.State(True), "fast int4"),
+    ([], {"device": "cuda:1"}, building.State(True), "plain (kernels are for CPUs, this is cuda)"),
+    ([], {"dtype_name": "float16"}, building.State(True), "plain (no kernels for float16)"),
+    ([], {"config": SimpleNamespace(experts=True)}, building.State(True), "plain (no kernels for experts)"),
+    ([], {}, building.State(False, "no C++ compiler"), "plain (no C++ compiler)"),
+    ([], {}, building.State(False, "kernels are not built", missing=True), "plain (kernels are not built)"),
+], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
+def test_the_banner_says_what_runs_and_why(monkeypatch, flags, changes, state, text):
+    monkeypatch.setattr(building, "state", lambda: state)
+    monkeypatch.setattr(building, "begin", lambda: pytest.fail("NANOKV_KERNELS=explicit: no build in the background"))
+    choice = speed.choose(parsed("x", *flags), plan(**changes), lambda fusing: True)
+    assert choice.text == text and choice.fast == text.startswith("fast")
+
+
+def test_fusing_takes_one_layer_more_and_is_left_out_where_that_is_not_free(monkeypatch):
+    monkeypatch.setattr(building, "state", lambda: building.State(True))
+    asked = []
+    choice = speed.choose(parsed("x"), plan(), lambda fusing: asked.append(fusing))
+    config = plan().config
+    assert asked == [2 * config.intermediate_size * config.hidden_size * 4]
+    assert choice.text == "plain (no memory to fuse weights)"
+
+
+def test_commands_without_the_flags_keep_the_plain_model(tiny_folder):
+    loaded = load_model(parsed("x", "-m", tiny_folder, command="trace"))
+    assert loaded.code.text == "" and not hasattr(loaded.model, "weights")
+
+
+def test_env_says_what_runs(cli, monkeypatch):
+    for state, value, origin in (
+        (building.State(True), "native kernels", "NANOKV_KERNELS=explicit: built for --fast"),
+        (building.State(False, "no C++ compiler", building.NO_COMPILER), "plain", "install g++ or clang++"),
+    ):
+        monkeypatch.setattr(building, "state", lambda state=state: state)
+        shown = json.loads(cli("env", "--json")[1])["settings"]["kernels"]
+        assert shown[0] == value and origin in shown[1]
+
+
+def test_env_shows_a_setting_that_every_other_command_refuses(cli, monkeypatch):
+    monkeypatch.setenv("NANOKV_KERNELS", "yes")
+    code, out, _ = cli("env", "--json")
+    assert code == 0 and "NANOKV_KERNELS is 'yes'" in json.loads(out)["settings"]["kernels"][1]
+    assert cli("generate", PROMPT, "-n", "1")[0] == 2
+
+
+# --- building in the background ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def place(monkeypatch, tmp_path):
+    """An empty cache folder, and a compiler that hands out the library that is there already; place.script(text) makes
+    another. place.env is for commands."""
+    ready = private.kept(building.stem_of(building.find_compiler() or ["c++"]))
+    script = tmp_path / "cxx"
+    env = {"NANOKV_CACHE": str(tmp_path), "NANOKV_KERNELS": "on", "CXX": str(script)}
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    made = SimpleNamespace(env=env, log=tmp_path / "log", go=tmp_path / "go", folder=tmp_path / "nanokv")
+    made.copy = f'for last; do :; done; cp {ready[0] if ready else "/dev/null"} "$last"'
+    made.wait = f"while [ ! -e {made.go} ]; do sleep 0.02; done; "
+
+    def write(text):
+        script.write_text(f"#!/bin/sh\ncat /proc/$$/stat >> {made.log}\n{text}\n")
+        script.chmod(0o755)
+
+    made.script, made.runs = write, lambda: made.log.read_text().splitlines() if made.log.exists() else []
+    write(made.copy)
+    native.library.cache_clear()
+    yield made
+    made.go.touch()  # whatever still waits ends
+    native.library.cache_clear()
+
+
+def until(condition, seconds=30):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not come to be"
+        time.sleep(0.02)
+
+
+linux = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs Linux's /proc")
+
+
+@linux
+@needs_kernels
+def test_a_start_without_kernels_runs_plain_and_the_next_one_finds_them(place, cli, steps, tiny_folder):
+    """The compiler waits until it is told to go on: a start that waited for it would never end."""
+    place.script(place.wait + place.copy)
+    argv = ("generate", PROMPT, "-m", tiny_folder, "-n", "4")
+    first = run_cli(*argv, env=place.env, timeout=60)
+    assert first.returncode == 0 and first.stderr.decode().count(speed.NEXT_START) == 1
+    until(place.runs)
+    assert building.state().missing
+    place.go.touch()
+    until(lambda: building.state().ready)
+    code, out, err = cli(*argv)
+    assert (code, out) == (0, first.stdout.decode()) and speed.NEXT_START not in err
+    assert steps and len(place.runs()) == 1
+
+
+@linux
+@needs_kernels
+def test_a_build_is_of_this_package_and_for_this_folder(place, monkeypatch, tmp_path):
+    """Another nanokv comes first on the path, and the name of the cache folder is a relative one."""
+    (tmp_path / "other" / "nanokv").mkdir(parents=True)
+    (tmp_path / "other" / "nanokv" / "__init__.py").write_text("raise SystemExit('not this one')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "other"))
+    monkeypatch.setenv("NANOKV_CACHE", "kept")
+    monkeypatch.chdir(tmp_path)
+    building.begin()
+    until(lambda: building.state().ready)
+    assert private.kept(building.stem_of(building.find_compiler()))[0].parent == tmp_path / "kept" / "nanokv"
+
+
+@linux
+@needs_kernels
+def test_starts_during_a_build_that_fails_do_not_build_again(place):
+    place.script(place.wait + "exit 1")
+    building.begin()
+    until(place.runs)
+    for _ in range(3):
+        building.begin()
+    time.sleep(1)
+    place.go.touch()
+    until(lambda: building.state().detail)
+    time.sleep(0.5)
+    assert len(place.runs()) == 2  # with OpenMP and without
+
+
+@linux
+@needs_kernels
+def test_starts_at_the_same_time_build_once_out_of_sight_and_leave_no_zombie(place):
+    place.script(place.wait + place.copy)
+    for _ in range(4):
+        building.begin()
+    until(place.runs)
+    time.sleep(0.3)
+    (line,) = place.runs()
+    fields = line.rsplit(")", 1)[1].split()  # from the third of proc(5) on
+    session, terminal, nice = int(fields[3]), int(fields[4]), int(fields[16])
+    assert session != os.getsid(0) and terminal == 0 and nice == 19
+    place.go.touch()
+    until(lambda: building.state().ready)
+    until(lambda: not list(place.folder.glob("building-*")))  # the library has its name before the folder goes
+    assert len(place.runs()) == 1
+
+    def no_child():
+        try:
+            return os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+        except ChildProcessError:
+            return True
+
+    until(no_child)
+
+
+@linux
+@needs_kernels
+def test_a_build_that_is_killed_leaves_nothing_half(place):
+    place.script(f"for last; do :; done; echo half > \"$last\"; {place.wait}{place.copy}")
+    building.begin()
+    until(place.runs)
+    os.kill(int(place.runs()[0].rsplit(")", 1)[1].split()[1]), signal.SIGKILL)  # the parent of the compiler
+    assert not list(place.folder.glob("*.so")) and building.state().missing
+    place.script(place.copy)
+    until(lambda: building.begin() or building.state().ready)
+    until(lambda: not list(place.folder.glob("building-*")))  # the library has its name before the folder goes
+    assert native.built()
+
+
+@linux
+def test_a_failed_build_is_remembered_until_somebody_asks(place, monkeypatch, capsys):
+    place.script("echo 'a.cpp:2: error: no such luck' >&2; exit 1")
+    building.begin()
+    until(lambda: not building.state().missing)
+    found, tried = building.state(), len(place.runs())
+    assert found.why == "kernels did not build" and "error: no such luck" in found.detail and tried
+    assert "no such luck" in speed.setting()[1]
+    monkeypatch.setattr(building, "begin", lambda: pytest.fail("it was tried, and failed"))
+    assert speed.choose(parsed("x"), plan(), lambda fusing: True).text == "plain (kernels did not build)"
+    place.script(place.copy)
+    if native.library()[0]:  # asked for, as by --fast
+        assert building.state().ready and not list(place.folder.glob("*.failed"))
+
+
+@needs_kernels
+def test_who_asks_is_told_that_it_takes_a_while_once(place, cli, tiny_folder):
+    argv = ("generate", PROMPT, "-m", tiny_folder, "-n", "2", "--fast")
+    code, _, err = cli(*argv)
+    assert code == 0 and f"building the native kernels, once: about {building.SECONDS} seconds" in err
+    assert "fast: fp32 weights, native kernels" in err and "building" not in cli(*argv)[2]
+
+
+def test_no_compiler_no_place_and_off_start_nothing(place, monkeypatch, tmp_path):
+    monkeypatch.setattr(building, "begin", lambda: pytest.fail("nothing to build with, or no wish to"))
+    for name, value, why in (
+        ("CXX", "no-such-compiler", "no C++ compiler"), ("CXX", "g++ 'oops", "no kernels"),
+        ("NANOKV_KERNELS", "off", "NANOKV_KERNELS=off"), ("NANOKV_KERNELS", "explicit", "kernels are not built"),
+        ("NANOKV_CACHE", str(tmp_path / "cxx"), "no place to keep kernels"),
+    ):  # fmt: skip
+        with monkeypatch.context() as here:
+            here.setenv(name, value)
+            assert speed.choose(parsed("x"), plan(), lambda fusing: True).text == f"plain ({why})"
+    monkeypatch.setenv("NANOKV_KERNELS", "maybe")
+    with pytest.raises(NanoKVError, match="on, explicit, off"):
+        building.state()
+
+
+@needs_kernels
+def test_a_kept_library_that_does_not_load_is_no_reason_to_wait(place, cli, tiny_folder, steps):
+    """Whole, as its name says, but no library: plain, without a compiler."""
+    place.folder.mkdir(mode=0o700)
+    file = private.named(building.stem_of(building.find_compiler()), b"no library")
+    file.write_bytes(b"no library")
+    file.chmod(0o600)
+    code, _, err = cli("generate", PROMPT, "-m", tiny_folder, "-n", "2")
+    assert code == 0 and "cannot be loaded; --fast builds them again" in err and not steps and not place.runs()

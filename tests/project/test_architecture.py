@@ -1,0 +1,360 @@
+"""The shape of the source tree, read with `ast`: who may import whom, and the few rules that keep files readable.
+
+Nothing is imported here, so a broken module cannot hide a broken rule. Each rule is a function from source text to a
+list of complaints; the last tests feed every rule a bad example, so that a rule which never complains is noticed.
+"""
+
+import ast
+import functools
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = sorted(p for package in ("nanokv", "weights_loader") for p in (ROOT / package).rglob("*.py"))
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
+LONGEST_FUNCTION = 50  # lines; one screen is 40
+LONGEST_MODEL = 175  # and no file beside it but rope.py
+
+# Strictly downward: a module may import its own room and any row below it. A name stands for all modules below it that
+# have no row of their own.
+LAYERS = [
+    {"nanokv.__main__"},
+    # apps: what people start
+    {"nanokv.apps.cli"},
+    {"nanokv.apps.cli.commands"},
+    {"nanokv.apps.cli.chat", "nanokv.apps.cli.batch", "nanokv.apps.cli.bench", "nanokv.apps.cli.train"},
+    {"nanokv.apps.cli.common"},
+    {"nanokv.apps.serve", "nanokv.apps.serve.http"},
+    {"nanokv.apps.serve.run"},
+    {"nanokv.apps.serve.api"},
+    # school: what the notebooks and the bundled model are made with
+    {"nanokv.school.course"},
+    {"nanokv.school.training"},
+    # lab: instruments
+    {"nanokv.lab.verify", "nanokv.lab.bench", "nanokv.lab.trace"},
+    {"nanokv.lab.faults"},
+    {"nanokv.lab.study"},
+    # the library
+    {"nanokv.ranks", "nanokv.remote"},
+    {"nanokv.engine", "nanokv.chat"},
+    {"nanokv.decoding"},
+    {"nanokv.fast", "nanokv.parallel"},
+    {"nanokv.inference", "nanokv.loading"},
+    {"nanokv.cache"},
+    {"nanokv.model", "nanokv.costs"},
+    {"nanokv.checkpoint"},
+    {"nanokv.rope", "nanokv.text", "nanokv.attention", "nanokv.cache.options"},
+    {"nanokv.config"},
+    {"nanokv.config_file"},
+    {"nanokv.support"},
+    {"nanokv.errors"},
+    {"weights_loader"},
+]
+NEIGHBOURS = {"nanokv.apps", "nanokv.lab", "nanokv.school"}  # they use the library; only their names stand in LAYERS
+PROGRAMS = {"nanokv.apps.cli", "nanokv.lab.faults", "nanokv.school.training"}  # may use the public names
+# Narrower than the layers: all that these may import of the project, as (module, name) or a whole module.
+ONLY = {
+    "nanokv.model": {"nanokv.config", "nanokv.checkpoint", "nanokv.rope"},
+    "nanokv.attention": {"nanokv.errors"},
+    "nanokv.errors": {"weights_loader"},
+    "nanokv.inference": {
+        "nanokv.attention", "nanokv.errors", "nanokv.text.ids", "nanokv.checkpoint",
+        *((room, name) for room in ("nanokv.cache.base", "nanokv.cache") for name in ("KVCache", "NoCache")),
+    },
+    "nanokv.cache": {
+        "nanokv.errors", "nanokv.config", "nanokv.cache", "nanokv.cache.options", "weights_loader",
+        ("nanokv.attention", "causal_mask"),
+        ("nanokv.rope", "apply_rope"), ("nanokv.rope", "rope_frequencies"),  # sinks move: their keys are turned on
+    },
+    "weights_loader": {"weights_loader"},
+}
+
+
+@functools.cache
+def tree(source: str) -> ast.Module:
+    """Each file is parsed once, for all rules."""
+    return ast.parse(source)
+
+
+def module_name(path: Path) -> str:
+    parts = list(path.relative_to(ROOT).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def unit(module: str) -> str:
+    """nanokv.cache.base → nanokv.cache; the thing that has a place in LAYERS."""
+    known = set().union(*LAYERS)
+    parts = module.split(".")
+    names = (".".join(parts[:size]) for size in range(len(parts), 0, -1))
+    return next((name for name in names if name in known), ".".join(parts[:2]))
+
+
+def imports(source: str, module: str = "") -> set[tuple[str, str]]:
+    """Every import, also those inside functions, as (module, name); `import a.b` gives ("a.b", "")."""
+    found = set()
+    for node in ast.walk(tree(source)):
+        if isinstance(node, ast.Import):
+            found |= {(alias.name, "") for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                base = ".".join([*module.split(".")[: -node.level], *filter(None, [base])])
+            names = [a.name for a in node.names if base != "nanokv" or not a.name.startswith("__")]  # not __version__
+            floors = {"nanokv", *NEIGHBOURS}
+            found |= {(f"{base}.{name}", "") if base in floors else (base, name) for name in names}
+    return found
+
+
+def without_type_imports(source: str) -> str:
+    """What is imported for type checkers only is never run."""
+    return re.sub(r"^if TYPE_CHECKING:.*?(?=^\S)", "", source, flags=re.MULTILINE | re.DOTALL)
+
+
+def ours(found: set[tuple[str, str]]) -> set[tuple[str, str]]:
+    return {(m, n) for m, n in found if m.split(".")[0] in ("nanokv", "weights_loader")}
+
+
+def upward_imports(module: str, source: str) -> list[str]:
+    """Imports that climb, go sideways, or leave the narrower list of ONLY."""
+    place = {name: row for row, names in enumerate(LAYERS) for name in names}
+    here, bad = unit(module), []
+    if here == "nanokv":  # the package itself imports by name, on first use
+        found = ours(imports(without_type_imports(source), module))
+        return [f"{module} imports {m}: nanokv/__init__.py stays lazy" for m, _ in found]
+    if module in NEIGHBOURS and not ours(imports(source)):
+        return []
+    if here not in place:
+        return [f"{module}: {here} has no place in LAYERS of {Path(__file__).name}, give it one"]
+    for target, name in sorted(ours(imports(source, module))):
+        there = unit(target)
+        if target == "nanokv" and here.startswith(tuple(PROGRAMS)):
+            continue
+        allowed = ONLY.get(here)
+        if allowed is not None and not any(a in (target, there, (target, name)) for a in allowed):
+            bad.append(f"{module} imports {name or 'all'} of {target}; allowed: {sorted(map(str, allowed))}")
+        elif there != here and place.get(there, -1) <= place[here]:
+            bad.append(f"{module} imports {target}, which is not below it")
+    return bad
+
+
+def circles(sources: dict[str, str]) -> list[str]:
+    """Files that import each other, as "a b c"; the package itself imports by name, on first use, and type checkers'
+    imports do not count."""
+    graph = {}
+    for module, source in sources.items():
+        found = imports(without_type_imports(source), module)
+        found = {f"{m}.{name}" if f"{m}.{name}" in sources else m for m, name in found}
+        graph[module] = found & set(sources) - {module, "nanokv"}
+    reach = {module: set(targets) for module, targets in graph.items()}
+    for middle in reach:  # Warshall's closure
+        for targets in reach.values():
+            if middle in targets:
+                targets |= reach[middle]
+    together = {module: " ".join(sorted(m for m in reach[module] if module in reach[m])) for module in reach}
+    return sorted({names for module, names in together.items() if module in reach[module]})
+
+
+def mentions(source: str, name: str) -> list[int]:
+    """Lines that use a name as an identifier, attribute or import (comments and docstrings are free)."""
+    lines = []
+    for node in ast.walk(tree(source)):
+        words = {
+            ast.Name: lambda n: [n.id],
+            ast.Attribute: lambda n: [n.attr],
+            ast.ImportFrom: lambda n: [n.module or "", *(a.name for a in n.names)],
+            ast.Import: lambda n: [a.name for a in n.names],
+        }.get(type(node), lambda n: [])(node)
+        if any(name in word.split(".") for word in words):
+            lines.append(node.lineno)
+    return lines
+
+
+def long_functions(source: str, limit: int = LONGEST_FUNCTION) -> list[str]:
+    functions = (n for n in ast.walk(tree(source)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
+    sizes = ((f.name, f.end_lineno - f.lineno + 1, f.lineno) for f in functions)
+    return [f"line {line}: {name} has {size} lines, limit {limit}" for name, size, line in sizes if size > limit]
+
+
+def defined_twice(source: str) -> list[str]:
+    """A second `def` of a name takes the place of the first, also where the first was meant."""
+    bodies = [tree(source).body, *(n.body for n in ast.walk(tree(source)) if isinstance(n, ast.ClassDef))]
+    again = []
+    for body in bodies:
+        plain = [n for n in body if isinstance(n, ast.FunctionDef | ast.ClassDef) and not n.decorator_list]
+        names = [n.name for n in plain]
+        again += [f"line {n.lineno}: {n.name} again" for i, n in enumerate(plain) if n.name in names[:i]]
+    return again
+
+
+def missing_docstring(source: str) -> list[str]:
+    said = len(ast.get_docstring(tree(source)) or "")
+    return [] if said >= 40 else [f"its docstring of {said} characters does not say what the file is"]
+
+
+def cache_kind_questions(source: str) -> list[str]:
+    """isinstance(x, SomethingCache): the fork that the contract exists to prevent."""
+    return [
+        f"line {node.lineno}: {ast.unparse(node)}"
+        for node in ast.walk(tree(source))
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "isinstance" and len(node.args) == 2
+        and re.search(r"Cache\b", ast.unparse(node.args[1]))
+    ]  # fmt: skip
+
+
+def unsafe_loading(source: str) -> list[str]:
+    """Anything that can run code from a weight file."""
+    words = ("pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve")
+    lines = [f"line {line}: {word}" for word in words for line in mentions(source, word)]
+    for node in ast.walk(tree(source)):
+        call = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+        if call in ("torch.load", "torch.save", "eval", "exec") or call.endswith(("numpy.load", "np.load")):
+            lines.append(f"line {node.lineno}: {call}")
+    return lines
+
+
+def concrete_caches() -> set[str]:
+    """Names that would tie a file to one cache variant: all classes of nanokv/cache but the contract itself."""
+    names = {"CACHES", "make_cache"}
+    for path in (ROOT / "nanokv" / "cache").glob("*.py"):
+        names |= {n.name for n in tree(path.read_text()).body if isinstance(n, ast.ClassDef)}
+    return names - {"KVCache", "NoCache"}  # the contract and the null object
+
+
+def imported_tests(source: str) -> list[str]:
+    """Test files that this one imports: what two of them need stands in tests/support."""
+    found = sorted({module for module, _ in imports(source)} | {name for _, name in imports(source)})
+    return [f"imports {name}" for name in found if name.split(".")[-1].startswith("test_")]
+
+
+def complaints(rule, paths) -> list[str]:
+    """All that a rule from source text to complaints finds in these files, each with its file."""
+    return [f"{path.relative_to(ROOT)}: {line}" for path in paths for line in rule(path.read_text())]
+
+
+def test_imports_point_downward():
+    """cli → generation → inference → attention; model → config; caches → causal_mask; weights_loader → nothing."""
+    assert [bad for path in SOURCES for bad in upward_imports(module_name(path), path.read_text())] == []
+
+
+def test_no_circle_between_files():
+    """Not even inside a room, and not by an import inside a function: each file can be read after those it imports."""
+    sources = {module_name(path): path.read_text() for path in SOURCES}
+    assert circles(sources) == []
+    circle = {"a": "import b", "b": "def f():\n    from c import x", "c": "import a", "d": "import a"}
+    assert circles(circle) == ["a b c"]
+
+
+def test_model_imports_torch_and_config_only():
+    """A cache or a kernel in model.py is how copies of the model begin."""
+    outside = {m.split(".")[0] for m, _ in imports((ROOT / "nanokv/model.py").read_text(), "nanokv.model")}
+    assert outside - set(sys.stdlib_module_names) == {"torch", "nanokv"}
+
+
+def test_model_is_read_in_one_sitting():
+    assert len((ROOT / "nanokv/model.py").read_text().splitlines()) <= LONGEST_MODEL
+
+
+def test_only_attention_calls_sdpa():
+    users = {p.name for p in SOURCES if mentions(p.read_text(), "scaled_dot_product_attention")}
+    assert users == {"attention.py"}
+
+
+def test_only_one_file_draws_tokens():
+    """The loop, the engine and batches call `draw` and `reason_to_end`: a second copy would end answers in its own way.
+    """
+    found = {path: imports(path.read_text(), module_name(path)) for path in SOURCES}
+    users = {path.name for path, names in found.items() for how in ("sample", "choose")
+             if ("nanokv.decoding.sample", how) in names}  # fmt: skip
+    assert users == {"draw.py"}
+
+
+@pytest.mark.parametrize("name", ["model", "attention", "inference"])
+def test_model_and_paths_know_no_cache_variant(name):
+    """The two paths are functions of any cache; only the null object may be named (by score)."""
+    source = (ROOT / f"nanokv/{name}.py").read_text()
+    found = {cache: mentions(source, cache) for cache in concrete_caches()}
+    assert {cache: lines for cache, lines in found.items() if lines} == {}
+    assert cache_kind_questions(source) == []
+
+
+def test_nobody_asks_what_kind_of_cache_it_is():
+    assert complaints(cache_kind_questions, SOURCES) == []
+
+
+def test_no_pickle():
+    """Weights are safetensors; optimiser states too. A pickle runs the code of whoever wrote it."""
+    assert complaints(unsafe_loading, SOURCES) == []
+
+
+def test_every_file_says_what_it_is():
+    assert complaints(missing_docstring, SOURCES + TESTS) == []
+
+
+def test_a_function_fits_on_a_screen():
+    assert complaints(long_functions, SOURCES) == []
+
+
+def test_no_test_imports_a_test():
+    assert complaints(imported_tests, TESTS) == []
+    assert imported_tests("from test_cli import x") == ["imports test_cli"]
+    assert imported_tests("def f():\n    import project.test_make") == ["imports project.test_make"]
+
+
+def test_no_name_is_defined_twice():
+    assert complaints(defined_twice, SOURCES + TESTS) == []
+
+
+def test_lines_fit_in_120_columns():
+    files = {path.relative_to(ROOT): path.read_text().splitlines() for path in SOURCES + TESTS}
+    assert [f"{path}:{n}" for path, lines in files.items() for n, line in enumerate(lines, 1) if len(line) > 120] == []
+
+
+def test_text_files_end_cleanly():
+    """One newline at the end, no trailing blanks, no carriage returns: diffs stay about content."""
+    files = [*SOURCES, *TESTS, *ROOT.glob("*.md"), *ROOT.glob("*.toml"), *ROOT.glob("*.txt"), ROOT / "Makefile"]
+    files += [ROOT / ".ci" / "run", ROOT / ".gitignore"]
+    bad = []
+    for path in files:
+        text = path.read_bytes().decode("utf-8")
+        if text and (not text.endswith("\n") or text.endswith("\n\n") or re.search(r"[ \t]+$|\r", text, re.MULTILINE)):
+            bad.append(str(path.relative_to(ROOT)))
+    assert bad == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("nanokv.model", "from nanokv.cache import KVCache"),
+        ("nanokv.model", "def f():\n    import nanokv.attention"),
+        ("nanokv.cache.paged", "from nanokv.attention import decode_attention"),
+        ("nanokv.cache.paged", "from ..attention import prefill_attention"),
+        ("nanokv.inference", "from nanokv.cache import DictCache"),
+        ("nanokv.inference", "from nanokv.decoding import generation"),
+        ("nanokv.decoding.generation", "from nanokv.chat.session import Session"),
+        ("nanokv.chat.session", "from nanokv.apps.cli import text"),
+        ("weights_loader.shards", "from nanokv.errors import NanoKVError"),
+        ("nanokv.decoding.generation", "import nanokv"),
+        ("nanokv.newcomer", "import json"),
+        ("nanokv", "from nanokv.model import Qwen3"),
+    ],
+)
+def test_the_import_rule_can_fail(module, source):
+    assert len(upward_imports(module, source)) == 1
+
+
+def test_the_other_rules_can_fail():
+    assert mentions("import F\nF.scaled_dot_product_attention(q)", "scaled_dot_product_attention") == [2]
+    assert mentions("from a import make_cache", "make_cache") == [1]
+    assert cache_kind_questions("if isinstance(c, (NoCache, x.PagedCache)): pass") != []
+    assert unsafe_loading("import torch\nw = torch.load('w.bin')") == ["line 2: torch.load"]
+    assert unsafe_loading("from pickle import loads") == ["line 1: pickle"]
+    assert long_functions("def f():\n" + "    x = 1\n" * 50) == ["line 1: f has 51 lines, limit 50"]
+    assert defined_twice("def f(): ...\nx = f\ndef f(): ...\nclass A:\n    def g(self): ...\n    def g(self): ...") == [
+        "line 3: f again", "line 6: g again",
+    ]  # fmt: skip
+    assert missing_docstring('"""A file."""') == ["its docstring of 7 characters does not say what the file is"]
+    assert missing_docstring("import json") and not missing_docstring(f'"""{"x" * 40}"""')
+    assert {"PagedCache", "DictCache", "make_cache"} <= concrete_caches()

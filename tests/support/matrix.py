@@ -1,0 +1,414 @@
+"""What tests/test_matrix.py combines: MODELS, CACHES_TRIED and SITUATIONS, and the truth for each.
+
+A situation is a function of a model and a maker of caches; it gives the logits that are compared.
+"""
+
+import contextlib
+import functools
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import torch
+
+import nanokv
+import nanokv.attention
+from nanokv.attention import Split, causal_attention, decode_attention
+from nanokv.cache import BatchCache, make_cache
+from nanokv.cache.padded import PaddedCache
+from nanokv.cache.paged_batch import PagedBatch
+from nanokv.engine.packed import prefill_packed
+from nanokv.errors import CacheError, UnsupportedError
+from nanokv.fast import optimize
+from nanokv.fast.compiled import Compiled
+from nanokv.inference import decode, prefill, prefill_chunks, verify_draft
+from nanokv.loading import build
+from nanokv.parallel import context
+from nanokv.parallel.context import ContextCache
+from nanokv.remote.handover import receive, send
+from nanokv.remote.link import SocketLink
+from oracle import SHAPES, pair, random_ids
+from thread_ranks import on_ranks
+
+CAPACITY, PROMPT, SHORT = 48, 11, (3, 11, 7)  # slots, tokens of a prompt, tokens of prompts of different lengths
+CACHES_TRIED = {
+    "dict": {}, "static": {}, "growing": {}, "paged": {}, "paged:page=3": {"page": 3}, "prefix": {},
+    "prefix:page=4": {"page": 4, "salt": "s"}, "sliding": {}, "sliding:window=6": {"window": 6},
+    "sliding:window=6:sinks=2": {"window": 6, "sinks": 2}, "quantized": {"residual": 2, "group": 4},
+    "quantized:bits=4": {"bits": 4, "residual": 4, "group": 4},
+    "quantized:bits=2:rotate=hadamard": {"bits": 2, "rotate": "hadamard", "residual": 8, "group": 2},
+    "quantized:k_bits=8:v_bits=4": {"k_bits": 8, "v_bits": 4, "residual": 4, "group": 4},
+    "offloaded": {}, "offloaded:to=host": {"to": "host"}, "batch": {}, "batch:of=static": {"of": "static"},
+    "batch:of=paged": {"of": "paged", "page": 3}, "batch:of=prefix": {"of": "prefix"},
+    "batch:of=sliding": {"of": "sliding", "window": 6},
+    "batch:of=quantized": {"of": "quantized", "residual": 2, "group": 4},
+    "batch:of=growing": {"of": "growing"}, "batch:of=offloaded": {"of": "offloaded"},
+}  # fmt: skip
+LOSSY = ("window=6", "quantized", "of=sliding")
+
+
+def lossy(spec: str) -> bool:
+    return any(word in spec for word in LOSSY)
+
+
+def new(config, spec: str, rows: int = 1):
+    return make_cache(spec.partition(":")[0], config, rows, CAPACITY, **CACHES_TRIED[spec])
+
+
+# --- the models: each with the plain fp32 model that holds the same numbers -----------------------------------------
+
+
+FAMILIES = {"": "G2-untied-bias", "llama": "llama-G4-rope-bias", "qwen2": "qwen2-G2", "moe": "moe-every-2nd"}
+
+
+@functools.cache
+def plain(family: str = ""):
+    """3 or 4 layers; widths that come in groups of 32. Qwen3's: G = 2, biases, untied."""
+    return pair(**SHAPES[FAMILIES[family]])[1]
+
+
+def dequantized(fast):
+    """A plain model on the weights that `fast` really holds, in fp32."""
+    H, Hk, D = fast.layers[0].heads
+    state = {"embed_tokens.weight": fast.embed_tokens.table.dense(), "lm_head.weight": fast.lm_head.dense(),
+             "norm.weight": fast.norm.weight}  # fmt: skip
+    for i, layer in enumerate(fast.layers):
+        sizes, names = (H * D, Hk * D, Hk * D), ("q_proj", "k_proj", "v_proj")
+        for kind, fused in (("weight", layer.qkv.dense()), ("bias", layer.qkv.bias)):
+            for name, part in zip(names, [None] * 3 if fused is None else fused.split(sizes), strict=True):
+                state[f"layers.{i}.self_attn.{name}.{kind}"] = part
+        state[f"layers.{i}.self_attn.o_proj.weight"] = layer.o.dense()
+        state[f"layers.{i}.self_attn.o_proj.bias"] = layer.o.bias
+        gate, up = layer.gate_up.dense().chunk(2)
+        mlp = {"gate_proj": gate, "up_proj": up, "down_proj": layer.down.dense()}
+        state |= {f"layers.{i}.mlp.{name}.weight": weight for name, weight in mlp.items()}
+        norms = {"input_layernorm": layer.norm, "post_attention_layernorm": layer.mlp_norm,
+                 "self_attn.q_norm": layer.q_norm, "self_attn.k_norm": layer.k_norm}  # fmt: skip
+        state |= {f"layers.{i}.{name}.weight": weight for name, weight in norms.items()}
+    there = {name: tensor for name, tensor in state.items() if tensor is not None}
+    return build(fast.config, {name: tensor.float().clone() for name, tensor in there.items()})
+
+
+def copied(dtype, family: str = ""):
+    """The plain model once more: optimize makes views of the weights that it is given."""
+    model = plain(family)
+    return build(model.config, {name: x.to(dtype).clone() for name, x in model.state_dict().items()})
+
+
+@functools.cache
+def fast(name: str):
+    weights, _, family = name.partition(" ")
+    return optimize(copied(torch.bfloat16 if weights == "bf16" else torch.float32, family), weights)
+
+
+@functools.cache
+def compiled(family: str, rows: int):
+    return Compiled(plain(family), CAPACITY, batch_size=rows, backend="eager")
+
+
+@functools.cache
+def same_numbers(name: str):
+    weights, _, family = name.partition(" ")
+    return plain(family) if weights in NO_KERNELS else dequantized(fast(name))
+
+
+# name → largest distance from the truth (see `distance`). bf16 rounds keys, values and queries to 8 bits; products of
+# few rows by int8 and int4 weights round activations to 8 bits, and to bf16 where no kernel is.
+NO_KERNELS = {"plain": 1e-5, "compiled": 1e-5}
+MODELS = NO_KERNELS | {"fp32": 1e-5, "bf16": 0.015, "int8": 0.03, "int4": 0.03} | {
+    "plain llama": 1e-5, "fp32 llama": 1e-5, "int8 llama": 0.03, "compiled qwen2": 1e-5, "fp32 qwen2": 1e-5,
+    "bf16 qwen2": 0.015, "plain moe": 1e-5,
+}  # fmt: skip
+STEP = {"8": 0.01, "4": 0.03, "2": 0.06}  # a key that is rounded otherwise may get the next code of a quantized cache
+
+
+def tolerance(model: str, spec: str) -> float:
+    """A code of another rounding moves fp32 logits rarely, those of other formats often."""
+    if "quantized" not in spec:
+        return MODELS[model]
+    lowest = min((digit for digit in STEP if f"bits={digit}" in spec), default="8")
+    return MODELS[model] + (STEP[lowest] if MODELS[model] > 1e-5 else 1e-3)
+
+
+def candidate(name: str, rows: int):
+    weights, _, family = name.partition(" ")
+    if weights == "plain":
+        return plain(family)
+    return compiled(family, rows) if weights == "compiled" else fast(name)
+
+
+# --- the situations: run(model, new(rows) → cache) → logits ---------------------------------------------------------
+
+
+def ids_of(rows: int):
+    return random_ids(3, rows, PROMPT + 8)
+
+
+def one_row(model, new):
+    """A prompt, then tokens one by one."""
+    return rows_together(model, new, rows=1)
+
+
+def rows_together(model, new, rows=3):
+    """Equal lengths; beams change places half-way."""
+    ids, cache = ids_of(rows), new(rows)
+    out = [prefill(model, ids[:, :PROMPT], cache)]
+    for t in range(PROMPT, PROMPT + 2):
+        out.append(decode(model, ids[:, t : t + 1], cache, cache.length))
+    cache.reorder(list(range(rows))[::-1])
+    out.append(decode(model, ids.flip(0)[:, PROMPT + 2 : PROMPT + 3], cache, cache.length))
+    return torch.cat(out)
+
+
+def chunks(model, new):
+    """Chunk after chunk, a draft that is checked and taken back, then on."""
+    ids, cache = ids_of(1), new(1)
+    out = [prefill_chunks(model, ids[:, :PROMPT], cache, chunk=4)]
+    out.append(decode(model, ids[:, PROMPT : PROMPT + 1], cache, cache.length))
+    if cache.max_rollback is None or cache.max_rollback >= 3:
+        out.append(verify_draft(model, ids[:, PROMPT + 4 : PROMPT + 7], cache, cache.length)[0])
+        cache.truncate(PROMPT + 1)
+    out.append(verify_draft(model, ids[:, PROMPT + 1 : PROMPT + 4], cache, cache.length)[0])
+    return torch.cat(out)
+
+
+def long_prompt(model, new):
+    """More rows of activations than the decode kernels take: 36 tokens, in two chunks, then a step."""
+    ids, cache = random_ids(4, 2, 40), new(2)
+    out = [prefill(model, ids[:, :17], cache), prefill(model, ids[:, 17:39], cache, cache.length)]
+    return torch.cat([*out, decode(model, ids[:, 39:], cache, cache.length)])
+
+
+def padded(model, new):
+    """Prompts of different lengths in one rectangle; one row leaves half-way."""
+    ids, pads = ids_of(3), [PROMPT - n for n in SHORT]
+    cache = PaddedCache(new(3), pads)
+    prompts = torch.stack([torch.cat((ids[b, :0].new_zeros(pads[b]), ids[b, :n])) for b, n in enumerate(SHORT)])
+    out = [prefill_chunks(model, prompts, cache, start_pos=cache.length, chunk=6)]
+    following = torch.stack([ids[b, n : n + 4] for b, n in enumerate(SHORT)])  # (3,4)
+    for t in range(2):
+        out.append(decode(model, following[:, t : t + 1], cache, cache.length))
+    cache.reorder([0, 2])
+    out.append(decode(model, following[[0, 2], 2:3], cache, cache.length))
+    return torch.cat(out)
+
+
+def ragged(model, new):
+    """A cache for each row, prefilled alone, decoded together, and a draft of two tokens for each."""
+    ids, rows = ids_of(3), caches_of_rows(new)
+    out = [prefill(model, ids[b : b + 1, :n], row) for b, (row, n) in enumerate(zip(rows, SHORT, strict=True))]
+    following = torch.stack([ids[b, n : n + 4] for b, n in enumerate(SHORT)])  # (3,4)
+    batch = together(rows, model.config)
+    for t in range(2):
+        out.append(decode(model, following[:, t : t + 1], batch, batch.length))
+    out.append(verify_draft(model, following[:, 2:], batch, batch.length).flatten(0, 1))
+    return torch.cat(out)
+
+
+def packed(model, new):
+    """Several prompts in one forward, in two chunks; 42 rows in all, so the kernels for many rows take part."""
+    ids, caches = random_ids(6, 3, 30), caches_of_rows(new)
+    first, second = (3, 11, 7), (9, 2, 10)
+    out = [prefill_packed(model, [ids[b, :n].tolist() for b, n in enumerate(first)], caches, [0, 0, 0])]
+    parts = [ids[b, n : n + m].tolist() for b, (n, m) in enumerate(zip(first, second, strict=True))]
+    out.append(prefill_packed(model, parts, caches, list(first)))
+    batch, ends = together(caches, model.config), [n + m for n, m in zip(first, second, strict=True)]
+    newest = torch.stack([ids[b, n : n + 1] for b, n in enumerate(ends)])
+    return torch.cat([*out, decode(model, newest, batch, batch.length)])
+
+
+def handed_over(model, new):
+    """Prefilled, sent over a connection, and continued in the cache that arrives."""
+    return continued(model, new, across)
+
+
+def continued(model, new, way=lambda cache: cache):
+    """A prompt in chunks, then steps and a draft in the cache that `way(cache)` gives."""
+    ids, cache = ids_of(3), new(3)
+    out = [prefill_chunks(model, ids[:, :PROMPT], cache, chunk=4)]
+    cache = way(cache)
+    for t in range(PROMPT, PROMPT + 2):
+        out.append(decode(model, ids[:, t : t + 1], cache, cache.length))
+    out.append(verify_draft(model, ids[:, PROMPT + 2 : PROMPT + 4], cache, cache.length).flatten(0, 1))
+    return torch.cat(out)
+
+
+def across(cache):
+    """The cache at the other end of a connection."""
+    salt = {"salt": cache.options["salt"]} if "salt" in cache.options else {}  # a secret, which is not sent
+    with contextlib.ExitStack() as stack:
+        sender, receiver = (SocketLink(end, 5.0) for end in map(stack.enter_context, socket.socketpair()))
+        sending = stack.enter_context(ThreadPoolExecutor(1)).submit(send, sender, cache)
+        arrived, _ = receive(receiver, cache.config, **salt)
+        sending.result()
+    cache.truncate(0)  # what was sent must not be what is read
+    return arrived
+
+
+def own_mask(model, new):
+    """A cache whose mask hides the third newest key from the newest query; 36 tokens at first."""
+    ids, cache = random_ids(5, 1, 42), new(1)
+
+    class Hides(type(cache)):
+        def mask(self, T):
+            mask, S = super().mask(T), self[0].width(T)
+            mask = torch.ones(T, S, dtype=torch.bool) if mask is None else mask.clone()
+            mask[..., -1, -3] = False
+            return mask
+
+    cache.__class__ = Hides
+    out = [prefill(model, ids[:, :36], cache)]
+    for t in range(36, 39):
+        out.append(decode(model, ids[:, t : t + 1], cache, cache.length))
+    return torch.cat([*out, verify_draft(model, ids[:, 39:], cache, cache.length)[0]])
+
+
+def own_attend(model, new):
+    """A function of the caller's own instead of attention: flatter scores; then one that has only a docstring's word
+    for being causal, over a cache."""
+    ids, cache = random_ids(5, 1, 42), new(1)
+    out = []
+    with torch.inference_mode():
+        for start, end, attend in (
+            (0, 36, lambda q, k, v: causal_attention(0.5 * q, k, v)),
+            (36, 37, lambda q, k, v: decode_attention(0.5 * q, k, v)),
+            (37, 38, lambda q, k, v: decode_attention(q, k, -v)),
+            (38, 41, causal_attention),
+        ):
+            out.append(model.lm_head(model(ids[:, start:end], cache, start, attend))[0])
+    return torch.cat(out)
+
+
+def own_cache(model, new):
+    """A layer class with an `append` of its own over each kind: it stores other values than it is given."""
+    ids, cache = random_ids(5, 1, 42), new(1)
+
+    class Louder(type(cache[0])):
+        def append(self, k, v):
+            return super().append(k, 1.5 * v)
+
+    for layer in cache:
+        layer.__class__ = Louder
+    out = [prefill(model, ids[:, :36], cache)]
+    for t in range(36, 39):
+        out.append(decode(model, ids[:, t : t + 1], cache, cache.length))
+    return torch.cat(out)
+
+
+class SplitKeys:
+    """A model whose attention takes the keys in three parts, whatever the caller passes."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def __getattr__(self, name):
+        return getattr(self.model, name)
+
+    def __call__(self, tokens, cache, start_pos, attend):
+        return self.model(tokens, cache, start_pos, Split(cache.mask(tokens.shape[1]), 3))
+
+
+def split(model, new):
+    """`padded`, whose masks differ by row, with split keys."""
+    return padded(SplitKeys(model), new)
+
+
+def two_ranks(model, new):
+    """`chunks` over two ranks, in pages of 3 positions; the share of each is a cache of this kind."""
+    return on_ranks(2, lambda group: chunks(model, lambda rows: ContextCache(new(rows), group, page=3)))[1]
+
+
+def caches_of_rows(new):
+    """Three caches of one row; paged ones share a pool, as in the engine."""
+    first = new(1)
+    pool = getattr(first, "pool", None)
+    if pool is None:
+        return [first, new(1), new(1)]
+    return [make_cache(first.name, first.config, pool=pool) for _ in range(3)]
+
+
+def together(rows, config):
+    return PagedBatch(rows, config) if hasattr(rows[0], "pool") else BatchCache(rows, config)
+
+
+SITUATIONS = {  # name → (run, rows)
+    "one row": (one_row, 1), "several rows": (rows_together, 3), "chunks": (chunks, 1), "long prompt": (long_prompt, 2),
+    "padded": (padded, 3), "ragged": (ragged, 3), "packed": (packed, 3),
+    "handed over": (handed_over, 3), "own mask": (own_mask, 1), "own attend": (own_attend, 1),
+    "own cache": (own_cache, 1), "split": (split, 3), "two ranks": (two_ranks, 1),
+}  # fmt: skip
+UNSPLIT = {"split": "padded", "two ranks": "chunks"}  # their truth is torch's attention over all keys at once
+
+IN_ONE_PROCESS = SITUATIONS | {"handed over": (continued, 3)}
+
+
+def refused(situation: str, spec: str) -> bool:
+    """What a combination cannot do, by a typed error: sinks would be padding, a rank's share would not be exact."""
+    if situation == "two ranks":
+        return spec.partition(":")[0] not in context.KINDS
+    return situation in ("padded", "split") and "sinks" in spec
+
+
+# --- the truth ------------------------------------------------------------------------------------------------------
+
+
+def run(model, situation: str, spec: str, works=SITUATIONS):
+    work, _ = works[situation]
+    return work(model, lambda rows: new(model.config, spec, rows)).float()
+
+
+@contextmanager
+def oldest_key_hidden():
+    """A mask bug of one position: every query that sees more than one key does not see its oldest."""
+    right = nanokv.attention.F.scaled_dot_product_attention
+
+    class Wrong:
+        @staticmethod
+        def scaled_dot_product_attention(q, k, v, attn_mask=None, is_causal=False, enable_gqa=False):
+            T, S = q.shape[2], k.shape[2]
+            mask = torch.ones(T, S, dtype=torch.bool) if attn_mask is None else attn_mask
+            mask = (mask.tril() if is_causal else mask).expand(*mask.shape[:-2], T, S)
+            oldest = mask & (mask.cumsum(-1) == 1) & (mask.sum(-1, keepdim=True) > 1)
+            return right(q, k, v, attn_mask=mask & ~oldest, enable_gqa=enable_gqa)
+
+    nanokv.attention.F = Wrong
+    try:
+        yield
+    finally:
+        nanokv.attention.F = torch.nn.functional
+
+
+@functools.cache
+def truth(numbers: str, situation: str, spec: str):
+    """(logits, logits with a mask bug of one position) of the plain model with these numbers."""
+    model, spec = same_numbers(numbers), spec if lossy(spec) else "dict"
+    situation = UNSPLIT.get(situation, situation)
+    right = run(model, situation, spec, IN_ONE_PROCESS)
+    with oldest_key_hidden():
+        return right, run(model, situation, spec, IN_ONE_PROCESS)
+
+
+def distance(a, b) -> float:
+    """Length of the difference of all logits, as a share of their length."""
+    return float((a - b).norm() / b.norm())
+
+
+def compare(name: str, situation: str, specs) -> list[str]:
+    """What is wrong, a line for each combination."""
+    wrong = []
+    for spec in specs:
+        try:
+            got = run(candidate(name, SITUATIONS[situation][1]), situation, spec)
+        except (CacheError, UnsupportedError) as error:
+            if not refused(situation, spec):
+                wrong.append(f"{spec}: {error}")
+            continue
+        if refused(situation, spec):
+            wrong.append(f"{spec}: was not refused")
+            continue
+        (right, planted), allowed = truth(name, situation, spec), tolerance(name, spec)
+        if not distance(got, right) <= allowed:
+            wrong.append(f"{spec}: {distance(got, right):.1e} from the truth, {allowed} is allowed")
+        if distance(got, planted) <= allowed:
+            wrong.append(f"{spec}: a mask bug of one position is within the tolerance")
+    return wrong
