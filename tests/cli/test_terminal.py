@@ -113,7 +113,7 @@ def test_notices_are_one_sanitised_line_and_quiet_hides_them(capsys):
 
 @pytest.mark.parametrize("tty", [True, False])
 def test_errors_break_between_words_on_a_terminal_and_nowhere_else(monkeypatch, capsys, tty):
-    from nanokv.apps.cli import show_error
+    from nanokv.apps.cli.common.ways_out import show_error
 
     monkeypatch.setenv("COLUMNS", "40")
     monkeypatch.setattr("sys.stderr.isatty", lambda: tty, raising=False)

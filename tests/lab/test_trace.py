@@ -509,7 +509,7 @@ def test_layers_are_a_list_of_numbers(loaded):
 def test_the_parts_of_the_page_are_package_data():
     """setuptools takes .py files by itself; what the page is made of has to be named."""
     folder = Path(trace.__file__).parent
-    project = tomllib.loads((folder.parents[1] / "pyproject.toml").read_text())
+    project = tomllib.loads((folder.parents[2] / "pyproject.toml").read_text())
     declared = {path for pattern in project["tool"]["setuptools"]["package-data"]["nanokv.lab.trace"]
                 for path in folder.glob(pattern)}  # fmt: skip
     parts = {path for path in folder.rglob("*") if path.suffix in (".html", ".css", ".js")}

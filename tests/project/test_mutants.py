@@ -10,7 +10,7 @@ import pytest
 
 import mutants
 
-EMPTY = {"nanokv/decoding/__init__.py"}  # a docstring
+EMPTY = {f"nanokv/{room}/__init__.py" for room in ("decoding", "ranks", "remote")}  # a docstring
 SOURCE = '''"""A file."""
 
 from typing import TYPE_CHECKING
@@ -52,7 +52,7 @@ def test_every_kind_of_fault_is_made_once_and_texts_are_left_alone():
 def test_the_list_depends_on_the_seed_alone_and_holds_every_file_with_its_tests():
     first = mutants.all_mutants(1)
     assert first == mutants.all_mutants(1) and sorted(first) == sorted(mutants.all_mutants(2)) != first
-    core = {str(path.relative_to(mutants.ROOT)) for folder in ("cache", "decoding", "engine", "fast")
+    core = {str(path.relative_to(mutants.ROOT)) for folder in ("cache", "decoding", "engine", "fast", "ranks", "remote")
             for path in (mutants.ROOT / "nanokv" / folder).glob("*.py")}  # fmt: skip
     assert core | {"nanokv/attention.py", "nanokv/inference.py"} == {path for path, _ in first} | EMPTY
     tests = {name for path, _ in first for name in mutants.tests_of(path)}

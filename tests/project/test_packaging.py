@@ -138,7 +138,7 @@ def test_every_runtime_import_is_declared():
     """`pip install nanokv` without extras must import everything, but for what stands inside a function in OPTIONAL,
     and the server, which is its own extra as a whole."""
     files = [p for package in ("nanokv", "weights_loader") for p in (ROOT / package).rglob("*.py")]
-    declared, server = distributions(RUNTIME), ROOT / "nanokv" / "serve"
+    declared, server = distributions(RUNTIME), ROOT / "nanokv" / "apps" / "serve"
     extra = {path: distributions(EXTRAS["serve"]) if server in path.parents else set() for path in files}
     wrong = {str(p.relative_to(ROOT)): imported(p, True) - declared - extra[p] for p in files}
     assert {path: names for path, names in wrong.items() if names} == {}
@@ -148,7 +148,7 @@ def test_every_runtime_import_is_declared():
 
 def test_every_import_of_the_tests_is_declared():
     """Those of clients/ run in an environment of their own."""
-    lines = (ROOT / "tests" / "clients" / "requirements.txt").read_text().splitlines()
+    lines = (ROOT / "tests" / "support" / "clients" / "requirements.txt").read_text().splitlines()
     clients = distributions(Requirement(line) for line in lines if not line.startswith("#"))
     declared = distributions([*RUNTIME, *EXTRAS["dev"], *EXTRAS["fuzz"]])
     wrong = {}

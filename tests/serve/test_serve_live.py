@@ -371,8 +371,8 @@ def test_the_page_of_another_site_and_an_unknown_host_get_nothing(server, path):
 
 def test_the_parts_of_the_page_are_package_data():
     folder = Path(page.__file__).parent
-    project = tomllib.loads((folder.parents[1] / "pyproject.toml").read_text())
-    patterns = project["tool"]["setuptools"]["package-data"]["nanokv.apps.serve"]
+    project = tomllib.loads((folder.parents[3] / "pyproject.toml").read_text())
+    patterns = project["tool"]["setuptools"]["package-data"]["nanokv.apps.serve.http"]
     declared = {path for pattern in patterns for path in folder.glob(pattern)}
     parts = {path for path in folder.rglob("*") if path.suffix in (".html", ".css", ".js")}
     assert parts == declared and {path.name for path in parts} == {*page.SCRIPTS, *page.STYLES, "live.html"}

@@ -13,10 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cli_helpers import text_of
-from nanokv.apps.cli import main, show_error
+from nanokv.apps.cli import main
 from nanokv.apps.cli.chat import transcript
 from nanokv.apps.cli.common import terminal
 from nanokv.apps.cli.common.text import to_json
+from nanokv.apps.cli.common.ways_out import show_error
 from nanokv.errors import NanoKVError, SessionError
 from weights_loader import CheckpointError
 from weights_loader.strict import LONGEST_MESSAGE

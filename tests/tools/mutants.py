@@ -64,15 +64,14 @@ TESTS = {
     "nanokv/decoding/sample.py": "sample generation beam speculative",
     "nanokv/decoding/speculative.py": "speculative generation",
     "nanokv/engine/": "engine engine_packed batch_command interrupts",
-    "nanokv/ranks/generation.py": "parallel",
-    "nanokv/ranks/engine.py": "parallel",
-    "nanokv/remote/handover.py": "handover",
-    "nanokv/remote/link.py": "handover handover_engine",
-    "nanokv/remote/prefill_process.py": "handover_engine",
     "nanokv/engine/prefilled.py": "handover_engine",
     "nanokv/fast/": "fast matrix",
     "nanokv/fast/compiled.py": "compiled matrix",
     "nanokv/fast/native.py": "fast",
+    "nanokv/ranks/": "parallel",
+    "nanokv/remote/": "handover_engine",
+    "nanokv/remote/handover.py": "handover",
+    "nanokv/remote/link.py": "handover handover_engine",
 }
 
 # --- which mutants there are ----------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from nanokv.school.course.site.pages import Page
 ROOT = Path(__file__).resolve().parents[4]
 GUESS = re.compile(r'<a href="([^"#]*)#([^"]*)">(.*?)</a>', re.DOTALL)
 BUILTINS = {inspect.getdoc(kind) for kind in vars(builtins).values() if isinstance(kind, type)}
-LEFT_OUT = re.compile(r"nanokv\.(__main__|cli|course\.checks)\b")
+LEFT_OUT = re.compile(r"nanokv\.(__main__|apps\.cli|school\.course\.checks)\b")
 
 
 def modules() -> list[str]:
