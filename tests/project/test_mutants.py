@@ -60,7 +60,8 @@ def test_the_list_depends_on_the_seed_alone_and_holds_every_file_with_its_tests(
 
 
 def test_a_mutant_meets_the_tests_that_run_its_line_quick_and_close_ones_first():
-    quick, close, slow = (f"tests/test_{name}" for name in ("matrix.py::a", "model_parity.py::b", "model_parity.py::c"))
+    quick = "tests/test_matrix.py::a"
+    close, slow = (f"tests/model/test_model_parity.py::{name}" for name in "bc")
     lines = {
         slow: {"s": 0.6, "lines": {"nanokv/attention.py": [7, 8]}},
         quick: {"s": 0.1, "lines": {"nanokv/attention.py": [8]}},
