@@ -53,8 +53,12 @@ test: $(VENV)/.dev ## after every change: all tests but the slow ones, minutes
 	@$(PYTEST) -m "not slow" $(ARGS)
 
 .PHONY: check
-check: $(VENV)/.dev ## before you hand it on: the slow tests, half an hour
-	@$(PYTEST) -m slow $(ARGS)
+check: $(VENV)/.dev ## before you hand it on: the slow tests, twenty minutes
+	@$(PYTEST) -m "slow and not night" $(ARGS)
+
+.PHONY: night
+night: $(VENV)/.dev ## before a release: what repeats for longer, half an hour
+	@$(PYTEST) -m night $(ARGS)
 
 .PHONY: fuzz
 fuzz: $(VENV)/.fuzz ## when you changed what reads files: hostile input, minutes

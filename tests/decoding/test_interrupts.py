@@ -1,7 +1,7 @@
 """An exception at any line leaves everything usable: Ctrl-C, or no memory, in the engine, in a session, in a cache.
 
-Every scenario is run once for each line of nanokv below the call, at the line's first and at its last execution (slow:
-minutes), and for a few of them drawn by lot (every time). See interrupts.py.
+Every scenario is run once for each line of nanokv below the call, at the line's first and at its last execution (at
+night), and for some of them, drawn by lot (every time, and many of them in `make check`). See interrupts.py.
 """
 
 import inspect
@@ -19,7 +19,7 @@ from nanokv.engine import Engine
 from nanokv.engine.prefilled import taken
 from oracle import pair, random_ids
 
-SAMPLE = 12  # points of each scenario in `make test`
+SAMPLE, MANY = 12, 25  # points of each scenario in `make test` and in `make check`; all in `make night`
 
 
 @pytest.fixture(scope="module")
@@ -346,14 +346,26 @@ def test_ctrl_c_at_some_lines_is_survived(model, name):
 
 @pytest.mark.slow
 @NAMES
+def test_ctrl_c_at_many_lines_is_survived(model, name):
+    survives(scenario(name, model), some(MANY))
+
+
+@pytest.mark.night
+@NAMES
 def test_ctrl_c_at_any_line_is_survived(model, name):
     survives(scenario(name, model))
 
 
 @pytest.mark.slow
 @NAMES
-def test_no_memory_at_any_line_is_survived(model, name):
+def test_no_memory_at_many_lines_is_survived(model, name):
     """A MemoryError is an Exception, so that handlers may take it for something else."""
+    survives(scenario(name, model), some(MANY, 1), MemoryError)
+
+
+@pytest.mark.night
+@NAMES
+def test_no_memory_at_any_line_is_survived(model, name):
     survives(scenario(name, model), last, MemoryError)
 
 

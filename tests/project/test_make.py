@@ -20,7 +20,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGETS = [
-    "help", "chat", "smollm2", "test", "check", "fuzz", "mutants", "soak", "load", "compat", "lint", "bench", "train",
+    "help", "chat", "smollm2", "test", "check", "night", "fuzz", "mutants", "soak", "load", "compat", "lint", "bench", "train",
     "notebooks", "book", "site", "setup", "clean", "distclean",
 ]  # fmt: skip
 HIDDEN = ("source", "teach", "AUTHORING.md", "__pycache__")
@@ -211,11 +211,15 @@ def test_ci_runs_what_a_person_runs():
     assert "set -euo pipefail" in script.read_text()
 
 
-def test_the_workflow_runs_the_same_script():
-    """No second recipe on a server: its only command of ours is .ci/run."""
+def test_the_workflow_runs_what_a_person_runs():
+    """Lint, the quick tests on three systems with two Pythons, and at night .ci/run and what only repeats."""
     text = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
-    assert re.findall(r"- run: (.*)", text) == [".ci/run"] and "run: |" not in text
-    assert re.findall(r'python: \["([\d.]+)"', text) == ["3.11"]
+    quick = re.search(r'pytest .*(-m ".*?")', text)[1]
+    runs = [line.split("  #")[0].strip() for line in re.findall(r"- run: (.*)", text)]
+    assert [line for line in runs if "python" not in line] == ["make lint", ".ci/run", "make night"]
+    assert quick in (ROOT / "Makefile").read_text() and "run: |" not in text
+    assert re.findall(r"os: \[(.*)\]", text) == ["ubuntu-latest, macos-latest, windows-latest"]
+    assert re.findall(r"python: \[(.*)\]", text) == ['"3.11", "3.13"']
 
 
 def test_make_starts_at_once(clone):

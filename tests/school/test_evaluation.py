@@ -445,7 +445,7 @@ def test_the_bundled_model_answers():
     assert {task: found[task] for task in TARGETS if found[task] < 4 / 6} == {}
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_the_card_of_the_bundled_model_is_true():
     """A hundred cases per task on the first of its five seeds, beside the lowest that the card names. Another processor
     rounds otherwise, so a few answers may differ."""

@@ -92,7 +92,7 @@ def test_wrong_flags_are_refused(flags, word, capsys):
     assert word in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_nanokv_under_load(tmp_path, capsys):
     try:
         load.environment()
@@ -111,7 +111,9 @@ def test_nanokv_under_load(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_no_answer_is_lost_or_mixed_up(capsys):
-    assert load.main(["--scenario", "many", "--requests", "5000", "--threads", "1"]) == 0
-    found = re.search(r"nanokv \| 32 \| 5000 \| (\d+) \| 5000 \| 0 \| 0 \| 0 \|", capsys.readouterr().out)
-    assert found and int(found[1]) > 4975, "nearly all answers are different"
+@pytest.mark.parametrize("requests", [500, pytest.param(5_000, marks=pytest.mark.night)])
+def test_no_answer_is_lost_or_mixed_up(capsys, requests):
+    assert load.main(["--scenario", "many", "--requests", str(requests), "--threads", "1"]) == 0
+    row = rf"nanokv \| 32 \| {requests} \| (\d+) \| {requests} \| 0 \| 0 \| 0 \|"
+    found = re.search(row, capsys.readouterr().out)
+    assert found and int(found[1]) > 0.99 * requests, "nearly all answers are different"

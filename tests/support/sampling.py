@@ -62,3 +62,6 @@ def pytest_collection_modifyitems(config, items):
     for _, rest in found.values():
         for item in rest:
             item.add_marker(pytest.mark.slow)
+    for item in items:
+        if item.get_closest_marker("night"):
+            item.add_marker(pytest.mark.slow)
