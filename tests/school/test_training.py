@@ -421,7 +421,7 @@ def test_the_shortest_runs_have_a_rate_too(steps):
 
 
 def spawn_and_die(out, *moment):
-    script = Path(HOME) / "tests" / "small_training.py"
+    script = Path(HOME) / "tests" / "support" / "small_training.py"
     argv = [str(word) for word in (sys.executable, script, *moment, "--out", out, *FLAGS)]
     done = subprocess.run(argv, env=environment(), capture_output=True, timeout=120, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr.decode()
