@@ -20,8 +20,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGETS = [
-    "help", "chat", "smollm2", "test", "check", "night", "fuzz", "mutants", "soak", "load", "compat", "lint", "bench", "train",
-    "notebooks", "book", "site", "setup", "clean", "distclean",
+    "help", "chat", "smollm2", "test", "check", "night", "fuzz", "mutants", "soak", "load", "compat", "lint",
+    "bench", "train", "notebooks", "book", "site", "setup", "clean", "distclean",
 ]  # fmt: skip
 HIDDEN = ("source", "teach", "AUTHORING.md", "__pycache__")
 FAKE = """#!/bin/sh
