@@ -128,7 +128,7 @@ def others(server, count=1, headers=None, **fields):
     for number in range(count):
         body = ask(f"{number} {STORY}", stream=True, **ENDLESS | fields)
         connections.append(server.send("POST", CHAT, body, headers))
-    server.wait(lambda: len(server.worker.tickets) >= count and all(t.request for t in server.worker.tickets))
+    server.wait(lambda: len(server.tickets) >= count and server.entered)
     try:
         yield
     finally:
@@ -176,7 +176,7 @@ def test_the_picture_follows_an_answer_through_queue_prefill_and_decode(page, se
     endless(page)
     with server.held():
         send(page, "Who are you?")
-        server.wait(lambda: server.worker.tickets)
+        server.wait(lambda: server.tickets)
     turn = wait(page, "const t = cache.turn; return t && t.state === 'decode' && t.generated > 2 && t")
     assert turn["held"] == turn["prompt"] + turn["generated"] - 1 and turn["pages"] == -(-turn["held"] // 8)
     answered(page)

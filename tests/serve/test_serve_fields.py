@@ -215,7 +215,7 @@ def test_others_go_on_while_a_prompt_is_scored_and_a_client_that_leaves_ends_it(
             connection = server.send("POST", TEXT, {"prompt": ids, "echo": True, "logprobs": 5, "max_tokens": 0})
             server.wait(lambda: len(advanced) > 5)
             connection.close()
-        server.wait(lambda: server.free and not server.worker._echoing)
+        server.wait(lambda: server.free)
         assert len(advanced) < 500, "it was scored for nobody"
         assert len(set(advanced)) > 3, "the engine waited for the whole prompt"
 
@@ -227,7 +227,7 @@ def test_a_prompt_that_cannot_be_scored_fails_alone(loaded, monkeypatch):
         status, found = server.post(TEXT, request)
         assert (status, error(found)["code"]) == (500, "internal_error")
         assert server.post(CHAT, ask(max_tokens=2))[0] == 200
-        server.wait(lambda: server.free and not server.worker._echoing)
+        server.wait(lambda: server.free)
 
 
 def test_too_many_prompt_tokens_to_score_are_refused(server, monkeypatch):
@@ -318,16 +318,16 @@ def test_all_answers_have_a_place_or_none_has(loaded):
     with Serving(*loaded, running=1, queue=3) as server, contextlib.ExitStack() as stack:
         stack.enter_context(server.held())
         first = stack.enter_context(asked(server, ask(max_tokens=2, n=2)))
-        server.wait(lambda: len(server.worker.tickets) == 2)
+        server.wait(lambda: len(server.tickets) == 2)
         status, headers, data = server.raw("POST", CHAT, ask(n=3))
         assert status == 429 and headers["retry-after"] and error(json.loads(data))["code"] == "queue_full"
-        server.wait(lambda: len(server.worker.tickets) == 2)
+        server.wait(lambda: len(server.tickets) == 2)
         status, found = server.post(TEXT, {"prompt": ["a", "b"], "n": 3})
         assert (status, error(found)["param"]) == (400, "n") and "6 answers" in found["error"]["message"]
         with server.client() as client, pytest.raises(openai.BadRequestError):
             client.chat.completions.create(model="tiny", n=5, **ask())
         second = stack.enter_context(asked(server, ask(max_tokens=2, n=2)))
-        server.wait(lambda: len(server.worker.tickets) == 4)
+        server.wait(lambda: len(server.tickets) == 4)
         server.gate.set()
         server.wait(lambda: first and second)
         assert [len(one[0][1]["choices"]) for one in (first, second)] == [2, 2]
@@ -338,12 +338,12 @@ def test_all_answers_have_a_place_or_none_has(loaded):
 def test_a_client_that_leaves_frees_all_of_its_places(loaded, stream):
     with Serving(*loaded, context=500) as server:
         connection = server.send("POST", CHAT, ask(stream=stream, n=4, **ENDLESS))
-        server.wait(lambda: len(server.worker.tickets) == 4 and all(one.request for one in server.worker.tickets))
-        tickets = list(server.worker.tickets)
-        server.wait(lambda: all(one.request.tokens for one in tickets))
+        server.wait(lambda: len(server.requests) == 4)
+        requests = server.requests
+        server.wait(lambda: all(one.tokens for one in requests))
         connection.close()
         server.wait(lambda: server.free)
-        assert {one.request.finish_reason for one in tickets} == {"cancelled"}
+        assert {one.finish_reason for one in requests} == {"cancelled"}
 
 
 def test_one_answer_that_fails_ends_the_request(server, monkeypatch):

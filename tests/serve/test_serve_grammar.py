@@ -319,7 +319,7 @@ def test_a_model_without_an_end_is_told(endless_folder):
 def test_a_client_that_leaves_a_constrained_answer_frees_it(server):
     request = ask(stream=True, temperature=2.0, **of({"type": "array", "items": {"type": "integer"}, "minItems": 300}))
     with contextlib.closing(server.send("POST", CHAT, request)):
-        server.wait(lambda: server.worker.tickets)
+        server.wait(lambda: server.tickets)
     server.wait(lambda: server.free)
 
 

@@ -22,11 +22,11 @@ from nanokv.apps.serve.http.security import Hosts, Keys, host_name
 from serving import CHAT, TEXT, Serving, ask, error
 
 
-def only_ticket(server):
-    """The one request that has a place, once the engine has it."""
-    server.wait(lambda: server.worker.tickets and all(ticket.request for ticket in server.worker.tickets))
-    (ticket,) = server.worker.tickets
-    return ticket
+def only_request(server):
+    """The engine's, of the one answer that has a place."""
+    server.wait(lambda: server.entered)
+    (request,) = server.requests
+    return request
 
 
 # --- clients that leave -----------------------------------------------------------------------------------------------
@@ -39,11 +39,11 @@ def test_a_client_that_leaves_in_prefill_frees_its_place_and_its_pages(loaded, s
     with Serving(*loaded, step_tokens=4) as server:
         with server.held():
             connection = server.send("POST", path, body)
-            ticket = only_ticket(server)
+            request = only_request(server)
             connection.close()
-            server.wait(lambda: not server.worker.tickets)  # while the engine is in the middle of a step
+            server.wait(lambda: not server.tickets)  # while the engine is in the middle of a step
         server.wait(lambda: server.free)
-        assert (ticket.request.finish_reason, ticket.request.tokens) == ("cancelled", []) and server.steps <= 2
+        assert (request.finish_reason, request.tokens) == ("cancelled", []) and server.steps <= 2
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
@@ -52,11 +52,11 @@ def test_a_client_that_leaves_in_decode_frees_its_place_and_its_pages(loaded, st
         step = server.engine.step
         server.engine.step = lambda: (time.sleep(0.003), step())[1]
         connection = server.send("POST", CHAT, ask(stream=stream, **ENDLESS))
-        ticket = only_ticket(server)
-        server.wait(lambda: len(ticket.request.tokens) > 3)
+        request = only_request(server)
+        server.wait(lambda: len(request.tokens) > 3)
         connection.close()
         server.wait(lambda: server.free)
-        assert ticket.request.finish_reason == "cancelled" and 3 < len(ticket.request.tokens) < 300
+        assert request.finish_reason == "cancelled" and 3 < len(request.tokens) < 300
         assert server.post(CHAT, ask(max_tokens=2))[0] == 200
 
 
@@ -67,9 +67,9 @@ def test_a_client_that_reads_nothing_does_not_stay(loaded, monkeypatch):
         step = server.engine.step
         server.engine.step = lambda: (time.sleep(0.003), step())[1]
         connection = server.send("POST", CHAT, ask(stream=True, **ENDLESS))
-        ticket = only_ticket(server)
+        request = only_request(server)
         server.wait(lambda: server.free)
-        assert ticket.request.finish_reason == "cancelled" and len(ticket.request.tokens) < 400
+        assert request.finish_reason == "cancelled" and len(request.tokens) < 400
         connection.close()
 
 
@@ -80,7 +80,7 @@ def test_a_client_that_reads_nothing_of_a_whole_answer_does_not_stay(loaded, mon
         assert len(server.raw("POST", CHAT, ask(max_tokens=2))[2]) > 12_000_000, "who reads has all of it"
         monkeypatch.setattr("nanokv.apps.serve.http.server.READER_S", 0.3)
         connection = server.send("POST", CHAT, ask(max_tokens=2))
-        server.wait(lambda: b'reason="length"} 2.0' in server.worker.metrics.text({}) and server.free)
+        server.wait(lambda: b'reason="length"} 2.0' in server.engine_client.metrics.text({}) and server.free)
         server.wait(lambda: not server.server.server_state.connections)
         connection.close()
 
@@ -88,7 +88,7 @@ def test_a_client_that_reads_nothing_of_a_whole_answer_does_not_stay(loaded, mon
 def test_the_event_loop_never_waits_for_a_forward(server):
     with server.held():
         with asked(server, ask(max_tokens=2)) as found:
-            only_ticket(server)
+            only_request(server)
             assert server.get("/health") == (200, {"status": "ok"}) and server.get("/v1/models")[0] == 200
             assert server.post("/tokenize", {"prompt": "Hi"})[0] == 200 and not found
             server.gate.set()
@@ -102,7 +102,7 @@ def test_a_full_queue_is_429_with_retry_after(loaded):
     with Serving(*loaded, running=1, queue=1) as server, contextlib.ExitStack() as stack:
         stack.enter_context(server.held())
         both = [stack.enter_context(asked(server, ask(max_tokens=2))) for _ in range(2)]
-        server.wait(lambda: len(server.worker.tickets) == 2)
+        server.wait(lambda: len(server.tickets) == 2)
         status, headers, data = server.raw("POST", CHAT, ask())
         assert status == 429 and int(headers["retry-after"]) >= 1
         assert error(json.loads(data))["code"] == "queue_full"
@@ -164,9 +164,9 @@ def test_a_step_that_fails_ends_its_requests_and_not_the_server(loaded, monkeypa
 def test_an_engine_that_has_died_leaves_nobody_waiting(loaded, monkeypatch):
     monkeypatch.setattr(threading, "excepthook", lambda args: None)
     with Serving(*loaded) as server:
-        monkeypatch.setattr(server.worker, "_deliver", lambda: 1 / 0)
+        monkeypatch.setattr(server.engine_client.thread, "_send", lambda: 1 / 0)
         assert server.post(CHAT, ask(max_tokens=5))[0] == 500
-        server.wait(lambda: not server.worker.alive)
+        server.wait(lambda: server.engine_client.admission.closed)
         assert server.post(CHAT, ask())[0] == 503 and server.get("/health")[0] == 503
         assert error(server.get("/metrics")[1])["code"] == "engine_failed", "it would wait for ever"
 
@@ -191,9 +191,9 @@ def test_an_answer_that_takes_too_long_is_ended(loaded):
 def test_running_answers_finish_when_the_server_is_ended(loaded):
     with Serving(*loaded) as server, server.held():
         with asked(server, ask(max_tokens=4)) as found:
-            only_ticket(server)
+            only_request(server)
             server.stop.set()
-            server.wait(lambda: server.worker.closing)
+            server.wait(lambda: server.engine_client.admission.closed)
             server.gate.set()
         assert found[0][0] == 200
         server.thread.join(10)
@@ -204,7 +204,7 @@ def test_answers_that_do_not_finish_in_time_are_told(loaded):
     with Serving(*loaded, grace=0.1) as server, server.held():
         connection = server.send("POST", CHAT, ask(max_tokens=4, stream=True))
         with asked(server, ask(max_tokens=4)) as whole:
-            server.wait(lambda: len(server.worker.tickets) == 2)
+            server.wait(lambda: len(server.tickets) == 2)
             server.stop.set()
         events = connection.getresponse().read().decode().split("\n\n")
         connection.close()
@@ -231,7 +231,7 @@ def test_a_client_that_reads_nothing_does_not_keep_a_server_that_ends(loaded, mo
     monkeypatch.setattr(forms.ChatForm, "opening", lambda self, index: b":" + b"x" * 12_000_000 + b"\n\n")
     with Serving(*loaded, grace=0.1) as server:
         connection = server.send("POST", CHAT, ask(stream=True, **ENDLESS))
-        only_ticket(server)
+        only_request(server)
         server.stop.set()
         server.thread.join(5)
         assert not server.thread.is_alive() and "Exception" not in caplog.text and "Cancel" not in caplog.text
@@ -332,9 +332,9 @@ def test_two_keys_at_once_share_nothing(locked):
     with locked.held(), contextlib.ExitStack() as stack:
         headers = [{"Authorization": f"Bearer {key}"} for key in ("one-key", "another-key", "one-key")]
         first = stack.enter_context(asked(locked, ask("hold", max_tokens=1), CHAT, headers[0]))
-        only_ticket(locked)
+        only_request(locked)
         found = [stack.enter_context(asked(locked, prompt, TEXT, header)) for header in headers]
-        locked.wait(lambda: len(locked.worker.tickets) == 4)
+        locked.wait(lambda: len(locked.tickets) == 4)
         locked.gate.set()
         locked.wait(lambda: first and all(found))
     cached = [one[0][1]["usage"]["prompt_tokens_details"]["cached_tokens"] for one in found]

@@ -18,7 +18,7 @@ import pytest
 
 from nanokv.apps.serve.http import live, page
 from nanokv.apps.serve.http.response import Limits
-from nanokv.apps.serve.run.snapshot import CELLS, FREE, KEPT, SHARED, ended, runs, snapshot, view
+from nanokv.apps.serve.run.snapshot import CELLS, FREE, KEPT, SHARED, departed, runs, snapshot, view
 from nanokv.engine import Engine
 from serving import CHAT, Serving, ask, error
 
@@ -128,7 +128,7 @@ def test_what_a_stopped_request_leaves_is_counted_until_it_is_evicted(engine):
         engine.step()
     held = request.fed
     engine.cancel(request)
-    left = [ended(engine, request, "mine", held)]
+    left = [departed(engine, request, "mine", held)]
     taken = view(snapshot(engine, {}, left), "", "mine")
     (one,) = taken["ended"]
     assert (one["reason"], one["generated"], one["prefilled"], one["kept"]) == ("cancelled", 5, 17, 20)
@@ -201,7 +201,7 @@ def test_a_request_that_is_stopped_in_prefill_leaves_what_it_has_computed(loaded
         assert seen["prefilled"] <= left["prefilled"] < left["prompt"] and left["generated"] == 0
         assert left["kept"] == left["prefilled"] // 4 * 4
         server.wait(lambda: server.free)
-        assert len(server.worker._left) == 1
+        assert len(server.engine_client.thread.departed) == 1
 
 
 def test_another_client_and_another_tab_are_no_request_of_mine(loaded):
@@ -210,7 +210,7 @@ def test_another_client_and_another_tab_are_no_request_of_mine(loaded):
             for key, tab in (("one", "a"), ("one", "b"), ("two", "a")):
                 header = {"Authorization": f"Bearer {key}", "X-Nanokv-Tab": tab}
                 stack.enter_context(streaming(server, ask(**ENDLESS), **header))
-                server.wait(lambda: all(ticket.request for ticket in server.worker.tickets))
+                server.wait(lambda: server.entered)
             seen = watcher.wait(lambda now: len(now["requests"]) == 3)
             assert sorted(one["whose"] for one in seen["requests"]) == ["key", "other", "tab"]
             assert all(("reused" in one) == (one["whose"] != "other") for one in seen["requests"])
@@ -225,7 +225,8 @@ def test_nothing_comes_while_nothing_changes_but_a_sign_of_life(loaded):
 
 def test_nobody_watches_and_nothing_is_taken(loaded, monkeypatch):
     taken = []
-    monkeypatch.setattr("nanokv.apps.serve.run.worker.snapshot", lambda *more: taken.append(1) or snapshot(*more))
+    take = lambda *more: taken.append(1) or snapshot(*more)  # noqa: E731
+    monkeypatch.setattr("nanokv.apps.serve.run.engine_thread.snapshot", take)
     with Serving(*loaded) as server:
         watched = watched_by(server)
         assert server.post(CHAT, ask(max_tokens=2))[0] == 200 and not taken
@@ -242,7 +243,7 @@ def test_one_snapshot_serves_all_and_the_event_loop_never_waits_for_it(loaded):
     with Serving(*loaded) as server, Watcher(server) as watcher:
         assert watcher.next()
         with server.held(), streaming(server, ask(max_tokens=2)):
-            server.wait(lambda: any(ticket.request for ticket in server.worker.tickets))
+            server.wait(lambda: server.requests)
             with Watcher(server) as late:
                 assert late.next() and server.get("/health")[0] == 200  # what was taken before the step
 
@@ -265,7 +266,7 @@ def test_a_reader_that_is_slow_skips_snapshots(server):
     """It gets the newest when it has taken the one before."""
 
     async def read():
-        watched = live.Live(server.worker, server.served)
+        watched = live.Live(server.engine_client, server.served)
         events = live.Watching(watched, "", "", Limits()).events()
         seen = []
         for steps in ((1,), (2, 3, 4), (5,)):
@@ -305,14 +306,14 @@ def test_an_engine_that_has_died_ends_the_stream(loaded, monkeypatch):
     monkeypatch.setattr("threading.excepthook", lambda args: None)
     with Serving(*loaded) as server, Watcher(server) as watcher:
         assert watcher.next()
-        monkeypatch.setattr(server.worker, "_deliver", lambda: 1 / 0)
+        monkeypatch.setattr(server.engine_client.thread, "_send", lambda: 1 / 0)
         server.post(CHAT, ask(max_tokens=2))
         assert error(watcher.wait(lambda found: "error" in found))["code"] == "engine_failed"
         assert error(server.get("/live")[1])["code"] == "engine_failed"
 
 
 def test_a_snapshot_that_fails_is_told_and_the_engine_goes_on(loaded, monkeypatch, caplog):
-    monkeypatch.setattr("nanokv.apps.serve.run.worker.snapshot", lambda *more: 1 / 0)
+    monkeypatch.setattr("nanokv.apps.serve.run.engine_thread.snapshot", lambda *more: 1 / 0)
     with Serving(*loaded) as server, Watcher(server) as watcher:
         assert error(watcher.wait(lambda found: "error" in found))["code"] == "internal_error"
         assert server.post(CHAT, ask(max_tokens=2))[0] == 200

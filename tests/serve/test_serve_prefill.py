@@ -57,8 +57,13 @@ def nothing_is_left(request):
     yield
     if "both" in request.fixturenames:
         server = request.getfixturevalue("both")[0]
-        server.wait(lambda: server.free and not server.worker.prefills.asked and not server.worker.prefills.waiting)
+        server.wait(lambda: server.free and nobody_waits(server))
         server.wait(lambda: metrics(server)["prefill_worker_pages_free"] == SIZES["pages"])
+
+
+def nobody_waits(server) -> bool:
+    """For the process."""
+    return not (server.prefills.asked or server.prefills.waiting)
 
 
 def key(name="one"):
@@ -173,7 +178,7 @@ def slow(loaded, tiny_folder):
 
 
 def until_asked(server, count=1):
-    server.wait(lambda: len(server.worker.prefills.asked) >= count)
+    server.wait(lambda: len(server.prefills.asked) >= count)
     time.sleep(0.2)
 
 
@@ -181,11 +186,11 @@ def until_asked(server, count=1):
 def test_a_client_that_leaves_during_the_prefill_frees_both_sides(slow):
     connections = [slow.send("POST", CHAT, ask(f"{i} {LONG}", stream=i % 2 == 0)) for i in range(AHEAD + 2)]
     until_asked(slow, AHEAD)
-    assert metrics(slow)["prefills_waiting"] == AHEAD + 2 and len(slow.worker.prefills.asked) == AHEAD
+    assert metrics(slow)["prefills_waiting"] == AHEAD + 2 and len(slow.prefills.asked) == AHEAD
     for connection in connections:
         connection.sock.shutdown(socket.SHUT_RDWR)
         connection.close()
-    slow.wait(lambda: slow.free and not slow.worker.prefills.asked and not slow.worker.prefills.waiting)
+    slow.wait(lambda: slow.free and nobody_waits(slow))
     slow.wait(lambda: metrics(slow)["prefill_worker_pages_free"] == SIZES["pages"])
     assert metrics(slow)["handover_prompts"] == 0
     began = time.monotonic()
@@ -203,7 +208,7 @@ def test_when_the_process_is_killed_prompts_are_prefilled_here(slow, loaded, str
         others = [pool.submit(slow.post, CHAT, ask(f"{i} {LONG}", max_tokens=2)) for i in range(AHEAD)]
         until_asked(slow, AHEAD)
         began = time.monotonic()
-        os.kill(slow.worker.prefills.process.pid, signal.SIGKILL)
+        os.kill(slow.prefills.process.pid, signal.SIGKILL)
         found = [one.result(20) for one in asked]
         assert [one.result(20)[0] for one in others] == [200] * AHEAD and time.monotonic() - began < 10
     with Serving(*loaded) as plain:
@@ -227,7 +232,7 @@ def test_a_server_that_ends_tells_those_who_wait_and_ends_its_process(loaded, ti
             server.stop.set()
             status, found = asked.result(20)
     assert (status, error(found)["code"]) == (503, "shutting_down")
-    assert time.monotonic() - began < 15 and server.worker.prefills.process._process.exitcode is not None
+    assert time.monotonic() - began < 15 and server.prefills.process._process.exitcode is not None
 
 
 # --- one that says what it should not: our bug over there, or a damaged memory ----------------------------------------
@@ -257,12 +262,14 @@ def test_what_is_not_the_prompts_is_computed_here_and_the_process_ended(loaded, 
     """The engine's thread ended, or a client was told that its messages have the wrong shape."""
     engine = Engine(loaded[0], **SIZES)
     elsewhere, entered = Elsewhere(engine, None, SIZES, ""), []
-    elsewhere.process, elsewhere._put = Dead(), lambda command: command()
+    elsewhere.process = Dead()
     elsewhere.process.killed, elsewhere.process.alive = False, True
-    ticket = SimpleNamespace(enter=entered.append, opened=0.0)
+    elsewhere.start(elsewhere.take)
+    submit = SimpleNamespace(opened=0.0)
     for message in (rows(5, engine.config), rows(5, engine.config, **change) if change else ({"hello": 1}, {})):
-        elsewhere.asked[1] = ("", (1, 2, 3, 4, 5)), [ticket]
+        elsewhere.asked[1] = ("", (1, 2, 3, 4, 5)), [submit]
         elsewhere._news(*message, 0, 0.0)
+        entered += [prefilled for _, prefilled in elsewhere.ready()]
     assert entered[0].keys.shape == (3, 2, 5, 32) and entered[1:] == [None]
     assert elsewhere.process.killed and elsewhere.state["handover_lost"] == 1
 
@@ -283,7 +290,7 @@ def test_a_server_goes_on_with_right_answers(loaded, tiny_folder, lie):
             body = ask(question, max_tokens=6)
             status, found = server.post(CHAT, body)
             assert status == 200 and found["choices"] == plain.post(CHAT, body)[1]["choices"]
-        assert server.worker.alive and server.free and metrics(server)["handover_lost"] > 0
+        assert server.engine_client.admission.closed is None and server.free and metrics(server)["handover_lost"] > 0
 
 
 @pytest.mark.slow

@@ -19,8 +19,8 @@ from nanokv.apps.serve.api.prompts import Served
 from nanokv.apps.serve.http.app import make_app
 from nanokv.apps.serve.http.security import Hosts, Keys
 from nanokv.apps.serve.http.server import Server, listen, url
-from nanokv.apps.serve.run.prefill import HERE
-from nanokv.apps.serve.run.worker import Worker
+from nanokv.apps.serve.run.engine_client import EngineClient
+from nanokv.apps.serve.run.prefill import Here
 from nanokv.decoding.draw import SamplingParams
 from nanokv.engine import Engine
 
@@ -36,18 +36,19 @@ class Serving:
 
     def __init__(self, model, tokenizer, keys=(), queue=64, limits=None, grace=5.0, pages=200, page_size=4, running=8,
                  context=512, sampling=None, names=("tiny", "alias"), hosts=(), step_tokens=256,
-                 prefills=lambda engine: HERE, **served):
+                 prefills=lambda engine: Here(), **served):
         self.engine = Engine(model, pages, page_size, step_tokens, running)
         self.bound = listen("127.0.0.1", 0)
         self.url, self.port = url(self.bound), self.bound.getsockname()[1]
         self.served = Served(self.engine, tokenizer, names, context, sampling or SamplingParams(), **served)
-        self.worker = Worker(self.engine, queue, prefills(self.engine))
-        self.app = make_app(self.served, self.worker, Hosts("127.0.0.1", hosts), Keys(keys), limits)
+        self.prefills = prefills(self.engine)
+        self.engine_client = EngineClient(self.engine, queue, self.prefills)
+        self.app = make_app(self.served, self.engine_client, Hosts("127.0.0.1", hosts), Keys(keys), limits)
         self.application = self.app.app.routes[0].endpoint.__self__  # what the endpoints share
         self.stop, self.hurry = threading.Event(), threading.Event()
         self.ready, self.gate = threading.Event(), threading.Event()
         self.gate.set()
-        self.server = Server(self.app, self.worker, self.stop.is_set, self.hurry.is_set, grace, self.ready.set)
+        self.server = Server(self.app, self.engine_client, self.stop.is_set, self.hurry.is_set, grace, self.ready.set)
         self.steps, step = 0, self.engine.step
 
         def gated():
@@ -91,10 +92,26 @@ class Serving:
             time.sleep(0.005)
 
     @property
+    def tickets(self) -> list:
+        """Of all answers that have a place."""
+        return list(self.engine_client.admission.tickets.values())
+
+    @property
+    def requests(self) -> list:
+        """What the engine has of them."""
+        return [answer.request for answer in self.engine_client.thread.running.copy().values()]
+
+    @property
+    def entered(self) -> bool:
+        """Some answers have a place, and the engine has all of them."""
+        return 0 < len(self.tickets) == len(self.requests)
+
+    @property
     def free(self) -> bool:
         """No request has a place, and all pages can be had."""
         pool = self.engine.pool
-        idle = self.engine.idle and not self.worker.tickets and not self.worker._active
+        thread = self.engine_client.thread
+        idle = self.engine.idle and not (self.tickets or thread.running or thread.echoing)
         return idle and pool.available() == len(pool.references)
 
     def client(self, key="any", **options) -> openai.OpenAI:

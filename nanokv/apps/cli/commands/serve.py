@@ -91,10 +91,10 @@ def run(args) -> int:
         try:
             server.run(sockets=[bound])
         finally:
-            server.worker.prefills.close()
+            server.client.thread.prefills.close()
         logs.close()
-        if server.worker.lost is not None:
-            raise server.worker.lost
+        if server.client.lost is not None:
+            raise server.client.lost
         stop.finish()
     return 130
 
@@ -126,7 +126,7 @@ def make_server(args, loaded: Loaded, stop: "Stop", ready):
     from nanokv.apps.serve.http.response import Limits
     from nanokv.apps.serve.http.security import Hosts, Keys, is_loopback
     from nanokv.apps.serve.http.server import Server
-    from nanokv.apps.serve.run.worker import Worker
+    from nanokv.apps.serve.run.engine_client import EngineClient
 
     page = args.cache[1]["page"]
     pages = args.cache[1].get("pages") or pool_pages(args, loaded, page)
@@ -142,9 +142,9 @@ def make_server(args, loaded: Loaded, stop: "Stop", ready):
     keys = api_keys(args)
     if not keys and not is_loopback(args.host):
         terminal.warning(f"--host {args.host} without --api-key: whoever reaches this machine can use the model")
-    worker = Worker(engine, args.queue, prefills(args, loaded, engine, served.context))
-    app = make_app(served, worker, Hosts(args.host, args.allow_host), Keys(keys), Limits(answer_s=args.timeout))
-    return Server(app, worker, stop, stop.twice, args.grace, ready)
+    client = EngineClient(engine, args.queue, prefills(args, loaded, engine, served.context))
+    app = make_app(served, client, Hosts(args.host, args.allow_host), Keys(keys), Limits(answer_s=args.timeout))
+    return Server(app, client, stop, stop.twice, args.grace, ready)
 
 
 def model_names(args, loaded: Loaded) -> tuple[str, ...]:
@@ -155,10 +155,10 @@ def model_names(args, loaded: Loaded) -> tuple[str, ...]:
 
 def prefills(args, loaded: Loaded, engine, context: int):
     """Where prompts are computed. The other process has pages for as many prompts as are under way at a time."""
-    from nanokv.apps.serve.run.prefill import AHEAD, HERE, Elsewhere
+    from nanokv.apps.serve.run.prefill import AHEAD, Elsewhere, Here
 
     if not args.prefill_worker:
-        return HERE
+        return Here()
     size, pages = engine.pool.page_size, len(engine.pool.references)
     sizes = {"pages": min(pages, AHEAD * (-(-context // size) + 1)), "page_size": size,
              "step_tokens": args.step_tokens, "max_running": args.running}  # fmt: skip

@@ -3,12 +3,16 @@
 The same object stands in the body of a response and, once the status 200 has gone out, in the stream.
 """
 
+import logging
+import traceback
 from collections.abc import Callable
 from typing import Any
 
 from nanokv.decoding import completion
 from nanokv.errors import NanoKVError
 from weights_loader.strict import bounded
+
+logger = logging.getLogger(__name__)
 
 
 class ApiError(Exception):
@@ -49,3 +53,11 @@ def named(param: str, function: Callable, *args: Any) -> Any:
 def internal() -> ApiError:
     """Our bug. What it was stands in the log and not in the answer: it may quote another client's request."""
     return ApiError(500, "the server failed at this request; its log says why", code="internal_error")
+
+
+def where(error: BaseException) -> str:
+    """The error's type and the line that raised it. Not its text, which may quote what a client sent."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    logger.debug("%s", "".join(traceback.format_exception(error)))
+    return f"{type(error).__name__}{place}"

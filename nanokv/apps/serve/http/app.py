@@ -20,10 +20,11 @@ from nanokv.apps.serve.api.prompts import Prepared, Served
 from nanokv.apps.serve.api.requests import Detokenize, TokenizeText
 from nanokv.apps.serve.http import openapi, page
 from nanokv.apps.serve.http.live import Live, Watching, tab_of
-from nanokv.apps.serve.http.response import Answer, Limits, close
+from nanokv.apps.serve.http.response import Answer, Limits
 from nanokv.apps.serve.http.security import Guard, Hosts, Keys, respond
-from nanokv.apps.serve.run import metrics
-from nanokv.apps.serve.run.worker import Ticket, Worker
+from nanokv.apps.serve.run.engine_client import EngineClient
+from nanokv.apps.serve.run.messages import Count
+from nanokv.apps.serve.run.ticket import Ticket
 
 DRAINED = 64_000_000  # bytes of a body that is too long: read and dropped, so that the refusal is seen
 
@@ -31,9 +32,9 @@ DRAINED = 64_000_000  # bytes of a body that is too long: read and dropped, so t
 class Application:
     """What the endpoints share."""
 
-    def __init__(self, served: Served, worker: Worker, limits: Limits):
-        self.served, self.worker, self.limits = served, worker, limits
-        self.watched = Live(worker, served)
+    def __init__(self, served: Served, client: EngineClient, limits: Limits):
+        self.served, self.client, self.limits = served, client, limits
+        self.watched = Live(client, served)
         self.threads = ThreadPoolExecutor(2, "nanokv-prompt")  # templates and tokenizers
         self.side_thread = ThreadPoolExecutor(1, "nanokv-tokenize")  # no chat waits for /tokenize
         self.reading = 0  # bytes of bodies that arrive, or wait for a thread
@@ -64,13 +65,13 @@ class Application:
 
     async def health(self, request: Request) -> Response:
         """Whether requests are answered."""
-        well = self.worker.alive and not self.worker.closing
+        well = self.client.admission.closed is None
         return JSONResponse({"status": "ok" if well else "unavailable"}, 200 if well else 503)
 
     async def metrics(self, request: Request) -> Response:
         """For Prometheus."""
-        state = await self.worker.call(lambda engine: metrics.snapshot(engine) | self.worker.prefills.counts())
-        return Response(self.worker.metrics.text(state), media_type="text/plain; version=0.0.4")
+        state = await self.client.ask(Count)
+        return Response(self.client.metrics.text(state), media_type="text/plain; version=0.0.4")
 
     async def described(self, request: Request) -> Response:
         """All of this, for tools."""
@@ -117,7 +118,6 @@ class Application:
         """function(body), for an address that needs no engine; 4 MB of text make 15 MB of JSON, also in the thread."""
         async with self._body(request) as body:
             if self.beside >= self.limits.beside:
-                self.worker.metrics.count("rejected")
                 raise ApiError(429, f"{self.beside:,} requests are being tokenized, which is the limit",
                                code="queue_full", headers={"retry-after": "1"})  # fmt: skip
             self.beside += 1
@@ -143,7 +143,7 @@ class Application:
 
     async def _arrive(self, request: Request, body: bytearray) -> None:
         try:
-            async with self.worker.wait(self.limits.body_s):
+            async with self.client.admission.wait(self.limits.body_s):
                 await self._read(request, body)
         except TimeoutError:
             raise ApiError(408, f"the body took more than {self.limits.body_s:g} seconds", code="timeout") from None
@@ -180,37 +180,40 @@ class Application:
         asked = prepared.asked
         try:
             for ticket, job in zip(tickets, prepared.jobs, strict=True):
-                ticket.submit(job, asked.param)
+                self.client.submit(ticket, job, asked.param)
             likely = logprobs.none if asked.logprobs is None else shown(self.served.tokenizer, asked.logprobs)
-            answer = Answer(tickets, prepared, form_type(prepared.model, asked.include_usage, likely), self.limits)
+            form = form_type(prepared.model, asked.include_usage, likely)
+            answer = Answer(self.client, tickets, prepared, form, self.limits)
             if asked.stream:
                 return answer  # closes the tickets
             with answer.watched(request.receive):
                 response = await answer.whole(request.scope["note"])
         except BaseException:
-            close(tickets)
+            self.client.close(tickets)
             raise
-        close(tickets)
+        self.client.close(tickets)
         return response
 
     async def _prepared(self, body: bytes, check: Callable, request: Request) -> tuple[list[Ticket], Prepared]:
         tab = tab_of(request)
-        tickets = self.worker.open(tab)  # one place before anything else is done; then those of all answers
+        tickets = self.client.open(tab)  # one place before anything else is done; then those of all answers
         try:
             prepared = await self._in_thread(self._prepare, body, check, request.scope["salt"])
-            return self.worker.open(tab, len(prepared.jobs), tickets), prepared
+            return self.client.open(tab, len(prepared.jobs), tickets), prepared
         except BaseException:
-            close(tickets)
+            self.client.close(tickets)
             raise
 
     def _prepare(self, body: bytes, check: Callable, salt: str) -> Prepared:
         return prompts.prepare(self.served, check(protocol.parse_object(body)), salt)
 
 
-def make_app(served: Served, worker: Worker, hosts: Hosts, keys: Keys, limits: Limits | None = None) -> Guard:
+def make_app(served: Served, client: EngineClient, hosts: Hosts, keys: Keys, limits: Limits | None = None) -> Guard:
     """The ASGI application."""
 
     async def told(request: Request, error: Any) -> Response:
+        if error.code == "queue_full":
+            client.metrics.count("rejected")
         return respond(error)
 
     async def unknown(request: Request, error: Any) -> Response:
@@ -223,7 +226,7 @@ def make_app(served: Served, worker: Worker, hosts: Hosts, keys: Keys, limits: L
     async def gone(request: Request, error: Exception) -> Response:
         return Response(status_code=499)  # nobody reads it
 
-    routes = Application(served, worker, limits or Limits()).routes()
+    routes = Application(served, client, limits or Limits()).routes()
     handlers: dict[Any, Callable] = {ApiError: told, HTTPException: unknown, ClientGone: gone, Exception: failed}
     app = Starlette(routes=routes, exception_handlers=handlers)
     app.router.redirect_slashes = False

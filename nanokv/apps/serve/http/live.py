@@ -16,12 +16,13 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from nanokv import __version__
-from nanokv.apps.serve.api.errors import ApiError, internal
+from nanokv.apps.serve.api.errors import ApiError, internal, where
 from nanokv.apps.serve.api.forms import data
 from nanokv.apps.serve.api.prompts import Served
 from nanokv.apps.serve.http.response import EVENT_STREAM, Limits, gone
+from nanokv.apps.serve.run.engine_client import EngineClient
+from nanokv.apps.serve.run.messages import Snapshot
 from nanokv.apps.serve.run.snapshot import view
-from nanokv.apps.serve.run.worker import Worker, where
 
 logger = logging.getLogger(__name__)
 WATCHERS = 32
@@ -42,14 +43,14 @@ def tab_of(request: Request) -> str:
 class Live:
     """The newest snapshot, for all who watch."""
 
-    def __init__(self, worker: Worker, served: Served):
-        self.worker, self.watchers = worker, 0
+    def __init__(self, client: EngineClient, served: Served):
+        self.client, self.watchers = client, 0
         self.facts = {"model": served.names[0], "context": served.context, "version": __version__}
         self.taken: dict | None = None
         self.news = asyncio.Event()
         self._task: asyncio.Task | None = None
         self._failed = False
-        worker.at_end.append(self.wake)
+        client.admission.at_end.append(self.wake)
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -71,7 +72,7 @@ class Live:
 
     def check(self) -> None:
         """ApiError where there is nothing to see any more."""
-        self.worker.check_open()
+        self.client.admission.check()
         if self._failed:
             raise internal()
 
@@ -83,7 +84,7 @@ class Live:
     async def _take(self) -> None:
         try:
             while True:
-                taken = await self.worker.snapshot()
+                taken = await self.client.ask(Snapshot)
                 if taken != self.taken:
                     self.taken = taken
                     self.wake()

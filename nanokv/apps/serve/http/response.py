@@ -13,10 +13,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from nanokv.apps.serve.api.answer import Piece
-from nanokv.apps.serve.api.errors import ApiError, ClientGone, internal
+from nanokv.apps.serve.api.errors import ApiError, ClientGone, internal, where
 from nanokv.apps.serve.api.forms import ChatForm, data
 from nanokv.apps.serve.api.prompts import Prepared
-from nanokv.apps.serve.run.worker import Ticket, news, where
+from nanokv.apps.serve.run.engine_client import EngineClient
+from nanokv.apps.serve.run.messages import Ended, Failed, Pieces
+from nanokv.apps.serve.run.ticket import Ticket
 from nanokv.decoding import completion
 
 logger = logging.getLogger(__name__)
@@ -39,19 +41,15 @@ class Limits:
 class Watch:
     """While an answer comes: has the client gone, is the time over?"""
 
-    def __init__(self, tickets: Sequence[Ticket], receive: Receive, seconds: float):
+    def __init__(self, client: EngineClient, tickets: Sequence[Ticket], receive: Receive, seconds: float):
         late = ApiError(504, f"the answer took more than {seconds:g} seconds", code="timeout")
-        self.timer = asyncio.get_running_loop().call_later(seconds, self._end, tickets, late)
-        self.task = asyncio.create_task(self._gone(tickets, receive))
+        self.timer = asyncio.get_running_loop().call_later(seconds, client.fail, tickets, late)
+        self.task = asyncio.create_task(self._gone(client, tickets, receive))
 
     @staticmethod
-    def _end(tickets: Sequence[Ticket], reason: Exception) -> None:
-        for ticket in tickets:
-            ticket.fail(reason)
-
-    async def _gone(self, tickets: Sequence[Ticket], receive: Receive) -> None:
+    async def _gone(client: EngineClient, tickets: Sequence[Ticket], receive: Receive) -> None:
         await gone(receive)
-        self._end(tickets, ClientGone())
+        client.fail(tickets, ClientGone())
 
     def __enter__(self) -> "Watch":
         return self
@@ -64,22 +62,29 @@ class Watch:
 class Answer(Response):
     """The answers of a request: `whole` gives them as a response; as a response itself it is a stream."""
 
-    def __init__(self, tickets: Sequence[Ticket], prepared: Prepared, form: ChatForm, limits: Limits):
-        self.tickets, self.prepared, self.form, self.limits = tickets, prepared, form, limits
+    def __init__(self, client: EngineClient, tickets: Sequence[Ticket], prepared: Prepared, form: ChatForm,
+                 limits: Limits):  # fmt: skip
+        self.client, self.tickets, self.prepared, self.form, self.limits = client, tickets, prepared, form, limits
+        self.index = {ticket.number: ticket.index for ticket in tickets}
         self.failure = ""  # what the stream ended with, for the log
 
     def watched(self, receive: Receive) -> Watch:
         """Around the wait for it."""
-        return Watch(self.tickets, receive, self.limits.answer_s)
+        return Watch(self.client, self.tickets, receive, self.limits.answer_s)
 
     async def whole(self, note: list[str]) -> Response:
         """When all of it is there."""
         pieces: list[list[Piece]] = [[] for _ in self.tickets]
-        async for index, more in news(self.tickets):
-            pieces[index] += more
+        ends: list[Ended] = []
+        async for message in news(self.tickets):
+            if isinstance(message, Pieces):
+                pieces[self.index[message.ticket]] += message.pieces
+            elif message is not None:
+                ends.append(message)
         note.append(self.note())
-        answers = zip(pieces, map(ended, self.tickets), strict=True)
-        facts = self.facts(self.tickets[0]) if len(self.tickets) == 1 else {"seed": self.prepared.seed}
+        ends.sort(key=lambda ended: self.index[ended.ticket])
+        answers = zip(pieces, map(self.closing, ends), strict=True)
+        facts = self.facts(ends[0]) if len(ends) == 1 else {"seed": self.prepared.seed}
         return JSONResponse(self.form.whole(answers, self.usage(), **facts))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -94,7 +99,7 @@ class Answer(Response):
         except ClientGone:
             scope["note"].append("client gone")
         finally:
-            close(self.tickets)
+            self.client.close(self.tickets)
 
     async def events(self) -> AsyncIterator[bytes]:
         """The parts of the stream; an error that comes now is the last of them."""
@@ -102,8 +107,8 @@ class Answer(Response):
             for ticket in self.tickets:
                 if opening := self.form.opening(ticket.index):
                     yield opening
-            async for index, pieces in news(self.tickets, self.limits.keepalive_s):
-                yield self.part(index, pieces)
+            async for message in news(self.tickets, self.limits.keepalive_s):
+                yield self.part(message)
             if self.prepared.asked.include_usage:
                 yield self.form.usage(self.usage())
             yield b"data: [DONE]\n\n"
@@ -117,27 +122,34 @@ class Answer(Response):
             self.failure = " · failed"
             yield data(internal().body)
 
-    def part(self, index: int, pieces: list[Piece]) -> bytes:
+    def part(self, message: Pieces | Ended | None) -> bytes:
         """News of one answer: text, or its end; or there is none of any."""
-        if index < 0:
-            return b": keepalive\n\n"
-        ticket = self.tickets[index]
-        return self.form.chunk(index, pieces) if pieces else \
-            self.form.closing(index, ended(ticket), **self.facts(ticket))
+        match message:
+            case Pieces(ticket, pieces):
+                return self.form.chunk(self.index[ticket], pieces)
+            case Ended(ticket):
+                return self.form.closing(self.index[ticket], self.closing(message), **self.facts(message))
+        return b": keepalive\n\n"
 
     # --- when it is complete ----------------------------------------------------------------------------------------
 
     def usage(self) -> dict:
         """Tokens; a prompt with several answers counts once. Of a stream that failed some may not have begun."""
-        begun = [ticket for ticket in self.tickets if ticket.request is not None]
-        firsts = [ticket.request for ticket in begun if ticket.job.first]
-        new = sum(len(ticket.request.tokens) for ticket in begun)
-        prompt, reused = sum(len(one.prompt) for one in firsts), sum(one.reused_tokens for one in firsts)
-        return completion.usage(prompt, new, reused)
+        firsts = [ticket.usage for ticket, job in zip(self.tickets, self.prepared.jobs, strict=True) if job.first]
+        prompt, reused = sum(one.prompt for one in firsts), sum(one.reused for one in firsts)
+        return completion.usage(prompt, sum(ticket.usage.new for ticket in self.tickets), reused)
 
-    def facts(self, ticket: Ticket) -> dict:
+    def closing(self, ended: Ended) -> dict:
+        """finish_reason, and what ended it."""
+        wanted, new = self.prepared.jobs[self.index[ended.ticket]].wanted, ended.metrics["new_tokens"]
+        cut = ended.reason == "length" and (wanted is None or new < wanted)
+        found = completion.end("context" if cut else ended.reason, ended.stop)
+        called = ended.calls and found["finish_reason"] == "stop"
+        return found | ({"finish_reason": "tool_calls"} if called else {})
+
+    def facts(self, ended: Ended) -> dict:
         """What OpenAI has no name for: timings of an answer, and the seed that repeats all of them."""
-        return {"timings": completion.engine_timings(ticket.request.metrics()), "seed": self.prepared.seed}
+        return {"timings": completion.engine_timings(ended.metrics), "seed": self.prepared.seed}
 
     def note(self) -> str:
         """For the log."""
@@ -147,22 +159,23 @@ class Answer(Response):
         return f"{new:,} new + {reused:,} reused → {usage['completion_tokens']:,} out{self.failure}"
 
 
-def ended(ticket: Ticket) -> dict:
-    """finish_reason, and what ended it."""
-    request, wanted = ticket.request, ticket.job.wanted
-    cut = request.finish_reason == "length" and (wanted is None or len(request.tokens) < wanted)
-    found = completion.end("context" if cut else request.finish_reason, ticket.job.text.stop_reason)
-    called = ticket.job.text.calls.count and found["finish_reason"] == "stop"
-    return found | ({"finish_reason": "tool_calls"} if called else {})
+async def news(tickets: Sequence[Ticket], patience: float | None = None) -> AsyncIterator[Pieces | Ended | None]:
+    """What the engine says of these answers until all have ended; None after `patience` seconds without any.
+    Raises what one of them has failed with."""
+    running = len(tickets)
+    while running:
+        try:
+            message = await asyncio.wait_for(tickets[0].events.get(), patience)
+        except TimeoutError:
+            yield None
+            continue
+        if isinstance(message, Failed):
+            raise message.error
+        running -= isinstance(message, Ended)
+        yield message
 
 
 async def gone(receive: Receive) -> None:
     """Returns when the client has left."""
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-def close(tickets: Sequence[Ticket]) -> None:
-    """All of them."""
-    for ticket in tickets:
-        ticket.close()

@@ -20,8 +20,7 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from nanokv.apps.serve.api.errors import ApiError, internal
-from nanokv.apps.serve.run.worker import where
+from nanokv.apps.serve.api.errors import ApiError, internal, where
 from weights_loader.strict import quote
 
 logger = logging.getLogger(__name__)

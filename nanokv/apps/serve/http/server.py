@@ -14,7 +14,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from nanokv.apps.serve.api.errors import ApiError
 from nanokv.apps.serve.http.security import HEADER_BYTES, Guard, respond
-from nanokv.apps.serve.run.worker import Worker
+from nanokv.apps.serve.run.engine_client import EngineClient
 from nanokv.errors import NanoKVError
 
 HEADER_S = 15.0  # for all headers of a request to arrive
@@ -108,31 +108,31 @@ class Server(uvicorn.Server):
     It ends, too, when the engine has lost a rank.
     """
 
-    def __init__(self, app: Guard, worker: Worker, stop: Callable[[], bool], hurry: Callable[[], bool],
+    def __init__(self, app: Guard, client: EngineClient, stop: Callable[[], bool], hurry: Callable[[], bool],
                  grace: float = 10.0, ready: Callable[[], None] = lambda: None):  # fmt: skip
         super().__init__(uvicorn.Config(
             app, http=Protocol, ws="none", loop="asyncio", lifespan="off", log_config=None, access_log=False,
             proxy_headers=False, server_header=False, h11_max_incomplete_event_size=HEADER_BYTES,
             timeout_graceful_shutdown=int(grace) + 10,  # should _farewell fail
         ))  # fmt: skip
-        self.worker, self.stop, self.hurry, self.grace, self.ready = worker, stop, hurry, grace, ready
+        self.client, self.stop, self.hurry, self.grace, self.ready = client, stop, hurry, grace, ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        self.worker.start()
+        self.client.start()
         await super().startup(sockets)
         self.ready()
 
     async def on_tick(self, counter: int) -> bool:
-        return await super().on_tick(counter) or self.stop() or self.worker.lost is not None
+        return await super().on_tick(counter) or self.stop() or self.client.lost is not None
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        ending = asyncio.create_task(self.worker.end(self.grace))
+        ending = asyncio.create_task(self.client.end(self.grace))
         others = [asyncio.create_task(self._hurry()), asyncio.create_task(self._farewell(ending))]
         await super().shutdown(sockets)
         for task in others:
             task.cancel()
         await ending
-        await asyncio.to_thread(self.worker.join)
+        await asyncio.to_thread(self.client.thread.join)
 
     async def _farewell(self, ending: asyncio.Task) -> None:
         await asyncio.wait([ending])
@@ -143,7 +143,7 @@ class Server(uvicorn.Server):
     async def _hurry(self) -> None:
         while not self.hurry():
             await asyncio.sleep(0.05)
-        await self.worker.end(0)
+        await self.client.end(0)
         self.force_exit = True
 
     @contextlib.contextmanager

@@ -1,20 +1,14 @@
 """What Prometheus reads at /metrics: requests, seconds to the first token and between tokens, pages, reused tokens."""
 
-import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from nanokv.engine import Engine
 
-if TYPE_CHECKING:
-    from nanokv.apps.serve.run.worker import Ticket
-
 FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)  # seconds: upper ends of the buckets
 BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
-LONGEST_RETRY = 60  # seconds
 GAUGES = {
     "requests_running": "Requests that hold pages", "requests_waiting": "Requests that wait for pages",
     "pages": "Pages of the pool", "pages_free": "Pages that hold nothing, or a prefix that nobody uses now",
@@ -31,7 +25,7 @@ COUNTERS = {
 }  # fmt: skip
 
 
-def snapshot(engine: Engine) -> dict[str, int]:
+def engine_counts(engine: Engine) -> dict[str, float]:
     """Run in the engine's thread: the pool counts its pages anew."""
     counts, scheduler = engine.metrics, engine.scheduler
     return {
@@ -51,7 +45,7 @@ class Metrics:
         self._first = self._histogram("time_to_first_token", "Seconds from arrival to the first token", FIRST)
         self._between = self._histogram("inter_token", "Seconds between two tokens of a request", BETWEEN)
         self._state: dict[str, float] = {}
-        self._generated, self._mean = 0, 1.0
+        self._generated = 0
         self.registry.register(self)  # type: ignore[arg-type]  # it has `collect`, which is all that is asked
 
     def _histogram(self, name: str, text: str, buckets: tuple) -> Histogram:
@@ -65,17 +59,6 @@ class Metrics:
     def count(self, reason: str) -> None:
         """A request has ended, or never begun."""
         self._requests.labels(reason).inc()
-
-    def finished(self, ticket: "Ticket") -> None:
-        """A request has left its place."""
-        request = ticket.request
-        self.count("refused" if ticket.job is None else (request and request.finish_reason) or "cancelled")
-        total = request.metrics()["total_s"] if request is not None else None
-        self._mean += 0.1 * (total - self._mean) if total is not None else 0.0
-
-    def retry_after(self) -> int:
-        """Whole seconds in which a place is likely to become free: what an answer takes, 1 to 60."""
-        return min(LONGEST_RETRY, max(1, math.ceil(self._mean)))
 
     def collect(self) -> Iterator[Metric]:
         """What the engine knows."""

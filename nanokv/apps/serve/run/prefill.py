@@ -1,7 +1,7 @@
 """Where the prompts of a server are prefilled: by its own engine, or by a process that only prefills.
 
 `Here` and `Elsewhere` have the same methods, all for the engine's thread but for `start` and `close`. Elsewhere asks
-the process for what the engine's pages do not hold, and submits the request when keys and values have arrived. At most
+the process for what the engine's pages do not hold; the answer is ready when keys and values have arrived. At most
 AHEAD prompts are under way, or have arrived and wait for pages; so much memory is taken besides the pool. Answers to
 one prompt (`n`) share what is sent. When the process has ended, prompts are prefilled here, those under way as well.
 """
@@ -9,39 +9,45 @@ one prompt (`n`) share what is sent. When the process has ended, prompts are pre
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from nanokv.apps.serve.run.messages import Arrived, Submit
 from nanokv.engine import Engine
 from nanokv.engine.prefilled import Prefilled
 from nanokv.errors import NanoKVError
 from nanokv.remote.prefill_process import Load, PrefillProcess, received
 
-if TYPE_CHECKING:
-    from nanokv.apps.serve.run.worker import Ticket
-
 logger = logging.getLogger(__name__)
 AHEAD = 4
-Command = Callable[[], None]
+Ready = list[tuple[Submit, Prefilled | None]]
 
 
 class Here:
     """The engine prefills, between its decodes."""
 
-    def start(self, put: Callable[[Command], None]) -> None:
-        """`put(command)`: a command is run in the engine's thread."""
+    def __init__(self) -> None:
+        self._ready: Ready = []
 
-    def begin(self, ticket: "Ticket") -> None:
+    def start(self, put: Callable[[Arrived], None]) -> None:
+        """`put(message)`: it is given to `take` in the engine's thread."""
+
+    def begin(self, submit: Submit) -> None:
         """An answer is to be begun."""
-        ticket.enter(None)
+        self._ready.append((submit, None))
 
-    def forget(self, ticket: "Ticket") -> None:
+    def forget(self, ticket: int) -> None:
         """It is not wanted any more."""
 
-    def pump(self) -> None:
-        """After each step: ask for more."""
+    def take(self, message: Arrived) -> None:
+        """What the process has said."""
+
+    def ready(self) -> Ready:
+        """What the engine is to be given now, each with what was prefilled for it. Asks for more."""
+        ready, self._ready = self._ready, []
+        return ready
 
     def counts(self) -> dict[str, float]:
         """For /metrics."""
@@ -51,20 +57,18 @@ class Here:
         """The end."""
 
 
-HERE = Here()
-
-
 class Elsewhere(Here):
     """`load`, `sizes`: of the process; `weights`: the fingerprint that its model must have."""
 
     def __init__(self, engine: Engine, load: Load, sizes: dict, weights: str):
+        super().__init__()
         self.engine, self.weights = engine, weights
         self.process = PrefillProcess(load, sizes, self._news)
-        self.waiting: OrderedDict[Any, list[Ticket]] = OrderedDict()  # (salt, ids) → answers to that prompt
-        self.asked: dict[int, tuple[Any, list[Ticket]]] = {}  # number → (its key, answers)
+        self.waiting: OrderedDict[Any, list[Submit]] = OrderedDict()  # (salt, ids) → answers to that prompt
+        self.asked: dict[int, tuple[Any, list[Submit]]] = {}  # number → (its key, answers)
         names = "prompts", "bytes", "seconds", "lost"
         self.state = {f"handover_{name}": 0.0 for name in names}
-        self._put: Callable[[Command], None] | None = None
+        self._put: Callable[[Arrived], None] | None = None
         self._number = 0
 
     def load(self) -> None:
@@ -79,56 +83,50 @@ class Elsewhere(Here):
             raise NanoKVError(f"the prefill process has loaded another model: its {' and '.join(differ)} differ",
                               "do not change the files of the model while a server starts")  # fmt: skip
 
-    def start(self, put: Callable[[Command], None]) -> None:
+    def start(self, put: Callable[[Arrived], None]) -> None:
         self._put = put
 
-    def begin(self, ticket: "Ticket") -> None:
+    def begin(self, submit: Submit) -> None:
         if not self.process.alive:
-            return ticket.enter(None)
-        key = ticket.job.settings["salt"], tuple(ticket.job.ids)
-        same = [tickets for other, tickets in self.asked.values() if other == key]
-        (same[0] if same else self.waiting.setdefault(key, [])).append(ticket)
-        self.pump()
+            return super().begin(submit)
+        key = submit.job.settings["salt"], tuple(submit.job.ids)
+        same = [submits for other, submits in self.asked.values() if other == key]
+        (same[0] if same else self.waiting.setdefault(key, [])).append(submit)
 
-    def forget(self, ticket: "Ticket") -> None:
-        for key, tickets in list(self.waiting.items()):
-            tickets[:] = [other for other in tickets if other is not ticket]
-            if not tickets:
+    def forget(self, ticket: int) -> None:
+        for key, submits in list(self.waiting.items()):
+            submits[:] = [other for other in submits if other.ticket != ticket]
+            if not submits:
                 del self.waiting[key]
-        for number, (_, tickets) in list(self.asked.items()):
-            tickets[:] = [other for other in tickets if other is not ticket]
-            if not tickets:
+        for number, (_, submits) in list(self.asked.items()):
+            submits[:] = [other for other in submits if other.ticket != ticket]
+            if not submits:
                 del self.asked[number]
                 self.process.cancel(number)
-        self.pump()
 
-    def pump(self) -> None:
+    def ready(self) -> Ready:
         while self.waiting and self.under_way() < AHEAD:
-            (salt, ids), tickets = self.waiting.popitem(last=False)
+            (salt, ids), submits = self.waiting.popitem(last=False)
             self._number += 1
-            self.asked[self._number] = (salt, ids), tickets
+            self.asked[self._number] = (salt, ids), submits
             held = len(self.engine.pool.find(ids[:-1], salt)) * self.engine.pool.page_size
             self.process.ask(self._number, ids, salt, held)
+        return super().ready()
 
     def under_way(self) -> int:
-        """Prompts that were asked for, and those whose rows wait for pages."""
-        return len(self.asked) + sum(request.prefilled is not None for request in self.engine.scheduler.waiting)
+        """Prompts that were asked for, and those whose rows wait for the engine or for pages."""
+        waiting = sum(request.prefilled is not None for request in self.engine.scheduler.waiting)
+        return len(self.asked) + len(self._ready) + waiting
 
     def counts(self) -> dict[str, float]:
-        tickets = [*self.waiting.values(), *(tickets for _, tickets in self.asked.values())]
-        return self.state | {"prefill_worker_up": self.process.alive, "prefills_waiting": sum(map(len, tickets))}
+        waiting = [*self.waiting.values(), *(submits for _, submits in self.asked.values())]
+        return self.state | {"prefill_worker_up": self.process.alive, "prefills_waiting": sum(map(len, waiting))}
 
     def close(self) -> None:
         self.process.close()
 
-    def _news(self, meta: dict, tensors: dict[str, Tensor], count: int, seconds: float) -> None:
-        """In the thread that reads."""
-        if not all(map(finite, tensors.values())):  # in the pages others would find it
-            meta = {"lost": "it has sent NaN or infinity"}
-        if self._put is not None:  # before the start it can only have ended, which `begin` sees
-            self._put(lambda: self._take(meta, tensors, count, seconds))
-
-    def _take(self, meta: dict, tensors: dict[str, Tensor], count: int, seconds: float) -> None:
+    def take(self, message: Arrived) -> None:
+        meta = message.meta
         if "lost" in meta:
             return self._lose(meta["lost"])
         if "idle" in meta:
@@ -137,22 +135,27 @@ class Elsewhere(Here):
             return
         try:
             number = meta["done"] if "done" in meta else meta["failed"]
-            (_, ids), tickets = self.asked.get(number, (("", ()), []))
-            found = [self._believed(meta, tensors, ids, ticket) if "done" in meta else None for ticket in tickets]
+            (_, ids), submits = self.asked.get(number, (("", ()), []))
+            found = [self._believed(message, ids, submit) if "done" in meta else None for submit in submits]
         except (KeyError, TypeError, NanoKVError) as error:  # a client is not told of it
             return self._lose(f"it has sent what nobody has asked for: {type(error).__name__}: {error}")
         self.asked.pop(number, None)
-        if "done" in meta and tickets:
+        if "done" in meta and submits:
             self.state["handover_prompts"] += 1
-            self.state["handover_bytes"] += count
-            self.state["handover_seconds"] += seconds
-        for ticket, prefilled in zip(tickets, found, strict=True):
-            ticket.enter(prefilled)
-        self.pump()
+            self.state["handover_bytes"] += message.size
+            self.state["handover_seconds"] += message.seconds
+        self._ready += zip(submits, found, strict=True)
 
-    def _believed(self, meta: dict, tensors: dict[str, Tensor], ids: Sequence[int], ticket: "Ticket") -> Prefilled:
-        """For this ticket, if shapes and dtypes are those of the engine."""
-        found = received(meta, tensors, ids, ticket.opened)
+    def _news(self, meta: dict, tensors: dict[str, Tensor], size: int, seconds: float) -> None:
+        """In the thread that reads."""
+        if not all(map(finite, tensors.values())):  # in the pages others would find it
+            meta = {"lost": "it has sent NaN or infinity"}
+        if self._put is not None:  # before the start it can only have ended, which `begin` sees
+            self._put(Arrived(meta, tensors, size, seconds))
+
+    def _believed(self, message: Arrived, ids: Sequence[int], submit: Submit) -> Prefilled:
+        """For this answer, if shapes and dtypes are those of the engine."""
+        found = received(message.meta, message.tensors, ids, submit.opened)
         self.engine.check_prefilled(found, list(ids))
         return found
 
@@ -160,13 +163,12 @@ class Elsewhere(Here):
         """Whatever was under way is prefilled here."""
         self.process.kill()
         logger.warning("the prefill process is lost, prompts are prefilled here from now on: %s", reason)
-        lost = [ticket for tickets in self.waiting.values() for ticket in tickets]
-        lost += [ticket for _, tickets in self.asked.values() for ticket in tickets]
+        lost = [submit for submits in self.waiting.values() for submit in submits]
+        lost += [submit for _, submits in self.asked.values() for submit in submits]
         self.waiting.clear()
         self.asked.clear()
         self.state["handover_lost"] += len(lost)
-        for ticket in sorted(lost, key=lambda ticket: ticket.opened):
-            ticket.enter(None)
+        self._ready += [(submit, None) for submit in sorted(lost, key=lambda submit: submit.opened)]
 
 
 def finite(x: Tensor) -> bool:

@@ -1,6 +1,6 @@
 """The engine at one moment as numbers: requests, pages, counts. No text and no token id is among them.
 
-    taken = snapshot(engine, tabs, ended)       in the engine's thread, between two steps: O(pages in use)
+    taken = snapshot(engine, tabs, left)        in the engine's thread, between two steps: O(pages in use)
     view(taken, salt, tab)                      what one client may see of it; pure, in any thread
 
 Of another key's requests a client sees state, tokens and pages, and nothing that says what they share.
@@ -24,7 +24,7 @@ OTHERS_FIELDS = ("id", "state", "tokens", "held", "pages", "preemptions")  # of 
 
 
 @dataclass(frozen=True)
-class Ended:
+class Departed:
     """A request that has left the engine: its counts, and the hashes under which its full pages may still be found."""
 
     tab: str
@@ -33,15 +33,15 @@ class Ended:
     keys: tuple[bytes, ...]
 
 
-def ended(engine: Engine, request: Request, tab: str, held: int) -> Ended:
+def departed(engine: Engine, request: Request, tab: str, held: int) -> Departed:
     """In the engine's thread, when the request is out; `held` tokens were in the cache. Hashes its tokens once more."""
     keys = tuple(key for key, _ in engine.pool.chain(request.known[:-1], request.salt))
     fed = len(request.prompt) if request.tokens else held
     counts = {"id": opaque(request), "reason": request.finish_reason} | lengths(request, fed)
-    return Ended(tab, request.salt, counts, keys)
+    return Departed(tab, request.salt, counts, keys)
 
 
-def snapshot(engine: Engine, tabs: Mapping[int, str], left: Iterable[Ended] = ()) -> dict:
+def snapshot(engine: Engine, tabs: Mapping[int, str], left: Iterable[Departed] = ()) -> dict:
     """All of it. `tabs`: request number → the tab that it came from."""
     pool, scheduler, counts = engine.pool, engine.scheduler, engine.metrics
     listed = [*scheduler.running, *islice(scheduler.waiting, MOST_WAITING)]
@@ -106,7 +106,7 @@ def visible(request: dict, salt: str, tab: str) -> dict:
     return {"whose": whose} | {name: value for name, value in request.items() if name not in ("salt", "tab")}
 
 
-def still_kept(pool: PrefixPool, one: Ended) -> int:
+def still_kept(pool: PrefixPool, one: Departed) -> int:
     """Tokens from its beginning that the next request would find."""
     return pool.page_size * sum(1 for _ in takewhile(pool.index.__contains__, one.keys))
 

@@ -1,0 +1,146 @@
+"""The event loop's side of the engine: places, and messages to the engine's thread and from it.
+
+    tickets = client.open(tab, count)     one for each answer; 429 where the queue is full
+    client.submit(ticket, job, param)     returns at once; what comes of it is put into ticket.events
+    client.close(tickets)                 always: frees the places, and the engine's pages
+    await client.ask(Snapshot)            requests and pages, between two steps
+"""
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from itertools import count
+from time import perf_counter
+
+from nanokv.apps.serve.api.errors import ApiError, internal
+from nanokv.apps.serve.api.prompts import Job
+from nanokv.apps.serve.run.admission import Admission, Closed
+from nanokv.apps.serve.run.engine_thread import EngineThread
+from nanokv.apps.serve.run.messages import (
+    Cancel,
+    Count,
+    End,
+    Ended,
+    Failed,
+    FromEngine,
+    Pieces,
+    Snapshot,
+    Stopped,
+    Submit,
+    Taken,
+)
+from nanokv.apps.serve.run.metrics import Metrics
+from nanokv.apps.serve.run.prefill import Here
+from nanokv.apps.serve.run.ticket import Ticket
+from nanokv.engine import Engine
+from nanokv.errors import ParallelError
+
+
+class EngineClient:
+    """`queue_size` requests may wait besides those that run; `prefills`: where prompts are computed."""
+
+    def __init__(self, engine: Engine, queue_size: int, prefills: Here):
+        self.metrics = Metrics()
+        self.admission = Admission(engine.scheduler.max_running + queue_size)
+        self.thread = EngineThread(engine, prefills, self.metrics)
+        self.lost: ParallelError | None = None  # why the engine's ranks no longer answer
+        self._questions = count()
+        self._asked: dict[int, asyncio.Future[dict]] = {}
+
+    def start(self) -> None:
+        """In a running event loop, once."""
+        self.thread.start(asyncio.get_running_loop(), self._hear)
+
+    # --- answers ----------------------------------------------------------------------------------
+
+    def open(self, tab: str = "", number: int = 1, held: Sequence[Ticket] = ()) -> list[Ticket]:
+        """Places for all answers of a request, or ApiError and none."""
+        return self.admission.open(tab, number, held)
+
+    def submit(self, ticket: Ticket, job: Job, param: str) -> None:
+        """To the engine, which may be in the middle of a step."""
+        ticket.submitted = True
+        self.thread.put(Submit(ticket.number, job, param, ticket.tab, ticket.opened))
+
+    def fail(self, tickets: Iterable[Ticket], error: Exception) -> None:
+        """End these answers, as far as they have not ended, for a reason that the engine does not know."""
+        for ticket in tickets:
+            if ticket.end is None:
+                self._cancel(ticket)
+                self._note(ticket, Failed(ticket.number, error))
+
+    def close(self, tickets: Iterable[Ticket]) -> None:
+        """Free the places; what still runs is cancelled, in prefill too."""
+        for ticket in tickets:
+            if ticket.number in self.admission.tickets:
+                self._cancel(ticket)
+                ended = ticket.end.reason if ticket.end else "cancelled"
+                self.metrics.count(ended if ticket.submitted else "refused")
+                self.admission.leave(ticket)
+
+    def _cancel(self, ticket: Ticket) -> None:
+        if ticket.submitted and ticket.end is None:
+            self.thread.put(Cancel(ticket.number))
+
+    # --- questions --------------------------------------------------------------------------------
+
+    async def ask(self, kind: type[Snapshot | Count]) -> dict:
+        """What the engine's thread says to it, between two steps."""
+        self.admission.check()
+        number = next(self._questions)
+        self._asked[number] = future = asyncio.get_running_loop().create_future()
+        try:
+            self.thread.put(kind(number))
+            return await future
+        finally:
+            del self._asked[number]
+
+    # --- what the engine's thread says ------------------------------------------------------------
+
+    def _hear(self, messages: Sequence[FromEngine]) -> None:
+        for message in messages:
+            match message:
+                case Taken(question, found):
+                    self._answer(question, found)
+                case Stopped(lost):
+                    self._stopped(lost)
+                case _ if message.ticket in self.admission.tickets:
+                    self._note(self.admission.tickets[message.ticket], message)
+
+    def _note(self, ticket: Ticket, message: Pieces | Ended | Failed) -> None:
+        if isinstance(message, Pieces):
+            ticket.usage = message.usage
+            if not message.pieces:  # nothing that can be shown by now
+                return
+        else:
+            ticket.end = message
+        ticket.events.put_nowait(message)
+
+    def _answer(self, question: int, found: dict | Exception) -> None:
+        future = self._asked.get(question)
+        if future is None or future.done():  # who asked has left
+            return
+        if isinstance(found, Exception):
+            future.set_exception(found)
+        else:
+            future.set_result(found)
+
+    def _stopped(self, lost: ParallelError | None) -> None:
+        """Nobody is to wait for what will not come."""
+        self.lost = lost
+        if self.admission.closed is None:
+            self.admission.close(Closed.ENGINE_FAILED)
+        self.fail(self.admission.tickets.values(), internal())
+        for question in self._asked:
+            self._answer(question, internal())
+
+    # --- the end ----------------------------------------------------------------------------------
+
+    async def end(self, grace: float) -> None:
+        """Take nothing more; what runs has `grace` seconds, then it is told. Ends the thread."""
+        self.admission.close(Closed.SHUTTING_DOWN)
+        until = perf_counter() + grace
+        while self.admission.tickets and perf_counter() < until:
+            await asyncio.sleep(0.02)
+        late = "the server was shut down before the answer was complete"
+        self.fail(self.admission.tickets.values(), ApiError(503, late, code="shutting_down"))
+        self.thread.put(End())

@@ -1,0 +1,260 @@
+"""The engine's own thread, the only one that touches it: take messages, step, send what the step gave.
+
+Messages are carried out between two steps. Those of a step go to the event loop together, with one call.
+"""
+
+import asyncio
+import logging
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from time import perf_counter
+
+from nanokv.apps.serve.api.answer import Piece
+from nanokv.apps.serve.api.errors import ApiError, internal, refused, where
+from nanokv.apps.serve.api.prompts import Job
+from nanokv.apps.serve.run.messages import (
+    Arrived,
+    Cancel,
+    Count,
+    End,
+    Ended,
+    Failed,
+    FromEngine,
+    Pieces,
+    Snapshot,
+    Stopped,
+    Submit,
+    Taken,
+    ToEngine,
+    Usage,
+)
+from nanokv.apps.serve.run.metrics import Metrics, engine_counts
+from nanokv.apps.serve.run.prefill import Here
+from nanokv.apps.serve.run.snapshot import Departed, departed, snapshot
+from nanokv.decoding.draw import SamplingParams, Step
+from nanokv.engine import Engine, Request
+from nanokv.engine.prefilled import Prefilled
+from nanokv.engine.request import FINISHED
+from nanokv.errors import NanoKVError, ParallelError
+
+logger = logging.getLogger(__name__)
+LONGEST_STEP_S = 30.0
+REMEMBERED = 32  # requests of pages that have ended: a page shows what its last one has left
+
+
+@dataclass(eq=False)
+class Running:
+    """One answer that the engine has."""
+
+    submit: Submit
+    request: Request = field(init=False)
+    fresh: list[Piece] = field(default_factory=list)  # what has not been sent
+    seen: float = 0.0  # when its newest token came
+
+    def pieces(self) -> Pieces:
+        """Those that are new."""
+        fresh, self.fresh, request = self.fresh, [], self.request
+        usage = Usage(len(request.prompt), request.reused_tokens, len(request.tokens))
+        return Pieces(self.submit.ticket, fresh, usage)
+
+    def end(self) -> Ended | Failed:
+        """How it has ended."""
+        ticket, text, request = self.submit.ticket, self.submit.job.text, self.request
+        if request.error is not None:
+            return Failed(ticket, told(request.error), "error")
+        reason = request.finish_reason or ""
+        return Ended(ticket, reason, text.stop_reason, text.calls.count, request.metrics())
+
+
+class EngineThread:
+    """`start`, `put` and `join` are for the event loop, the rest runs in the thread."""
+
+    def __init__(self, engine: Engine, prefills: Here, metrics: Metrics):
+        self.engine, self.prefills, self.metrics = engine, prefills, metrics
+        self.running: dict[int, Running] = {}  # by their tickets
+        self.echoing: list[Submit] = []  # their prompts' log-probabilities come first
+        self.departed: deque[Departed] = deque(maxlen=REMEMBERED)
+        self._inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="nanokv-engine", daemon=True)
+
+    def start(self, loop: asyncio.AbstractEventLoop, hear: Callable[[Sequence[FromEngine]], None]) -> None:
+        """`hear(messages)` is called in the event loop."""
+        self._loop, self._hear = loop, hear
+        self.prefills.start(self.put)
+        self._thread.start()
+
+    def put(self, message: ToEngine) -> None:
+        """To be carried out between two steps."""
+        self._inbox.put(message)
+
+    def join(self) -> None:
+        """Wait for the end after its step: Python cannot end while a thread is inside of torch."""
+        self._thread.join(LONGEST_STEP_S)
+        self.prefills.close()
+
+    # --- the loop ---------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        lost = None
+        try:
+            while self._take():
+                self._step()
+                self._score()
+                self._enter_prefilled()
+                self._send()
+        except ParallelError as error:
+            lost = error
+        except BaseException as error:
+            logger.error("the engine's thread has ended: %s", where(error))
+            raise
+        finally:
+            self._tell(Stopped(lost))
+
+    def _take(self) -> bool:
+        """Carry out what came in; wait for something where there is nothing to do. False: the end."""
+        while not (self.running or self.echoing) or not self._inbox.empty():
+            message = self._inbox.get()
+            if isinstance(message, End):
+                return False
+            self._carry_out(message)
+            self._enter_prefilled()
+        return True
+
+    def _step(self) -> None:
+        if self.engine.idle:
+            return
+        try:
+            self.engine.step()
+        except ParallelError:  # a rank is gone: no step can follow
+            raise
+        except Exception as error:  # out of memory, or our bug: the same step would fail again
+            for answer in self.running.values():
+                if answer.request.finish_reason is None:
+                    answer.request.error = error
+                    self.engine.cancel(answer.request, "error")
+
+    def _send(self) -> None:
+        """What the step has given to each answer."""
+        messages: list[FromEngine] = []
+        for ticket, answer in list(self.running.items()):
+            messages.append(answer.pieces())
+            if answer.request.finish_reason is not None:
+                messages.append(answer.end())
+                self._leave(ticket)
+        self._tell(*messages)
+
+    def _tell(self, *messages: FromEngine) -> None:
+        try:
+            self._loop.call_soon_threadsafe(self._hear, messages)
+        except RuntimeError:  # the loop has ended, and nobody listens
+            logger.debug("the event loop has ended")
+
+    # --- messages ---------------------------------------------------------------------------------
+
+    def _carry_out(self, message: ToEngine) -> None:
+        match message:
+            case Submit() if message.job.echo is not None:
+                self.echoing.append(message)
+            case Submit():
+                self._begin(message)
+            case Cancel(ticket):
+                self._cancel(ticket)
+            case Arrived():
+                self.prefills.take(message)
+            case Snapshot() | Count():
+                self._tell(Taken(message.question, self._found(message)))
+
+    def _begin(self, submit: Submit) -> None:
+        """What is to be generated, after the prompt where that is repeated."""
+        if submit.job.wanted == 0:
+            self._enter(submit, None)
+        else:
+            self.prefills.begin(submit)
+
+    def _enter_prefilled(self) -> None:
+        while ready := self.prefills.ready():
+            for submit, prefilled in ready:
+                self._enter(submit, prefilled)
+
+    def _enter(self, submit: Submit, prefilled: Prefilled | None) -> None:
+        """Into the engine, with what another process has prefilled."""
+        job, answer = submit.job, Running(submit)
+        try:
+            answer.fresh += [] if job.echo is None else [job.echo.piece()]
+            if job.wanted == 0:
+                answer.request = nothing(job)
+            else:
+                put = partial(self._put, answer)
+                answer.request = self.engine.submit(job.ids, **job.settings, on_token=put, prefilled=prefilled)
+            self.running[submit.ticket] = answer
+        except Exception as error:
+            self._tell(Failed(submit.ticket, told(error, submit.param)))
+
+    def _put(self, answer: Running, request: Request, step: Step) -> None:
+        """The engine's callback for each token."""
+        now, text = perf_counter(), answer.submit.job.text
+        self.metrics.token(now - (answer.seen or answer.submit.opened), first=not answer.seen)
+        answer.seen = now
+        answer.fresh += text.put(step, last=request.finish_reason is not None)
+        if text.complete:
+            self.engine.cancel(request, "stop")
+
+    def _score(self) -> None:
+        """One chunk of the oldest prompt whose log-probabilities were asked for, so that the others go on."""
+        if not self.echoing:
+            return
+        submit = self.echoing[0]
+        try:
+            complete = self.engine.aside(submit.job.echo.advance)  # type: ignore[union-attr]  # else it were not here
+        except Exception as error:
+            self.echoing.remove(submit)
+            self._tell(Failed(submit.ticket, told(error, "echo")))
+        else:
+            if complete:
+                self.echoing.remove(submit)
+                self._begin(submit)
+
+    def _cancel(self, ticket: int) -> None:
+        self.prefills.forget(ticket)
+        self.echoing = [submit for submit in self.echoing if submit.ticket != ticket]
+        if ticket in self.running:
+            self._leave(ticket)
+
+    def _leave(self, ticket: int) -> None:
+        """Out of the engine; what a page's request leaves there is remembered."""
+        answer = self.running.pop(ticket)
+        request, held = answer.request, answer.request.fed
+        self.engine.cancel(request)
+        if answer.submit.tab:
+            self.departed.append(departed(self.engine, request, answer.submit.tab, held))
+
+    def _found(self, question: Snapshot | Count) -> dict | Exception:
+        try:
+            if isinstance(question, Count):
+                return engine_counts(self.engine) | self.prefills.counts()
+            tabs = {answer.request.number: answer.submit.tab for answer in self.running.values()}
+            return snapshot(self.engine, tabs, self.departed)
+        except Exception as error:
+            return error
+
+
+def told(error: Exception, param: str = "") -> ApiError:
+    """What the client is told: no more than that it was our bug, where it is that, and then it is logged.
+    `param`: the field that a refusal of the engine is about."""
+    if isinstance(error, ApiError):
+        return error
+    if param and isinstance(error, NanoKVError):
+        return refused(error, param)
+    logger.error("a request failed: %s", where(error))
+    return internal()
+
+
+def nothing(job: Job) -> Request:
+    """A request of no tokens, which is complete: the prompt is only repeated."""
+    now = perf_counter()
+    return Request(-1, job.ids, SamplingParams(), 0, 0, (), arrived=now, state=FINISHED, finish_reason="length",
+                   admitted=now, finished=now)  # fmt: skip
