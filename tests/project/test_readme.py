@@ -318,10 +318,12 @@ def blocks(page: str) -> list[tuple[str, str]]:
 
 
 def test_the_life_of_a_token_quotes_lines_that_exist():
-    """docs/life-of-a-token.md: each quoted line stands in its file, word for word, and the files in the table exist."""
+    """docs/life-of-a-token.md: each quoted line stands in its file, word for word, and the tables' files exist."""
     page = (ROOT / "docs/life-of-a-token.md").read_text(encoding="utf-8")
     found = quotes(page)
     assert len({file for file, _ in found}) >= 12, "from the command line to the kernel"
+    served = {file for file, _ in quotes(page.split("## A request through the server")[1])}
+    assert 8 <= len(served) <= 12, "from the socket to the engine and back, in so few files that a reader follows"
     lines = {file: (ROOT / file).read_text(encoding="utf-8").splitlines() for file, _ in found}
     assert [(file, line) for file, line in found if line not in lines[file]] == []
     gaps = [block for file, block in blocks(page) if block not in (ROOT / file).read_text(encoding="utf-8")]

@@ -56,7 +56,7 @@ def internal() -> ApiError:
 
 
 def where(error: BaseException) -> str:
-    """The error's type and the line that raised it. Not its text, which may quote what a client sent."""
+    """The error's type and the line that raised it; its text may quote what a client has sent."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     logger.debug("%s", "".join(traceback.format_exception(error)))

@@ -10,7 +10,7 @@
 import json
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from nanokv.apps.serve.api import logprobs
 from nanokv.apps.serve.api.answer import Piece
@@ -43,7 +43,7 @@ class ChatForm:
         """Before the first token."""
         return self._event([self._choice(index, {"delta": {"role": "assistant", "content": ""}})])
 
-    def chunk(self, index: int, pieces: list[Piece]) -> bytes:
+    def chunk(self, index: int, pieces: Sequence[Piece]) -> bytes:
         """What came together; thoughts and answer in one delta each."""
         said = [one for piece in joined(pieces) for one in self._deltas(piece)]
         return b"".join(self._event([self._choice(index, one)]) for one in said)
@@ -90,7 +90,7 @@ class TextForm(ChatForm):
     def opening(self, index: int) -> bytes:
         return b""
 
-    def chunk(self, index: int, pieces: list[Piece]) -> bytes:
+    def chunk(self, index: int, pieces: Sequence[Piece]) -> bytes:
         said = [self._text(index, [piece]) for piece in joined(pieces)]
         return b"".join(self._event([self._choice(index, one)]) for one in said if one["text"] or one["logprobs"])
 
@@ -113,7 +113,7 @@ class TextForm(ChatForm):
         return {"text": "".join(piece.text for piece in pieces), "logprobs": merged or None}
 
 
-def joined(pieces: list[Piece]) -> list[Piece]:
+def joined(pieces: Sequence[Piece]) -> list[Piece]:
     """Neighbours of one kind as one piece."""
     found: list[Piece] = []
     for piece in pieces:

@@ -196,10 +196,10 @@ class Application:
 
     async def _prepared(self, body: bytes, check: Callable, request: Request) -> tuple[list[Ticket], Prepared]:
         tab = tab_of(request)
-        tickets = self.client.open(tab)  # one place before anything else is done; then those of all answers
+        tickets = self.client.admission.open(tab)  # one place before anything else is done; then those of all answers
         try:
             prepared = await self._in_thread(self._prepare, body, check, request.scope["salt"])
-            return self.client.open(tab, len(prepared.jobs), tickets), prepared
+            return self.client.admission.open(tab, len(prepared.jobs), tickets), prepared
         except BaseException:
             self.client.close(tickets)
             raise

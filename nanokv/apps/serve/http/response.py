@@ -62,9 +62,11 @@ class Watch:
 class Answer(Response):
     """The answers of a request: `whole` gives them as a response; as a response itself it is a stream."""
 
-    def __init__(self, client: EngineClient, tickets: Sequence[Ticket], prepared: Prepared, form: ChatForm,
-                 limits: Limits):  # fmt: skip
-        self.client, self.tickets, self.prepared, self.form, self.limits = client, tickets, prepared, form, limits
+    def __init__(
+        self, client: EngineClient, tickets: Sequence[Ticket], prepared: Prepared, form: ChatForm, limits: Limits
+    ):  # fmt: skip
+        self.client, self.tickets = client, tickets
+        self.prepared, self.form, self.limits = prepared, form, limits
         self.index = {ticket.number: ticket.index for ticket in tickets}
         self.failure = ""  # what the stream ended with, for the log
 
@@ -128,14 +130,16 @@ class Answer(Response):
             case Pieces(ticket, pieces):
                 return self.form.chunk(self.index[ticket], pieces)
             case Ended(ticket):
-                return self.form.closing(self.index[ticket], self.closing(message), **self.facts(message))
+                closing, facts = self.closing(message), self.facts(message)
+                return self.form.closing(self.index[ticket], closing, **facts)
         return b": keepalive\n\n"
 
     # --- when it is complete ----------------------------------------------------------------------------------------
 
     def usage(self) -> dict:
         """Tokens; a prompt with several answers counts once. Of a stream that failed some may not have begun."""
-        firsts = [ticket.usage for ticket, job in zip(self.tickets, self.prepared.jobs, strict=True) if job.first]
+        jobs = zip(self.tickets, self.prepared.jobs, strict=True)
+        firsts = [ticket.usage for ticket, job in jobs if job.first]
         prompt, reused = sum(one.prompt for one in firsts), sum(one.reused for one in firsts)
         return completion.usage(prompt, sum(ticket.usage.new for ticket in self.tickets), reused)
 
@@ -159,9 +163,11 @@ class Answer(Response):
         return f"{new:,} new + {reused:,} reused → {usage['completion_tokens']:,} out{self.failure}"
 
 
-async def news(tickets: Sequence[Ticket], patience: float | None = None) -> AsyncIterator[Pieces | Ended | None]:
-    """What the engine says of these answers until all have ended; None after `patience` seconds without any.
-    Raises what one of them has failed with."""
+async def news(
+    tickets: Sequence[Ticket], patience: float | None = None
+) -> AsyncIterator[Pieces | Ended | None]:  # fmt: skip
+    """What the engine says of these answers until all have ended; None after `patience` seconds of
+    silence. Raises what one of them has failed with."""
     running = len(tickets)
     while running:
         try:

@@ -44,7 +44,8 @@ class Admission:
             raise ApiError(400, words, "n", hint="nanokv serve --queue N makes more")
         if len(self.tickets) - len(held) + number > self.places:
             seconds = min(LONGEST_RETRY, max(1, math.ceil(self._mean)))
-            words = f"{self.places:,} requests run or wait, which is the limit; try again in {seconds} s"
+            words = f"{self.places:,} requests run or wait, which is the limit"
+            words += f"; try again in {seconds} s"
             raise ApiError(429, words, code="queue_full", headers={"retry-after": str(seconds)})
         events = held[0].events if held else asyncio.Queue()
         more = [Ticket(next(self._numbers), i, tab, events) for i in range(len(held), number)]
@@ -54,8 +55,8 @@ class Admission:
     def leave(self, ticket: Ticket) -> None:
         """The place is free."""
         del self.tickets[ticket.number]
-        if isinstance(ticket.end, Ended):
-            self._mean += 0.1 * (ticket.end.metrics["total_s"] - self._mean)
+        seconds = ticket.end.metrics["total_s"] if isinstance(ticket.end, Ended) else None
+        self._mean += 0.1 * (seconds - self._mean) if seconds is not None else 0.0
 
     def check(self) -> None:
         """ApiError where nothing is answered any more."""

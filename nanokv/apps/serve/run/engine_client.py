@@ -1,9 +1,9 @@
-"""The event loop's side of the engine: places, and messages to the engine's thread and from it.
+"""The event loop's side of the engine: messages to its thread, and what that says to the tickets.
 
-    tickets = client.open(tab, count)     one for each answer; 429 where the queue is full
-    client.submit(ticket, job, param)     returns at once; what comes of it is put into ticket.events
-    client.close(tickets)                 always: frees the places, and the engine's pages
-    await client.ask(Snapshot)            requests and pages, between two steps
+tickets = client.admission.open(tab, n)     one for each answer; ApiError where all are taken
+client.submit(ticket, job, param)           returns at once; what comes of it: ticket.events
+client.close(tickets)                       always: frees the places, and the engine's pages
+await client.ask(Snapshot)                  requests and pages, between two steps
 """
 
 import asyncio
@@ -36,7 +36,7 @@ from nanokv.errors import ParallelError
 
 
 class EngineClient:
-    """`queue_size` requests may wait besides those that run; `prefills`: where prompts are computed."""
+    """`queue_size` answers may wait besides those that run; `prefills`: see prefill.py."""
 
     def __init__(self, engine: Engine, queue_size: int, prefills: Here):
         self.metrics = Metrics()
@@ -52,17 +52,13 @@ class EngineClient:
 
     # --- answers ----------------------------------------------------------------------------------
 
-    def open(self, tab: str = "", number: int = 1, held: Sequence[Ticket] = ()) -> list[Ticket]:
-        """Places for all answers of a request, or ApiError and none."""
-        return self.admission.open(tab, number, held)
-
     def submit(self, ticket: Ticket, job: Job, param: str) -> None:
         """To the engine, which may be in the middle of a step."""
         ticket.submitted = True
         self.thread.put(Submit(ticket.number, job, param, ticket.tab, ticket.opened))
 
     def fail(self, tickets: Iterable[Ticket], error: Exception) -> None:
-        """End these answers, as far as they have not ended, for a reason that the engine does not know."""
+        """End these answers, unless they have ended, for a reason that the engine does not know."""
         for ticket in tickets:
             if ticket.end is None:
                 self._cancel(ticket)

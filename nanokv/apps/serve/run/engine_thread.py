@@ -1,6 +1,6 @@
-"""The engine's own thread, the only one that touches it: take messages, step, send what the step gave.
+"""The engine's own thread, which alone touches it: take messages, step, send what the step gave.
 
-Messages are carried out between two steps. Those of a step go to the event loop together, with one call.
+Messages are carried out between two steps. Those of a step go to the event loop with one call.
 """
 
 import asyncio
@@ -57,7 +57,7 @@ class Running:
 
     def pieces(self) -> Pieces:
         """Those that are new."""
-        fresh, self.fresh, request = self.fresh, [], self.request
+        fresh, self.fresh, request = tuple(self.fresh), [], self.request
         usage = Usage(len(request.prompt), request.reused_tokens, len(request.tokens))
         return Pieces(self.submit.ticket, fresh, usage)
 
@@ -81,7 +81,9 @@ class EngineThread:
         self._inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="nanokv-engine", daemon=True)
 
-    def start(self, loop: asyncio.AbstractEventLoop, hear: Callable[[Sequence[FromEngine]], None]) -> None:
+    def start(
+        self, loop: asyncio.AbstractEventLoop, hear: Callable[[Sequence[FromEngine]], None]
+    ) -> None:
         """`hear(messages)` is called in the event loop."""
         self._loop, self._hear = loop, hear
         self.prefills.start(self.put)
@@ -115,7 +117,7 @@ class EngineThread:
             self._tell(Stopped(lost))
 
     def _take(self) -> bool:
-        """Carry out what came in; wait for something where there is nothing to do. False: the end."""
+        """Carry out what came in; where there is nothing to do, wait for it. False: the end."""
         while not (self.running or self.echoing) or not self._inbox.empty():
             message = self._inbox.get()
             if isinstance(message, End):
@@ -189,7 +191,9 @@ class EngineThread:
                 answer.request = nothing(job)
             else:
                 put = partial(self._put, answer)
-                answer.request = self.engine.submit(job.ids, **job.settings, on_token=put, prefilled=prefilled)
+                answer.request = self.engine.submit(
+                    job.ids, **job.settings, on_token=put, prefilled=prefilled
+                )
             self.running[submit.ticket] = answer
         except Exception as error:
             self._tell(Failed(submit.ticket, told(error, submit.param)))
@@ -204,12 +208,13 @@ class EngineThread:
             self.engine.cancel(request, "stop")
 
     def _score(self) -> None:
-        """One chunk of the oldest prompt whose log-probabilities were asked for, so that the others go on."""
+        """One chunk of the oldest prompt whose log-probabilities were asked for: others go on."""
         if not self.echoing:
             return
         submit = self.echoing[0]
+        assert submit.job.echo is not None
         try:
-            complete = self.engine.aside(submit.job.echo.advance)  # type: ignore[union-attr]  # else it were not here
+            complete = self.engine.aside(submit.job.echo.advance)
         except Exception as error:
             self.echoing.remove(submit)
             self._tell(Failed(submit.ticket, told(error, "echo")))
@@ -243,7 +248,7 @@ class EngineThread:
 
 
 def told(error: Exception, param: str = "") -> ApiError:
-    """What the client is told: no more than that it was our bug, where it is that, and then it is logged.
+    """What the client is told. Our bug is logged, and the client is told no more than that.
     `param`: the field that a refusal of the engine is about."""
     if isinstance(error, ApiError):
         return error
@@ -255,6 +260,9 @@ def told(error: Exception, param: str = "") -> ApiError:
 
 def nothing(job: Job) -> Request:
     """A request of no tokens, which is complete: the prompt is only repeated."""
-    now = perf_counter()
-    return Request(-1, job.ids, SamplingParams(), 0, 0, (), arrived=now, state=FINISHED, finish_reason="length",
-                   admitted=now, finished=now)  # fmt: skip
+    params, reason, now = SamplingParams(), "length", perf_counter()
+    request = Request(
+        -1, job.ids, params, 0, 0, (), arrived=now, state=FINISHED, finish_reason=reason
+    )
+    request.admitted = request.finished = now
+    return request

@@ -81,7 +81,7 @@ class Pieces:
     """What a step has added to an answer, which may be nothing that can be shown."""
 
     ticket: int
-    pieces: list[Piece]
+    pieces: tuple[Piece, ...]
     usage: Usage
 
 

@@ -45,7 +45,7 @@ class Here:
         """What the process has said."""
 
     def ready(self) -> Ready:
-        """What the engine is to be given now, each with what was prefilled for it. Asks for more."""
+        """What the engine is to be given now, with what was prefilled for it. Asks for more."""
         ready, self._ready = self._ready, []
         return ready
 
@@ -120,7 +120,8 @@ class Elsewhere(Here):
 
     def counts(self) -> dict[str, float]:
         waiting = [*self.waiting.values(), *(submits for _, submits in self.asked.values())]
-        return self.state | {"prefill_worker_up": self.process.alive, "prefills_waiting": sum(map(len, waiting))}
+        counts = {"prefill_worker_up": self.process.alive, "prefills_waiting": sum(map(len, waiting))}
+        return self.state | counts
 
     def close(self) -> None:
         self.process.close()
@@ -136,11 +137,12 @@ class Elsewhere(Here):
         try:
             number = meta["done"] if "done" in meta else meta["failed"]
             (_, ids), submits = self.asked.get(number, (("", ()), []))
-            found = [self._believed(message, ids, submit) if "done" in meta else None for submit in submits]
+            done = "done" in meta
+            found = [self._believed(message, ids, one) if done else None for one in submits]
         except (KeyError, TypeError, NanoKVError) as error:  # a client is not told of it
             return self._lose(f"it has sent what nobody has asked for: {type(error).__name__}: {error}")
         self.asked.pop(number, None)
-        if "done" in meta and submits:
+        if done and submits:
             self.state["handover_prompts"] += 1
             self.state["handover_bytes"] += message.size
             self.state["handover_seconds"] += message.seconds
