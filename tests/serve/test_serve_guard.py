@@ -166,7 +166,7 @@ def test_an_engine_that_has_died_leaves_nobody_waiting(loaded, monkeypatch):
     with Serving(*loaded) as server:
         monkeypatch.setattr(server.engine_client.thread, "_send", lambda: 1 / 0)
         assert server.post(CHAT, ask(max_tokens=5))[0] == 500
-        server.wait(lambda: server.engine_client.admission.closed)
+        server.wait(lambda: server.admission.closed)
         assert server.post(CHAT, ask())[0] == 503 and server.get("/health")[0] == 503
         assert error(server.get("/metrics")[1])["code"] == "engine_failed", "it would wait for ever"
 
@@ -193,7 +193,7 @@ def test_running_answers_finish_when_the_server_is_ended(loaded):
         with asked(server, ask(max_tokens=4)) as found:
             only_request(server)
             server.stop.set()
-            server.wait(lambda: server.engine_client.admission.closed)
+            server.wait(lambda: server.admission.closed)
             server.gate.set()
         assert found[0][0] == 200
         server.thread.join(10)
@@ -217,7 +217,7 @@ def test_an_end_in_the_middle_of_a_body_is_told_at_once(loaded, caplog):
         halves = [stack.enter_context(socket.create_connection(("127.0.0.1", server.port))) for _ in range(2)]
         for half, path in zip(halves, (CHAT, "/tokenize"), strict=True):
             half.sendall(b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{" % path.encode())
-        server.wait(lambda: server.application.reading == 2)
+        server.wait(lambda: server.admission.reading == 2)
         server.stop.set()
         for half in halves:
             found = half.makefile("rb").read()
@@ -401,7 +401,7 @@ def busy(monkeypatch):
 def test_requests_to_the_tokenizer_are_bounded(loaded, busy):
     with Serving(*loaded, limits=Limits(beside=3)) as server, contextlib.ExitStack() as stack:
         found = [stack.enter_context(asked(server, {"prompt": "Hi"}, "/tokenize")) for _ in range(3)]
-        server.wait(lambda: server.application.beside == 3)
+        server.wait(lambda: server.admission.beside == 3)
         for path, body in (("/tokenize", {"prompt": "Hi"}), ("/detokenize", {"tokens": [5]})):
             status, headers, data = server.raw("POST", path, body)
             assert status == 429 and int(headers["retry-after"]) >= 1
@@ -416,11 +416,11 @@ def test_bodies_that_wait_for_the_tokenizer_count_as_bodies_that_arrive(loaded, 
     body = {"prompt": "Hi", "user": "x" * 2_000, "max_tokens": 1}
     with Serving(*loaded, limits=Limits(bodies=5_000)) as server:
         with asked(server, body, path) as one, asked(server, body, path) as other:
-            server.wait(lambda: server.application.reading > 4_000)
+            server.wait(lambda: server.admission.reading > 4_000)
             status, found = server.post("/detokenize", b" " * 1_000)
             assert (status, error(found)["code"]) == (503, "overloaded")
             busy.set()
-        assert [one[0][0], other[0][0]] == [200, 200] and server.application.reading == 0
+        assert [one[0][0], other[0][0]] == [200, 200] and server.admission.reading == 0
         assert server.post("/detokenize", b" " * 1_000)[0] == 400
 
 

@@ -290,7 +290,7 @@ def test_a_server_goes_on_with_right_answers(loaded, tiny_folder, lie):
             body = ask(question, max_tokens=6)
             status, found = server.post(CHAT, body)
             assert status == 200 and found["choices"] == plain.post(CHAT, body)[1]["choices"]
-        assert server.engine_client.admission.closed is None and server.free and metrics(server)["handover_lost"] > 0
+        assert server.admission.closed is None and server.free and metrics(server)["handover_lost"] > 0
 
 
 @pytest.mark.slow

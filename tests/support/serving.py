@@ -43,8 +43,8 @@ class Serving:
         self.served = Served(self.engine, tokenizer, names, context, sampling or SamplingParams(), **served)
         self.prefills = prefills(self.engine)
         self.engine_client = EngineClient(self.engine, queue, self.prefills)
+        self.admission = self.engine_client.admission
         self.app = make_app(self.served, self.engine_client, Hosts("127.0.0.1", hosts), Keys(keys), limits)
-        self.application = self.app.app.routes[0].endpoint.__self__  # what the endpoints share
         self.stop, self.hurry = threading.Event(), threading.Event()
         self.ready, self.gate = threading.Event(), threading.Event()
         self.gate.set()
@@ -94,7 +94,7 @@ class Serving:
     @property
     def tickets(self) -> list:
         """Of all answers that have a place."""
-        return list(self.engine_client.admission.tickets.values())
+        return list(self.admission.tickets.values())
 
     @property
     def requests(self) -> list:

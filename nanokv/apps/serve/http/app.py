@@ -34,11 +34,10 @@ class Application:
 
     def __init__(self, served: Served, client: EngineClient, limits: Limits):
         self.served, self.client, self.limits = served, client, limits
+        self.admission = client.admission
         self.watched = Live(client, served)
         self.threads = ThreadPoolExecutor(2, "nanokv-prompt")  # templates and tokenizers
         self.side_thread = ThreadPoolExecutor(1, "nanokv-tokenize")  # no chat waits for /tokenize
-        self.reading = 0  # bytes of bodies that arrive, or wait for a thread
-        self.beside = 0  # requests that wait for a thread and have no place in the engine's queue
 
     def routes(self) -> list[Route]:
         """Every address."""
@@ -65,7 +64,7 @@ class Application:
 
     async def health(self, request: Request) -> Response:
         """Whether requests are answered."""
-        well = self.client.admission.closed is None
+        well = self.admission.closed is None
         return JSONResponse({"status": "ok" if well else "unavailable"}, 200 if well else 503)
 
     async def metrics(self, request: Request) -> Response:
@@ -117,14 +116,8 @@ class Application:
     async def _beside(self, request: Request, function: Callable[[bytes], Response]) -> Response:
         """function(body), for an address that needs no engine; 4 MB of text make 15 MB of JSON, also in the thread."""
         async with self._body(request) as body:
-            if self.beside >= self.limits.beside:
-                raise ApiError(429, f"{self.beside:,} requests are being tokenized, which is the limit",
-                               code="queue_full", headers={"retry-after": "1"})  # fmt: skip
-            self.beside += 1
-            try:
+            with self.admission.thread(self.limits.beside):
                 return await asyncio.get_running_loop().run_in_executor(self.side_thread, function, body)
-            finally:
-                self.beside -= 1
 
     async def _in_thread(self, function: Callable, *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self.threads, function, *args)
@@ -139,11 +132,11 @@ class Application:
             body.clear()
             yield whole
         finally:
-            self.reading -= len(body) + len(whole)
+            self.admission.read(len(body) + len(whole))
 
     async def _arrive(self, request: Request, body: bytearray) -> None:
         try:
-            async with self.client.admission.wait(self.limits.body_s):
+            async with self.admission.wait(self.limits.body_s):
                 await self._read(request, body)
         except TimeoutError:
             raise ApiError(408, f"the body took more than {self.limits.body_s:g} seconds", code="timeout") from None
@@ -156,9 +149,7 @@ class Application:
             size += len(part)
             if size <= self.limits.body:
                 body += part
-                self.reading += len(part)
-            if self.reading > self.limits.bodies:
-                raise ApiError(503, "too many requests are arriving at once", code="overloaded")
+                self.admission.arrive(len(part), self.limits.bodies)
             if size > DRAINED:
                 break
         if size > self.limits.body:
@@ -196,10 +187,10 @@ class Application:
 
     async def _prepared(self, body: bytes, check: Callable, request: Request) -> tuple[list[Ticket], Prepared]:
         tab = tab_of(request)
-        tickets = self.client.admission.open(tab)  # one place before anything else is done; then those of all answers
+        tickets = self.admission.open(tab)  # one place before anything else is done; then those of all answers
         try:
             prepared = await self._in_thread(self._prepare, body, check, request.scope["salt"])
-            return self.client.admission.open(tab, len(prepared.jobs), tickets), prepared
+            return self.admission.open(tab, len(prepared.jobs), tickets), prepared
         except BaseException:
             self.client.close(tickets)
             raise

@@ -1,12 +1,13 @@
 """Who gets a place, and who is told to come again (429) or that nothing is answered any more (503).
 
-A request that runs or waits has a place for each of its answers.
+A request that runs or waits has a place for each of its answers. Requests that need no engine, and
+bodies that arrive, have limits of their own.
 """
 
 import asyncio
 import contextlib
 import math
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from enum import Enum
 from itertools import count
 
@@ -30,6 +31,8 @@ class Admission:
     def __init__(self, places: int):
         self.places = places
         self.tickets: dict[int, Ticket] = {}
+        self.beside = 0  # requests that need no place, and wait for a thread
+        self.reading = 0  # bytes of bodies that arrive, or wait for a thread
         self.closed: Closed | None = None
         self.at_end: list[Callable[[], None]] = []  # called when nothing more is taken
         self._numbers = count()
@@ -57,6 +60,28 @@ class Admission:
         del self.tickets[ticket.number]
         seconds = ticket.end.metrics["total_s"] if isinstance(ticket.end, Ended) else None
         self._mean += 0.1 * (seconds - self._mean) if seconds is not None else 0.0
+
+    @contextlib.contextmanager
+    def thread(self, most: int) -> Iterator[None]:
+        """For one of at most so many requests that need no place."""
+        if self.beside >= most:
+            words = f"{self.beside:,} requests are being tokenized, which is the limit"
+            raise ApiError(429, words, code="queue_full", headers={"retry-after": "1"})
+        self.beside += 1
+        try:
+            yield
+        finally:
+            self.beside -= 1
+
+    def arrive(self, size: int, most: int) -> None:
+        """So many bytes more of a body; all of them together may have `most`."""
+        self.reading += size
+        if self.reading > most:
+            raise ApiError(503, "too many requests are arriving at once", code="overloaded")
+
+    def read(self, size: int) -> None:
+        """So many of them have been used."""
+        self.reading -= size
 
     def check(self) -> None:
         """ApiError where nothing is answered any more."""
