@@ -249,6 +249,14 @@ def test_no_circle_between_files():
     assert circles(circle) == ["a b c"]
 
 
+def test_admission_metrics_and_prefill_of_the_server_name_none_of_each_other():
+    """Each is understood alone; what they share are the messages."""
+    room, names = "nanokv.apps.serve.run", ("admission", "metrics", "prefill", "engine_thread", "engine_client")
+    for name in names[:3]:
+        found = imports((ROOT / room.replace(".", "/") / f"{name}.py").read_text(), f"{room}.{name}")
+        assert {m.removeprefix(f"{room}.") for m, _ in found} & set(names) == set(), name
+
+
 def test_model_imports_torch_and_config_only():
     """A cache or a kernel in model.py is how copies of the model begin."""
     outside = {m.split(".")[0] for m, _ in imports((ROOT / "nanokv/model.py").read_text(), "nanokv.model")}
