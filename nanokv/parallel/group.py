@@ -213,6 +213,10 @@ class Group:
         return answers[0] if answers else None
 
 
+Ranks = Group | Alone
+ALONE = Alone()
+
+
 def start(timeout: float = TIMEOUT_S, backend: str = "gloo") -> Group:
     """Join the group that the environment names: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, as torchrun sets them.
 

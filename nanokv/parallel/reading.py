@@ -16,7 +16,8 @@ from nanokv.config import Config
 from nanokv.errors import ConfigError
 from nanokv.loading import Read, load_folder
 from nanokv.model import Transformer
-from nanokv.parallel.shards import Ranks, Shard, build_shard
+from nanokv.parallel.group import Ranks
+from nanokv.parallel.shards import Shard, build_shard
 from nanokv.parallel.watch import Watch
 from nanokv.text.tokenizer import Tokenizer
 from weights_loader import Device, Dtype, shards

@@ -22,11 +22,10 @@ from torch import Tensor, nn
 from nanokv.config import Config
 from nanokv.loading import fill, skeleton
 from nanokv.model import Transformer
-from nanokv.parallel.group import Alone, Group
+from nanokv.parallel.group import Ranks
 from nanokv.parallel.sizes import check_sizes, has_mlp
 from weights_loader.shards import Slice
 
-Ranks = Group | Alone
 ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 COLUMNS = ("o_proj", "down_proj")
 

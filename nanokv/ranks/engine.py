@@ -12,9 +12,7 @@ from nanokv.checkpoint import Model
 from nanokv.engine.engine import Engine
 from nanokv.engine.request import Request
 from nanokv.errors import GenerationError
-from nanokv.parallel.group import Alone, Group
-
-Ranks = Group | Alone
+from nanokv.parallel.group import Ranks
 
 
 class LeadingEngine(Engine):

@@ -22,9 +22,8 @@ from nanokv.checkpoint import Model
 from nanokv.decoding.draw import SamplingParams
 from nanokv.decoding.generation import Generation, never
 from nanokv.errors import CacheError, NanoKVError, ParallelError, UnsupportedError
-from nanokv.parallel.group import Alone, Group
+from nanokv.parallel.group import Ranks
 
-Ranks = Group | Alone
 GO, STOP = ["go"], ["stop"]
 
 
