@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-from argparse import Namespace
 
 import pytest
 
@@ -20,6 +19,7 @@ from nanokv import costs
 from nanokv.apps.cli import main
 from nanokv.apps.cli.chat.pipe import one_line
 from nanokv.apps.cli.chat.view import Progress, View
+from nanokv.apps.cli.common.options import OutputOptions
 from nanokv.apps.cli.common.terminal import sanitize
 from nanokv.chat.session import Turn
 
@@ -175,7 +175,7 @@ class Said:
 
 
 def show(capsys, said, cut=3, thinking="show", markdown=False, **turn):
-    view = View(Namespace(color="never", quiet=False, thinking=thinking, stats="on", markdown=markdown))
+    view = View(OutputOptions(color="never"), thinking, markdown=markdown)
     session = Said(**turn)
     pieces = (said[i : i + cut] for i in range(0, len(said), cut))
     view.answer(session, pieces, Progress(lambda: False, session, view))
@@ -221,7 +221,7 @@ def test_a_long_prefill_shows_progress_after_a_second_and_few_lines_without_a_te
     now = [0.0]
     monkeypatch.setattr("nanokv.apps.cli.chat.view.time.monotonic", lambda: now[0])
     session = Said()
-    view = View(Namespace(color="never", quiet=False, thinking="show", stats="on", markdown=False))
+    view = View(OutputOptions(color="never"))
     progress, lines = Progress(lambda: now[0] > 30, session, view), []
     for now[0] in (0.5, 0.9, 1.1, 2.0, 5.0, 10.9, 11.2, 20.0, 31.0):
         stopped = progress()

@@ -26,7 +26,7 @@ from cli_helpers import choice, command, environment, errors_in, run_cli, spawn_
 from nanokv.apps.cli import ABOUT, COMMANDS, main, make_parser
 from nanokv.apps.cli.chat import commands as chat_commands
 from nanokv.apps.cli.commands import generate
-from nanokv.apps.cli.common import arguments, prompt
+from nanokv.apps.cli.common import arguments, options, prompt
 from nanokv.apps.cli.common.text import read_prompt_bytes
 from nanokv.cache.options import KINDS
 from nanokv.errors import NanoKVError
@@ -277,7 +277,7 @@ def test_a_silent_pipe_is_mentioned(monkeypatch):
     """A script that inherits an open pipe would seem to hang; the notice says what is waited for."""
     reader, writer = os.pipe()
 
-    def heard(text, args):
+    def heard(text, output):
         os.write(writer, b"late\n")
         os.close(writer)
         notices.append(text)
@@ -287,7 +287,7 @@ def test_a_silent_pipe_is_mentioned(monkeypatch):
     monkeypatch.setattr(prompt, "PATIENCE_S", 0.01)
     monkeypatch.setattr("nanokv.apps.cli.common.terminal.notice", heard)
     args = make_parser("generate", generate).parse(["early"])
-    assert prompt.read_prompt(args, "") == "early\n\nlate"
+    assert prompt.read_prompt(prompt.prompt_options(args), options.output_options(args), "") == "early\n\nlate"
     assert len(notices) == 1 and "waiting for stdin" in notices[0]
 
 
@@ -629,9 +629,9 @@ def test_thinking_goes_to_stderr(capsys, thinking, thoughts):
 
     from nanokv.apps.cli.commands.generate import TextOutput
 
-    args = types.SimpleNamespace(chat=True, quiet=False, color="never", thinking=thinking)
+    asked = prompt.PromptOptions(chat=True, template=options.TemplateOptions(thinking=thinking))
     loaded = types.SimpleNamespace(tokenizer=types.SimpleNamespace(decode=lambda ids: "<|im_start|>assistant\n"))
-    out = TextOutput(args, loaded, [1])
+    out = TextOutput(asked, options.OutputOptions(color="never"), loaded, [1])
     for chunk in ("<thi", "nk>\nhmm\x1b", "\n</th", "ink>\n\nFour", ".\x07"):
         out.put(chunk)
     out.flush()
@@ -650,17 +650,15 @@ def test_the_banner_need_not_wait_for_torch(module):
 @pytest.mark.parametrize("command", ["chat", "generate", "batch", "trace"])
 def test_thinking_has_the_same_values_in_every_command(command):
     """on and off of 0.1.0's generate are still accepted."""
-    from argparse import Namespace
-
     from nanokv.apps.cli import COMMANDS, make_parser
-    from nanokv.apps.cli.common.answer import template_options
 
     parser = make_parser(command, importlib.import_module(COMMANDS[command][0]))
     needed = {"batch": ["prompts.jsonl"], "generate": ["hi"], "trace": ["hi"]}.get(command, [])
     given = {word: parser.parse_args([*needed, "--thinking", word]) for word in ("show", "fold", "off", "on")}
     assert [args.thinking for args in given.values()] == ["show", "fold", "off", "show"]
-    assert [template_options(args) for args in given.values()] == [{"enable_thinking": w != "off"} for w in given]
-    assert template_options(Namespace(thinking=parser.parse_args(needed).thinking)) == {}
+    said = [options.template_options(args).values() for args in given.values()]
+    assert said == [{"enable_thinking": word != "off"} for word in given]
+    assert options.template_options(parser.parse_args(needed)).values() == {}
 
 
 # --- the operating system -----------------------------------------------------------------------------------------
@@ -721,7 +719,8 @@ def test_the_banner_is_on_the_screen_before_torch_is_imported(tiny_folder):
         def announce(plan):
             print(*plan.banner(), "torch" in sys.modules, sep=" · ")
             raise SystemExit(7)
-        load_model(make_parser("chat", chat).parse(sys.argv[1:]), announce)
+        given = chat.command_options(make_parser("chat", chat).parse(sys.argv[1:]))
+        load_model(given.model, given.cache, given.output, announce=announce)
     """
     done = subprocess.run(
         [sys.executable, "-c", code, "-m", str(tiny_folder), "--device", "cpu", "--context", "300", "--plain"],
@@ -1086,12 +1085,14 @@ def test_the_command_that_resumes_a_chat_names_what_its_session_does_not_hold(mo
     from nanokv.apps.cli.commands import chat
 
     monkeypatch.delenv("NANOKV_MODEL", raising=False)
-    parser = make_parser("chat", chat)
-    found = resuming(parser.parse(flags))
+    def resuming_with(words):
+        return resuming(chat.command_options(make_parser("chat", chat).parse(words)))
+
+    found = resuming_with(flags)
     assert found.startswith("nanokv chat ") and found.endswith(told)
-    assert resuming(parser.parse(shlex.split(found)[2:])) == found
+    assert resuming_with(shlex.split(found)[2:]) == found
     monkeypatch.setenv("NANOKV_MODEL", "smollm2")
-    assert resuming(make_parser("chat", chat).parse([])) == "nanokv chat -m smollm2 --resume"
+    assert resuming_with([]) == "nanokv chat -m smollm2 --resume"
 
 
 def test_a_command_among_other_lines_is_found_in_any_case():

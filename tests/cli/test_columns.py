@@ -19,6 +19,8 @@ from nanokv.apps.cli.chat.view import status
 from nanokv.apps.cli.commands import bench
 from nanokv.apps.cli.common import layout, wrapping
 from nanokv.apps.cli.common.answer import AnswerWriter
+from nanokv.apps.cli.common.options import OutputOptions
+from nanokv.apps.cli.common.terminal import Style
 
 WIDTHS = (80, 60, 40)
 
@@ -308,7 +310,7 @@ def test_thoughts_break_between_words_too(monkeypatch, capsys):
     monkeypatch.setattr(wrapping, "is_tty", lambda stream: True)
     monkeypatch.setenv("COLUMNS", "40")
     monkeypatch.setenv("TERM", "xterm")
-    writer = AnswerWriter(types.SimpleNamespace(quiet=False, thinking="show", color="always"))
+    writer = AnswerWriter("show", Style(sys.stderr, "always"))
     writer.begin(True)
     for piece in re.findall(r"(?s).{1,5}", PROSE + "</think>" + PROSE):
         writer.put(piece)
@@ -369,14 +371,14 @@ def test_the_status_line_breaks_before_the_cache():
     (40, ["nanokv 0.1.0 · tiny 3.1 M fp32", "16 threads · cache growing", "context 2,048 · fast kernels · /help"]),
 ])  # fmt: skip
 def test_the_banner_of_the_bundled_model_breaks_between_its_parts(columns, lines):
-    from nanokv.apps.cli import make_parser
-    from nanokv.apps.cli.commands import chat
+    from dataclasses import replace
+
     from nanokv.apps.cli.common.loading import plan_model
+    from nanokv.apps.cli.common.options import CACHE, CacheOptions, ModelOptions
     from nanokv.apps.cli.common.speed import Choice
 
-    args = make_parser("chat", chat).parse(["--threads", "16"])
-    plan = plan_model(args)
-    plan.code = Choice(True, "fast kernels")
+    plan = plan_model(ModelOptions(threads=16), CacheOptions(CACHE), OutputOptions())
+    plan = replace(plan, code=Choice(True, "fast kernels"))
     assert layout.joined([*plan.banner(), "/help"], columns).split("\n") == lines
 
 
@@ -417,12 +419,10 @@ def test_no_word_is_broken_on_the_screen(tiny_folder, tmp_path):
 
 def test_a_resumed_chat_shows_where_it_was(capsys, monkeypatch):
     """The system prompt on one line, the last exchange without its thinking, long texts by their beginning."""
-    from types import SimpleNamespace
-
     from nanokv.apps.cli.chat.view import LONGEST_RECALL, View
 
     monkeypatch.setenv("COLUMNS", "40")
-    view = View(SimpleNamespace(color="never", quiet=False, thinking="show", stats="on", markdown=False))
+    view = View(OutputOptions(color="never"))
     answer = {"role": "assistant", "content": "<think>\nhm\n</think>\n\nHello\x1b[2J Zorbla.", "interrupted": True}
     view.recall("Be brief.\nBe kind. " * 9, [{"role": "user", "content": "My name is Zorbla. " * 3}, answer])
     shown = capsys.readouterr().err.splitlines()

@@ -109,6 +109,7 @@ def test_each_argument_is_accepted_by_the_commands_that_it_names(cache):
         import importlib, json, sys
         from nanokv.apps.cli import COMMANDS, make_parser
         from nanokv.apps.cli.common.loading import plan_model
+        from nanokv.apps.cli.common.options import CacheOptions, ModelOptions, OutputOptions
         from nanokv.apps.cli.common.random_model import RANDOM
         for model in json.load(sys.stdin)["models"]:
             for command in model["commands"]:
@@ -119,7 +120,7 @@ def test_each_argument_is_accepted_by_the_commands_that_it_names(cache):
                 if model["where"] == "random":
                     assert args.model in module.RANDOM
                 elif command != "verify":
-                    plan_model(args)
+                    plan_model(ModelOptions(args.model), CacheOptions(), OutputOptions())
         print("done")
     """
     env, listed = environment({"HF_HOME": str(cache.parent), "HF_HUB_OFFLINE": "1"}), models(cache, "--json").encode()

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import httpx2
@@ -20,7 +21,7 @@ import nanokv
 from cli_helpers import environment, run_cli, spawn_cli
 from nanokv.apps.cli import main, make_parser
 from nanokv.apps.cli.commands import generate
-from nanokv.apps.cli.common import loading, ranks
+from nanokv.apps.cli.common import loading, options, ranks
 from nanokv.errors import NanoKVError
 from nanokv.parallel.group import Alone, free_port
 from nanokv.parallel.group import environment as rank_environment
@@ -100,11 +101,13 @@ class Said(Alone):
 
 
 def said_with(*flags) -> dict:
-    args = make_parser("generate", generate).parse(["Hi", *flags])
-    args.ranks = Said()
-    ranks.compare_flags(args)
-    loading.load_model(args)
-    return args.ranks.found
+    args, said = make_parser("generate", generate).parse(["Hi", *flags]), Said()
+    ranks.compare_flags(said, args)
+    loading.load_model(
+        options.model_options(args, options.speed_options(args)), options.cache_options(args),
+        options.output_options(args), said,
+    )  # fmt: skip
+    return said.found
 
 
 @pytest.mark.parametrize(("flags", "differ"), [
@@ -241,12 +244,11 @@ def test_a_server_of_two_ranks_answers_and_ends_when_one_is_lost():
 
 def test_a_machine_needs_room_for_the_ranks_that_it_has():
     """Of four ranks on two machines each machine holds half, whatever the whole takes."""
-    args = make_parser("generate", generate).parse(["Hi", "-m", "tiny"])
-    plan = loading.plan_model(args)
+    plan = loading.plan_model(options.ModelOptions("tiny"), options.CacheOptions(), options.OutputOptions())
     whole = loading.weight_bytes(plan.config, 4) + loading.cache_memory(plan)
     with pytest.raises(NanoKVError, match="for weights"):
         loading.check_memory(plan, whole // 2)
-    plan.ranks = SimpleNamespace(size=4, local=2)
+    plan = replace(plan, ranks=SimpleNamespace(size=4, local=2))
     loading.check_memory(plan, whole // 2)
     with pytest.raises(NanoKVError, match="for weights"):
         loading.check_memory(plan, whole // 2 - 10)

@@ -18,13 +18,20 @@ from nanokv.config import Config
 from nanokv.errors import NanoKVError
 from nanokv.fast import building, native, private
 from nanokv.fast.model import Block
+from nanokv.parallel.group import ALONE
 from small_model import needs_kernels
 
 PROMPT = "My name is Zorbla. What is my name?"
 
 
 def parsed(*argv, command="generate"):
-    return make_parser(command, importlib.import_module(COMMANDS[command][0])).parse([str(word) for word in argv])
+    """The options of that command."""
+    module = importlib.import_module(COMMANDS[command][0])
+    return module.command_options(make_parser(command, module).parse([str(word) for word in argv]))
+
+
+def loaded_of(given):
+    return load_model(given.model, given.cache, given.output)
 
 
 @pytest.fixture
@@ -83,9 +90,9 @@ def test_a_batch_that_the_plain_model_began_is_finished_by_the_kernels(cli, step
     source.write_text('{"prompt": "Once"}\n{"prompt": "Then"}\n')
     code, _, err = cli("batch", source, "-o", out, "-m", tiny_folder, "-n", 3)
     assert code == 0 and "2 of 2 lines answered · 1 of them before" in err and steps
-    plain, fast = (load_model(parsed("x", "-m", tiny_folder, *flags)) for flags in (["--plain"], []))
+    plain, fast = (loaded_of(parsed("x", "-m", tiny_folder, *flags)) for flags in (["--plain"], []))
     assert plain.fingerprints() == fast.fingerprints()[:1]
-    assert load_model(parsed("x", "-m", tiny_folder, "--quantize", "int8")).fingerprints() != plain.fingerprints()
+    assert loaded_of(parsed("x", "-m", tiny_folder, "--quantize", "int8")).fingerprints() != plain.fingerprints()
 
 
 # --- what decides ---------------------------------------------------------------------------------------------------
@@ -93,7 +100,7 @@ def test_a_batch_that_the_plain_model_began_is_finished_by_the_kernels(cli, step
 
 def plan(**changes):
     config = Config.from_folder(Path(__file__).parents[2] / "weights_loader" / "checkpoints" / "tiny")
-    return SimpleNamespace(**{"device": "cpu", "dtype_name": "float32", "config": config} | changes)
+    return SimpleNamespace(**{"device": "cpu", "dtype_name": "float32", "config": config, "ranks": ALONE} | changes)
 
 
 @pytest.mark.parametrize(("flags", "changes", "state", "text"), [
@@ -110,21 +117,21 @@ def plan(**changes):
 def test_the_banner_says_what_runs_and_why(monkeypatch, flags, changes, state, text):
     monkeypatch.setattr(building, "state", lambda: state)
     monkeypatch.setattr(building, "begin", lambda: pytest.fail("NANOKV_KERNELS=explicit: no build in the background"))
-    choice = speed.choose(parsed("x", *flags), plan(**changes), lambda fusing: True)
+    choice = speed.choose(plan(**changes), parsed("x", *flags).model.speed, lambda fusing: True)
     assert choice.text == text and choice.fast == text.startswith("fast")
 
 
 def test_fusing_takes_one_layer_more_and_is_left_out_where_that_is_not_free(monkeypatch):
     monkeypatch.setattr(building, "state", lambda: building.State(True))
     asked = []
-    choice = speed.choose(parsed("x"), plan(), lambda fusing: asked.append(fusing))
+    choice = speed.choose(plan(), parsed("x").model.speed, lambda fusing: asked.append(fusing))
     config = plan().config
     assert asked == [2 * config.intermediate_size * config.hidden_size * 4]
     assert choice.text == "plain (no memory to fuse weights)"
 
 
 def test_commands_without_the_flags_keep_the_plain_model(tiny_folder):
-    loaded = load_model(parsed("x", "-m", tiny_folder, command="trace"))
+    loaded = loaded_of(parsed("x", "-m", tiny_folder, command="trace"))
     assert loaded.code.text == "" and not hasattr(loaded.model, "weights")
 
 
@@ -278,7 +285,7 @@ def test_a_failed_build_is_remembered_until_somebody_asks(place, monkeypatch, ca
     assert found.why == "kernels did not build" and "error: no such luck" in found.detail and tried
     assert "no such luck" in speed.setting()[1]
     monkeypatch.setattr(building, "begin", lambda: pytest.fail("it was tried, and failed"))
-    assert speed.choose(parsed("x"), plan(), lambda fusing: True).text == "plain (kernels did not build)"
+    assert speed.choose(plan(), parsed("x").model.speed, lambda fusing: True).text == "plain (kernels did not build)"
     place.script(place.copy)
     if native.library()[0]:  # asked for, as by --fast
         assert building.state().ready and not list(place.folder.glob("*.failed"))
@@ -301,7 +308,7 @@ def test_no_compiler_no_place_and_off_start_nothing(place, monkeypatch, tmp_path
     ):  # fmt: skip
         with monkeypatch.context() as here:
             here.setenv(name, value)
-            assert speed.choose(parsed("x"), plan(), lambda fusing: True).text == f"plain ({why})"
+            assert speed.choose(plan(), parsed("x").model.speed, lambda fusing: True).text == f"plain ({why})"
     monkeypatch.setenv("NANOKV_KERNELS", "maybe")
     with pytest.raises(NanoKVError, match="on, explicit, off"):
         building.state()

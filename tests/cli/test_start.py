@@ -83,7 +83,8 @@ def test_prefetched_tensors_are_those_of_the_file(tmp_path, monkeypatch, options
 def test_fusing_what_was_prefetched_copies_nothing(tiny_folder):
     """q, k and v lie below each other, gate and up too: the fused matrix is the same memory."""
     args = make_parser("generate", generate).parse(["x", "-m", str(tiny_folder), "--dtype", "float32"])
-    found = load_model(args)
+    given = generate.command_options(args)
+    found = load_model(given.model, given.cache, given.output)
     for plain, fused in zip(found.plain.layers, found.model.layers, strict=True):
         for matrix, parts in ((fused.qkv, "qkv"), (fused.gate_up, ("gate", "up"))):
             own = [getattr(plain.self_attn if len(part) == 1 else plain.mlp, f"{part}_proj").weight for part in parts]

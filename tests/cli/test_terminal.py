@@ -10,6 +10,7 @@ import types
 import pytest
 
 from nanokv.apps.cli.common import layout, terminal
+from nanokv.apps.cli.common.options import OutputOptions
 from nanokv.apps.cli.common.terminal import (
     Interrupt,
     Sanitizer,
@@ -104,10 +105,8 @@ def test_styles_are_dim_bold_and_the_sixteen_colours_only():
 
 
 def test_notices_are_one_sanitised_line_and_quiet_hides_them(capsys):
-    args = types.SimpleNamespace(quiet=False, color="never")
-    terminal.notice("a\x1b[2J\nb", args)
-    args.quiet = True
-    terminal.notice("not this", args)
+    terminal.notice("a\x1b[2J\nb", OutputOptions(color="never"))
+    terminal.notice("not this", OutputOptions(quiet=True))
     assert capsys.readouterr().err == "a␛[2J␊b\n"
 
 

@@ -555,16 +555,17 @@ def test_settings_that_beams_would_ignore_cannot_be_set_in_a_chat():
     from types import SimpleNamespace
 
     from nanokv.apps.cli.chat import commands as chat_commands
+    from nanokv.apps.cli.common.options import BeamOptions, SamplingOptions
     from nanokv.errors import NanoKVError
 
     said = []
-    talk = SimpleNamespace(
-        args=SimpleNamespace(beams=3), session=SimpleNamespace(params={}), view=SimpleNamespace(say=said.append)
-    )
+    given = SimpleNamespace(sampling=SamplingOptions(beams=BeamOptions(3)))
+    session, view = SimpleNamespace(params={}), SimpleNamespace(say=said.append)
+    talk = SimpleNamespace(given=given, session=session, view=view)
     with pytest.raises(NanoKVError, match="draws nothing: temperature"):
         chat_commands.set_value(talk, "temperature 0.5")
     chat_commands.set_value(talk, "temperature 0")
     chat_commands.set_value(talk, "max_new_tokens 5")
-    talk.args.beams = None
+    talk.given.sampling = SamplingOptions()
     chat_commands.set_value(talk, "seed 5")
     assert talk.session.params == {"temperature": 0, "max_new_tokens": 5, "seed": 5} and len(said) == 3

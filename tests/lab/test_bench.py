@@ -29,7 +29,6 @@ from nanokv.inference import decode, prefill
 from nanokv.lab.bench import gguf, machine, profile, serving
 from nanokv.lab.bench.rotation import Rotation
 from nanokv.lab.bench.runners import Ours, Runner, Transformers, Uncached
-from nanokv.parallel.group import Alone
 from nanokv.support import installing
 from oracle import SHAPES, gap, pair, put, reference_logits
 from small_model import needs_kernels, small
@@ -316,13 +315,12 @@ def test_random_models_have_the_published_shapes():
 
 
 def test_a_random_model_is_the_same_every_time(monkeypatch):
-    import argparse
+    from nanokv.apps.cli.common.options import CacheOptions, ModelOptions
 
     config = small()[0].config
     monkeypatch.setitem(random_model.RANDOM, "small-random", config)
-    args = argparse.Namespace(model="small-random", dtype="bf16", threads=1, context=None, cache=("dict", {}))
-    args.dtype, args.ranks = "bfloat16", Alone()
-    first, second = (random_model.load_random(args).model.state_dict() for _ in "ab")
+    wanted = ModelOptions("small-random", dtype="bfloat16", threads=1)
+    first, second = (random_model.load_random(wanted, CacheOptions()).model.state_dict() for _ in "ab")
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert first["layers.1.mlp.up_proj.weight"].float().std() == pytest.approx(0.02, rel=0.1)
 

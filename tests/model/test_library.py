@@ -239,10 +239,11 @@ def test_a_dtype_may_be_written_as_people_write_it(written, meant):
 def test_load_takes_the_dtype_and_device_that_the_command_line_takes(tmp_path, monkeypatch, dtype):
     """The checkpoint's own, in half the bytes of float32; on a CPU not float16. A GPU, where there is one."""
     folder = write_tiny_checkpoint(tmp_path / "model", dtype=dtype)
-    args = make_parser("generate", generate).parse(["x", "-m", str(folder)])
+    given = generate.command_options(make_parser("generate", generate).parse(["x", "-m", str(folder)]))
     model, _ = nanokv.load(folder)
     expected = torch.float32 if dtype == torch.float16 else dtype
-    assert model.dtype == expected == load_model(args).dtype and model.device == torch.device("cpu")
+    read = load_model(given.model, given.cache, given.output)
+    assert model.dtype == expected == read.dtype and model.device == torch.device("cpu")
     assert nanokv.Session.from_pretrained(folder).model.dtype == expected
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)

@@ -71,6 +71,15 @@ ONLY = {
     },
     "weights_loader": {"weights_loader"},
 }
+# Who may hold the Namespace of argparse: a command's `run`, whatever reads flags into options
+# (`model_options(args)`), and the frame above `run`.
+COMMAND_LINE, READER = "nanokv.apps.cli", re.compile(r"\w+_options")
+FRAME = {
+    "nanokv.apps.cli": {"dispatch"},
+    "nanokv.apps.cli.common.arguments": {"parse"},
+    "nanokv.apps.cli.common.ranks": {"run", "options_of", "compare_flags"},
+}
+FROZEN = re.compile(r"\w*Options|Plan|Loaded|Choice")  # classes of values that travel
 
 
 @functools.cache
@@ -187,6 +196,50 @@ def defined_twice(source: str) -> list[str]:
         names = [n.name for n in plain]
         again += [f"line {n.lineno}: {n.name} again" for i, n in enumerate(plain) if n.name in names[:i]]
     return again
+
+
+def namespaces(module: str, source: str) -> list[str]:
+    """Where a Namespace of argparse travels below a command's `run`, or is asked or written like a bag."""
+    bad = []
+    for function in functions_of(tree(source)):
+        name = getattr(function, "name", "lambda")
+        framed = name in FRAME.get(module, ())
+        commands = module.startswith(f"{COMMAND_LINE}.commands.")
+        reads = framed or READER.fullmatch(name) or (commands and name == "run")
+        given = function.args
+        taken = [a for a in [*given.posonlyargs, *given.args, *given.kwonlyargs] if is_namespace(a)]
+        where = f"line {function.lineno}: {name}"
+        bad += [f"{where} takes the Namespace {a.arg}" for a in taken if not reads]
+        if not framed:
+            bad += [f"{where} passes args on to {other}" for other in sorted(receivers(function))]
+    written = [n for n in ast.walk(tree(source)) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)]
+    return bad + [f"line {n.lineno}: writes {ast.unparse(n)}" for n in written if ast.unparse(n.value) == "args"]
+
+
+def is_namespace(parameter: ast.arg) -> bool:
+    """By its name, or by its annotation."""
+    return parameter.arg == "args" or "Namespace" in ast.unparse(parameter.annotation or ast.Constant(""))
+
+
+def functions_of(node: ast.AST) -> list:
+    """Also those without a name."""
+    return [n for n in ast.walk(node) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)]
+
+
+def receivers(function: ast.AST) -> set[str]:
+    """What a function does with `args` but read its fields or have them read: the calls, or "another name"."""
+    fields = {id(n.value) for n in ast.walk(function) if isinstance(n, ast.Attribute)}
+    calls = {id(a): ast.unparse(n.func) for n in ast.walk(function) if isinstance(n, ast.Call) for a in n.args}
+    used = [n for n in ast.walk(function) if isinstance(n, ast.Name) and n.id == "args"]
+    given = {calls.get(id(n), "another name") for n in used if id(n) not in fields}
+    return {name for name in given if not READER.fullmatch(name.rpartition(".")[2])}
+
+
+def thawed(source: str) -> list[str]:
+    """Options and plans that are no frozen dataclass."""
+    classes = [n for n in ast.walk(tree(source)) if isinstance(n, ast.ClassDef) and FROZEN.fullmatch(n.name)]
+    marks = {n: [ast.unparse(d) for d in n.decorator_list] for n in classes}
+    return [f"line {n.lineno}: {n.name} is not frozen" for n in classes if marks[n] != ["dataclass(frozen=True)"]]
 
 
 def missing_docstring(source: str) -> list[str]:
@@ -311,6 +364,34 @@ def test_no_test_imports_a_test():
     assert complaints(imported_tests, TESTS) == []
     assert imported_tests("from test_cli import x") == ["imports test_cli"]
     assert imported_tests("def f():\n    import project.test_make") == ["imports project.test_make"]
+
+
+def test_options_travel_below_a_command_and_never_its_namespace():
+    """Frozen dataclasses that can be printed, not a bag that each function asks for what it may hold."""
+    files = [path for path in SOURCES if module_name(path).startswith(COMMAND_LINE)]
+    assert [f"{path.name}: {line}" for path in files for line in namespaces(module_name(path), path.read_text())] == []
+    assert complaints(thawed, files) == []
+    assert sum("Options:" in path.read_text() for path in files) > 9, "there are such classes"
+
+
+@pytest.mark.parametrize(("source", "complaint"), [
+    ("def plan(args): return args.model", "line 1: plan takes the Namespace args"),
+    ("def plan(given: argparse.Namespace): return given.model", "line 1: plan takes the Namespace given"),
+    ("def run(args): return getattr(args, 'fast', False)", "line 1: run passes args on to getattr"),
+    ("def run(args): load(1, args)", "line 1: run passes args on to load"),
+    ("plan = lambda args: args.model", "line 1: lambda takes the Namespace args"),
+    ("def run(args):\n    given = args", "line 1: run passes args on to another name"),
+    ("def run(args):\n    args.cache = 1", "line 2: writes args.cache"),
+    ("def run(args):\n    args.threads += 1", "line 2: writes args.threads"),
+    ("def run(args):\n    def load(): return plan(args)", "line 1: run passes args on to plan"),
+])  # fmt: skip
+def test_the_rule_about_namespaces_can_fail(source, complaint):
+    assert complaint in namespaces("nanokv.apps.cli.commands.x", source)
+    assert namespaces("nanokv.apps.cli.commands.x", "def run(args):\n    load(model_options(args), args.out)") == []
+    assert namespaces("nanokv.apps.cli.common.x", "def run(args): ...") == ["line 1: run takes the Namespace args"]
+    assert thawed("class AOptions: ...\n@dataclass\nclass Plan: ...\n@dataclass(frozen=True)\nclass Loaded: ...") == [
+        "line 1: AOptions is not frozen", "line 3: Plan is not frozen",
+    ]  # fmt: skip
 
 
 def test_no_name_is_defined_twice():

@@ -26,6 +26,7 @@ import nanokv
 from cli_helpers import HOME, environment, run_cli
 from nanokv.apps import cli
 from nanokv.apps.cli.common import terminal
+from nanokv.apps.cli.common.options import OutputOptions
 from nanokv.attention import Causal
 from nanokv.errors import NanoKVError
 from nanokv.school.training import corpus, data, run_folder, trainer
@@ -56,7 +57,7 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-def no_evaluation(args, name, seeds) -> dict:
+def no_evaluation(given, name, seeds) -> dict:
     """An empty report: the model card has something to print."""
     report = {"cases": 1, "seeds": seeds, "tasks": {}, "groups": {}, "wrong": {}}
     return report | {"faults": [], "said": [], "missed": []}
@@ -674,7 +675,7 @@ def test_a_short_run_is_evaluated_shortly(steps, cases):
 
 def test_evaluation_gets_the_cases_of_the_run_unless_they_are_given_and_can_be_left_out(tmp_path, small, capsys):
     asked = []
-    noted = lambda args, *rest: asked.append(args.cases) or no_evaluation(args, *rest)  # noqa: E731
+    noted = lambda given, *rest: asked.append(given.cases) or no_evaluation(given, *rest)  # noqa: E731
     small.setattr("nanokv.apps.cli.commands.train.evaluate", noted)
     assert train(tmp_path / "a", *FLAGS[:6], "-q") == 0 and train(tmp_path / "b", *FLAGS[:6], "--cases", 7, "-q") == 0
     assert asked == [5, 7] and (tmp_path / "a" / "model" / "README.md").exists()
@@ -692,7 +693,7 @@ def test_the_time_left_is_told_by_the_latest_steps(monkeypatch, capsys):
     monkeypatch.setattr(train_log.time, "perf_counter", lambda: next(clock))
     monkeypatch.setattr(train_log, "EVERY_S", -1)
     run = SimpleNamespace(step=0, recipe=Recipe(steps=90, tokens_per_batch=2000))
-    progress = train_log.Progress(SimpleNamespace(quiet=False, color="never"), run)
+    progress = train_log.Progress(OutputOptions(color="never"), 100, run)
     for step in range(1, 61):
         progress.show({"step": step, "loss": 1.0})
     lines = capsys.readouterr().err.splitlines()
@@ -709,7 +710,7 @@ def test_the_evaluation_shows_how_far_it_is(monkeypatch, tty):
     screen.isatty = lambda: tty
     monkeypatch.setattr(sys, "stderr", screen)
     monkeypatch.setattr(train_log.time, "monotonic", lambda: next(clock))
-    progress = train_log.EvaluationProgress(SimpleNamespace(quiet=False), 8)
+    progress = train_log.EvaluationProgress(False, 8)
     for _ in range(8):
         progress()
     progress.clear()

@@ -77,7 +77,7 @@ def test_a_key_of_the_environment_is_checked_as_one_of_the_command_line(cli, mon
 
 
 def test_a_port_in_use_is_told_before_the_model_is_loaded(cli, monkeypatch):
-    monkeypatch.setattr("nanokv.apps.cli.commands.serve.load_model", lambda *args: 1 / 0)
+    monkeypatch.setattr("nanokv.apps.cli.commands.serve.load_model", lambda *given: 1 / 0)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         code, out, err = cli("serve", "--port", port)

@@ -7,14 +7,13 @@ stopped, the monotonic time and the tokens in the cache. SIGINT is handled as in
 
 import sys
 import time
-from types import SimpleNamespace
 
 import torch
 
 from nanokv.apps.cli.common import speed, terminal
+from nanokv.apps.cli.common.options import CacheOptions, ModelOptions, OutputOptions
 from nanokv.apps.cli.common.random_model import load_random
 from nanokv.decoding.generation import Generation
-from nanokv.parallel.group import Alone
 
 
 def answer(loaded, model, chunk: int, prompt: int):
@@ -36,12 +35,10 @@ def answer(loaded, model, chunk: int, prompt: int):
 
 def main():
     terminal.install_signals()
-    args = SimpleNamespace(
-        model="qwen3-0.6b-random", dtype="bfloat16", threads=None, cache=("static", {}), context=8192, quiet=True,
-        quantize=None, color="never", ranks=Alone(),
-    )  # fmt: skip
-    loaded = load_random(args)
-    model = speed.optimized(loaded.model, args, speed.Choice(sys.argv[1] == "fast", requested=True))
+    wanted = ModelOptions("qwen3-0.6b-random", dtype="bfloat16")
+    loaded = load_random(wanted, CacheOptions("static", context=8192))
+    choice = speed.Choice(sys.argv[1] == "fast", requested=True)
+    model = speed.optimized(loaded.model, choice, OutputOptions(quiet=True))
     print("ready", flush=True)
     for line in sys.stdin:
         answer(loaded, model, *map(int, line.split()))

@@ -16,6 +16,7 @@ from cli_helpers import text_of
 from nanokv.apps.cli import main
 from nanokv.apps.cli.chat import transcript
 from nanokv.apps.cli.common import terminal
+from nanokv.apps.cli.common.options import OutputOptions
 from nanokv.apps.cli.common.text import to_json
 from nanokv.apps.cli.common.ways_out import show_error
 from nanokv.errors import NanoKVError, SessionError
@@ -197,10 +198,8 @@ def test_an_error_is_as_long_as_can_be_read(kind):
 
 
 def test_lines_on_stderr_are_cut_in_one_place(capsys):
-    class Args:
-        quiet, color = False, "never"
-
-    for call in (lambda text: show_error(text, text), terminal.warning, lambda text: terminal.notice(text, Args)):
+    plain = OutputOptions(color="never")
+    for call in (lambda text: show_error(text, text), terminal.warning, lambda text: terminal.notice(text, plain)):
         call("z" * 1_000_000 + EVIL)
         lines = capsys.readouterr().err.splitlines()
         assert lines and all(len(line) < LONGEST_MESSAGE + 200 and not (STEERS | SPLITS) & set(line) for line in lines)

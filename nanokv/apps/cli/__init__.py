@@ -12,12 +12,12 @@ import warnings
 from nanokv.apps.cli.common import layout, ranks, terminal
 from nanokv.apps.cli.common.arguments import (
     Parser,
-    add_common_arguments,
     examples_text,
     exit_codes_text,
     help_width,
     nearest,
 )
+from nanokv.apps.cli.common.options import add_common_arguments
 from nanokv.apps.cli.common.text import check_argument
 from nanokv.apps.cli.common.ways_out import finish, report
 from nanokv.errors import NanoKVError
@@ -98,7 +98,8 @@ def dispatch(words: list[str]) -> int:
         raise unknown_command(name)
     with terminal.loading():
         module = importlib.import_module(COMMANDS[name][0])
-    return ranks.run(module, make_parser(name, module).parse(rest), words) or 0
+    args = make_parser(name, module).parse(rest)
+    return ranks.run(module, args, words) or 0
 
 
 def make_parser(name: str, module) -> Parser:

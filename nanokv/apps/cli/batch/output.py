@@ -26,6 +26,8 @@ FIRST_RELEASE = ("text", "ids", "finish_reason", "seed", "metrics")  # what an a
 class OrderedOutput:
     """stdout: a line is printed as soon as all before it are; nothing can be resumed."""
 
+    resumable = False
+
     def __init__(self):
         self.wanted: list[int] = []
         self.results: dict[int, dict] = {}
@@ -82,6 +84,8 @@ class OrderedOutput:
 
 class ResumableOutput(OrderedOutput):
     """A file; `old` are the answers that an earlier run left in it."""
+
+    resumable = True
 
     def __init__(self, path: Path):
         """Reads what is there; nothing is written before `begin`."""
@@ -166,15 +170,15 @@ def replace(path: Path, results) -> None:
 class Progress:
     """A bar that is written over on a terminal, a line every ten seconds elsewhere, nothing with --quiet."""
 
-    def __init__(self, args, total: int):
-        self.args, self.total, self.done = args, total, 0
+    def __init__(self, quiet: bool, total: int):
+        self.quiet, self.total, self.done = quiet, total, 0
         self.tty = terminal.is_tty(sys.stderr)
         self.began = self.shown = time.monotonic()
 
     def show(self, engine) -> None:
         """After a step."""
         now = time.monotonic()
-        if self.args.quiet or now - self.shown < (0.1 if self.tty else NOTICE_S):
+        if self.quiet or now - self.shown < (0.1 if self.tty else NOTICE_S):
             return
         self.shown = now
         m, running = engine.metrics, len(engine.scheduler.running)
@@ -185,14 +189,14 @@ class Progress:
 
     def end(self) -> None:
         """Take the bar away."""
-        if self.tty and not self.args.quiet:
+        if self.tty and not self.quiet:
             terminal.write_err("\r\x1b[K")
 
 
-def summary(output, total: int, done: bool, args) -> str:
+def summary(output, total: int, done: bool) -> str:
     """The last line on stderr."""
     parts = [f"{output.finished:,} of {total:,} lines answered"]
     parts += [f"{output.kept:,} of them before"] if output.kept else []
     parts += [f"{output.failed:,} failed"] if output.failed else []
-    parts += ["interrupted: the same command goes on"] if not done and args.output is not None else []
+    parts += ["interrupted: the same command goes on"] if not done and output.resumable else []
     return "  " + " · ".join(parts)

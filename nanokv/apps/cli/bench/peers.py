@@ -2,17 +2,21 @@
 
 import tempfile
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
+
+from nanokv.apps.cli.common.loading import Loaded
 
 
 class Peers:
     """Starts them; at the end all processes and files are gone."""
 
-    def __init__(self, args, loaded, against):
-        self.args, self.loaded, self.stack, self.processes = args, loaded, ExitStack(), []
-        if against or args.through:
+    def __init__(self, loaded: Loaded, needed, timeout: float | None = None):
+        """`needed`: will there be any? `loaded` is from then on the model with the weights that they map."""
+        self.loaded, self.timeout, self.stack, self.processes = loaded, timeout, ExitStack(), []
+        if needed:
             self.folder = Path(self.stack.enter_context(tempfile.TemporaryDirectory(prefix="nanokv-bench-")))
-            self.weights = mapped(loaded, self.folder / "checkpoint")
+            self.weights, self.loaded = mapped(loaded, self.folder / "checkpoint")
 
     def __enter__(self) -> "Peers":
         return self
@@ -29,7 +33,7 @@ class Peers:
         """A process that loads it."""
         from nanokv.lab.bench.remote import PEERS, Process
 
-        process = Process(PEERS[name], facts, self.args.peer_timeout)
+        process = Process(PEERS[name], facts, self.timeout)
         self.stack.callback(process.end)
         self.processes.append(process)
         return process
@@ -38,15 +42,15 @@ class Peers:
         """What they compute is not the work of others."""
         return [process.child.pid for process in self.processes]
 
-    def commands(self, ours) -> list:
+    def commands(self, ours, context: int | None) -> list:
         """`nanokv generate` with the weights and the cache of each of ours that decodes one row."""
         from nanokv.cache.options import kind_text
         from nanokv.lab.bench.command import Command, endless
 
-        args, loaded = self.args, self.loaded
+        loaded = self.loaded
         folder = endless(self.weights, self.folder / "endless", loaded.config.vocab_size)
         shared = ["--dtype", loaded.dtype_name, "--threads", str(loaded.threads), "--device", str(loaded.device)]
-        shared += ["--context", str(args.context)] if args.context else []
+        shared += ["--context", str(context)] if context else []
         cached = [one for one in ours if one.batch == 1 and one.cache != "none"]
         caches = [kind_text(one.cache, one.options) for one in cached]
         return [Command(one, folder, [*shared, "--cache", cache]) for one, cache in zip(cached, caches, strict=True)]
@@ -68,12 +72,13 @@ class Peers:
         return found
 
 
-def mapped(loaded, folder: Path) -> Path:
-    """A checkpoint with these very weights, which this process and its peers map: memory holds them once."""
+def mapped(loaded: Loaded, folder: Path) -> tuple[Path, Loaded]:
+    """A checkpoint with these very weights, and the model on it: this process and its peers map it, memory holds it
+    once."""
     if loaded.tokenizer is not None and loaded.folder.is_dir() and loaded.config.torch_dtype == loaded.dtype_name:
-        return loaded.folder
+        return loaded.folder, loaded
     from nanokv.lab.bench.peer import model_of
 
     loaded.model.save(folder, loaded.tokenizer)
-    loaded.model = model_of(str(folder), loaded.dtype_name, str(loaded.device), loaded.threads)
-    return folder
+    model = model_of(str(folder), loaded.dtype_name, str(loaded.device), loaded.threads)
+    return folder, replace(loaded, model=model)

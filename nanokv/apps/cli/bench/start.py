@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from nanokv.apps.cli.common import layout, terminal
-from nanokv.apps.cli.common.loading import plan_model
+from nanokv.apps.cli.common.loading import Plan
 from nanokv.apps.cli.common.text import to_json
 from nanokv.cache.options import kind_text
 from nanokv.errors import NanoKVError
@@ -41,36 +41,36 @@ FLOORS = {  # stamp → the least that has to be done for it
 CLOCK = "import sys, time\nstart = time.perf_counter()\n{}\nprint(time.perf_counter() - start)"
 
 
-def run(args) -> int:
-    """One table, medians in ms."""
-    plan = plan_model(args)
-    if args.weights != "plain":
+def run(plan: Plan, device: str, weights: str, repeat: int, json: bool) -> int:
+    """One table, medians in ms. `weights`: a key of WEIGHTS."""
+    if weights != "plain":
         native.library()  # built before the first start, not between two
     files = [str(path) for path in sorted(plan.folder.glob("*.safetensors"))]
     floors: dict[str, list[float]] = {name: [] for name in FLOORS}
     taken: dict[str, list[float]] = {name: [] for name in PARTS}
-    for _ in range(args.repeat):
-        for name, seconds in one_start(args, plan).items():
+    for _ in range(repeat):
+        for name, seconds in one_start(plan, device, weights).items():
             taken[name].append(seconds)
         for name, code in FLOORS.items():
             floors[name].append(floor_seconds(name, code, files))
     rows = [(PARTS[name], median(taken[name]), median(floors.get(name, []))) for name in PARTS]
     rows.append(("together", sum(row[1] for row in rows), sum(row[2] for row in rows)))
-    if args.json:
+    if json:
         terminal.write_out(to_json([{"part": a, "seconds": b, "floor_seconds": c} for a, b, c in rows]) + "\n")
         return 0
     cells = [(name, f"{1e3 * took:,.0f}", f"{1e3 * floor:,.0f}" if floor else "") for name, took, floor in rows]
-    terminal.write_out(f"{plan.name} {plan.dtype_name} {args.weights} · {len(PROMPT.split())} words, first token\n")
-    lines = layout.table(("median of " + str(args.repeat), "ms", "floor ms"), cells, layout.columns(sys.stdout))
+    terminal.write_out(f"{plan.name} {plan.dtype_name} {weights} · {len(PROMPT.split())} words, first token\n")
+    lines = layout.table(("median of " + str(repeat), "ms", "floor ms"), cells, layout.columns(sys.stdout))
     terminal.write_out("\n".join(lines) + "\n")
     return 0
 
 
-def one_start(args, plan) -> dict[str, float]:
+def one_start(plan: Plan, device: str, weights: str) -> dict[str, float]:
     """Part → seconds, of `nanokv generate` with the flags of this command."""
     flags = ["-m", str(plan.folder), "--dtype", plan.dtype_name, "--context", str(plan.context)]
-    flags += ["--cache", kind_text(*args.cache), "--device", args.device, "--threads", str(plan.threads)]
-    flags += WEIGHTS[args.weights]
+    flags += ["--cache", kind_text(plan.cache_name, plan.cache_options)]
+    flags += ["--device", device, "--threads", str(plan.threads)]
+    flags += WEIGHTS[weights]
     with tempfile.TemporaryDirectory() as place:
         log = Path(place) / "stamps"
         env = os.environ | {"NANOKV_STAMPS": str(log)}

@@ -16,9 +16,9 @@ from typing import NamedTuple
 from nanokv.apps.cli.chat import files as chat_files
 from nanokv.apps.cli.chat import inspector
 from nanokv.apps.cli.common import layout
-from nanokv.apps.cli.common.arguments import DEFAULT_NEW_TOKENS, SETTINGS, nearest, parse_setting
-from nanokv.apps.cli.common.beams import refuse_draw
+from nanokv.apps.cli.common.arguments import SETTINGS, nearest, parse_setting
 from nanokv.apps.cli.common.files import ask_to_replace, user_path
+from nanokv.apps.cli.common.options import DEFAULT_NEW_TOKENS, refuse_draw
 from nanokv.apps.cli.common.terminal import bytes_text, is_tty, sanitize, sanitize_line, write_err
 from nanokv.apps.cli.common.text import read_prompt_bytes
 from nanokv.errors import NanoKVError, SessionError
@@ -174,7 +174,7 @@ def set_value(chat, rest):
         raise NanoKVError(f"no setting {sanitize_line(name[:40])!r}", setting_hint(name, value.strip()))
     else:
         new = parse_setting(name, value)
-        if chat.args.beams:
+        if chat.given.sampling.beams:
             refuse_draw(name, new, name)
         chat.session.params[name] = new
         chat.view.say(f"{name} {_setting(chat, name)}")

@@ -4,48 +4,59 @@ Newlines inside an answer are written as the two characters \\n; `--jsonl` is th
 nothing is saved. Lines are answered as they come, so another program can hold a conversation through two pipes.
 """
 
+import sys
+
+from nanokv.apps.cli.chat.options import ChatOptions
 from nanokv.apps.cli.chat.start import make_session
-from nanokv.apps.cli.common.answer import AnswerWriter
+from nanokv.apps.cli.common.answer import AnswerWriter, thoughts
 from nanokv.apps.cli.common.loading import load_model
-from nanokv.apps.cli.common.terminal import Interrupt, warning, write_out
+from nanokv.apps.cli.common.terminal import Interrupt, Style, warning, write_out
 from nanokv.apps.cli.common.text import read_prompt_bytes, refuse_special, stdin, to_json
 from nanokv.decoding import completion
+from nanokv.parallel.group import Ranks
 
 
-def run(args) -> int:
+def run(given: ChatOptions, ranks: Ranks) -> int:
     """One turn per line until stdin ends; the context error of a turn ends it with exit code 2."""
     source = stdin()
-    head, messages = _resumed(args)
-    session = make_session(args, load_model(args), head)
+    head, messages = _resumed(given.resume)
+    loaded = load_model(given.model, given.cache, given.output, ranks)
+    session = make_session(given, loaded, head)
     session.replace(messages)
     for number, raw in enumerate(iter(source.readline, b""), 1):
         text = read_prompt_bytes(raw.rstrip(b"\r\n"), f"line {number} of stdin")
         if not text.strip():
             continue
-        refuse_special(text, session.tokenizer, args.allow_special)
+        refuse_special(text, session.tokenizer, given.model.template.allow_special)
         with Interrupt() as stop:
-            (_json_turn if args.jsonl else _text_turn)(session, text, stop, args)
+            if given.jsonl:
+                _json_turn(session, text, stop, loaded.source)
+            else:
+                _text_turn(session, text, stop, given)
         stop.finish()
         if stop.requested:
             raise KeyboardInterrupt
-        _say_why_it_stopped(session, number, args)
+        if not given.output.quiet:
+            _say_why_it_stopped(session, number)
     return 0
 
 
-def _resumed(args):
-    if args.resume is None:
+def _resumed(wanted: str | None):
+    if wanted is None:
         return None, []
     from nanokv.apps.cli.chat.transcript import find, read, state_folder
 
-    head, messages, _, notices = read(find(state_folder() / "sessions", args.resume))
+    head, messages, _, notices = read(find(state_folder() / "sessions", wanted))
     for text in notices:
         warning(text)
     return head, messages
 
 
-def _text_turn(session, text, stop, args):
+def _text_turn(session, text, stop, given: ChatOptions):
     """Streams the answer; a reader that goes away raises BrokenPipeError, which stops generation."""
-    writer = AnswerWriter(args, show=lambda text: write_out(one_line(text)))
+    thinking = thoughts(given.model.template.thinking, given.output.quiet)
+    style = Style(sys.stderr, given.output.color)
+    writer = AnswerWriter(thinking, style, lambda text: write_out(one_line(text)))
     pieces = session.stream(text, stop)
     try:
         for piece in pieces:
@@ -62,10 +73,10 @@ def one_line(text) -> str:
     return text.replace("\n", "\\n").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
-def _json_turn(session, text, stop, args):
+def _json_turn(session, text, stop, model: str):
     for _ in session.stream(text, stop):
         pass
-    write_out(to_json(record(session, args.model)) + "\n")
+    write_out(to_json(record(session, model)) + "\n")
 
 
 def record(session, model: str) -> dict:
@@ -84,10 +95,10 @@ def record(session, model: str) -> dict:
     )
 
 
-def _say_why_it_stopped(session, number, args):
+def _say_why_it_stopped(session, number):
     """A limit that nobody set must not cut an answer in silence."""
     turn, reasons = session.last, {"context": "the context is full", "loop": "it repeated itself (--no-loop-guard)"}
     if session.params.get("max_new_tokens") is None:
         reasons["length"] = f"{turn.out:,} tokens (--max-new-tokens)"
-    if turn.finish_reason in reasons and not args.quiet:
+    if turn.finish_reason in reasons:
         warning(f"line {number}: answer stopped: {reasons[turn.finish_reason]}")

@@ -9,6 +9,7 @@ import traceback
 
 from nanokv.apps.cli.chat import commands as chat_commands
 from nanokv.apps.cli.chat import transcript
+from nanokv.apps.cli.chat.options import ChatOptions
 from nanokv.apps.cli.chat.resume import resuming
 from nanokv.apps.cli.chat.start import make_session
 from nanokv.apps.cli.chat.view import Progress, View
@@ -18,16 +19,17 @@ from nanokv.apps.cli.common.loading import load_model
 from nanokv.apps.cli.common.terminal import Interrupt, sanitize, sanitize_line, write_err
 from nanokv.apps.cli.common.text import find_special
 from nanokv.errors import NanoKVError
+from nanokv.parallel.group import Ranks
 
 
-def run(args) -> int:
+def run(given: ChatOptions, ranks: Ranks) -> int:
     """Load, talk, leave in good order."""
-    view = View(args)
+    view = View(given.output, given.model.template.thinking, given.stats, given.markdown)
     folder = transcript.state_folder() / "sessions"
     path = head = keyboard = None
     messages = []
-    if args.resume is not None:
-        path = transcript.find(folder, args.resume)
+    if given.resume is not None:
+        path = transcript.find(folder, given.resume)
         head, messages, _, notices = transcript.read(path, repair=True)
         for text in notices:
             view.say(sanitize_line(text))
@@ -36,17 +38,17 @@ def run(args) -> int:
 
         def announce(plan):
             nonlocal keyboard
-            if not args.quiet:
+            if not given.output.quiet:
                 view.say(layout.joined([*plan.banner(), "/help"], view.width()))
             from nanokv.apps.cli.chat.keyboard import open_keyboard  # 0.2 s, after the banner
 
             keyboard = stack.enter_context(open_keyboard())
 
-        loaded = load_model(args, announce)
-        chat = Chat(args, view, keyboard, loaded, make_session(args, loaded, head))
+        loaded = load_model(given.model, given.cache, given.output, ranks, announce)
+        chat = Chat(given, view, keyboard, loaded, make_session(given, loaded, head))
         if path:
             chat.take_up(path, head, messages)
-        elif not args.no_save:
+        elif not given.no_save:
             chat.start_file(folder)
         return chat.talk()
 
@@ -54,10 +56,10 @@ def run(args) -> int:
 class Chat:
     """Everything that the loop and the commands share."""
 
-    def __init__(self, args, view, keyboard, loaded, session):
+    def __init__(self, given: ChatOptions, view, keyboard, loaded, session):
         from nanokv.apps.cli.chat.input import Input
 
-        self.args, self.view, self.keyboard, self.loaded, self.session = args, view, keyboard, loaded, session
+        self.given, self.view, self.keyboard, self.loaded, self.session = given, view, keyboard, loaded, session
         self.draft, self.recorded, self.file = "", [], None
         self.went_well = True                            # only then what was typed ahead is sent by itself
         self.marks = loaded.fingerprints()
@@ -107,7 +109,7 @@ class Chat:
         except (chat_commands.Goodbye, BrokenPipeError):
             raise
         except Exception as error:
-            if self.args.debug:
+            if self.given.output.debug:
                 write_err(sanitize("".join(traceback.format_exception(error))))
             self.view.problem(error)
             if self.draft == text:
@@ -157,7 +159,7 @@ class Chat:
 
     def control_token_refused(self, text) -> bool:
         """Ask before a typed <|im_end|> becomes the control token; No keeps the message in the input line."""
-        token = None if self.args.allow_special else find_special(text, self.session.tokenizer)
+        token = None if self.given.model.template.allow_special else find_special(text, self.session.tokenizer)
         if token is None:
             return False
         with self.keyboard.lend():
@@ -188,13 +190,13 @@ class Chat:
         """Go on with a saved session: its text, its settings, not its cache (one prefill brings that back)."""
         self.session.replace(messages)
         self.recorded = list(messages)
-        if not self.args.no_save:
+        if not self.given.no_save:
             self.file = transcript.Transcript.reopen(path)
         text = f"resumed {path.stem} · {transcript.turns_text(messages)}"
         if head.get("fingerprint") not in self.marks:
             text += f" · saved with model {sanitize_line(str(head.get('model')))}, other weights than these"
         self.view.say(text)
-        if not self.args.quiet:
+        if not self.given.output.quiet:
             self.view.recall(self.session.system, messages[-2:])
 
     def save(self):
@@ -225,4 +227,4 @@ class Chat:
             except NanoKVError as error:
                 self.view.problem(error)
         if self.file and self.file.saved and self.recorded:
-            self.view.say(f"session saved · {resuming(self.args)}")
+            self.view.say(f"session saved · {resuming(self.given)}")

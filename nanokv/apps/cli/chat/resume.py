@@ -2,31 +2,33 @@
 
 import shlex
 
-from nanokv.apps.cli.common.arguments import CACHE
+from nanokv.apps.cli.chat.options import ChatOptions
+from nanokv.apps.cli.common.options import CACHE, BeamOptions
 from nanokv.cache.options import kind_text
 
-KEPT = {  # flag → its default. A model is named unless it is tiny: NANOKV_MODEL may be another one the next time
-    "model": "tiny", "revision": None, "dtype": "auto", "device": "auto", "cache": (CACHE, {}), "context": None,
-    "tensor_parallel": None, "offline": False, "fast": False, "plain": False, "quantize": None, "speculate": None,
-    "beams": None, "chat_template": None, "overflow": "stop", "thinking": None, "allow_special": False,
-    "no_loop_guard": False,
-}  # fmt: skip
 
-
-def resuming(args) -> str:
+def resuming(given: ChatOptions) -> str:
     """`nanokv chat -m smollm2 --resume`."""
     words = ["nanokv", "chat"]
-    for name, default in KEPT.items():
-        value = getattr(args, name)
+    for flag, value, default in kept(given):
         if value != default:
-            flag = "-m" if name == "model" else "--" + name.replace("_", "-")
-            words += [flag] if value is True else [flag, text_of(value)]
+            words += [flag] if value is True else [flag, str(value)]
     return shlex.join([*words, "--resume"])
 
 
-def text_of(value) -> str:
-    """A flag's value as it is typed; --cache and --speculate were read into a name and what follows it."""
-    if not isinstance(value, tuple):
-        return str(value)
-    name, rest = value
-    return kind_text(name, rest) if isinstance(rest, dict) else f"{name}:{rest}"
+def kept(given: ChatOptions) -> list[tuple]:
+    """(flag, value, default). A model is named unless it is tiny: NANOKV_MODEL may be another one the next time."""
+    model, cache, beams = given.model, given.cache, given.sampling.beams or BeamOptions(0)
+    speed, template = model.speed, model.template
+    guess = speed.speculate and ":".join(map(str, speed.speculate))
+    return [
+        ("-m", model.source, "tiny"), ("--revision", model.revision, None), ("--dtype", model.dtype, "auto"),
+        ("--device", model.device, "auto"),
+        ("--cache", kind_text(cache.name, cache.options), kind_text(CACHE, {})), ("--context", cache.context, None),
+        ("--tensor-parallel", given.ranks.tensor_parallel, None), ("--offline", model.offline, False),
+        ("--fast", speed.fast, False), ("--plain", speed.plain, False), ("--quantize", speed.quantize, None),
+        ("--speculate", guess, None), ("--beams", beams.count, 0),
+        ("--chat-template", template.choice, None), ("--overflow", given.overflow, "stop"),
+        ("--thinking", template.thinking, None), ("--allow-special", template.allow_special, False),
+        ("--no-loop-guard", given.no_loop_guard, False),
+    ]  # fmt: skip

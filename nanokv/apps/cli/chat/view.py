@@ -11,7 +11,8 @@ import time
 from contextlib import nullcontext
 
 from nanokv.apps.cli.common import layout, speculation
-from nanokv.apps.cli.common.answer import AnswerWriter
+from nanokv.apps.cli.common.answer import AnswerWriter, thoughts
+from nanokv.apps.cli.common.options import OutputOptions
 from nanokv.apps.cli.common.terminal import (
     Style,
     held_text,
@@ -63,10 +64,10 @@ def ending(turn, session) -> str:
 class View:
     """Prints for the person at the prompt. `thinking`, `stats` and `markdown` may change during the chat."""
 
-    def __init__(self, args):
-        self.out, self.err = Style(sys.stdout, args.color), Style(sys.stderr, args.color)
-        self.quiet, self.thinking, self.stats = args.quiet, args.thinking or "show", args.stats
-        self.markdown = "on" if args.markdown else "off"
+    def __init__(self, output: OutputOptions, thinking: str | None = None, stats: str = "on", markdown: bool = False):
+        self.out, self.err = Style(sys.stdout, output.color), Style(sys.stderr, output.color)
+        self.quiet, self.thinking, self.stats = output.quiet, thinking or "show", stats
+        self.markdown = "on" if markdown else "off"
 
     def say(self, text):
         """One or more dim lines on stderr: status, hints, replies of commands. A terminal gets no broken words."""
@@ -103,7 +104,7 @@ class View:
     def answer(self, session, pieces, progress):
         """Stream one answer; returns when it ended or was interrupted. The generator is always closed."""
         formatted = Markdown(self.out.enabled) if self.markdown == "on" else None
-        writer = AnswerWriter(self, self.err, formatted)
+        writer = AnswerWriter(thoughts(self.thinking, self.quiet), self.err, formatted)
         try:
             for piece in pieces:
                 progress.clear()

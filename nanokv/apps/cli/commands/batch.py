@@ -12,19 +12,25 @@ once, so a run that was killed goes on where it stopped; at the end they stand i
 import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 
 from nanokv.apps.cli.batch.lines import SAMPLING, check_fields, digest, parse_line, read_lines, texts
 from nanokv.apps.cli.batch.output import FIRST_RELEASE, OrderedOutput, Progress, ResumableOutput, summary
-from nanokv.apps.cli.common import arguments, pool, terminal
-from nanokv.apps.cli.common.answer import template_options
-from nanokv.apps.cli.common.arguments import DEFAULT_NEW_TOKENS
+from nanokv.apps.cli.common import options, pool, terminal
 from nanokv.apps.cli.common.files import add_force, ask_to_lose
 from nanokv.apps.cli.common.loading import load_model
+from nanokv.apps.cli.common.options import (
+    CacheOptions,
+    ModelOptions,
+    OutputOptions,
+    SamplingOptions,
+    TemplateOptions,
+)
+from nanokv.apps.cli.common.pool import PoolOptions
 from nanokv.apps.cli.common.prompt import room
 from nanokv.apps.cli.common.text import refuse_special
 from nanokv.decoding import completion
 from nanokv.errors import NanoKVError
+from nanokv.parallel.group import ALONE, Ranks
 from nanokv.text.call_forms import fitted
 from nanokv.text.template import LeftOut
 from nanokv.text.thinking import opens_thinking
@@ -43,6 +49,22 @@ DESCRIPTION = (
 RANKS = "led"  # the others do what rank 0 tells them
 
 
+@dataclass(frozen=True)
+class BatchOptions:
+    """What the flags of this command say."""
+
+    file: str  # - is stdin
+    out: Path | None  # None: stdout
+    force: bool
+    chat: bool
+    raw: bool
+    pool: PoolOptions
+    model: ModelOptions
+    cache: CacheOptions
+    sampling: SamplingOptions
+    output: OutputOptions
+
+
 def add_arguments(parser) -> None:
     """Input, output, how many at a time; then the shared flags, which are the defaults of every line."""
     parser.add_argument("file", metavar="FILE.jsonl", help="the requests, one JSON object per line; - reads stdin")
@@ -59,6 +81,16 @@ def add_arguments(parser) -> None:
     pool.add_arguments(parser)
 
 
+def command_options(args) -> BatchOptions:
+    """Of add_arguments."""
+    model = options.model_options(args, options.speed_options(args), options.template_options(args))
+    return BatchOptions(
+        args.file, args.output, args.force, args.chat, args.raw, pool.pool_options(args), model,
+        pool.sized(options.cache_options(args), "batch"), options.sampling_options(args),
+        options.output_options(args),
+    )  # fmt: skip
+
+
 @dataclass
 class Job:
     """One line of the input."""
@@ -73,31 +105,32 @@ class Job:
     answer: object = None
 
 
-def run(args) -> int:
+def run(args, ranks: Ranks = ALONE) -> int:
     """Read, load, answer, put in order. Exit 2 if a line failed, after all others are done."""
-    pool.options(args, "batch")
-    lines = read_lines(args.file)
-    if args.output is not None and args.file != "-" and args.output.exists() and args.output.samefile(args.file):
-        raise NanoKVError(f"-o {args.output} is the input itself", "choose another file for the answers")
-    output = OrderedOutput() if args.output is None else ResumableOutput(args.output)
-    loaded = load_model(args)  # before anything is written: a wrong -m leaves OUT as it is
-    check_form(args, loaded)
-    jobs, wrong = prepare(args, loaded, lines, output)
-    warn_of_raw_prompts(args, loaded, jobs)
+    given = command_options(args)
+    lines, out = read_lines(given.file), given.out
+    if out is not None and given.file != "-" and out.exists() and out.samefile(given.file):
+        raise NanoKVError(f"-o {out} is the input itself", "choose another file for the answers")
+    output = OrderedOutput() if out is None else ResumableOutput(out)
+    # before anything is written: a wrong -m leaves OUT as it is
+    loaded = load_model(given.model, given.cache, given.output, ranks)
+    check_form(given, loaded)
+    jobs, wrong = prepare(given, loaded, lines, output)
+    warn_of_raw_prompts(given, loaded, jobs)
     warn_of_calls(jobs)
     if output.stale:
-        name = terminal.sanitize_line(str(args.output))
+        name = terminal.sanitize_line(str(out))
         what = f"{output.stale:,} answers in {name} are to other requests or settings"
-        ask_to_lose(args.force, f"{what} and would be dropped", "another -o")
+        ask_to_lose(given.force, f"{what} and would be dropped", "another -o")
     output.begin()
     for job, error in wrong:
-        fail(args, output, job, error)
+        fail(given, output, job, error)
     with terminal.Interrupt() as stop:
         if jobs:
-            answer_all(args, loaded, jobs, output, stop)
+            answer_all(given, loaded, jobs, output, stop)
         done = not stop.requested
         output.close(done)
-        terminal.notice(summary(output, len(output.wanted), done, args), args)
+        terminal.notice(summary(output, len(output.wanted), done), given.output)
         stop.finish()
     return 130 if not done else 2 if output.failed else 0
 
@@ -105,9 +138,9 @@ def run(args) -> int:
 # --- the lines ----------------------------------------------------------------------------------------------------
 
 
-def prepare(args, loaded, lines, output) -> tuple[list[Job], list]:
+def prepare(given: BatchOptions, loaded, lines, output) -> tuple[list[Job], list]:
     """The jobs that are still to do, and (job, error) of each line that is no request."""
-    jobs, wrong, settings = [], [], common_settings(args, loaded)
+    jobs, wrong, settings = [], [], common_settings(given, loaded)
     eos = list(loaded.model.generation_config.eos_token_ids)
     common, marks = [eos, loaded.context, settings], loaded.fingerprints()
     for number, data in lines:
@@ -116,22 +149,22 @@ def prepare(args, loaded, lines, output) -> tuple[list[Job], list]:
         try:
             job.fields = parse_line(data)
             check_fields(job.fields)
-            job.fields = as_messages(job.fields) if args.chat else job.fields
-            job.ids = encode(args, loaded, job)
+            job.fields = as_messages(job.fields) if given.chat else job.fields
+            job.ids = encode(given.model.template, loaded.tokenizer, job)
             digests = [digest([mark, *common, job.fields, job.ids]) for mark in marks]
             job.digest = digests[0]
             if (found := next(filter(None, map(output.find, digests)), None)) is None:
                 jobs.append(job)
             else:
-                output.keep(number, found if "choices" in found else first_release(args, loaded, job, found))
+                output.keep(number, found if "choices" in found else first_release(loaded, job, found))
         except NanoKVError as error:
             wrong.append((job, error))
     return jobs, wrong
 
 
-def check_form(args, loaded) -> None:
+def check_form(given: BatchOptions, loaded) -> None:
     """--chat needs a template."""
-    if args.chat and loaded.tokenizer.chat_template is None:
+    if given.chat and loaded.tokenizer.chat_template is None:
         hint = "leave out --chat: prompts are raw text"
         raise NanoKVError(f"--chat: {loaded.name} has no chat template", hint)
 
@@ -144,39 +177,38 @@ def as_messages(fields: dict) -> dict:
     return others | {"messages": [{"role": "user", "content": fields["prompt"]}]}
 
 
-def warn_of_raw_prompts(args, loaded, jobs) -> None:
+def warn_of_raw_prompts(given: BatchOptions, loaded, jobs) -> None:
     """A question that is no message is rarely meant: many chat models end such a text at once."""
     count = sum("prompt" in job.fields for job in jobs)
-    if count and not args.raw and loaded.tokenizer.chat_template is not None:
+    if count and not given.raw and loaded.tokenizer.chat_template is not None:
         prompts = "1 prompt is" if count == 1 else f"{count:,} prompts are"
         advice = "use messages, or --chat (--raw: it is meant)"
         terminal.warning(f"{prompts} sent as raw text to a chat model: {advice}")
 
 
-def common_settings(args, loaded) -> dict:
+def common_settings(given: BatchOptions, loaded) -> dict:
     """What applies where a line says nothing."""
-    sampling = arguments.resolve_sampling(args, loaded.model.generation_config)
-    return asdict(sampling) | {"max_new_tokens": args.max_new_tokens or DEFAULT_NEW_TOKENS, "stop": args.stop}
+    params = given.sampling.resolve(loaded.model.generation_config)
+    return asdict(params) | {"max_new_tokens": given.sampling.most, "stop": list(given.sampling.stop)}
 
 
-def encode(args, loaded, job: Job) -> list[int]:
+def encode(template: TemplateOptions, tokenizer, job: Job) -> list[int]:
     """Prompt or rendered messages → ids; typed control tokens are refused, as everywhere."""
-    tokenizer, fields = loaded.tokenizer, job.fields
+    fields = job.fields
     if "prompt" in fields:
-        refuse_special(fields["prompt"], tokenizer, args.allow_special)
+        refuse_special(fields["prompt"], tokenizer, template.allow_special)
         return tokenizer.encode(fields["prompt"], add_special_tokens=True)
     messages = fields["messages"]
     if not isinstance(messages, list) or not messages:
         raise NanoKVError("messages is no list of messages", '[{"role": "user", "content": "…"}]')
-    template = tokenizer.template()
-    messages = fitted(template, messages)
+    messages = fitted(tokenizer.template(), messages)
     for text in texts(messages):
-        refuse_special(text, tokenizer, args.allow_special)
+        refuse_special(text, tokenizer, template.allow_special)
     try:
-        text = tokenizer.render(messages, add_generation_prompt=True, **template_options(args))
+        text = tokenizer.render(messages, add_generation_prompt=True, **template.values())
     except LeftOut:  # warn_of_calls says so
         job.left_out = True
-        text = template.render(messages, add_generation_prompt=True, **template_options(args))
+        text = tokenizer.template().render(messages, add_generation_prompt=True, **template.values())
     return tokenizer.encode(text)
 
 
@@ -187,66 +219,67 @@ def warn_of_calls(jobs) -> None:
         terminal.warning(f"the chat template of this model leaves out the tool_calls of {lines}")
 
 
-def fail(args, output, job: Job, error: Exception) -> None:
+def fail(given: BatchOptions, output, job: Job, error: Exception) -> None:
     """Into the output, with the line's number and id, and onto stderr, with the number."""
     id = job.fields.get("id")
     output.put(job.line, {"line": job.line} | ({} if id is None else {"id": id}) | completion.error(error))
-    terminal.warning(f"{'stdin' if args.file == '-' else args.file}:{job.line}: {error}")
+    terminal.warning(f"{'stdin' if given.file == '-' else given.file}:{job.line}: {error}")
 
 
 # --- the engine ---------------------------------------------------------------------------------------------------
 
 
-def answer_all(args, loaded, jobs, output, stop) -> None:
+def answer_all(given: BatchOptions, loaded, jobs, output, stop) -> None:
     """Feed the engine a few requests ahead, so that a long file costs no memory; write each answer when it is done."""
-    page = args.cache[1]["page"]
-    pages = args.cache[1].get("pages") or pool_pages(args, loaded, jobs, page)
-    engine = loaded.make_engine(pages, page, args.step_tokens, args.running)
-    progress, waiting, active = Progress(args, len(jobs)), list(reversed(jobs)), []
+    page, sizes = given.cache.options["page"], given.pool
+    pages = given.cache.options.get("pages") or pool_pages(given, loaded, jobs, page)
+    engine = loaded.make_engine(pages, page, sizes.step_tokens, sizes.running)
+    progress, waiting, active = Progress(given.output.quiet, len(jobs)), list(reversed(jobs)), []
     while (waiting or active) and not stop.requested:
-        while waiting and len(active) < 2 * args.running:
+        while waiting and len(active) < 2 * sizes.running:
             job = waiting.pop()
             try:
-                submit(args, loaded, engine, job)
+                submit(given, loaded, engine, job)
                 active.append(job)
             except NanoKVError as error:
-                fail(args, output, job, error)
+                fail(given, output, job, error)
                 progress.done += 1
         engine.step()
         for job in [job for job in active if job.request.finish_reason is not None]:
             active.remove(job)
             progress.done += 1
             if job.request.error is not None:
-                fail(args, output, job, job.request.error)
+                fail(given, output, job, job.request.error)
             else:
-                output.put(job.line, result(args, loaded, job))
+                output.put(job.line, result(loaded, job))
         progress.show(engine)
     progress.end()
 
 
-def pool_pages(args, loaded, jobs, page: int) -> int:
+def pool_pages(given: BatchOptions, loaded, jobs, page: int) -> int:
     """Twice what the `running` longest requests need, so that beginnings stay; at most half of the free memory."""
-    tokens = (min(loaded.context, len(job.ids) + new_tokens(args, job)) for job in jobs)
+    running, common = given.pool.running, given.sampling.most
+    tokens = (min(loaded.context, len(job.ids) + new_tokens(job, common)) for job in jobs)
     wanted = sorted((-(-count // page) for count in tokens), reverse=True)
     most = pool.affordable(loaded, page)
-    return min(2 * sum(wanted[: args.running]) + args.running, sys.maxsize if most is None else most)
+    return min(2 * sum(wanted[:running]) + running, sys.maxsize if most is None else most)
 
 
-def new_tokens(args, job: Job) -> int:
-    """The line's own limit, if it has a usable one; a bad value is reported when it is submitted."""
+def new_tokens(job: Job, common: int) -> int:
+    """The line's own limit, if it has a usable one, else the common one; a bad one is reported when it is submitted."""
     own = job.fields.get("max_new_tokens")
-    return own if type(own) is int and own > 0 else args.max_new_tokens or DEFAULT_NEW_TOKENS
+    return own if type(own) is int and own > 0 else common
 
 
-def submit(args, loaded, engine, job: Job) -> None:
+def submit(given: BatchOptions, loaded, engine, job: Job) -> None:
     """The line's settings over the common ones."""
-    settings = common_settings(args, loaded)
+    settings = common_settings(given, loaded)
     settings |= {name: job.fields[name] for name in (*SAMPLING, "max_new_tokens") if job.fields.get(name) is not None}
     stop, wanted = job.fields["stop"] or settings["stop"], settings.pop("max_new_tokens")
     del settings["stop"]
     job.wanted = wanted
     if type(wanted) is int and wanted > 0:
-        wanted = room(SimpleNamespace(max_new_tokens=wanted), loaded, job.ids)
+        wanted = room(wanted, loaded, job.ids)
     job.answer = Answer(engine, loaded.tokenizer, stop, loaded.model.generation_config.eos_token_ids)
     job.request = engine.submit(job.ids, max_new_tokens=wanted, on_token=job.answer.put, **settings)
 
@@ -273,24 +306,24 @@ class Answer:
         return "".join(self.pieces)
 
 
-def result(args, loaded, job: Job) -> dict:
+def result(loaded, job: Job) -> dict:
     """The line of the output."""
     request = job.request
     cut = request.finish_reason == "length" and len(request.tokens) < job.wanted  # `room` allowed fewer
     return line_of(
-        args, loaded, job, job.answer.text, request.tokens, "context" if cut else request.finish_reason,
+        loaded, job, job.answer.text, request.tokens, "context" if cut else request.finish_reason,
         completion.seed(request), request.metrics(), job.answer.shown.stop_string,
     )  # fmt: skip
 
 
-def line_of(args, loaded, job: Job, text, ids, finish_reason, seed, metrics, stop_string="") -> dict:
+def line_of(loaded, job: Job, text, ids, finish_reason, seed, metrics, stop_string="") -> dict:
     """What the engine made of a line, as a completion; `line` first, by which a torn line is recognised."""
     said = {"text": text}
     if "messages" in job.fields:
         said = completion.message(text, opens_thinking(loaded.tokenizer, job.ids))
     prompt, new, cached = (metrics[name] for name in ("prompt_tokens", "new_tokens", "reused_tokens"))
     return {"line": job.line} | completion.completion(
-        args.model,
+        loaded.source,
         [completion.choice(said, ids, finish_reason, stop_string)],
         completion.usage(prompt, new, cached),
         job.fields.get("id"),
@@ -300,6 +333,6 @@ def line_of(args, loaded, job: Job, text, ids, finish_reason, seed, metrics, sto
     )
 
 
-def first_release(args, loaded, job: Job, old: dict) -> dict:
+def first_release(loaded, job: Job, old: dict) -> dict:
     """An answer that version 0.1.0 wrote, in today's shape."""
-    return line_of(args, loaded, job, *(old[name] for name in FIRST_RELEASE))
+    return line_of(loaded, job, *(old[name] for name in FIRST_RELEASE))

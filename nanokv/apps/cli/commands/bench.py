@@ -3,17 +3,20 @@
 import os
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from nanokv.apps.cli.bench.peers import Peers
-from nanokv.apps.cli.common import layout, terminal
-from nanokv.apps.cli.common.arguments import CACHE, add_model_arguments, cache_name, integer, real
+from nanokv.apps.cli.common import layout, options, terminal
+from nanokv.apps.cli.common.arguments import cache_name, integer, real
 from nanokv.apps.cli.common.files import add_force, ask_to_replace
-from nanokv.apps.cli.common.loading import load_model, plan_model
+from nanokv.apps.cli.common.loading import Loaded, load_model, plan_model
+from nanokv.apps.cli.common.options import CacheOptions, ModelOptions, OutputOptions
 from nanokv.apps.cli.common.random_model import RANDOM, load_random
 from nanokv.apps.cli.common.speed import code_text
 from nanokv.apps.cli.common.text import read_prompt_bytes, to_json
 from nanokv.errors import NanoKVError
+from nanokv.parallel.group import ALONE, Ranks
 
 EXAMPLES = (
     "nanokv bench",
@@ -30,6 +33,30 @@ RANKS = "alike"  # every rank measures the same; rank 0 says when it is over, an
 WEIGHTS = ("plain", "fast", "int8", "int4")
 AGAINST = ("transformers", "transformers:static", "llama.cpp", "llama.cpp:q8_0", "llama.cpp:q4_0")
 NOISY = 0.15  # spread of decode times or bandwidth, or cores that others keep busy, from which on the table says so
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """What the flags of this command say."""
+
+    contexts: str
+    caches: str | None
+    weights: str | None
+    batch: str
+    uncached: bool
+    against: str | None
+    through: str | None
+    peer_timeout: float | None
+    steps: int
+    repeat: int
+    requests: int | None
+    quality: bool
+    text: Path | None
+    json: bool
+    plot: str | None
+    model: ModelOptions
+    cache: CacheOptions
+    output: OutputOptions
 
 
 def add_arguments(parser) -> None:
@@ -70,98 +97,119 @@ def add_arguments(parser) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.add_argument("--plot", metavar="FILE", help="a picture as well: .png or .svg")
     add_force(parser)
-    add_model_arguments(parser, CACHE)
+    options.add_model_arguments(parser, options.CACHE)
 
 
-def run(args) -> int:
+def command_options(args) -> BenchOptions:
+    """Of add_arguments."""
+    return BenchOptions(
+        args.contexts, args.caches, args.weights, args.batch, args.uncached, args.against,
+        args.through, args.peer_timeout, args.steps, args.repeat, args.requests, args.quality,
+        args.text, args.json, args.plot, options.model_options(args), options.cache_options(args),
+        options.output_options(args),
+    )  # fmt: skip
+
+
+def run(args, ranks: Ranks = ALONE) -> int:
     """Measure, then print what was finished; Ctrl-C prints the rounds that are done and leaves with 130."""
-    contexts, batches, weights, against = checked(args)
-    if not args.ranks.rank:
-        ask_to_replace(args.force, *filter(None, [args.plot]))
-    loaded = load_random(args) if args.model in RANDOM else load_model(args)
-    if args.quality:
-        return quality(args, loaded, weights)
-    longest = loaded.context - args.steps
+    given = command_options(args)
+    contexts, batches, weights, against = checked(given, ranks.size)
+    if not ranks.rank:
+        ask_to_replace(args.force, *filter(None, [given.plot]))
+    loaded = load(given, ranks)
+    if given.quality:
+        return quality(given, loaded, weights)
+    longest = loaded.context - given.steps
     if max(contexts) > longest:
-        raise NanoKVError(f"--contexts {max(contexts):,} leaves no room for {args.steps} steps: at most {longest:,}")
-    if args.requests:
-        return serve(args, loaded, weights, against, max(contexts))
+        raise NanoKVError(f"--contexts {max(contexts):,} leaves no room for {given.steps} steps: at most {longest:,}")
+    if given.requests:
+        return serve(given, loaded, weights, against, max(contexts))
+    return measure(given, loaded, contexts, batches, weights, against)
+
+
+def load(given: BenchOptions, ranks: Ranks) -> Loaded:
+    """A checkpoint, or a published shape with random weights."""
+    if given.model.source in RANDOM:
+        return load_random(given.model, given.cache, ranks)
+    return load_model(given.model, given.cache, given.output, ranks)
+
+
+def measure(given: BenchOptions, loaded: Loaded, contexts, batches, weights, against) -> int:
+    """Every runner at every context, in rotation."""
     from nanokv.lab.bench.machine import Others, gemm_peak
     from nanokv.lab.bench.rotation import Rotation
 
-    with Peers(args, loaded, against) as peers:
-        runners = make_runners(args, loaded, weights, batches)
-        runners += peers.commands(runners) if args.through else []
-        runners += peers.runners(against, max(contexts) + args.steps)
-        peak, others = gemm_peak(loaded.dtype, loaded.device), Others([*peers.pids(), *rank_pids(args.ranks)])
-        rotation = Rotation(runners, contexts, loaded.config.vocab_size, loaded.device, args.repeat, args.steps)
-        stop = carry_out(rotation.run(), rotation.total, args, peers)  # until here Ctrl-C just leaves
+    with Peers(loaded, against or given.through, given.peer_timeout) as peers:
+        loaded = peers.loaded
+        runners = make_runners(given, loaded, weights, batches)
+        runners += peers.commands(runners, given.cache.context) if given.through else []
+        runners += peers.runners(against, max(contexts) + given.steps)
+        peak, others = gemm_peak(loaded.dtype, loaded.device), Others([*peers.pids(), *rank_pids(loaded.ranks)])
+        rotation = Rotation(runners, contexts, loaded.config.vocab_size, loaded.device, given.repeat, given.steps)
+        stop = carry_out(rotation.run(), rotation.total, given.output, loaded.ranks, peers)  # until here Ctrl-C leaves
         busy = others.cores()
-    if not args.ranks.rank:
-        report(args, loaded, rotation, peak, busy)
+    if not loaded.ranks.rank:
+        report(given, loaded, rotation, peak, busy)
     stop.finish()
     return 130 if stop.requested else 0
 
 
-def checked(args) -> tuple[list[int], list[int], list[str], list[str]]:
+def checked(given: BenchOptions, ranks: int) -> tuple[list[int], list[int], list[str], list[str]]:
     """(contexts, batches, weights, against) of the flags, which are in order and go together."""
-    contexts, batches = numbers("--contexts", args.contexts, "128,1024"), numbers("--batch", args.batch, "1,4")
-    weights = weights_of(args)
-    against = names("--against", args.against, AGAINST) if args.against else []
-    check_flags(args, against)
+    contexts, batches = numbers("--contexts", given.contexts, "128,1024"), numbers("--batch", given.batch, "1,4")
+    weights = weights_of(given, ranks)
+    against = names("--against", given.against, AGAINST) if given.against else []
+    check_flags(given, against)
     return contexts, batches, weights, against
 
 
-def check_flags(args, against) -> None:
+def check_flags(given: BenchOptions, against) -> None:
     """Flags that do not go together, and a picture that could not be written, before anything is loaded."""
-    if args.plot and Path(args.plot).suffix not in (".png", ".svg"):
-        raise NanoKVError(f"--plot {args.plot!r} does not end in .png or .svg", "--plot bench.png")
-    if args.plot and not (Path(args.plot).parent.is_dir() and os.access(Path(args.plot).parent, os.W_OK)):
-        raise NanoKVError(f"--plot {args.plot!r}: no file can be written there", "--plot bench.png")
-    if args.plot:
+    if given.plot and Path(given.plot).suffix not in (".png", ".svg"):
+        raise NanoKVError(f"--plot {given.plot!r} does not end in .png or .svg", "--plot bench.png")
+    if given.plot and not (Path(given.plot).parent.is_dir() and os.access(Path(given.plot).parent, os.W_OK)):
+        raise NanoKVError(f"--plot {given.plot!r}: no file can be written there", "--plot bench.png")
+    if given.plot:
         from nanokv.lab.bench.plot import figure_class
 
         figure_class()
-    mode = "--quality" if args.quality else "--requests" if args.requests else None
+    mode = "--quality" if given.quality else "--requests" if given.requests else None
     if mode == "--requests" and not set(against) <= {"transformers"}:
         raise NanoKVError("--requests compares with transformers' generate_batch only", hint="--against transformers")
     unused = {
-        "--requests": args.requests and args.quality, "--against": against and args.quality, "--plot": args.plot,
-        "--caches": args.caches and args.requests, "--uncached": args.uncached, "--batch": args.batch != "1",
-        "--through": args.through,
+        "--requests": given.requests and given.quality, "--against": against and given.quality, "--plot": given.plot,
+        "--caches": given.caches and given.requests, "--uncached": given.uncached, "--batch": given.batch != "1",
+        "--through": given.through,
     }  # fmt: skip
-    for flag, given in unused.items():
-        if mode and given:
+    for flag, wanted in unused.items():
+        if mode and wanted:
             raise NanoKVError(f"{flag} means nothing to {mode}", hint=f"leave {flag} out")
-    if args.text and not args.quality:
+    if given.text and not given.quality:
         raise NanoKVError("--text is the text of --quality", hint="nanokv bench --quality --text FILE")
 
 
-def weights_of(args) -> list[str]:
+def weights_of(given: BenchOptions, ranks: int) -> list[str]:
     """What --weights says: kernels need whole weights, so the ranks of a model have plain ones."""
-    return names("--weights", args.weights or ("plain" if rank_count(args) > 1 else "plain,fast"), WEIGHTS)
+    return names("--weights", given.weights or ("plain" if ranks > 1 else "plain,fast"), WEIGHTS)
 
 
-def rank_count(args) -> int:
-    """Of ranks that are running, or that are to be started."""
-    return max(args.tensor_parallel or 1, args.ranks.size)
-
-
-def check_ranks(args) -> None:
+def check_ranks(given: BenchOptions, ranks: int) -> None:
     """What is measured in one process only is refused by name, before ranks are started."""
-    others = [f"--weights {name}" for name in weights_of(args) if name != "plain"]
+    others = [f"--weights {name}" for name in weights_of(given, ranks) if name != "plain"]
     one_process = {
-        "--against": args.against, "--requests": args.requests, "--quality": args.quality, "--through": args.through,
+        "--against": given.against, "--requests": given.requests, "--quality": given.quality,
+        "--through": given.through,
     } | dict.fromkeys(others, True)  # fmt: skip
-    for flag in (flag for flag, given in one_process.items() if given):
+    for flag in (flag for flag, wanted in one_process.items() if wanted):
         raise NanoKVError(f"{flag} with --tensor-parallel: it is measured in one process, this would be on "
-                          f"{rank_count(args)}", f"leave out {flag}")  # fmt: skip
-    checked(args)
+                          f"{ranks}", f"leave out {flag}")  # fmt: skip
+    checked(given, ranks)
 
 
-def config_of(args):
+def config_of(given: BenchOptions):
     """Of the model that will be measured."""
-    return RANDOM[args.model] if args.model in RANDOM else plan_model(args).config
+    model = given.model
+    return RANDOM[model.source] if model.source in RANDOM else plan_model(model, given.cache, given.output).config
 
 
 def rank_pids(ranks) -> list[int]:
@@ -173,28 +221,31 @@ def rank_pids(ranks) -> list[int]:
     return [pid for pid in everyone[first : first + ranks.local] if pid != os.getpid()]
 
 
-def serve(args, loaded, weights, against, longest: int) -> int:
+def serve(given: BenchOptions, loaded, weights, against, longest: int) -> int:
     """Many requests at once, by our engine and by transformers."""
     from nanokv.lab.bench import serving
 
-    prompts = serving.requests_of(loaded.config.vocab_size, args.requests, longest)
+    prompts = serving.requests_of(loaded.config.vocab_size, given.requests, longest)
     tokens = sum(map(len, prompts))
-    with Peers(args, loaded, against) as peers:
+    with Peers(loaded, against, given.peer_timeout) as peers:
+        loaded = peers.loaded
         served = [
-            serving.Served(f"nanokv {name} engine", serving.ours(model, prompts, args.steps), tokens)
+            serving.Served(f"nanokv {name} engine", serving.ours(model, prompts, given.steps), tokens)
             for name, model in made(loaded, weights).items()
         ]
         if against:
-            process = peers.start("generate_batch", peers.checkpoint() | {"prompts": prompts, "tokens": args.steps})
+            process = peers.start("generate_batch", peers.checkpoint() | {"prompts": prompts, "tokens": given.steps})
             served.append(serving.Served("transformers generate_batch", serving.theirs(process), tokens))
-        stop = carry_out(serving.rounds(served, args.repeat), (args.repeat + 1) * len(served), args, peers)
+        total = (given.repeat + 1) * len(served)
+        stop = carry_out(serving.rounds(served, given.repeat), total, given.output, loaded.ranks, peers)
     rows = [one.figures() for one in served if one.seconds]
     failed = [{"label": one.label, "rounds": len(one.seconds), "error": one.error} for one in served if one.error]
-    if args.json:
-        facts = {"model": loaded.name, "dtype": loaded.dtype_name, "threads": loaded.threads, "requests": args.requests}
+    if given.json:
+        facts = {"model": loaded.name, "dtype": loaded.dtype_name, "threads": loaded.threads}
+        facts |= {"requests": given.requests}
         terminal.write_out(to_json(facts | {"rows": rows, "failed": failed}) + "\n")
     else:
-        head = [f"{loaded.name} {loaded.dtype_name}", threads_text(loaded), f"{args.requests} requests"]
+        head = [f"{loaded.name} {loaded.dtype_name}", threads_text(loaded), f"{given.requests} requests"]
         show(head, ("", "prompt tokens", "new tokens", "seconds", "new tok/s"), [
             (f["label"], f"{f['prompt_tokens']:,}", f"{f['generated']:,}", f"{f['seconds']:.2f}", f"{f['tok_s']:,.1f}")
             for f in rows
@@ -204,7 +255,7 @@ def serve(args, loaded, weights, against, longest: int) -> int:
     return 130 if stop.requested else 0
 
 
-def quality(args, loaded, weights) -> int:
+def quality(given: BenchOptions, loaded, weights) -> int:
     """Mean |Δ log-likelihood| per token against the plain model, perplexity, and the bytes of weights or cache."""
     if loaded.tokenizer is None:
         raise NanoKVError("random weights make every text equally unlikely", hint="nanokv bench --quality -m tiny")
@@ -213,14 +264,14 @@ def quality(args, loaded, weights) -> int:
     from nanokv.cache.options import check_options
     from nanokv.lab.bench.quality import changes
 
-    caches = {text: cache_name(text) for text in args.caches.split(",")} if args.caches else {}
-    for name, options in caches.values():
-        check_options(name, options)
-    ids, source = text_ids(args, loaded)
+    caches = {text: cache_name(text) for text in given.caches.split(",")} if given.caches else {}
+    for name, how in caches.values():
+        check_options(name, how)
+    ids, source = text_ids(given.text, loaded)
     measured = changes(loaded.model, made(loaded, weights), torch.tensor([ids], device=loaded.device), caches)
     rows: list[dict] = []
-    stop = carry_out(map(rows.append, measured), len(weights) * max(1, len(caches)), args)
-    if args.json:
+    stop = carry_out(map(rows.append, measured), len(weights) * max(1, len(caches)), given.output)
+    if given.json:
         facts = {"model": loaded.name, "dtype": loaded.dtype_name, "text": source, "tokens": len(ids)}
         terminal.write_out(to_json(facts | {"rows": rows}) + "\n")
     else:
@@ -244,11 +295,11 @@ def quality_table(loaded, text: str, rows, caches) -> None:
     show(head, columns, [[cell(row) for cell in columns.values()] for row in rows], (0, 1) if caches else (0,))
 
 
-def text_ids(args, loaded) -> tuple[list[int], str]:
+def text_ids(path: Path | None, loaded) -> tuple[list[int], str]:
     """(ids, what they are) of --text, cut to the context, or of conversations that the bundled model never saw."""
-    if args.text:
-        name = terminal.sanitize_line(str(args.text))
-        text = read_prompt_bytes(args.text.read_bytes(), name)
+    if path:
+        name = terminal.sanitize_line(str(path))
+        text = read_prompt_bytes(path.read_bytes(), name)
         ids = loaded.tokenizer.encode(text, add_special_tokens=True)[: loaded.context]
         if len(ids) < 2:
             raise NanoKVError(f"{name} has {len(ids)} tokens: there is none whose likelihood could be asked")
@@ -289,17 +340,19 @@ def made(loaded, weights) -> dict:
     return {name: models[name] for name in weights}
 
 
-def make_runners(args, loaded, weights, batches) -> list:
+def make_runners(given: BenchOptions, loaded, weights, batches) -> list:
     """Every combination of ours that was asked for; models are shared."""
     from nanokv.lab.bench.runners import Ours, Uncached
 
-    caches = [cache_name(text) for text in dict.fromkeys(args.caches.split(","))] if args.caches else [args.cache]
+    caches = [(given.cache.name, given.cache.options)]
+    if given.caches:
+        caches = [cache_name(text) for text in dict.fromkeys(given.caches.split(","))]
     models = made(loaded, weights)
     runners = [
-        Ours(models[name], name, kind, options, batch, loaded.dtype)
-        for batch in batches for name in weights for kind, options in caches
+        Ours(models[name], name, kind, how, batch, loaded.dtype)
+        for batch in batches for name in weights for kind, how in caches
     ]  # fmt: skip
-    if args.uncached:
+    if given.uncached:
         runners += [Uncached(models[name], name, 1, loaded.dtype) for name in weights]
     return runners
 
@@ -324,7 +377,7 @@ def names(flag: str, text: str, known) -> list[str]:
     return found
 
 
-def carry_out(rounds, total: int, args, peers=None) -> terminal.Interrupt:
+def carry_out(rounds, total: int, output: OutputOptions, ranks: Ranks = ALONE, peers=None) -> terminal.Interrupt:
     """All rounds, with a bar; Ctrl-C ends after the one that runs, a peer's at once, and is in what is returned."""
     with terminal.Interrupt() as stop:
         for process in peers.processes if peers else ():
@@ -332,28 +385,29 @@ def carry_out(rounds, total: int, args, peers=None) -> terminal.Interrupt:
         began = time.perf_counter()
         try:
             for done, _ in enumerate(rounds, start=1):
-                progress(done, total, time.perf_counter() - began, args)
-                if args.ranks.hear(stop.requested):
+                if not (output.quiet or ranks.rank):
+                    progress(done, total, time.perf_counter() - began)
+                if ranks.hear(stop.requested):
                     break
         except KeyboardInterrupt:  # of `should_stop`, while a peer was waited for
             pass
     return stop
 
 
-def progress(done: int, total: int, seconds: float, args) -> None:
+def progress(done: int, total: int, seconds: float) -> None:
     """One line that is written over, on a terminal only, with the time that is left."""
-    if terminal.is_tty(sys.stderr) and not args.quiet and not args.ranks.rank:
+    if terminal.is_tty(sys.stderr):
         bar, left = "#" * (20 * done // total), seconds / done * (total - done)
         terminal.write_err(f"\r[{bar:<20}] {done}/{total} · {left:,.0f} s left " + ("\n" if done == total else ""))
 
 
-def report(args, loaded, rotation, peak: float, others: float | None) -> None:
+def report(given: BenchOptions, loaded, rotation, peak: float, others: float | None) -> None:
     """Table or JSON, and the picture."""
     from nanokv.fast import native
 
     rows = rotation.finished()
     through = []
-    if args.through:
+    if given.through:
         from nanokv.lab.bench.command import comparison
 
         through = comparison(rows)
@@ -363,7 +417,7 @@ def report(args, loaded, rotation, peak: float, others: float | None) -> None:
     if rows and rotation.bandwidth.bytes(rows[0].bytes) == rows[0].bytes // 4 * 4:
         head += f", {rows[0].bandwidth / 1e9:.1f} GB/s of {rows[0].bytes / 1e6:.1f} MB"
     head += f" · products {peak / 1e9:,.0f} GFLOP/s (measured now)"
-    if args.json:
+    if given.json:
         facts = {
             "model": loaded.name, "dtype": loaded.dtype_name, "threads": loaded.threads,
             "ranks": loaded.ranks.size, "bandwidth": rate,
@@ -377,10 +431,10 @@ def report(args, loaded, rotation, peak: float, others: float | None) -> None:
         print_table(head, rows, noise, "plain" if loaded.ranks.size > 1 else code_text())
         print_through(through)
         show_failed((row.runner.label, row.error, f"{row.context:,}") for row in rotation.failed())
-    if args.plot and rows:
+    if given.plot and rows:
         from nanokv.lab.bench.plot import plot
 
-        plot(rows, head, args.plot)
+        plot(rows, head, given.plot)
 
 
 def print_through(through) -> None:

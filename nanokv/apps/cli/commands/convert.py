@@ -3,11 +3,12 @@
 From GGUF the blocks become plain numbers, so the folder is larger than the file. transformers opens the result.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 from nanokv.apps.cli.common import terminal
-from nanokv.apps.cli.common.arguments import DTYPE_NAMES, DTYPES
 from nanokv.apps.cli.common.files import add_force, ask_to_replace
+from nanokv.apps.cli.common.options import DTYPES, CacheOptions, ModelOptions, dtype_name, output_options
 from nanokv.costs import ITEMSIZE, weight_bytes
 from nanokv.costs.free_memory import available_memory
 from nanokv.errors import NanoKVError
@@ -28,7 +29,7 @@ def add_arguments(parser) -> None:
     parser.add_argument("source", metavar="MODEL", help="a GGUF file, a folder, tiny, or a name on the hub")
     parser.add_argument("folder", metavar="FOLDER", type=Path, help="where the files go; it is made if it is not there")
     parser.add_argument(
-        "--dtype", choices=DTYPES, default="auto", metavar="TYPE", type=lambda name: DTYPE_NAMES.get(name, name),
+        "--dtype", choices=DTYPES, default="auto", metavar="TYPE", type=dtype_name,
         help="float32, bfloat16 or float16 (default: the checkpoint's own, bfloat16 for quantized GGUF)",
     )  # fmt: skip
     add_force(parser)
@@ -45,18 +46,19 @@ def run(args) -> int:
             f"{args.folder}: the result is a folder; nanokv reads GGUF and writes none",
             f"nanokv convert {args.source} {args.folder.with_suffix('')}",
         )
-    args.model, args.device, args.cache, args.context, args.threads = args.source, "cpu", ("dict", {}), 2, None
-    plan = plan_model(args)
-    if args.dtype == "auto":  # what is stored, not what computes best here
-        plan.dtype_name = plan.config.torch_dtype
+    model = ModelOptions(args.source, args.revision, args.dtype, "cpu", offline=args.offline)
+    output = output_options(args)
+    plan = plan_model(model, CacheOptions(context=2), output)
+    if model.dtype == "auto":  # what is stored, not what computes best here
+        plan = replace(plan, dtype_name=plan.config.torch_dtype)
     check_memory(plan, available_memory("cpu"))
     ask_to_replace(args.force, args.folder / "config.json")
     check_address_space()
     from nanokv.loading import load
 
-    model, tokenizer = load(plan.folder, dtype=plan.dtype_name, device="cpu")
-    model.save(args.folder, tokenizer, force=True)
+    whole, tokenizer = load(plan.folder, dtype=plan.dtype_name, device="cpu")
+    whole.save(args.folder, tokenizer, force=True)
     size = terminal.bytes_text(weight_bytes(plan.config, ITEMSIZE[plan.dtype_name]))
-    terminal.notice(f"{plan.config.family.title}, {size} in {plan.dtype_name}", args)
+    terminal.notice(f"{plan.config.family.title}, {size} in {plan.dtype_name}", output)
     terminal.write_out(f"{args.folder}\n")
     return 0

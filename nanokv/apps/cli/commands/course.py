@@ -5,11 +5,13 @@ at all.
 """
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 from nanokv.apps.cli.common import layout, terminal
 from nanokv.apps.cli.common.arguments import environment, integer, real
 from nanokv.apps.cli.common.files import add_force, ask_to_replace
+from nanokv.apps.cli.common.options import OutputOptions, output_options
 from nanokv.errors import CourseError
 
 ACTIONS = {
@@ -42,6 +44,23 @@ DESCRIPTION = (
 ) + "\n".join(f"  {name:<9} {text}" for name, text in ACTIONS.items())
 
 
+@dataclass(frozen=True)
+class CourseOptions:
+    """What the flags of this command say."""
+
+    action: str
+    words: tuple[str, ...]
+    folder: Path
+    out: Path | None
+    force: bool
+    limit: float
+    seed: int
+    students: Path | None
+    book: Path | None
+    key: Path | None
+    output: OutputOptions
+
+
 def folder() -> Path:
     """Where the notebooks are for somebody in the checkout, and for somebody who is in their folder already."""
     there, marks = Path("notebooks"), ("source", "progress.jsonl")
@@ -64,28 +83,36 @@ def add_arguments(parser) -> None:
     parser.add_argument("--key", type=Path, metavar="FILE", help="the key of the variants, for grade")
 
 
+def command_options(args) -> CourseOptions:
+    """Of add_arguments."""
+    return CourseOptions(
+        args.action, tuple(args.words), args.folder, args.out, args.force, args.limit, args.seed,
+        args.students, args.book, args.key, output_options(args),
+    )  # fmt: skip
+
+
 def run(args) -> int:
     """Hand over to the action."""
-    return globals()[f"_{args.action}"](args) or 0
+    return globals()[f"_{args.action}"](command_options(args)) or 0
 
 
-def _build(args) -> None:
+def _build(given: CourseOptions) -> None:
     from nanokv.school.course import twins
 
-    outdated = twins.outdated(args.folder, args.words)
-    ask_to_replace(args.force, *outdated)  # somebody may have worked in them
+    outdated = twins.outdated(given.folder, given.words)
+    ask_to_replace(given.force, *outdated)  # somebody may have worked in them
     for path, text in outdated.items():
         path.write_text(text, encoding="utf-8")
         terminal.write_out(f"{path}\n")
-    terminal.notice(f"{len(outdated)} written, the others are up to date", args)
+    terminal.notice(f"{len(outdated)} written, the others are up to date", given.output)
 
 
-def _run(args) -> int:
+def _run(given: CourseOptions) -> int:
     from nanokv.school.course import running, twins
 
     failed = 0
-    for path in twins.chosen(args.folder, args.words):
-        done = running.run(twins.read(path).solution(), args.limit)
+    for path in twins.chosen(given.folder, given.words):
+        done = running.run(twins.read(path).solution(), given.limit)
         bad = [id for id, states in done.states("check").items() if states[-1] != "right"]
         problem = done.error or (f"on stderr: {done.stderr.strip()[:200]}" if done.stderr else "")
         problem = problem or (f"not right: {', '.join(bad)}" if bad else "")
@@ -95,112 +122,113 @@ def _run(args) -> int:
     return 2 if failed else 0
 
 
-def _record(args) -> None:
+def _record(given: CourseOptions) -> None:
     from nanokv.school.course import recorded, twins
 
-    chosen = twins.chosen(args.folder, args.words)
-    paths = {path: recorded.path_of(path.stem[:2], args.out or recorded.FOLDER) for path in chosen}
-    ask_to_replace(args.force, *paths.values())
+    chosen = twins.chosen(given.folder, given.words)
+    paths = {path: recorded.path_of(path.stem[:2], given.out or recorded.FOLDER) for path in chosen}
+    ask_to_replace(given.force, *paths.values())
     model = environment("NANOKV_MODEL") or "tiny"
     if model == "tiny":
         raise CourseError("record needs another model than the bundled one", "NANOKV_MODEL=smollm2.gguf")
     for source, path in paths.items():
-        recorded.write(recorded.record(twins.read(source), model, args.limit), path)
+        recorded.write(recorded.record(twins.read(source), model, given.limit), path)
         terminal.write_out(f"{path}\n")
 
 
-def _book(args) -> None:
+def _book(given: CourseOptions) -> None:
     from nanokv.school.course import book
 
-    out = args.out or Path("book")
-    ask_to_replace(args.force, *(out / name for name in book.file_names(args.folder, args.words)))
-    for page in book.build(args.folder, out, args.limit, args.words):
+    out = given.out or Path("book")
+    ask_to_replace(given.force, *(out / name for name in book.file_names(given.folder, given.words)))
+    for page in book.build(given.folder, out, given.limit, given.words):
         terminal.write_out(f"{page}\n")
 
 
-def _site(args) -> None:
+def _site(given: CourseOptions) -> None:
     from nanokv.school.course import site
 
-    _no_words(args)
-    out = args.out or Path("site")
-    ask_to_replace(args.force, out / "index.html")
-    for page, source in site.outdated(args.folder, args.book):
+    _no_words(given)
+    out = given.out or Path("site")
+    ask_to_replace(given.force, out / "index.html")
+    for page, source in site.outdated(given.folder, given.book):
         terminal.warning(f"{page} is older than {source}")
-    built = site.build(args.folder, out, args.book, args.limit)
+    built = site.build(given.folder, out, given.book, given.limit)
     terminal.write_out(f"{out / 'index.html'}\n")
     size = terminal.bytes_text(built.size)
-    terminal.notice(f"{built.pages} pages, {built.entries:,} entries in the search, {size}, no broken link", args)
+    said = f"{built.pages} pages, {built.entries:,} entries in the search, {size}, no broken link"
+    terminal.notice(said, given.output)
 
 
-def _slides(args) -> None:
+def _slides(given: CourseOptions) -> None:
     from nanokv.school.course import slides, twins
 
-    chosen, out = twins.chosen(args.folder, args.words), args.out or Path("slides")
-    ask_to_replace(args.force, *(out / f"{path.stem}.html" for path in chosen))
-    for deck in slides.build(chosen, out, args.limit):
+    chosen, out = twins.chosen(given.folder, given.words), given.out or Path("slides")
+    ask_to_replace(given.force, *(out / f"{path.stem}.html" for path in chosen))
+    for deck in slides.build(chosen, out, given.limit):
         terminal.write_out(f"{deck}\n")
 
 
-def _claims(args) -> None:
+def _claims(given: CourseOptions) -> None:
     from nanokv.school.course import claims
 
-    _no_words(args)
+    _no_words(given)
     write(claims.table())
 
 
-def _seal(args) -> None:
+def _seal(given: CourseOptions) -> None:
     from nanokv.school.course.answers import seal
 
-    if len(args.words) != 2:
+    if len(given.words) != 2:
         raise CourseError("seal takes an id and an answer", "nanokv course seal 05.q1 b")
-    terminal.write_out(seal(*args.words) + "\n")
+    terminal.write_out(seal(*given.words) + "\n")
 
 
-def _variants(args) -> None:
+def _variants(given: CourseOptions) -> None:
     from nanokv.school.course import grading, twins, variants
 
-    if not args.students:
+    if not given.students:
         raise CourseError("variants needs the names", "--students names.txt, one name per line")
-    names = grading.read_text(args.students).splitlines()
-    chosen, out = twins.chosen(args.folder, args.words), args.out or Path("handout")
-    ask_to_replace(args.force, *variants.targets(chosen, names, out))
-    terminal.write_out(f"{variants.write(chosen, names, args.seed, out)}\n")
+    names = grading.read_text(given.students).splitlines()
+    chosen, out = twins.chosen(given.folder, given.words), given.out or Path("handout")
+    ask_to_replace(given.force, *variants.targets(chosen, names, out))
+    terminal.write_out(f"{variants.write(chosen, names, given.seed, out)}\n")
 
 
-def _exam(args) -> None:
+def _exam(given: CourseOptions) -> None:
     from nanokv.school.course import exam
 
-    out = args.out or Path("exam")
-    ask_to_replace(args.force, *(out / name for name in exam.FILES))
-    for path in exam.write(args.folder, args.words, args.seed, out):
+    out = given.out or Path("exam")
+    ask_to_replace(given.force, *(out / name for name in exam.FILES))
+    for path in exam.write(given.folder, given.words, given.seed, out):
         terminal.write_out(f"{path}\n")
 
 
-def _gift(args) -> None:
+def _gift(given: CourseOptions) -> None:
     from nanokv.school.course import gift
 
-    out = args.out or Path("questions.gift")
-    ask_to_replace(args.force, out)
-    left = gift.write(args.folder, args.words, args.seed, out)
+    out = given.out or Path("questions.gift")
+    ask_to_replace(given.force, out)
+    left = gift.write(given.folder, given.words, given.seed, out)
     terminal.write_out(f"{out}\n")
     if left:
-        terminal.notice(f"left out, because the answer is not made of numbers: {', '.join(left)}", args)
+        terminal.notice(f"left out, because the answer is not made of numbers: {', '.join(left)}", given.output)
 
 
-def _nbgrader(args) -> None:
+def _nbgrader(given: CourseOptions) -> None:
     from nanokv.school.course import nbgrader, twins
 
-    chosen, out = twins.chosen(args.folder, args.words), args.out or Path("nbgrader")
-    ask_to_replace(args.force, *nbgrader.files(args.folder, chosen, out))
-    for path in nbgrader.write(args.folder, chosen, out):
+    chosen, out = twins.chosen(given.folder, given.words), given.out or Path("nbgrader")
+    ask_to_replace(given.force, *nbgrader.files(given.folder, chosen, out))
+    for path in nbgrader.write(given.folder, chosen, out):
         terminal.write_out(f"{path}\n")
 
 
-def _progress(args) -> None:
+def _progress(given: CourseOptions) -> None:
     from nanokv.school.course import checking, log, scores
 
-    kept, known = args.folder / log.PROGRESS, checking.numbers()
-    wanted = {word.partition("_")[0] for word in args.words}
+    kept, known = given.folder / log.PROGRESS, checking.numbers()
+    wanted = {word.partition("_")[0] for word in given.words}
     if wanted - set(known):
         raise CourseError(f"no notebook {', '.join(sorted(wanted - set(known)))}", ", ".join(known))
     if not kept.exists():
@@ -208,37 +236,37 @@ def _progress(args) -> None:
     write(scores.table([number for number in known if number in (wanted or known)], log.read(kept)))
 
 
-def _mistakes(args) -> None:
+def _mistakes(given: CourseOptions) -> None:
     from nanokv.school.course import mistakes, twins
 
-    notebooks = [path.stem[:2] for path in twins.chosen(args.folder, args.words)]
-    written, width = args.folder / "teach" / "mistakes.md", layout.columns(sys.stdout, None)
+    notebooks = [path.stem[:2] for path in twins.chosen(given.folder, given.words)]
+    written, width = given.folder / "teach" / "mistakes.md", layout.columns(sys.stdout, None)
     if width is None:  # a pipe or a file gets Markdown
         return terminal.write_out(mistakes.table(notebooks, written))
     rows = mistakes.rows(notebooks, written)
     terminal.write_out("\n".join(layout.table(mistakes.HEAD, rows, width, left=range(4))) + "\n")
 
 
-def _grade(args) -> None:
+def _grade(given: CourseOptions) -> None:
     from nanokv.school.course import grading
 
-    if len(args.words) != 1:
+    if len(given.words) != 1:
         raise CourseError("grade takes one folder of notebooks", "nanokv course grade submissions -o results.csv")
-    out, rows = args.out or Path("results.csv"), []
-    graded = grading.grade(Path(args.words[0]), args.limit, args.key)
+    out, rows = given.out or Path("results.csv"), []
+    graded = grading.grade(Path(given.words[0]), given.limit, given.key)
     if not out.parent.is_dir() or out.is_dir():  # said now, not after an hour of work
         raise CourseError(f"{out} cannot be written: {out.parent} is no folder, or {out} is one", "-o results.csv")
-    ask_to_replace(args.force, out)
+    ask_to_replace(given.force, out)
     grading.write(rows, out)
     try:
         for row in graded:
             rows.append(row)
             grading.write(rows, out)
-            terminal.notice(f"{row['file']}: {row['score']} of {row['of']}  {row['error']}".rstrip(), args)
+            terminal.notice(f"{row['file']}: {row['score']} of {row['of']}  {row['error']}".rstrip(), given.output)
     finally:
         grading.write(rows, out)  # whole, also when somebody interrupts while it is written
     write(grading.tally(rows) + f"{out}\n")
-    terminal.notice(f"{len(rows)} submissions, {sum(bool(row['error']) for row in rows)} with an error", args)
+    terminal.notice(f"{len(rows)} submissions, {sum(bool(row['error']) for row in rows)} with an error", given.output)
 
 
 def write(text: str) -> None:
@@ -246,7 +274,7 @@ def write(text: str) -> None:
     terminal.write_out(layout.wrapped(terminal.sanitize(text), layout.columns(sys.stdout, None), " " * 8))
 
 
-def _no_words(args) -> None:
+def _no_words(given: CourseOptions) -> None:
     """For actions that are about the whole course."""
-    if args.words:
-        raise CourseError(f"{args.action} takes no names; here is {args.words[0]!r}", f"nanokv course {args.action}")
+    if given.words:
+        raise CourseError(f"{given.action} takes no names; here is {given.words[0]!r}", f"nanokv course {given.action}")

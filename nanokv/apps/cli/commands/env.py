@@ -13,8 +13,18 @@ from pathlib import Path
 
 from nanokv import __version__
 from nanokv.apps.cli.common import layout, speed, terminal
-from nanokv.apps.cli.common.arguments import CACHE, add_model_arguments, environment
+from nanokv.apps.cli.common.arguments import environment
 from nanokv.apps.cli.common.loading import check_address_space, check_device, display_name, thread_count
+from nanokv.apps.cli.common.options import (
+    CACHE,
+    CacheOptions,
+    ModelOptions,
+    OutputOptions,
+    add_model_arguments,
+    cache_options,
+    model_options,
+    output_options,
+)
 from nanokv.cache.options import check_options
 from nanokv.costs.free_memory import available_memory
 from weights_loader.strict import UnknownModel
@@ -49,10 +59,12 @@ def add_arguments(parser) -> None:
 
 def run(args) -> int:
     """Print the table."""
-    check_options(*args.cache)
-    check_device(args.device)
+    model, cache, output = model_options(args), cache_options(args), output_options(args)
+    check_options(cache.name, cache.options)
+    check_device(model.device)
     sections = {
-        "versions": versions(), "settings": settings(args), "ends of an answer": ends(args.model), "paths": paths(),
+        "versions": versions(), "settings": settings(model, cache, output),
+        "ends of an answer": ends(model.source), "paths": paths(),
         "environment": {name: (shown(name), "") for name in VARIABLES},
         "environment of make": {name: (shown(name), "") for name in MAKE},
     }  # fmt: skip
@@ -61,7 +73,7 @@ def run(args) -> int:
 
         terminal.write_out(to_json(sections) + "\n")
         return 0
-    style = terminal.Style(sys.stdout, args.color)
+    style = terminal.Style(sys.stdout, output.color)
     width = layout.columns(sys.stdout)
     column = max(len(name) for rows in sections.values() for name in rows) + 4
     for title, rows in sections.items():
@@ -87,36 +99,36 @@ def versions() -> dict:
     return rows
 
 
-def settings(args) -> dict:
+def settings(model: ModelOptions, cache: CacheOptions, output: OutputOptions) -> dict:
     """Value and origin of what the flags, the environment and the defaults decide."""
-    given = {"flag"} if args.model != (environment("NANOKV_MODEL") or "tiny") else set()
+    given = {"flag"} if model.source != (environment("NANOKV_MODEL") or "tiny") else set()
     origin = "flag" if given else "NANOKV_MODEL" if environment("NANOKV_MODEL") else "built-in"
-    threads = "flag" if args.threads else next(
+    threads = "flag" if model.threads else next(
         (name for name in ("NANOKV_THREADS", "OMP_NUM_THREADS") if environment(name)), "cores this process may use"
     )  # fmt: skip
     free = available_memory("cpu")
-    device, device_origin = device_in_use(args.device)
+    device, device_origin = device_in_use(model.device)
     return {
-        "model": (display_name(args.model), origin),
+        "model": (display_name(model.source), origin),
         "dtype": (
-            args.dtype,
-            "flag" if args.dtype != "auto" else "the checkpoint's own; on a CPU float32 for tiny and float16",
+            model.dtype,
+            "flag" if model.dtype != "auto" else "the checkpoint's own; on a CPU float32 for tiny and float16",
         ),
         "device": (device, device_origin),
-        "threads": (str(args.threads or thread_count()), threads),
+        "threads": (str(model.threads or thread_count()), threads),
         "kernels": speed.setting(),
-        "cache": (args.cache[0], "flag" if args.cache != (CACHE, {}) else "built-in"),
+        "cache": (cache.name, "flag" if (cache.name, cache.options) != (CACHE, {}) else "built-in"),
         "sampling": (
             "temperature, top_k, top_p, min_p, repetition_penalty",
             "flag > the checkpoint's generation_config > greedy",
         ),
         "free memory": ("unknown" if free is None else terminal.bytes_text(free), "smallest of RAM, container, ulimit"),
         "colour on stdout": (
-            str(terminal.use_color(sys.stdout, args.color)).lower(),
+            str(terminal.use_color(sys.stdout, output.color)).lower(),
             "--color, NO_COLOR, FORCE_COLOR, TERM, tty",
         ),
         "history": ("off", "NANOKV_NO_HISTORY") if environment("NANOKV_NO_HISTORY") else ("on", "built-in"),
-        "network": ("offline", "flag or HF_HUB_OFFLINE") if args.offline or hub_offline() else ("allowed", "built-in"),
+        "network": ("offline", "flag or HF_HUB_OFFLINE") if model.offline or hub_offline() else ("allowed", "built-in"),
     }
 
 

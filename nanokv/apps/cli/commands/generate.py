@@ -4,13 +4,32 @@ The prompt is one user message in the model's own chat template; with --raw, or 
 continues the text as it is. Status and thinking go to stderr.
 """
 
-from nanokv.apps.cli.common import arguments, beams, speculation, terminal
-from nanokv.apps.cli.common.answer import AnswerWriter
-from nanokv.apps.cli.common.arguments import DEFAULT_NEW_TOKENS
+import sys
+from dataclasses import dataclass, replace
+
+from nanokv.apps.cli.common import beams, options, speculation, terminal
+from nanokv.apps.cli.common.answer import AnswerWriter, thoughts
 from nanokv.apps.cli.common.loading import Loaded, load_model
-from nanokv.apps.cli.common.prompt import add_prompt_arguments, answer, encode, form, read_prompt, room, templated
+from nanokv.apps.cli.common.options import (
+    CacheOptions,
+    ModelOptions,
+    OutputOptions,
+    SamplingOptions,
+)
+from nanokv.apps.cli.common.prompt import (
+    PromptOptions,
+    add_prompt_arguments,
+    answer,
+    encode,
+    form,
+    prompt_options,
+    read_prompt,
+    room,
+    templated,
+)
 from nanokv.apps.cli.common.text import to_json
 from nanokv.decoding import completion
+from nanokv.parallel.group import ALONE, Ranks
 from nanokv.support.clock import stamp
 from nanokv.text.thinking import opens_thinking
 
@@ -28,58 +47,85 @@ DESCRIPTION = (
 RANKS = "led"  # the others do what rank 0 tells them
 
 
+@dataclass(frozen=True)
+class GenerateOptions:
+    """What the flags of this command say."""
+
+    prompt: PromptOptions
+    json: bool
+    model: ModelOptions
+    cache: CacheOptions
+    sampling: SamplingOptions
+    output: OutputOptions
+
+
 def add_arguments(parser) -> None:
     """Prompt sources, template, output; then the shared flags."""
     add_prompt_arguments(parser)
-    parser.add_argument("--json", action="store_true", help="an OpenAI chat.completion or text_completion")
-    arguments.add_model_arguments(parser, arguments.CACHE)
-    arguments.add_speed_arguments(parser)
-    arguments.add_sampling_arguments(parser)
-    speculation.add_argument(parser)
-    beams.add_arguments(parser)
+    parser.add_argument(
+        "--json", action="store_true", help="an OpenAI chat.completion or text_completion"
+    )
+    options.add_model_arguments(parser, options.CACHE)
+    options.add_speed_arguments(parser)
+    options.add_sampling_arguments(parser)
+    options.add_speculate_argument(parser)
+    options.add_beam_arguments(parser)
 
 
-def run(args) -> int:
-    """Load, stream, report."""
-    beams.check(args)
-    prompt = read_prompt(args, EXAMPLES[0])
-    loaded = load_model(args)
-    ids = encode(args, loaded, prompt)
+def command_options(args) -> GenerateOptions:
+    """Of add_arguments. Flags that contradict each other are refused."""
+    sampling = options.sampling_options(args, options.beam_options(args))
+    prompt, speed = prompt_options(args), options.speed_options(args)
+    model = options.model_options(args, replace(speed, speculate=args.speculate), prompt.template)
+    cache, output = options.cache_options(args), options.output_options(args)
+    return GenerateOptions(prompt, args.json, model, cache, sampling, output)
+
+
+def run(args, ranks: Ranks = ALONE) -> int:
+    """Load, then stream or search, and report."""
+    given = command_options(args)
+    prompt = read_prompt(given.prompt, given.output, EXAMPLES[0])
+    loaded = load_model(given.model, given.cache, given.output, ranks)
+    ids = encode(given.prompt, loaded, prompt)
     stamp("prompt")
-    if args.beams:
-        return run_beams(args, loaded, ids)
+    return run_beams(given, loaded, ids) if given.sampling.beams else run_stream(given, loaded, ids)
+
+
+def run_stream(given: GenerateOptions, loaded: Loaded, ids: list[int]) -> int:
+    """Print the answer as it comes, or its JSON at the end."""
     from nanokv.decoding.generation import TextStream
 
-    make_generation = speculation.generation_type(args.speculate, loaded)
-    cache = loaded.make_cache()
-    params = arguments.resolve_sampling(args, loaded.model.generation_config)
+    make_generation = speculation.generation_type(given.model.speed.speculate, loaded)
+    cache, sampling = loaded.make_cache(), given.sampling
+    params, most = sampling.resolve(loaded.model.generation_config), room(sampling.most, loaded, ids)
     with terminal.Interrupt() as stop:
-        generation = make_generation(loaded.model, ids, cache, params, room(args, loaded, ids), should_stop=stop)
-        stream = TextStream(generation, loaded.tokenizer, stop=args.stop)
-        out = JsonOutput() if args.json else TextOutput(args, loaded, ids)
+        generation = make_generation(loaded.model, ids, cache, params, most, should_stop=stop)
+        stream = TextStream(generation, loaded.tokenizer, stop=sampling.stop)
+        out = JsonOutput() if given.json else TextOutput(given.prompt, given.output, loaded, ids)
         for chunk in stream:
             out.put(chunk)
         stamp("token")  # of the one token that `nanokv profile --start` asks for
         out.flush()
-    found = result(args, loaded, generation, stream)
-    if args.json:
+    found = result(given, loaded, generation, stream)
+    if given.json:
         terminal.write_out(to_json(found) + "\n")
-    terminal.notice(f"{status(found, loaded.context)} · {form(args, loaded.tokenizer)}", args)
+    said = f"{status(found, loaded.context)} · {form(given.prompt, loaded.tokenizer)}"
+    terminal.notice(said, given.output)
     stop.finish()
     return 130 if found["choices"][0]["stop_reason"] == "interrupted" else 0
 
 
-def run_beams(args, loaded: Loaded, ids: list[int]) -> int:
+def run_beams(given: GenerateOptions, loaded: Loaded, ids: list[int]) -> int:
     """Nothing to stream: search, then print the best (--json: all); after Ctrl-C the best so far, if there is one."""
     with terminal.Interrupt() as stop:
-        found = beams.search(args, loaded, ids, room(args, loaded, ids), stop)
-    if args.json:
+        found = beams.search(given.sampling, given.prompt, loaded, ids, stop)
+    if given.json:
         terminal.write_out(to_json(found.answer) + "\n")
     elif found.answer["choices"][0]["token_ids"]:
-        out = TextOutput(args, loaded, ids)
+        out = TextOutput(given.prompt, given.output, loaded, ids)
         out.put(found.text)
         out.flush()
-    terminal.notice(f"{beams.status(found)} · {form(args, loaded.tokenizer)}", args)
+    terminal.notice(f"{beams.status(found)} · {form(given.prompt, loaded.tokenizer)}", given.output)
     stop.finish()
     return 130 if found.interrupted else 0
 
@@ -90,9 +136,10 @@ def run_beams(args, loaded: Loaded, ids: list[int]) -> int:
 class TextOutput:
     """The answer as it comes, and the newline that ends every answer."""
 
-    def __init__(self, args, loaded: Loaded, ids: list[int]):
-        self.writer = AnswerWriter(args)
-        if templated(args, loaded.tokenizer):  # the template may have opened <think> at the prompt's end
+    def __init__(self, prompt: PromptOptions, output: OutputOptions, loaded: Loaded, ids: list[int]):
+        style = terminal.Style(sys.stderr, output.color)
+        self.writer = AnswerWriter(thoughts(prompt.template.thinking, output.quiet), style)
+        if templated(prompt, loaded.tokenizer):  # the template may have opened <think> at the prompt's end
             self.writer.begin(opens_thinking(loaded.tokenizer, ids))
 
     def put(self, chunk: str) -> None:
@@ -116,16 +163,16 @@ class JsonOutput:
         """Nothing."""
 
 
-def result(args, loaded: Loaded, generation, stream) -> dict:
+def result(given: GenerateOptions, loaded: Loaded, generation, stream) -> dict:
     """The object that --json prints; the status line says the same."""
     ids, clock, reason = generation.tokens, generation.timings, stream.finish_reason
-    if reason == "length" and len(ids) < (args.max_new_tokens or DEFAULT_NEW_TOKENS):
+    if reason == "length" and len(ids) < given.sampling.most:
         reason = "context"  # `room` allowed fewer than were asked for
-    said = answer(args, loaded, generation.ids, stream.text)
+    said = answer(given.prompt, loaded, generation.ids, stream.text)
     logprobs = completion.logprobs(said, ids, generation.logprobs, loaded.tokenizer)
     cached, new = generation.cached_tokens, generation.prompt_tokens
     return completion.completion(
-        args.model,
+        loaded.source,
         [completion.choice(said, ids, reason, stream.stop_string, logprobs=logprobs)],
         completion.usage(cached + new, len(ids), cached),
         timings=completion.timings(

@@ -6,13 +6,22 @@ exception: it allocates every kind of cache and compares `nbytes` with the formu
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from nanokv import costs
 from nanokv.apps.cli.common import layout, terminal
-from nanokv.apps.cli.common.arguments import add_model_arguments, integer
+from nanokv.apps.cli.common.arguments import integer
 from nanokv.apps.cli.common.files import add_force, ask_to_replace
 from nanokv.apps.cli.common.loading import choose_dtype, count_text, display_name
+from nanokv.apps.cli.common.options import (
+    CacheOptions,
+    ModelOptions,
+    add_model_arguments,
+    cache_options,
+    model_options,
+    output_options,
+)
 from nanokv.apps.cli.common.text import to_json
 from nanokv.cache.options import check_options
 from nanokv.config import Config
@@ -45,7 +54,8 @@ def run(args) -> int:
     ask_to_replace(args.force, *filter(None, [args.plot]))
     memory = parse_size(args.fits) if args.fits else None
     link = parse_rate(args.link) if args.link else None
-    estimate = plan(args)
+    model = replace(model_options(args), source=args.source or args.model)
+    estimate, output = plan(model, cache_options(args), args.batch), output_options(args)
     limit = estimate.config.max_position_embeddings
     if estimate.context > limit:
         terminal.warning(f"--context {estimate.context:,} is more than the model's {limit:,} positions")
@@ -57,25 +67,23 @@ def run(args) -> int:
     if args.json:
         terminal.write_out(to_json(report(estimate, memory, checked, link)) + "\n")
     else:
-        style = terminal.Style(sys.stdout, args.color)
+        style = terminal.Style(sys.stdout, output.color)
         terminal.write_out(text(estimate, memory, checked, style))
         terminal.write_out(link_text(estimate, link, style) if link else "")
     if args.plot:
         plot(estimate, args.plot)
-        terminal.notice(f"plot: {args.plot}", args)
+        terminal.notice(f"plot: {args.plot}", output)
     return 0
 
 
-def plan(args) -> Estimate:
+def plan(model: ModelOptions, cache: CacheOptions, batch: int) -> Estimate:
     """Model, dtype, cache and sizes of the flags; nothing is downloaded but a config.json that is not built in."""
-    args.model = args.source or args.model
-    name, options = args.cache
-    check_options(name, options)
-    config = find_config(args)
-    context = args.context or config.max_position_embeddings
-    check_pool(options, context, args.batch)
-    dtype = choose_dtype(args, config, "cpu" if args.device == "auto" else args.device)
-    return Estimate(display_name(args.model), config, dtype, context, args.batch, name, options)
+    check_options(cache.name, cache.options)
+    config = find_config(model)
+    context = cache.context or config.max_position_embeddings
+    check_pool(cache.options, context, batch)
+    dtype = choose_dtype(model, config, "cpu" if model.device == "auto" else model.device)
+    return Estimate(display_name(model.source), config, dtype, context, batch, cache.name, cache.options)
 
 
 def check_pool(options: dict, context: int, batch: int) -> None:
@@ -89,15 +97,15 @@ def check_pool(options: dict, context: int, batch: int) -> None:
         )
 
 
-def find_config(args) -> Config:
+def find_config(model: ModelOptions) -> Config:
     """The built-in table, a file, a folder, or the hub."""
-    if args.revision is None and args.model in FAMILY | MIXTURES:
-        return (FAMILY | MIXTURES)[args.model]
-    if args.offline:
+    if model.revision is None and model.source in FAMILY | MIXTURES:
+        return (FAMILY | MIXTURES)[model.source]
+    if model.offline:
         os.environ["HF_HUB_OFFLINE"] = "1"
     import weights_loader
 
-    return Config.from_folder(weights_loader.config_file(args.model, args.revision))
+    return Config.from_folder(weights_loader.config_file(model.source, model.revision))
 
 
 # --- text ---------------------------------------------------------------------------------------------------------

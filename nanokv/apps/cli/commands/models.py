@@ -13,6 +13,7 @@ from pathlib import Path
 from nanokv.apps.cli.common import layout, terminal
 from nanokv.apps.cli.common.arguments import environment
 from nanokv.apps.cli.common.loading import SHORT, count_text
+from nanokv.apps.cli.common.options import output_options
 from nanokv.apps.cli.common.random_model import RANDOM
 from nanokv.apps.cli.common.text import to_json
 from nanokv.config import Config
@@ -84,7 +85,7 @@ def run(args) -> int:
              "short_names": SHORT_NAMES, "download_bytes": DOWNLOAD}
         ) + "\n")
     else:
-        terminal.write_out(text(models, place, more, terminal.Style(sys.stdout, args.color)))
+        terminal.write_out(text(models, place, more, terminal.Style(sys.stdout, output_options(args).color)))
     return 0
 
 

@@ -5,8 +5,15 @@ import sys
 from dataclasses import asdict
 
 from nanokv.apps.cli.common import layout, terminal
-from nanokv.apps.cli.common.arguments import CACHE, add_model_arguments, integer
-from nanokv.apps.cli.common.loading import load_model
+from nanokv.apps.cli.common.arguments import integer
+from nanokv.apps.cli.common.loading import load_model, plan_model
+from nanokv.apps.cli.common.options import (
+    CACHE,
+    add_model_arguments,
+    cache_options,
+    model_options,
+    output_options,
+)
 from nanokv.apps.cli.common.random_model import RANDOM, load_random
 from nanokv.apps.cli.common.text import to_json
 from nanokv.errors import NanoKVError
@@ -35,13 +42,17 @@ def add_arguments(parser) -> None:
 
 def run(args) -> int:
     """Two tables, or one."""
+    wanted, cache, output = model_options(args), cache_options(args), output_options(args)
+    shape = wanted.source in RANDOM
     if args.start:
         from nanokv.apps.cli.bench.start import run as profile_start
 
-        if args.model in RANDOM:
-            raise NanoKVError(f"{args.model} is no folder that a start could read", "nanokv profile --start -m FOLDER")
-        return profile_start(args)
-    loaded = load_random(args) if args.model in RANDOM else load_model(args)
+        if shape:
+            raise NanoKVError(f"{wanted.source} is no folder that a start could read",
+                              "nanokv profile --start -m FOLDER")  # fmt: skip
+        plan = plan_model(wanted, cache, output)
+        return profile_start(plan, wanted.device, args.weights, args.repeat, args.json)
+    loaded = load_random(wanted, cache) if shape else load_model(wanted, cache, output)
     if args.tokens + 16 > loaded.context:
         raise NanoKVError(f"--tokens {args.tokens:,} leaves no room to decode: at most {loaded.context - 16:,}")
     from nanokv.fast import optimize

@@ -8,13 +8,21 @@ no torch, no starlette.
 import argparse
 import logging
 import time
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from nanokv.apps.cli.common import arguments, pool, terminal
-from nanokv.apps.cli.common.answer import template_options
+from nanokv.apps.cli.common import arguments, options, pool, terminal
 from nanokv.apps.cli.common.loading import Loaded, load_model
+from nanokv.apps.cli.common.options import (
+    CacheOptions,
+    ModelOptions,
+    OutputOptions,
+    SamplingOptions,
+)
+from nanokv.apps.cli.common.pool import PoolOptions
 from nanokv.errors import NanoKVError
+from nanokv.parallel.group import ALONE, Ranks
 from nanokv.support import installing
 
 EXAMPLES = (
@@ -29,6 +37,26 @@ DESCRIPTION = (
 )
 NEEDED = ("starlette", "uvicorn", "prometheus_client", "pydantic")  # of the extra `serve`
 RANKS = "led"  # the others do what rank 0 tells them
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """What the flags of this command say."""
+
+    host: str
+    port: int
+    api_keys: tuple[str, ...]
+    allow_hosts: tuple[str, ...]
+    aliases: tuple[str, ...]
+    queue: int
+    timeout: float
+    prefill_worker: bool
+    grace: float
+    pool: PoolOptions
+    model: ModelOptions
+    cache: CacheOptions
+    sampling: SamplingOptions
+    output: OutputOptions
 
 
 def add_arguments(parser) -> None:
@@ -76,18 +104,31 @@ def key(text: str) -> str:
     return text
 
 
-def run(args) -> int:
+def command_options(args) -> ServeOptions:
+    """Of add_arguments. A wrong one is told before anything is loaded."""
+    cache = with_pages(pool.sized(options.cache_options(args), "serve"), args.pages)
+    model = options.model_options(args, options.speed_options(args), options.template_options(args))
+    keys = tuple(args.api_key) or environment_keys()
+    return ServeOptions(
+        args.host, args.port, keys, tuple(args.allow_host), tuple(args.alias), args.queue,
+        args.timeout, args.prefill_worker, args.grace, pool.pool_options(args), model, cache,
+        options.sampling_options(args), options.output_options(args),
+    )  # fmt: skip
+
+
+def run(args, ranks: Ranks = ALONE) -> int:
     """Bind, load, serve; the exit code says how it was ended."""
     check_installed()
-    pool_flags(args)
-    api_keys(args)  # a wrong one is told before anything is loaded
+    given = command_options(args)
     with terminal.loading():
         from nanokv.apps.serve.http.server import listen, url
-    bound = listen(args.host, args.port)
-    loaded = load_model(args, lambda plan: terminal.notice(" · ".join(plan.banner()), args))
+    bound, output = listen(given.host, given.port), given.output
+    loaded = load_model(
+        given.model, given.cache, output, ranks, lambda plan: terminal.notice(" · ".join(plan.banner()), output)
+    )
     with bound, Stop() as stop:
-        logs = Log(args)
-        server = make_server(args, loaded, stop, lambda: announce(args, url(bound)))
+        logs = Log(output)
+        server = make_server(given, loaded, stop, lambda: announce(given, url(bound)))
         try:
             server.run(sockets=[bound])
         finally:
@@ -108,18 +149,24 @@ def check_installed() -> None:
         raise NanoKVError(f"nanokv serve needs {', '.join(missing)}", installing.hint(NEEDED))
 
 
-def pool_flags(args) -> None:
+def check_ranks(given: ServeOptions, ranks: int) -> None:
+    """What several ranks cannot do."""
+    if given.prefill_worker:
+        raise NanoKVError("--prefill-worker sends the pages of a whole model, and with --tensor-parallel each rank has "
+                          "pages for its own heads", "leave one of them out")  # fmt: skip
+
+
+def with_pages(cache: CacheOptions, pages: int | None) -> CacheOptions:
     """--pages N is --cache prefix:pages=N."""
-    pool.options(args, "serve")
-    name, options = args.cache
-    if args.pages is not None:
-        if options.get("pages", args.pages) != args.pages:
-            both = f"--pages {args.pages} and --cache prefix:pages={options['pages']}"
-            raise NanoKVError(f"{both} contradict each other", "leave one of them out")
-        args.cache = (name, options | {"pages": args.pages})
+    if pages is None:
+        return cache
+    if cache.options.get("pages", pages) != pages:
+        both = f"--pages {pages} and --cache prefix:pages={cache.options['pages']}"
+        raise NanoKVError(f"{both} contradict each other", "leave one of them out")
+    return replace(cache, options=cache.options | {"pages": pages})
 
 
-def make_server(args, loaded: Loaded, stop: "Stop", ready):
+def make_server(given: ServeOptions, loaded: Loaded, stop: "Stop", ready):
     """The engine, and everything around it."""
     from nanokv.apps.serve.api.prompts import Served
     from nanokv.apps.serve.http.app import make_app
@@ -128,72 +175,74 @@ def make_server(args, loaded: Loaded, stop: "Stop", ready):
     from nanokv.apps.serve.http.server import Server
     from nanokv.apps.serve.run.engine_client import EngineClient
 
-    page = args.cache[1]["page"]
-    pages = args.cache[1].get("pages") or pool_pages(args, loaded, page)
-    engine = loaded.make_engine(pages, page, args.step_tokens, args.running)
+    page, sizes, sampling = given.cache.options["page"], given.pool, given.sampling
+    pages = given.cache.options.get("pages") or pool_pages(sizes.running, loaded, page)
+    engine = loaded.make_engine(pages, page, sizes.step_tokens, sizes.running)
     context = min(loaded.context, pages * page)
     if context < loaded.context:
         terminal.warning(f"{pages:,} pages hold {pages * page:,} tokens: that is the context, not {loaded.context:,}")
     served = Served(
-        engine, loaded.tokenizer, model_names(args, loaded), context,
-        arguments.resolve_sampling(args, loaded.model.generation_config), args.max_new_tokens, tuple(args.stop),
-        template_options(args), args.allow_special,
+        engine, loaded.tokenizer, model_names(given, loaded), context,
+        sampling.resolve(loaded.model.generation_config), sampling.max_new_tokens, sampling.stop,
+        given.model.template.values(), given.model.template.allow_special,
     )  # fmt: skip
-    keys = api_keys(args)
-    if not keys and not is_loopback(args.host):
-        terminal.warning(f"--host {args.host} without --api-key: whoever reaches this machine can use the model")
-    client = EngineClient(engine, args.queue, prefills(args, loaded, engine, served.context))
-    app = make_app(served, client, Hosts(args.host, args.allow_host), Keys(keys), Limits(answer_s=args.timeout))
-    return Server(app, client, stop, stop.twice, args.grace, ready)
+    if not given.api_keys and not is_loopback(given.host):
+        terminal.warning(f"--host {given.host} without --api-key: whoever reaches this machine can use the model")
+    client = EngineClient(engine, given.queue, prefills(given, loaded, engine, served.context))
+    hosts, keys = Hosts(given.host, given.allow_hosts), Keys(given.api_keys)
+    app = make_app(served, client, hosts, keys, Limits(answer_s=given.timeout))
+    return Server(app, client, stop, stop.twice, given.grace, ready)
 
 
-def model_names(args, loaded: Loaded) -> tuple[str, ...]:
+def model_names(given: ServeOptions, loaded: Loaded) -> tuple[str, ...]:
     """What a request may call the model: its own name, what was typed after -m, each --alias."""
-    last = [Path(args.model).name] if Path(args.model).exists() else []
-    return tuple(dict.fromkeys([loaded.name, args.model, *last, *args.alias]))
+    typed = given.model.source
+    last = [Path(typed).name] if Path(typed).exists() else []
+    return tuple(dict.fromkeys([loaded.name, typed, *last, *given.aliases]))
 
 
-def prefills(args, loaded: Loaded, engine, context: int):
+def prefills(given: ServeOptions, loaded: Loaded, engine, context: int):
     """Where prompts are computed. The other process has pages for as many prompts as are under way at a time."""
     from nanokv.apps.serve.run.prefill import AHEAD, Elsewhere, Here
 
-    if not args.prefill_worker:
+    if not given.prefill_worker:
         return Here()
     size, pages = engine.pool.page_size, len(engine.pool.references)
     sizes = {"pages": min(pages, AHEAD * (-(-context // size) + 1)), "page_size": size,
-             "step_tokens": args.step_tokens, "max_running": args.running}  # fmt: skip
-    elsewhere = Elsewhere(engine, partial(load_again, args), sizes, loaded.fingerprints()[0])
+             "step_tokens": given.pool.step_tokens, "max_running": given.pool.running}  # fmt: skip
+    elsewhere = Elsewhere(engine, partial(load_again, given), sizes, loaded.fingerprints()[0])
     elsewhere.load()
     return elsewhere
 
 
-def load_again(args):
+def load_again(given: ServeOptions):
     """(model, fingerprint), in the process that prefills."""
-    loaded = load_model(args, lambda plan: None)
+    loaded = load_model(given.model, given.cache, given.output, announce=lambda plan: None)
     return loaded.model, loaded.fingerprints()[0]
 
 
-def api_keys(args) -> list[str]:
-    """Those of the command line, else that of the environment."""
+def environment_keys() -> tuple[str, ...]:
+    """The key of the environment, for a command line without one."""
     kept = arguments.environment("NANOKV_API_KEY")
     try:
-        return args.api_key or [key(found) for found in [kept] if found]
+        return (key(kept),) if kept else ()
     except argparse.ArgumentTypeError as error:
         raise NanoKVError(f"NANOKV_API_KEY: {error}", "a file's last line break may be in it") from None
 
 
-def pool_pages(args, loaded: Loaded, page: int) -> int:
+def pool_pages(running: int, loaded: Loaded, page: int) -> int:
     """A full context for each request that runs, at most half of the free memory."""
-    wanted = args.running * (-(-loaded.context // page) + 1)
+    wanted = running * (-(-loaded.context // page) + 1)
     most = pool.affordable(loaded, page)
     return wanted if most is None else min(wanted, most)
 
 
-def announce(args, address: str) -> None:
+def announce(given: ServeOptions, address: str) -> None:
     """The line that says that it is ready."""
     call = """-d '{"messages": [{"role": "user", "content": "Hi"}]}'"""
-    secret = " -H 'Authorization: Bearer KEY'" if api_keys(args) else ""
-    terminal.notice(f"ready: {address}/v1 · page {address} · curl {address}/v1/chat/completions{secret} {call}", args)
+    secret = " -H 'Authorization: Bearer KEY'" if given.api_keys else ""
+    said = f"ready: {address}/v1 · page {address} · curl {address}/v1/chat/completions{secret} {call}"
+    terminal.notice(said, given.output)
 
 
 class Stop(terminal.Interrupt):
@@ -220,9 +269,9 @@ class Log(logging.Handler):
 
     NAMES = ("nanokv.apps.serve", "uvicorn.error")
 
-    def __init__(self, args):
-        super().__init__(logging.DEBUG if args.debug else logging.INFO)
-        self.args = args
+    def __init__(self, output: OutputOptions):
+        super().__init__(logging.DEBUG if output.debug else logging.INFO)
+        self.output = output
         for name in self.NAMES:
             logging.getLogger(name).addHandler(self)
         logging.getLogger("nanokv.apps.serve").setLevel(self.level)
@@ -233,7 +282,7 @@ class Log(logging.Handler):
         if record.levelno >= logging.WARNING:
             terminal.warning(text)
         else:
-            terminal.notice(text, self.args)
+            terminal.notice(text, self.output)
 
     def close(self) -> None:
         for name in self.NAMES:

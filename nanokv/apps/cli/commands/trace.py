@@ -6,13 +6,23 @@ of the bugs of nanokv.lab.faults, and opens at the first number that differs.
 
 import os
 import webbrowser
+from dataclasses import dataclass
 from pathlib import Path
 
-from nanokv.apps.cli.common import arguments, terminal
+from nanokv.apps.cli.common import arguments, options, terminal
 from nanokv.apps.cli.common.arguments import integer
 from nanokv.apps.cli.common.files import add_force, ask_to_replace
 from nanokv.apps.cli.common.loading import Loaded, load_model
-from nanokv.apps.cli.common.prompt import add_prompt_arguments, encode, messages, read_prompt, templated
+from nanokv.apps.cli.common.options import CacheOptions, ModelOptions, OutputOptions
+from nanokv.apps.cli.common.prompt import (
+    PromptOptions,
+    add_prompt_arguments,
+    encode,
+    messages,
+    prompt_options,
+    read_prompt,
+    templated,
+)
 from nanokv.config import Config
 from nanokv.errors import ContextError, NanoKVError
 
@@ -26,6 +36,22 @@ MOST_TOKENS = 512  # attention weights grow with the square: at 512 the bundled 
 NEW_TOKENS = 48
 SCENARIOS = ("solo", "long", "two_requests")  # situations of nanokv.lab.faults that a trace of one prompt can be in
 ANOTHER = "Count from one to five."  # the request before, where a fault needs one
+
+
+@dataclass(frozen=True)
+class TraceOptions:
+    """What the flags of this command say."""
+
+    prompt: PromptOptions
+    out: Path
+    new_tokens: int
+    layers: str | None
+    fault: str | None
+    repeat: int
+    uncached: bool
+    model: ModelOptions
+    cache: CacheOptions
+    output: OutputOptions
 
 
 def add_arguments(parser) -> None:
@@ -44,53 +70,64 @@ def add_arguments(parser) -> None:
     group.add_argument("--repeat", metavar="N", type=integer(1, 100), default=3,
                        help="time every step N times and take the median (default: 3)")  # fmt: skip
     group.add_argument("--no-uncached", action="store_true", help="do not time the run without a cache, which is slow")
-    arguments.add_model_arguments(parser)
+    options.add_model_arguments(parser)
+
+
+def command_options(args) -> TraceOptions:
+    """Of add_arguments."""
+    prompt = prompt_options(args)
+    model = options.model_options(args, template=prompt.template)
+    return TraceOptions(
+        prompt, args.out, args.max_new_tokens, args.layers, args.fault, args.repeat,
+        not args.no_uncached, model, options.cache_options(args), options.output_options(args),
+    )  # fmt: skip
 
 
 def run(args) -> int:
     """Check, record, time, write."""
-    check_place(args.out)
-    ask_to_replace(args.force, args.out)
-    if args.cache[0] != "dict":
-        raise NanoKVError(f"--cache {args.cache[0]}: only the dict cache can be traced", "leave out --cache")
-    prompt = read_prompt(args, EXAMPLES[0])
-    fault = find_fault(args.fault)
-    loaded = load_model(args)
-    layers = choose_layers(args.layers, loaded.config)
-    ids = encode(args, loaded, prompt)
-    check_size(args, loaded, len(ids), len(layers))
-    page = make_page(args, loaded, prompt, ids, layers, fault)
-    replace(args.out, page)
-    terminal.write_out(f"{args.out}\n")
-    if args.open and not webbrowser.open(args.out.resolve().as_uri()):
+    given = command_options(args)
+    check_place(given.out)
+    ask_to_replace(args.force, given.out)
+    if given.cache.name != "dict":
+        raise NanoKVError(f"--cache {given.cache.name}: only the dict cache can be traced", "leave out --cache")
+    prompt = read_prompt(given.prompt, given.output, EXAMPLES[0])
+    fault = find_fault(given.fault)
+    loaded = load_model(given.model, given.cache, given.output)
+    layers = choose_layers(given.layers, loaded.config)
+    ids = encode(given.prompt, loaded, prompt)
+    check_size(given, loaded, len(ids), len(layers))
+    page = make_page(given, loaded, prompt, ids, layers, fault)
+    replace(given.out, page)
+    terminal.write_out(f"{given.out}\n")
+    if args.open and not webbrowser.open(given.out.resolve().as_uri()):
         terminal.warning("no browser could be started")
     return 0
 
 
-def make_page(args, loaded: Loaded, prompt: str, ids: list[int], layers: list[int], fault) -> str:
+def make_page(given: TraceOptions, loaded: Loaded, prompt: str, ids: list[int], layers: list[int], fault) -> str:
     """Record, again with the fault, time, build."""
     from nanokv.lab import trace
 
-    model, new = loaded.model, args.max_new_tokens
+    model, new = loaded.model, given.new_tokens
     right = trace.record(model, ids, new, layers)
     wrong = None if fault is None else record_fault(loaded, ids, new, layers, fault)
-    terminal.notice(f"recorded {len(ids):,} + {len(right.steps):,} tokens, timing the steps", args)
-    costs = trace.measure(model, right, args.repeat, uncached=not args.no_uncached)
+    terminal.notice(f"recorded {len(ids):,} + {len(right.steps):,} tokens, timing the steps", given.output)
+    costs = trace.measure(model, right, given.repeat, uncached=given.uncached)
     page = trace.build(
-        model, loaded.tokenizer, right, costs, name=loaded.name, prompt=prompt, roles=roles(args, loaded, prompt, ids),
-        fault=wrong, threads=loaded.threads,
+        model, loaded.tokenizer, right, costs, name=loaded.name, prompt=prompt,
+        roles=roles(given.prompt, loaded, prompt, ids), fault=wrong, threads=loaded.threads,
     )  # fmt: skip
-    terminal.notice(terminal.bytes_text(len(page)), args)
+    terminal.notice(terminal.bytes_text(len(page)), given.output)
     return page
 
 
-def roles(args, loaded: Loaded, prompt: str, ids: list[int]) -> list[str]:
+def roles(options: PromptOptions, loaded: Loaded, prompt: str, ids: list[int]) -> list[str]:
     """A letter for each token of the prompt: who said it, or p without a template."""
-    if not templated(args, loaded.tokenizer):
+    if not templated(options, loaded.tokenizer):
         return ["p"] * len(ids)
     from nanokv.chat.history import token_roles
 
-    return [letter for letter, _ in token_roles(loaded.tokenizer, ids, messages(args, prompt))]
+    return [letter for letter, _ in token_roles(loaded.tokenizer, ids, messages(options, prompt))]
 
 
 # --- faults -------------------------------------------------------------------------------------------------------
@@ -154,13 +191,13 @@ def choose_layers(text: str | None, config: Config) -> list[int]:
     return sorted({int(part) for part in parts})
 
 
-def check_size(args, loaded: Loaded, prompt: int, layers: int) -> None:
+def check_size(given: TraceOptions, loaded: Loaded, prompt: int, layers: int) -> None:
     """Refuse what would not fit into the context or would give a page that no browser likes."""
     from nanokv.lab.trace import page_bytes
 
-    new, total = args.max_new_tokens, prompt + args.max_new_tokens
+    new, total = given.new_tokens, prompt + given.new_tokens
     if total > MOST_TOKENS:
-        size = terminal.bytes_text(page_bytes(loaded.config, prompt, new, layers, 2 if args.fault else 1))
+        size = terminal.bytes_text(page_bytes(loaded.config, prompt, new, layers, 2 if given.fault else 1))
         fewer = MOST_TOKENS - prompt
         raise NanoKVError(
             f"{prompt:,} + {new:,} tokens would be a page of about {size}; a trace has at most {MOST_TOKENS} tokens",

@@ -5,12 +5,15 @@ train_log.py, the evaluation's table in train_report.py.
 """
 
 import json
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from nanokv.apps.cli.common import terminal
 from nanokv.apps.cli.common.arguments import integer, real
 from nanokv.apps.cli.common.loading import check_address_space
-from nanokv.apps.cli.train.report import evaluate, write_card
+from nanokv.apps.cli.common.options import OutputOptions, output_options
+from nanokv.apps.cli.train.report import EvaluationOptions, evaluate, write_card
 from nanokv.errors import NanoKVError
 
 EXAMPLES = ("nanokv train --out runs/tiny", "nanokv train --out runs/tiny --resume", "nanokv train --evaluate")
@@ -19,10 +22,31 @@ DESCRIPTION = (
     "With --evaluate alone: measure a model on held-out words, through the greedy chat path; exit code 1 when it "
     "misses a target."
 )
-RECIPE_FLAGS = {"--steps": "steps", "--batch-tokens": "tokens_per_batch", "--seed": "seed"}  # flag → field of Recipe
+RECIPE_FLAGS = {"steps": "--steps", "tokens_per_batch": "--batch-tokens", "seed": "--seed"}  # field of Recipe → flag
 
 CASES, FEWEST = 100, 5  # cases per task of the evaluation: of a whole run, and of the shortest
 SEEDS = 5  # of the evaluation of a whole run
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """What the flags of this command say about the run."""
+
+    steps: int | None
+    minutes: float | None
+    batch_tokens: int | None
+    seed: int | None
+    checkpoint_every: int
+    resume: bool
+    force: bool
+    evaluate: bool
+    device: str
+    output: OutputOptions
+
+    def recipe(self) -> dict:
+        """The fields of Recipe that were given."""
+        fields = {"steps": self.steps, "tokens_per_batch": self.batch_tokens, "seed": self.seed}
+        return {name: value for name, value in fields.items() if value is not None}
 
 
 def add_arguments(parser) -> None:
@@ -59,30 +83,40 @@ def add_arguments(parser) -> None:
     parser.add_argument("--json", action="store_true", help="the evaluation as one JSON object on stdout")
 
 
+def command_options(args) -> TrainOptions:
+    """Of add_arguments."""
+    return TrainOptions(
+        args.steps, args.minutes, args.batch_tokens, args.seed, args.checkpoint_every, args.resume,
+        args.force, args.evaluate, args.device, output_options(args),
+    )  # fmt: skip
+
+
 def run(args) -> int:
     """Train and evaluate: 0, or 130 when stopped. Evaluate alone: 1 when the model misses a target."""
     if not args.out and not args.evaluate:
         raise NanoKVError("where to? --out is missing", hint="nanokv train --out runs/tiny, or nanokv train --evaluate")
-    out = Path(args.out) if args.out else None
-    check_folder(out, args)
+    given, out = command_options(args), Path(args.out) if args.out else None
+    check_folder(out, given)
     check_address_space()
     import torch
 
     if args.threads:
         torch.set_num_threads(args.threads)
-    if args.evaluate:
-        args.cases = args.cases or CASES
-        report = evaluate(args, str(out / "model") if out else args.model, seeds(args.seed or 0, args.seeds or 1))
-        return int(bool(report["missed"]))
-    recipe = train(args, out)
+    measuring = partial(EvaluationOptions, json=args.json, quiet=given.output.quiet)
+    if given.evaluate:
+        first = seeds(args.seed or 0, args.seeds or 1)
+        found = evaluate(measuring(args.cases or CASES), str(out / "model") if out else args.model, first)
+        return int(bool(found["missed"]))
+    recipe = train(given, out)
     if recipe is None:
         return 130
     if args.no_evaluate:
-        terminal.notice(f"{out / 'model'} is finished · nanokv train --out {out} --evaluate measures it", args)
+        notice = f"{out / 'model'} is finished · nanokv train --out {out} --evaluate measures it"
+        terminal.notice(notice, given.output)
         return 0
-    args.cases = args.cases or cases_after(recipe.steps)
-    report = evaluate(args, str(out / "model"), seeds(recipe.seed, args.seeds or (SEEDS if args.cases >= CASES else 1)))
-    write_card(out / "model", recipe, report)
+    cases = args.cases or cases_after(recipe.steps)
+    several = seeds(recipe.seed, args.seeds or (SEEDS if cases >= CASES else 1))
+    write_card(out / "model", recipe, evaluate(measuring(cases), str(out / "model"), several))
     return 0
 
 
@@ -98,7 +132,7 @@ def cases_after(steps: int) -> int:
     return min(CASES, max(FEWEST, CASES * steps // Recipe().steps))
 
 
-def check_folder(out: Path | None, args) -> None:
+def check_folder(out: Path | None, given: TrainOptions) -> None:
     """Never write over a run by accident; everything that needs no torch is refused before it is imported."""
     from nanokv.school.training.run_folder import checkpoints, refuse_foreign
 
@@ -106,16 +140,16 @@ def check_folder(out: Path | None, args) -> None:
         return
     if out.exists() and not out.is_dir():
         raise NanoKVError(f"{out} is a file, not a folder", hint="another --out")
-    if args.evaluate:
+    if given.evaluate:
         if not (out / "model").is_dir():
             way = "--resume finishes it" if checkpoints(out) else "makes one"
             raise NanoKVError(f"{out} holds no finished model", hint=f"nanokv train --out {out} {way}")
-    elif args.resume:
+    elif given.resume:
         if not checkpoints(out):
             raise NanoKVError(f"{out} holds no checkpoint to resume from", hint="start without --resume")
     elif out.is_dir() and any(out.iterdir()):
         refuse_foreign(out)
-        if args.force:
+        if given.force:
             return
         raise NanoKVError(f"{out} is not empty", hint="--resume continues that run, --force throws it away")
 
@@ -123,27 +157,27 @@ def check_folder(out: Path | None, args) -> None:
 # --- training ------------------------------------------------------------------------------------------------------
 
 
-def make_trainer(args, out: Path):
+def make_trainer(given: TrainOptions, out: Path):
     """A Trainer at step 0, or where the newest checkpoint left off; the recipe of a resumed run is the stored one."""
     from nanokv.school.training import trainer as training
 
-    device = choose_device(args.device)
-    if args.resume:
+    device = choose_device(given.device)
+    if given.resume:
         newest = training.newest_checkpoint(out)
         recipe = training.stored_recipe(newest)
-        refuse_another_recipe(args, newest, recipe)
+        refuse_another_recipe(given, newest, recipe)
         trainer = training.Trainer(recipe, device, training.TINY)
         trainer.resume(out)
         return trainer
-    given = {field: getattr(args, flag[2:].replace("-", "_")) for flag, field in RECIPE_FLAGS.items()}
-    steps = given.pop("steps")
-    recipe = training.Recipe(**{field: value for field, value in given.items() if value is not None})
+    fields = given.recipe()
+    steps = fields.pop("steps", None)
+    recipe = training.Recipe(**fields)
     recipe = recipe.scaled(steps) if steps else recipe
     trainer = training.Trainer(recipe, device, training.TINY)
-    if not args.minutes:
+    if not given.minutes:
         return trainer
-    terminal.notice("measuring the speed of this machine ...", args)
-    steps = int(training.estimate_speed(trainer) * args.minutes * 60 / recipe.tokens_per_batch)
+    terminal.notice("measuring the speed of this machine ...", given.output)
+    steps = int(training.estimate_speed(trainer) * given.minutes * 60 / recipe.tokens_per_batch)
     return training.Trainer(recipe.scaled(max(1, steps)), device, training.TINY, trainer.tokenizer)
 
 
@@ -156,25 +190,25 @@ def choose_device(wanted: str) -> str:
     return ("cuda" if torch.cuda.is_available() else "cpu") if wanted == "auto" else wanted
 
 
-def refuse_another_recipe(args, newest: Path, recipe) -> None:
+def refuse_another_recipe(given: TrainOptions, newest: Path, recipe) -> None:
     """A flag that a resumed run would not obey is an error, not a silence."""
-    if args.minutes:
+    if given.minutes:
         raise NanoKVError(f"{newest} belongs to a run of {recipe.steps:,} steps", hint="leave out --minutes")
-    for flag, field in RECIPE_FLAGS.items():
-        wanted, stored = getattr(args, flag[2:].replace("-", "_")), getattr(recipe, field)
-        if wanted not in (None, stored):
+    for field, wanted in given.recipe().items():
+        flag, stored = RECIPE_FLAGS[field], getattr(recipe, field)
+        if wanted != stored:
             raise NanoKVError(f"{newest} belongs to a run with {flag} {stored}, not {wanted}", hint=f"leave out {flag}")
 
 
-def train(args, out: Path):
+def train(given: TrainOptions, out: Path):
     """Run to the last step and return the recipe; None when Ctrl-C stopped it, with everything saved."""
     from nanokv.apps.cli.train.log import Progress, plot
     from nanokv.school.training import run_folder
     from nanokv.school.training.trainer import COMPILED_FROM
 
-    trainer = make_trainer(args, out)
+    trainer = make_trainer(given, out)
     recipe, metrics = trainer.recipe, out / "metrics.jsonl"
-    if args.force and out.is_dir():
+    if given.force and out.is_dir():
         run_folder.clear(out)
     out.mkdir(parents=True, exist_ok=True)
     run_folder.keep_until(metrics, trainer.step)
@@ -183,27 +217,28 @@ def train(args, out: Path):
     start = f"from step {trainer.step:,}"
     compiled = recipe.steps >= COMPILED_FROM and trainer.compile()
     way = f"{trainer.device}, compiled" if compiled else trainer.device
-    terminal.notice(f"{count:,} parameters · {size} · {way} · {start} · {out}", args)
-    with terminal.Interrupt() as stop, Progress(args, trainer) as progress, open(metrics, "a") as file:
+    terminal.notice(f"{count:,} parameters · {size} · {way} · {start} · {out}", given.output)
+    shown = Progress(given.output, given.checkpoint_every, trainer)
+    with terminal.Interrupt() as stop, shown as progress, open(metrics, "a") as file:
         while trainer.step < recipe.steps and not stop.requested:
-            take_step(trainer, args, out, file, progress)
+            take_step(trainer, given.checkpoint_every, out, file, progress)
     if stop.requested and trainer.step < recipe.steps:
         terminal.warning("saving ... (again = leave without; the last checkpoint stays)")
         trainer.save(out)
-        plot(out, args)
+        plot(out, given.output)
         done = f"stopped at step {trainer.step:,} of {recipe.steps:,}"
-        terminal.notice(f"{done} · nanokv train --out {out} --resume", args)
+        terminal.notice(f"{done} · nanokv train --out {out} --resume", given.output)
         stop.finish()
         return None
-    plot(out, args)
+    plot(out, given.output)
     trainer.export(out / "model")
     return recipe
 
 
-def take_step(trainer, args, out: Path, metrics, progress) -> None:
+def take_step(trainer, every: int, out: Path, metrics, progress) -> None:
     """One step and its line; now and then, and at the end, a validation loss and a checkpoint."""
     record = {"loss": round(trainer.train_step(), 4)}
-    milestone = trainer.step % args.checkpoint_every == 0 or trainer.step == trainer.recipe.steps
+    milestone = trainer.step % every == 0 or trainer.step == trainer.recipe.steps
     if milestone:
         record["validation"] = round(trainer.validate(), 4)
     record |= {"step": trainer.step, "tokens": trainer.step * trainer.recipe.tokens_per_batch}

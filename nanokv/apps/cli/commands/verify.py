@@ -5,12 +5,12 @@ that cached equals uncached, and says what it skipped. The report is the result,
 stderr. Exit code 1 means "differs" here. The checks themselves are in nanokv/lab/verify.
 """
 
-import copy
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from nanokv.apps.cli.common import layout, terminal
-from nanokv.apps.cli.common.arguments import DTYPES, environment, integer
+from nanokv.apps.cli.common.arguments import environment, integer
+from nanokv.apps.cli.common.options import DTYPES, CacheOptions, ModelOptions, output_options
 
 EXAMPLES = (
     "nanokv verify tiny",
@@ -50,14 +50,12 @@ def run(args) -> int:
         raise NanoKVError(f"two models: {args.source} and --model {args.model}", "--against compares two checkpoints")
     if args.alone and args.against:
         raise NanoKVError("--alone and --against exclude each other", "leave out --alone")
-    args.model = args.source or args.model or environment("NANOKV_MODEL") or "tiny"
-    args.device, args.cache, args.context = "cpu", ("dict", {}), None
-    other = copy.copy(args)
-    other.model, other.revision = args.against, None
-    plans = [plan_model(args), *([plan_model(other)] if args.against else [])]
-    for plan in plans:
-        plan.context = min(plan.context, CONTEXT)
-        plan.dtype_name = plans[0].dtype_name  # both in one dtype, or the difference would be rounding
+    source, output = args.source or args.model or environment("NANOKV_MODEL") or "tiny", output_options(args)
+    model = ModelOptions(source, args.revision, args.dtype, "cpu", args.threads, args.offline)
+    others = [replace(model, source=args.against, revision=None)] if args.against else []
+    plans = [plan_model(one, CacheOptions(), output) for one in (model, *others)]
+    for plan in plans:  # both in one dtype, or the difference would be rounding
+        plan = replace(plan, context=min(plan.context, CONTEXT), dtype_name=plans[0].dtype_name)
         check_memory(plan, available_memory("cpu"))
     check_address_space()
     import torch
@@ -67,9 +65,9 @@ def run(args) -> int:
     torch.set_num_threads(plans[0].threads)
     report = verify(
         plans[0].name, plans[0].folder, plans[1].folder if args.against else None, args.against,
-        getattr(torch, plans[0].dtype_name), args.alone, say=lambda text: terminal.notice(f"{text} …", args),
+        getattr(torch, plans[0].dtype_name), args.alone, say=lambda text: terminal.notice(f"{text} …", output),
     )  # fmt: skip
-    style, width = terminal.Style(sys.stdout, args.color), layout.columns(sys.stdout, None)
+    style, width = terminal.Style(sys.stdout, output.color), layout.columns(sys.stdout, None)
     terminal.write_out(as_json(report) if args.json else as_text(report, style, width))
     return 0 if report.equal else 1
 

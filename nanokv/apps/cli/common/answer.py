@@ -12,31 +12,20 @@ from nanokv.apps.cli.common.terminal import Sanitizer, Style, seconds_text, writ
 from nanokv.apps.cli.common.wrapping import write_words
 from nanokv.text.thinking import ThinkSplitter
 
-THINKING = ("show", "fold", "off")
-WORDS = "show: dim, on stderr (default); fold: one line; off: ask the model not to think"
 
-
-def thinking(word: str) -> str:
-    """A value of --thinking; "on" is another word for show."""
-    return {"on": "show"}.get(word, word)
-
-
-def add_thinking_argument(parser, words: str = WORDS) -> None:
-    """--thinking. None where it is not given: then the template decides, and thoughts are shown."""
-    parser.add_argument("--thinking", choices=THINKING, type=thinking, metavar="{show,fold,off}", help=words)
-
-
-def template_options(args) -> dict:
-    """What --thinking gives to the chat template."""
-    return {"enable_thinking": args.thinking != "off"} if args.thinking else {}
+def thoughts(thinking: str | None, quiet: bool) -> str:
+    """What becomes of them: --quiet writes none."""
+    return "off" if quiet else thinking or "show"
 
 
 class AnswerWriter:
-    """One answer on its way to the two streams; `show(text)` gets its clean text (None: stdout)."""
+    """One answer on its way to the two streams; `show(text)` gets its clean text (None: stdout).
 
-    def __init__(self, args, style: Style | None = None, show=None):
-        self.thinking = "off" if args.quiet else args.thinking or "show"
-        self.style = style or Style(sys.stderr, args.color)
+    `thinking` is show, fold or off; thoughts are dimmed by `style`, that of stderr.
+    """
+
+    def __init__(self, thinking: str, style: Style, show=None):
+        self.thinking, self.style = thinking, style
         self.show = show or write_words(sys.stdout, write_out)
         self.show_thought = write_words(sys.stderr, lambda text: write_err(self.style.dim(text)))
         self.splitter, self.kind, self.line = None, "", ""

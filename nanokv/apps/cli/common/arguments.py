@@ -1,7 +1,7 @@
-"""The flags that commands share, and a parser whose errors are one line with the nearest correct name.
+"""A parser whose errors are one line with the nearest correct name, and the types of its values.
 
-Values are checked here, before torch is imported, so that a typo answers at once. A sampling flag that is not given
-stays None: only then can the checkpoint's generation_config apply. Order: flag > environment > checkpoint > built-in.
+Values are checked here, before torch is imported, so that a typo answers at once. The flags that
+commands share are declared in options.py.
 """
 
 import argparse
@@ -9,23 +9,17 @@ import itertools
 import os
 import re
 import sys
-from dataclasses import fields
 
 from nanokv.apps.cli.common import layout
 from nanokv.apps.cli.common.terminal import write_out
 from nanokv.cache.options import read_kind
 from nanokv.decoding.ranges import RANGES, chosen_seed
 from nanokv.errors import CacheError, NanoKVError
-from nanokv.parallel.group import Alone
 
 EXIT_CODES = (
     "0 done", "1 our bug", "2 flag, model, file, network, memory", "130 Ctrl-C", "141 reader closed the pipe",
     "143 SIGTERM",
 )  # fmt: skip
-DEFAULT_NEW_TOKENS = 1024
-CACHE = "growing"  # holds what the dict cache holds; that one copies every key and value at every step
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 ALIASES = {  # flags of llama.cpp, mlx-lm and the OpenAI interface → ours
     "--temp": "--temperature", "--ctx-size": "--context", "--n-predict": "--max-new-tokens",
     "--max-tokens": "--max-new-tokens",
@@ -62,10 +56,13 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **options):
         color = {"color": False} if sys.version_info >= (3, 14) else {}  # 3.14 colours help without asking our --color
-        super().__init__(allow_abbrev=False, add_help=False, formatter_class=Formatter, **color, **options)
+        super().__init__(allow_abbrev=False, add_help=False, **color, **options)
         self.examples: tuple[str, ...] = ()
+        self.shape = ""  # the line of usage
 
     def format_help(self) -> str:
+        self.formatter_class = Formatter  # only here: argparse makes one for each flag that is added
+        self.usage = layout.paragraph(self.shape, help_width() - len("usage: "), rest=" " * len("usage: "))
         return f"{examples_text(self.examples)}{super().format_help()}\n{exit_codes_text()}\n"
 
     def _print_message(self, message: str, file=None):
@@ -93,8 +90,8 @@ class Parser(argparse.ArgumentParser):
 
     def parse(self, argv: list[str]) -> argparse.Namespace:
         """parse_args, but a flag that nobody knows gets the nearest one instead of the usage lines."""
-        shape = " ".join([self.prog, "[flags]", *(_shape(a) for a in self._actions if not a.option_strings)])
-        self.usage = layout.paragraph(shape, help_width() - len("usage: "), rest=" " * len("usage: "))
+        words = [_shape(action) for action in self._actions if not action.option_strings]
+        self.shape = " ".join([self.prog, "[flags]", *words])  # now: parsing intermixed words hides them
         if foreign := next(filter(self.is_foreign, itertools.takewhile("--".__ne__, argv)), None):
             raise self.unknown_flag(foreign)
         args, extra = (self.parse_known_intermixed_args if self.intermixed else self.parse_known_args)(argv)
@@ -251,125 +248,3 @@ def cache_name(text: str) -> tuple[str, dict]:
         return read_kind(text)
     except CacheError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-
-
-# --- shared flags -------------------------------------------------------------------------------------------------
-
-
-def add_model_arguments(parser, cache: str = "dict") -> None:
-    """Which model, how it is held, which cache."""
-    group = parser.add_argument_group("model")
-    group.add_argument(
-        "-m", "--model", metavar="NAME", default=environment("NANOKV_MODEL") or "tiny",
-        help="tiny (bundled), a folder, FILE.gguf, a short name (nanokv models), or a hub name: Qwen/Qwen3-0.6B, "
-        "owner/name:FILE.gguf (default: $NANOKV_MODEL, else tiny)",
-    )  # fmt: skip
-    group.add_argument("--revision", metavar="REV", help="branch, tag or commit of a hub model")
-    group.add_argument(
-        "--dtype",
-        choices=DTYPES,
-        default="auto",
-        metavar="TYPE",
-        type=lambda name: DTYPE_NAMES.get(name, name),
-        help="float32, bfloat16, float16, or auto: the checkpoint's own (default)",
-    )
-    group.add_argument(
-        "--device", metavar="NAME", default="auto", help="cpu, cuda, cuda:1 (default: cuda if there is one)"
-    )
-    group.add_argument(
-        "--threads", metavar="N", type=integer(1, 4096), help="CPU threads (default: $NANOKV_THREADS, else all)"
-    )
-    group.add_argument(
-        "--cache",
-        metavar="KIND",
-        type=cache_name,
-        default=(cache, {}),
-        help=f"NAME or NAME:option=value (default: {cache})",
-    )
-    group.add_argument(
-        "--context",
-        metavar="N",
-        type=integer(2, 100_000_000),
-        help="at most N tokens in the cache (default: the model's limit)",
-    )
-    group.add_argument(
-        "--tensor-parallel", metavar="N", type=integer(1, 1024),
-        help="split each layer over N processes of this machine (torchrun starts them on several; docs/parallel.md)",
-    )  # fmt: skip
-    group.add_argument("--offline", action="store_true", help="never ask the network")
-    group.add_argument(
-        "--check-finite", action="store_true",
-        help="refuse weights that hold NaN or infinity: reads them all first, 0.1 to 0.2 s per GB in memory",
-    )  # fmt: skip
-
-
-def add_speed_arguments(parser) -> None:
-    """Which code computes, for the commands that answer (nanokv/apps/cli/common/speed.py)."""
-    group = parser.add_argument_group("speed", "Default: native kernels, as soon as they are built in the background.")
-    group.add_argument("--fast", action="store_true", help="wait until the kernels are built, and say what runs")
-    group.add_argument("--plain", action="store_true", help="the plain model, without fused weights and kernels")
-    group.add_argument(
-        "--quantize", choices=("int8", "int4"), metavar="TYPE", help="weights in int8 or int4; implies --fast"
-    )
-
-
-def add_sampling_arguments(parser) -> None:
-    """How the next token is chosen and when the answer ends; None = not given."""
-    group = parser.add_argument_group("sampling", "Default: the checkpoint's generation_config.")
-    short = {"temperature": ["-t"], "max_new_tokens": ["-n"]}
-    default = {"max_new_tokens": f" (default {DEFAULT_NEW_TOKENS:,})"}
-    for name in SETTINGS:
-        flags = [*short.get(name, []), "--" + name.replace("_", "-")]
-        group.add_argument(*flags, metavar="N" if name != "temperature" else "T", type=setting(name),
-                           help=RANGES[name].help + default.get(name, ""))  # fmt: skip
-    group.add_argument(
-        "--stop", metavar="STR", action="append", default=[], type=_stop, help="end the answer before STR (repeatable)"
-    )
-
-
-def _stop(text: str) -> str:
-    if not text:
-        raise argparse.ArgumentTypeError("an empty string would stop at once")
-    return text
-
-
-def add_system_argument(parser) -> None:
-    """-s/--system, for commands that apply the chat template."""
-    parser.add_argument("-s", "--system", metavar="TEXT", help="system prompt")
-
-
-def add_template_argument(parser) -> None:
-    """--chat-template, for commands that apply one."""
-    parser.add_argument(
-        "--chat-template", metavar="NAME|FILE",
-        help="one of the checkpoint's templates by its name, or a file with one",
-    )  # fmt: skip
-
-
-def add_common_arguments(parser):
-    """What main adds to every command; returns the group."""
-    parser.set_defaults(ranks=Alone())  # cli/ranks.py puts the group in its place
-    group = parser.add_argument_group("general")
-    group.add_argument("-q", "--quiet", action="store_true", help="no banner and no status on stderr")
-    group.add_argument(
-        "--debug", action="store_true", default=environment("NANOKV_DEBUG") not in (None, "0"), help="tracebacks"
-    )
-    group.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="default: auto")
-    group.add_argument("-h", "--help", action="help", help="this text")
-    return group
-
-
-# --- precedence ---------------------------------------------------------------------------------------------------
-
-
-def resolve_sampling(args, generation_config):
-    """The SamplingParams that apply: flag > checkpoint > built-in."""
-    from nanokv.decoding.draw import SamplingParams  # needs torch, which --help does not
-
-    names = (field.name for field in fields(SamplingParams))
-    return SamplingParams.from_checkpoint(generation_config, **{name: getattr(args, name, None) for name in names})
-
-
-def new_seed() -> int:
-    """31 random bits: short enough to type again."""
-    return int.from_bytes(os.urandom(4)) >> 1

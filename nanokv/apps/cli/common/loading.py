@@ -10,7 +10,7 @@ import os
 import re
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,13 @@ from typing import Any
 from nanokv import __version__
 from nanokv.apps.cli.common import speculation, speed
 from nanokv.apps.cli.common.arguments import environment, integer
+from nanokv.apps.cli.common.options import (
+    CacheOptions,
+    ModelOptions,
+    OutputOptions,
+    SpeedOptions,
+    TemplateOptions,
+)
 from nanokv.apps.cli.common.terminal import bytes_text, loading, notice, sanitize_line
 from nanokv.cache.options import check_options
 from nanokv.config import Config
@@ -25,7 +32,7 @@ from nanokv.costs import ITEMSIZE, cache_bytes, kv_bytes_per_token, parameters, 
 from nanokv.costs.free_memory import available_memory, free_address_space
 from nanokv.costs.memory import SHORT, most_tokens
 from nanokv.errors import ConfigError, ContextError, NanoKVError
-from nanokv.parallel.group import Alone
+from nanokv.parallel.group import ALONE, Ranks
 from nanokv.support.clock import stamp
 from nanokv.text import render_process
 from nanokv.text.chat_templates import names, read_template
@@ -37,11 +44,12 @@ TORCH_BYTES = 600_000_000  # address space that importing torch takes on a CPU; 
 NOTHING_FITS = "no context fits; -m tiny does"
 
 
-@dataclass
+@dataclass(frozen=True)
 class Plan:
     """What will be loaded and how; known before torch is."""
 
-    name: str
+    source: str  # as typed after -m
+    name: str  # as it is shown
     folder: Path
     config: Config
     dtype_name: str  # a key of SHORT
@@ -52,7 +60,7 @@ class Plan:
     cache_options: dict
     fields: dict = field(default_factory=dict, kw_only=True)  # what config.json says
     code: speed.Choice = field(default=speed.Choice(False), kw_only=True)
-    ranks: Any = field(default=Alone(), kw_only=True)  # or a Group: then the config is that of a rank once it is loaded
+    ranks: Ranks = field(default=ALONE, kw_only=True)  # of a Group, once loaded, config is a rank's
 
     def banner(self) -> list[str]:
         """The parts of: nanokv 0.1.0 · tiny 3.1 M fp32 · 2 threads · cache dict · context 2,048 · fast kernels"""
@@ -62,7 +70,7 @@ class Plan:
         return [*parts, *filter(None, [self.code.text])]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Loaded(Plan):
     """A plan that was carried out."""
 
@@ -106,60 +114,67 @@ class Loaded(Plan):
         return [fingerprint(model) for model in (self.plain, self.model) if model is not None]
 
 
-def load_model(args, announce=None) -> Loaded:
-    """Carry out the model flags. `announce(plan)` is called before torch is imported wherever that is possible."""
+def load_model(
+    model: ModelOptions, cache: CacheOptions, output: OutputOptions, ranks: Ranks = ALONE, announce=None
+) -> Loaded:
+    """Carry out the options. `announce(plan)` is called before torch is imported wherever that is possible."""
     with loading():
-        return _load_model(args, announce)
+        return _load_model(model, cache, output, ranks, announce)
 
 
-def _load_model(args, announce) -> Loaded:
+def _load_model(model, cache, output, ranks, announce) -> Loaded:
     start = time.perf_counter()
-    speed.check(args)
-    args.ranks.hear()  # the other ranks come here at once, rank 0 when it has a prompt
-    plan = plan_model(args)
-    early = args.device == "cpu" or (args.device == "auto" and not _gpu_possible())
+    speed.check(model.speed, ranks.size)
+    ranks.hear()  # the other ranks come here at once, rank 0 when it has a prompt
+    plan = plan_model(model, cache, output, ranks)
+    early = model.device == "cpu" or (model.device == "auto" and not _gpu_possible())
     if early:
-        decide(args, plan, announce)
-        check_memory(plan, available_memory("cpu"), memory_of_flags(args, plan))
-    prefetched = speed.prefetch(plan, args)
-    if hasattr(args, "chat_template") and not args.ranks.rank:  # it will render: that process starts meanwhile
+        plan = decide(plan, model.speed, output, announce)
+    prefetched = speed.prefetch(plan)
+    if model.template and not ranks.rank:  # it will render: that process starts meanwhile
         render_process.start()
     check_address_space()
     stamp("plan")
     import torch  # the first of about 2 seconds
 
     stamp("torch")
-    plan.device = _device(args.device)
-    plan.dtype_name = choose_dtype(args, plan.config, plan.device)
-    compare(args, plan)
+    device = _device(model.device)
+    plan = replace(plan, device=device, dtype_name=choose_dtype(model, plan.config, device))
+    compare(plan)
     if not early:
-        decide(args, plan, announce)
-        check_memory(plan, available_memory(plan.device), memory_of_flags(args, plan))
+        plan = decide(plan, model.speed, output, announce)
     dtype = getattr(torch, plan.dtype_name)
     _make_cache(plan, dtype)  # what this model cannot have is told before the weights are read; empty, 0 bytes
     torch.set_num_threads(plan.threads)
     from nanokv.loading import load_folder
 
     stamp("code")
-    check = getattr(args, "check_finite", False)
-    how = read_of(args.ranks)
-    prepare = partial(choose_template, args)
-    read, tokenizer = load_folder(plan.folder, plan.fields, dtype, plan.device, check, prefetched, how, prepare)
-    args.ranks.meet()
+    how, prepare = read_of(ranks), partial(choose_template, model.template)
+    read, tokenizer = load_folder(
+        plan.folder, plan.fields, dtype, plan.device, model.check_finite, prefetched, how, prepare
+    )
+    ranks.meet()
     stamp("weights")
-    model = speed.optimized(read, args, plan.code)
-    if model is read and plan.code.fast:  # then a draft model is plain as well
-        plan.code = speed.Choice(False, "plain (kernels cannot be loaded)")
+    made = speed.optimized(read, plan.code, output)
     stamp("kernels")
-    plain = None if model is read or getattr(args, "quantize", None) else read
-    plan.config = model.config  # the tensors decide whether the head is tied, whatever config.json says
-    seconds = time.perf_counter() - start
-    return Loaded(**vars(plan), model=model, tokenizer=tokenizer, dtype=dtype, load_s=seconds, plain=plain)
+    return carried_out(plan, read, made, tokenizer, dtype, time.perf_counter() - start)
 
 
-def choose_template(args, tokenizer) -> None:
+def carried_out(plan: Plan, read, made, tokenizer, dtype, seconds: float) -> Loaded:
+    """The plan with the model that was read and what speed.py has made of it."""
+    code = plan.code
+    if made is read and code.fast:  # then a draft model is plain as well
+        code = speed.Choice(False, "plain (kernels cannot be loaded)")
+    changes = {"config": made.config, "code": code}  # the tensors decide whether the head is tied
+    return Loaded(
+        **vars(plan) | changes, model=made, tokenizer=tokenizer, dtype=dtype, load_s=seconds,
+        plain=None if made is read or plan.code.quantize else read,
+    )  # fmt: skip
+
+
+def choose_template(template: TemplateOptions | None, tokenizer) -> None:
     """--chat-template takes the place of the checkpoint's own."""
-    choice = getattr(args, "chat_template", None)
+    choice = template.choice if template else None
     if choice is None:
         return
     if choice not in tokenizer.chat_templates and os.path.isfile(choice):
@@ -173,11 +188,11 @@ def choose_template(args, tokenizer) -> None:
     tokenizer.template()  # a broken one is told now
 
 
-def compare(args, plan: Plan) -> None:
-    """ParallelError where the ranks have found different things. Flags were compared by cli/ranks.py."""
-    args.ranks.meet()  # one of them may have had to download the model
+def compare(plan: Plan) -> None:
+    """ParallelError where the ranks have found different things. Flags were compared by ranks.py."""
+    plan.ranks.meet()  # one of them may have had to download the model
     for what, value in (("config.json", plan.fields), ("the dtype", plan.dtype_name)):
-        args.ranks.check_alike(what, json.dumps(value, sort_keys=True), "the same files and devices on every rank")
+        plan.ranks.check_alike(what, json.dumps(value, sort_keys=True), "the same files and devices on every rank")
 
 
 def read_of(ranks):
@@ -189,43 +204,50 @@ def read_of(ranks):
     return reader(ranks)
 
 
-def decide(args, plan: Plan, announce) -> None:
-    """Which code runs; then the banner, or, where there is none, a line if a build begins."""
-    available = available_memory(plan.device)
-    taken = weight_bytes(plan.config, ITEMSIZE[plan.dtype_name]) + cache_memory(plan)
-    taken += sum(memory_of_flags(args, plan).values())
-    plan.code = speed.choose(args, plan, lambda more: available is None or taken + more <= available)
+def decide(plan: Plan, wanted: SpeedOptions | None, output: OutputOptions, announce) -> Plan:
+    """The plan with the code that runs; then the banner, or, where there is none, a line if a build begins. Refused
+    where it does not fit into memory."""
+    available, guessing = available_memory(plan.device), speculation.memory(wanted and wanted.speculate, plan)
+    taken = weight_bytes(plan.config, ITEMSIZE[plan.dtype_name]) + cache_memory(plan) + guessing
+    plan = replace(plan, code=speed.choose(
+        plan, wanted, lambda more: available is None or taken + more <= available
+    ))  # fmt: skip
     if announce:
         announce(plan)
     elif speed.NEXT_START in plan.code.text:
-        notice(plan.code.text, args)
+        notice(plan.code.text, output)
+    fusing = speed.fusing_bytes(plan) if plan.code.requested else 0
+    beside = {"--speculate": guessing, "--fast": fusing}
+    check_memory(plan, available, {flag: count for flag, count in beside.items() if count})
+    return plan
 
 
-def plan_model(args) -> Plan:
+def plan_model(
+    model: ModelOptions, cache: CacheOptions, output: OutputOptions, ranks: Ranks = ALONE
+) -> Plan:
     """Everything that flags, environment and config.json decide."""
-    if args.offline:
+    if model.offline:
         os.environ["HF_HUB_OFFLINE"] = "1"  # read by huggingface_hub when it is imported
-    check_device(args.device)
-    name, options = args.cache
-    check_options(name, options)
-    threads = args.threads or thread_count(args.ranks.size)
+    check_device(model.device)
+    check_options(cache.name, cache.options)
+    threads = model.threads or thread_count(ranks.size)
     import weights_loader
 
-    with said(args):
-        folder = Path(weights_loader.resolve(args.model, revision=args.revision))
+    with said(output):
+        folder = Path(weights_loader.resolve(model.source, revision=model.revision))
     fields = read_object(folder / "config.json", ConfigError)
     config = Config.from_dict(fields)
     return Plan(
-        display_name(args.model), folder, config, choose_dtype(args, config, "cpu"), threads, "cpu",
-        choose_context(args.context, config), name, options, fields=fields, ranks=args.ranks,
+        model.source, display_name(model.source), folder, config, choose_dtype(model, config, "cpu"), threads, "cpu",
+        choose_context(cache.context, config), cache.name, cache.options, fields=fields, ranks=ranks,
     )  # fmt: skip
 
 
 @contextmanager
-def said(args):
+def said(output: OutputOptions):
     """What the loader logs, a download for instance, is told as a notice."""
     logger, handler = logging.getLogger("weights_loader"), logging.Handler()
-    handler.emit = lambda record: notice(record.getMessage(), args)
+    handler.emit = lambda record: notice(record.getMessage(), output)
     level = logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
@@ -257,9 +279,9 @@ def choose_context(wanted: int | None, config: Config) -> int:
     return wanted or limit
 
 
-def choose_dtype(args, config: Config, device: str) -> str:
+def choose_dtype(model: ModelOptions, config: Config, device: str) -> str:
     """--dtype; auto is that of nanokv.load."""
-    return default_dtype(args.model, config.torch_dtype, device) if args.dtype == "auto" else args.dtype
+    return default_dtype(model.source, config.torch_dtype, device) if model.dtype == "auto" else model.dtype
 
 
 def thread_count(ranks: int = 1) -> int:
@@ -324,13 +346,6 @@ def check_address_space() -> None:
         raise NanoKVError(f"torch takes about {need} of address space, ulimit -v leaves {left}", "ulimit -v unlimited")
 
 
-def memory_of_flags(args, plan: Plan) -> dict[str, int]:
-    """Bytes beside weights and cache: flag → bytes."""
-    guessing = speculation.memory(getattr(args, "speculate", None), plan)
-    fusing = speed.fusing_bytes(plan) if plan.code.requested else 0
-    return {flag: count for flag, count in (("--speculate", guessing), ("--fast", fusing)) if count}
-
-
 def check_memory(plan: Plan, available: int | None, flags: dict[str, int] | None = None) -> None:
     """Refuse before allocation: weights, the cache of a full context, and what flags take must fit into memory; of
     several ranks the parts of those on this machine."""
@@ -373,7 +388,7 @@ def memory_hint(plan: Plan, available: int) -> str:
     for dtype in dict.fromkeys((plan.dtype_name, "bfloat16")):
         if ITEMSIZE[dtype] > ITEMSIZE[plan.dtype_name]:
             continue
-        other = replace_plan(plan, dtype_name=dtype)
+        other = replace(plan, dtype_name=dtype)
         room = available - weight_bytes(plan.config, ITEMSIZE[dtype])
         flag = smaller_pool(other, room) if plan.cache_options.get("pages") else smaller_context(other, room)
         if flag is not None:
@@ -395,8 +410,3 @@ def smaller_pool(plan: Plan, room: int) -> str | None:
     pages = min(options["pages"], room * options["pages"] // cache_memory(plan))
     values = "".join(f":{key}={value}" for key, value in (options | {"pages": pages}).items())
     return None if pages < 1 else f"--cache {plan.cache_name}{values}" if pages < options["pages"] else ""
-
-
-def replace_plan(plan: Plan, **changes) -> Plan:
-    """The plan with other flags, also of one that was carried out already."""
-    return Plan(**{field.name: getattr(plan, field.name) for field in fields(Plan)} | changes)

@@ -1,12 +1,22 @@
 """The flags that `nanokv batch` and `nanokv serve` share: the engine's page pool and steps, and all of a request."""
 
-from nanokv.apps.cli.common import arguments
-from nanokv.apps.cli.common.answer import add_thinking_argument
+from dataclasses import dataclass, replace
+
+from nanokv.apps.cli.common import arguments, options
 from nanokv.apps.cli.common.loading import PAGE, Loaded
+from nanokv.apps.cli.common.options import CacheOptions
 from nanokv.cache.options import check_options
 from nanokv.costs import kv_bytes_per_token
 from nanokv.costs.free_memory import available_memory
 from nanokv.errors import NanoKVError
+
+
+@dataclass(frozen=True)
+class PoolOptions:
+    """How much the engine takes at a time."""
+
+    running: int = 16  # requests
+    step_tokens: int | None = None  # tokens in a step; None: as many as the engine takes by itself
 
 
 def add_arguments(parser, step_tokens: int | None = None) -> None:
@@ -20,23 +30,29 @@ def add_arguments(parser, step_tokens: int | None = None) -> None:
         "--step-tokens", metavar="N", type=arguments.integer(1), default=step_tokens,
         help=f"tokens per step (default: {default})",
     )  # fmt: skip
-    add_thinking_argument(parser, "off: ask the model not to think; otherwise thoughts are in reasoning_content")
-    arguments.add_template_argument(parser)
-    parser.add_argument("--allow-special", action="store_true", help="control tokens spelled out in prompts are meant")
-    arguments.add_model_arguments(parser, "prefix")
-    arguments.add_speed_arguments(parser)
-    arguments.add_sampling_arguments(parser)
+    options.add_thinking_argument(
+        parser, "off: ask the model not to think; otherwise thoughts are in reasoning_content"
+    )
+    options.add_template_argument(parser)
+    options.add_special_argument(parser, "control tokens spelled out in prompts are meant")
+    options.add_model_arguments(parser, "prefix")
+    options.add_speed_arguments(parser)
+    options.add_sampling_arguments(parser)
 
 
-def options(args, command: str) -> None:
+def pool_options(args) -> PoolOptions:
+    """Of the first two."""
+    return PoolOptions(args.running, args.step_tokens)
+
+
+def sized(cache: CacheOptions, command: str) -> CacheOptions:
     """--cache prefix:page=P:pages=N sizes the pool; the engine knows no other cache."""
-    name, options = args.cache
-    if name != "prefix" or set(options) - {"page", "pages"}:
+    if cache.name != "prefix" or set(cache.options) - {"page", "pages"}:
         raise NanoKVError(
-            f"--cache {name} with {command}", f"{command} runs on a page pool: --cache prefix:page=16:pages=256"
+            f"--cache {cache.name} with {command}", f"{command} runs on a page pool: --cache prefix:page=16:pages=256"
         )
-    check_options("prefix", options)
-    args.cache = ("prefix", {"page": PAGE} | options)
+    check_options("prefix", cache.options)
+    return replace(cache, options={"page": PAGE} | cache.options)
 
 
 def affordable(loaded: Loaded, page: int) -> int | None:

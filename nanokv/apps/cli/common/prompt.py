@@ -7,12 +7,20 @@ newline of a file or of stdin is dropped, as the shell's $(…) does, so `echo h
 """
 
 import sys
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from nanokv.apps.cli.common import arguments, terminal
-from nanokv.apps.cli.common.answer import add_thinking_argument, template_options
-from nanokv.apps.cli.common.arguments import DEFAULT_NEW_TOKENS
+from nanokv.apps.cli.common import terminal
 from nanokv.apps.cli.common.loading import Loaded
+from nanokv.apps.cli.common.options import (
+    OutputOptions,
+    TemplateOptions,
+    add_special_argument,
+    add_system_argument,
+    add_template_argument,
+    add_thinking_argument,
+    template_options,
+)
 from nanokv.apps.cli.common.text import clean, read_prompt_bytes, refuse_special, stdin
 from nanokv.decoding import completion
 from nanokv.errors import ContextError, NanoKVError
@@ -21,110 +29,134 @@ from nanokv.text.thinking import opens_thinking
 PATIENCE_S = 2.0  # a stdin that stays silent for this long is mentioned
 
 
+@dataclass(frozen=True)
+class PromptOptions:
+    """Where the prompt comes from, and how it is sent."""
+
+    argument: str | None = None
+    flag: str | None = None  # -p
+    file: Path | None = None
+    raw: bool = False
+    chat: bool = False
+    template: TemplateOptions = field(default_factory=TemplateOptions)
+
+
 def add_prompt_arguments(parser) -> None:
     """PROMPT, -p, --file, and how they are sent."""
     parser.add_argument(
-        "prompt",
-        nargs="?",
-        metavar="PROMPT",
+        "prompt", nargs="?", metavar="PROMPT",
         help="the text; - reads stdin; piped stdin is put after it, with a blank line between",
-    )
+    )  # fmt: skip
     group = parser.add_argument_group("prompt")
-    group.add_argument("-p", "--prompt", dest="prompt_flag", metavar="TEXT", help="the same as PROMPT")
-    group.add_argument("--file", metavar="FILE", type=Path, help="read the prompt from FILE (after PROMPT, if both)")
+    group.add_argument(
+        "-p", "--prompt", dest="prompt_flag", metavar="TEXT", help="the same as PROMPT"
+    )
+    group.add_argument(
+        "--file", metavar="FILE", type=Path, help="read the prompt from FILE (after PROMPT, if both)"
+    )
     form = group.add_mutually_exclusive_group()
     form.add_argument(
         "--raw", action="store_true",
-        help="continue the text as it is; otherwise it is a message in the chat template of a model that has one",
+        help="continue the text as it is; otherwise it is a message in the chat template of a "
+        "model that has one",
     )  # fmt: skip
-    form.add_argument("--chat", action="store_true", help="insist on the chat template: an error where there is none")
-    arguments.add_system_argument(group)
-    arguments.add_template_argument(group)
+    form.add_argument(
+        "--chat", action="store_true",
+        help="insist on the chat template: an error where there is none",
+    )  # fmt: skip
+    add_system_argument(group)
+    add_template_argument(group)
     add_thinking_argument(group)
-    group.add_argument(
-        "--allow-special", action="store_true", help="control tokens spelled out in the prompt are meant"
-    )
+    add_special_argument(group, "control tokens spelled out in the prompt are meant")
 
 
-def read_prompt(args, example: str) -> str:
+def prompt_options(args) -> PromptOptions:
+    """Of add_prompt_arguments."""
+    template = replace(template_options(args), system=args.system)
+    return PromptOptions(args.prompt, args.prompt_flag, args.file, args.raw, args.chat, template)
+
+
+def read_prompt(options: PromptOptions, output: OutputOptions, example: str) -> str:
     """Argument, file and stdin, in that order, a blank line between; none at all: NanoKVError with the example."""
-    if args.prompt not in (None, "-") and args.prompt_flag is not None:
+    if options.argument not in (None, "-") and options.flag is not None:
         raise NanoKVError("the prompt is given twice: as an argument and with -p", "leave one of them out")
-    text = args.prompt if args.prompt_flag is None else args.prompt_flag
-    wants_stdin = args.prompt == "-"
+    text = options.argument if options.flag is None else options.flag
+    wants_stdin = options.argument == "-"
     parts = [] if text in (None, "-") else [clean(text)]
-    if args.file is not None:
-        parts.append(read_prompt_bytes(args.file.read_bytes(), terminal.sanitize_line(args.file)).removesuffix("\n"))
+    if options.file is not None:
+        name = terminal.sanitize_line(options.file)
+        parts.append(read_prompt_bytes(options.file.read_bytes(), name).removesuffix("\n"))
     piped = (sys.stdin is not None or wants_stdin) and not terminal.is_tty(sys.stdin)
-    if piped and (wants_stdin or args.file is None):
-        parts.append(read_stdin(args).removesuffix("\n"))
+    if piped and (wants_stdin or options.file is None):
+        parts.append(read_stdin(output).removesuffix("\n"))
     if not parts:
         raise NanoKVError("no prompt", f"{example}, or pipe it: cat notes.txt | {' '.join(example.split()[:2])} -")
     prompt = "\n\n".join(part for part in parts if part)
-    if not prompt or (args.chat and not prompt.strip()):
+    if not prompt or (options.chat and not prompt.strip()):
         raise NanoKVError("the prompt is empty", example)
     return prompt
 
 
-def read_stdin(args) -> str:
+def read_stdin(output: OutputOptions) -> str:
     """All of stdin. A pipe that stays silent is mentioned, because it looks like a hang."""
     source = stdin()
     try:
         import select
 
         if not select.select([source], [], [], PATIENCE_S)[0]:
-            terminal.notice("waiting for stdin (with no input to add: … < /dev/null)", args)
+            terminal.notice("waiting for stdin (with no input to add: … < /dev/null)", output)
     except (OSError, ValueError):  # Windows selects sockets only
         pass
     return read_prompt_bytes(source.read(), "stdin")
 
 
-def encode(args, loaded: Loaded, prompt: str) -> list[int]:
+def encode(options: PromptOptions, loaded: Loaded, prompt: str) -> list[int]:
     """Prompt → ids, through the template or raw. Typed control tokens are refused before anything is rendered."""
-    tokenizer = loaded.tokenizer
-    for text in (prompt, args.system or ""):
-        refuse_special(text, tokenizer, args.allow_special)
-    if not templated(args, tokenizer):
-        without = "leave out --raw" if args.raw else f"{loaded.name} has none"
-        for flag, given in (("--system", args.system), ("--thinking", args.thinking),
-                            ("--chat-template", args.chat_template)):  # fmt: skip
+    tokenizer, template = loaded.tokenizer, options.template
+    for text in (prompt, template.system or ""):
+        refuse_special(text, tokenizer, template.allow_special)
+    if not templated(options, tokenizer):
+        without = "leave out --raw" if options.raw else f"{loaded.name} has none"
+        for flag, given in (("--system", template.system), ("--thinking", template.thinking),
+                            ("--chat-template", template.choice)):  # fmt: skip
             if given:
                 raise NanoKVError(f"{flag} needs a chat template", f"{without}, or leave {flag} out")
         return tokenizer.encode(prompt, add_special_tokens=True)
     if not prompt.strip():
         raise NanoKVError("the prompt is empty", "--raw continues blanks")
-    options = template_options(args)
-    return tokenizer.encode(tokenizer.render(messages(args, prompt), add_generation_prompt=True, **options))
+    said = messages(options, prompt)
+    return tokenizer.encode(tokenizer.render(said, add_generation_prompt=True, **template.values()))
 
 
-def templated(args, tokenizer) -> bool:
+def templated(options: PromptOptions, tokenizer) -> bool:
     """Does the prompt go through the chat template? --chat and --raw say it, else whether the model has one."""
-    return args.chat or (not args.raw and tokenizer.chat_template is not None)
+    return options.chat or (not options.raw and tokenizer.chat_template is not None)
 
 
-def form(args, tokenizer) -> str:
+def form(options: PromptOptions, tokenizer) -> str:
     """The same for the status line."""
-    return "chat template" if templated(args, tokenizer) else "raw text"
+    return "chat template" if templated(options, tokenizer) else "raw text"
 
 
-def answer(args, loaded: Loaded, ids: list[int], text: str) -> dict:
+def answer(options: PromptOptions, loaded: Loaded, ids: list[int], text: str) -> dict:
     """What the model wrote after these ids: a message where the prompt was one, else a text that goes on."""
-    if not templated(args, loaded.tokenizer):
+    if not templated(options, loaded.tokenizer):
         return {"text": text}
     return completion.message(text, opens_thinking(loaded.tokenizer, ids))
 
 
-def messages(args, prompt: str) -> list[dict]:
+def messages(options: PromptOptions, prompt: str) -> list[dict]:
     """What goes into the template."""
-    system = [{"role": "system", "content": clean(args.system)}] if args.system else []
+    said = options.template.system
+    system = [{"role": "system", "content": clean(said)}] if said else []
     return [*system, {"role": "user", "content": prompt}]
 
 
-def room(args, loaded: Loaded, ids: list[int]) -> int:
-    """How many tokens may follow; refuses a prompt that leaves none, before any work."""
+def room(wanted: int, loaded: Loaded, ids: list[int]) -> int:
+    """How many of the wanted tokens may follow; refuses a prompt that leaves none, before any work."""
     left = loaded.context - len(ids) + 1  # the last token is never fed: it needs no place in the cache
     if left < 1:
         limit = loaded.config.max_position_embeddings
         hint = f"--context {limit} allows more" if loaded.context < limit else "shorten the prompt"
         raise ContextError(f"the prompt has {len(ids):,} tokens, the context {loaded.context:,}", hint)
-    return min(args.max_new_tokens or DEFAULT_NEW_TOKENS, left)
+    return min(wanted, left)

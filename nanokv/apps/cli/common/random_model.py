@@ -7,10 +7,12 @@ import time
 from pathlib import Path
 
 from nanokv.apps.cli.common.loading import Loaded, Plan, check_address_space, check_memory, choose_context, thread_count
+from nanokv.apps.cli.common.options import CacheOptions, ModelOptions
 from nanokv.apps.cli.common.terminal import loading
 from nanokv.config import Config
 from nanokv.costs.free_memory import available_memory
 from nanokv.costs.memory import FAMILY
+from nanokv.parallel.group import ALONE, Ranks
 
 SMOLLM2 = Config(  # from the published config.json of HuggingFaceTB/SmolLM2-135M
     model_type="llama", vocab_size=49_152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30,
@@ -21,20 +23,20 @@ RANDOM = {f"{name.removeprefix('Qwen/').lower()}-random": config for name, confi
 RANDOM["smollm2-135m-random"] = SMOLLM2
 
 
-def load_random(args) -> Loaded:
+def load_random(model: ModelOptions, cache: CacheOptions, ranks: Ranks = ALONE) -> Loaded:
     """Build it in --dtype (auto: bf16, as published), the same weights every time; of several ranks each its part."""
     with loading():
-        return _build(args)
+        return _build(model, cache, ranks)
 
 
-def _build(args) -> Loaded:
-    start, config = time.perf_counter(), RANDOM[args.model]
-    args.ranks.hear()  # the other ranks come here at once, rank 0 when nothing is left to ask
-    dtype_name = config.torch_dtype if args.dtype == "auto" else args.dtype
-    name, options = args.cache
+def _build(wanted: ModelOptions, cache: CacheOptions, ranks: Ranks) -> Loaded:
+    start, name = time.perf_counter(), wanted.source
+    config = RANDOM[name]
+    ranks.hear()  # the other ranks come here at once, rank 0 when nothing is left to ask
+    dtype_name = config.torch_dtype if wanted.dtype == "auto" else wanted.dtype
     plan = Plan(
-        args.model, Path("."), config, dtype_name, args.threads or thread_count(args.ranks.size), "cpu",
-        choose_context(args.context, config), name, options, ranks=args.ranks,
+        name, name, Path("."), config, dtype_name, wanted.threads or thread_count(ranks.size), "cpu",
+        choose_context(cache.context, config), cache.name, cache.options, ranks=ranks,
     )  # fmt: skip
     check_address_space()
     import torch
@@ -42,14 +44,14 @@ def _build(args) -> Loaded:
     check_memory(plan, available_memory("cpu"))
     torch.set_num_threads(plan.threads)
     dtype = getattr(torch, dtype_name)
-    if args.ranks.size == 1:
+    if ranks.size == 1:
         from nanokv.loading import random_model
 
         model = random_model(config, dtype)
     else:
         from nanokv.parallel.shards import random_shard
 
-        model = random_shard(config, args.ranks, dtype)
-        args.ranks.meet()
-    plan.config = model.config
-    return Loaded(**vars(plan), model=model, tokenizer=None, dtype=dtype, load_s=time.perf_counter() - start)
+        model = random_shard(config, ranks, dtype)
+        ranks.meet()
+    known = vars(plan) | {"config": model.config}
+    return Loaded(**known, model=model, tokenizer=None, dtype=dtype, load_s=time.perf_counter() - start)

@@ -1,41 +1,16 @@
-"""`--speculate`: from the flag to a Draft, and from what it saved to words.
+"""`--speculate`: from the value of the flag to a Draft, and from what it saved to words.
 
-The flag is read before torch is imported; models are loaded, and numbers checked against the model, afterwards. At
+The flag is read in options.py; models are loaded, and numbers checked against the model, here. At
 temperature 0 the answer is the one without the flag; when sampling, a seed gives another draw of the same distribution.
 """
 
-import argparse
 from dataclasses import replace
 from functools import partial
 
-from nanokv.apps.cli.common.arguments import integer, nearest
 from nanokv.apps.cli.common.terminal import sanitize_line
 from nanokv.config import Config
 from nanokv.costs import ITEMSIZE, kv_bytes, weight_bytes
 from nanokv.errors import NanoKVError
-
-KINDS = {"ngram": "ngram[:N]", "early-exit": "early-exit:K", "draft": "draft:MODEL"}
-HELP = (
-    "guess tokens and check them together: ngram[:N] copies what followed the same N words (default 2), early-exit:K "
-    "asks the first K layers, draft:MODEL a smaller model of the same vocabulary"
-)
-
-
-def add_argument(group) -> None:
-    """The flag."""
-    group.add_argument("--speculate", metavar="HOW", type=parse, help=HELP)
-
-
-def parse(text: str) -> tuple:
-    """`KIND[:VALUE]` → (kind, value)."""
-    kind, _, value = text.partition(":")
-    if kind not in KINDS:
-        close = nearest(kind, KINDS)
-        hint = f"; did you mean {KINDS[close]}?" if close else ""
-        raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(KINDS.values())}{hint}")
-    if not value and kind != "ngram":
-        raise argparse.ArgumentTypeError(f"{kind} needs a value: {KINDS[kind]}")
-    return kind, value if kind == "draft" else integer(1, 1000)(value or "2")
 
 
 def generation_type(how, loaded):

@@ -10,6 +10,7 @@ the middle of a run, so the tokens of one run come from one code.
 import re
 from dataclasses import dataclass
 
+from nanokv.apps.cli.common.options import OutputOptions, SpeedOptions
 from nanokv.apps.cli.common.terminal import notice, sanitize_line
 from nanokv.config import Config
 from nanokv.errors import ConfigError, NanoKVError
@@ -25,28 +26,32 @@ class Choice:
     fast: bool
     text: str = ""  # "" for commands that give no choice
     requested: bool = False  # by --fast or --quantize
+    quantize: str | None = None
 
 
-def check(args) -> None:
+def check(wanted: SpeedOptions | None, ranks: int) -> None:
     """Flags that contradict each other are refused before anything is loaded."""
-    wanted = "--fast" if getattr(args, "fast", False) else "--quantize" if getattr(args, "quantize", None) else None
-    if wanted and args.plain:
-        raise NanoKVError(f"--plain and {wanted} contradict each other", f"leave out --plain, or {wanted}")
-    if wanted and max(args.tensor_parallel or 1, args.ranks.size) > 1:
-        raise NanoKVError(f"{wanted} with --tensor-parallel: the kernels compute with whole weights, a rank has parts",
-                          f"leave out {wanted}")  # fmt: skip
+    if wanted is None or not (wanted.fast or wanted.quantize):
+        return
+    flag = "--fast" if wanted.fast else "--quantize"
+    if wanted.plain:
+        raise NanoKVError(f"--plain and {flag} contradict each other", f"leave out --plain, or {flag}")
+    if ranks > 1:
+        raise NanoKVError(f"{flag} with --tensor-parallel: the kernels compute with whole weights, a rank has parts",
+                          f"leave out {flag}")  # fmt: skip
 
 
-def choose(args, plan, fits) -> Choice:
+def choose(plan, wanted: SpeedOptions | None, fits) -> Choice:
     """From the flags, the model and what is built. `fits(bytes)`: is there memory for so much more than the plan?"""
-    if not hasattr(args, "plain"):
+    if wanted is None:
         return Choice(False)
-    if args.plain:
+    if wanted.plain:
         return Choice(False, "plain (--plain)")
-    if args.ranks.size > 1:
-        return Choice(False, f"plain, {args.ranks.size} ranks")
-    if args.fast or args.quantize:
-        return Choice(True, " ".join(filter(None, ("fast", args.quantize))), requested=True)
+    if plan.ranks.size > 1:
+        return Choice(False, f"plain, {plan.ranks.size} ranks")
+    if wanted.fast or wanted.quantize:
+        text = " ".join(filter(None, ("fast", wanted.quantize)))
+        return Choice(True, text, requested=True, quantize=wanted.quantize)
     why = unusable(plan) or ("" if fits(fusing_bytes(plan)) else "no memory to fuse weights")
     if not why:
         found = building.state()
@@ -57,10 +62,10 @@ def choose(args, plan, fits) -> Choice:
     return Choice(False, f"plain ({why})") if why else Choice(True, "fast kernels")
 
 
-def prefetch(plan, args):
+def prefetch(plan):
     """The weights that are fused, on their way into memory while torch is imported; None where nothing is fused, or
     quantized weights take the place of these. `check_memory` has counted them."""
-    if plan.code.fast and plan.device == "cpu" and not args.quantize:
+    if plan.code.fast and plan.device == "cpu" and not plan.code.quantize:
         from weights_loader.prefetch import Prefetch
 
         return Prefetch(plan.folder, plan.dtype_name, (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")))
@@ -86,7 +91,7 @@ def fusing_bytes(plan) -> int:
     return rows * config.hidden_size * ITEMSIZE[plan.dtype_name]
 
 
-def optimized(model, args, choice: Choice):
+def optimized(model, choice: Choice, output: OutputOptions):
     """The model that `choice` names. Who asked for kernels is told which code runs, and why."""
     if not choice.fast:
         return model
@@ -94,13 +99,13 @@ def optimized(model, args, choice: Choice):
 
     if not choice.requested:
         if not native.built():
-            notice("plain: the kernels that are built cannot be loaded; --fast builds them again", args)
+            notice("plain: the kernels that are built cannot be loaded; --fast builds them again", output)
             return model
         return optimize(model)
     if building.mode() != "off" and building.state().missing:
-        notice(f"building the native kernels, once: about {building.SECONDS} seconds", args)
-    model = optimize(model, args.quantize)
-    notice(f"fast: {model.weights} weights, {code_text()}", args)
+        notice(f"building the native kernels, once: about {building.SECONDS} seconds", output)
+    model = optimize(model, choice.quantize)
+    notice(f"fast: {model.weights} weights, {code_text()}", output)
     return model
 
 

@@ -123,10 +123,10 @@ def write_err(text: str) -> None:
         pass
 
 
-def notice(text: str, args) -> None:
+def notice(text: str, output) -> None:
     """One dim line on stderr, unless --quiet; a terminal that is too narrow gets it on several, broken at ` · `."""
-    if not args.quiet:
-        style, width = Style(sys.stderr, args.color), layout.columns(sys.stderr, None)
+    if not output.quiet:
+        style, width = Style(sys.stderr, output.color), layout.columns(sys.stderr, None)
         indent = text[: len(text) - len(text.lstrip(" "))]
         lines = layout.joined(message_line(text.lstrip(" ")).split(" · "), width, indent).split("\n")
         write_err("".join(style.dim(line) + "\n" for line in lines))

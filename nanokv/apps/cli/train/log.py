@@ -10,6 +10,7 @@ from collections import deque
 from pathlib import Path
 
 from nanokv.apps.cli.common import layout, terminal
+from nanokv.apps.cli.common.options import OutputOptions
 from nanokv.school.training.run_folder import records
 
 EVERY_S = 10  # seconds between two lines where there is no terminal
@@ -19,17 +20,19 @@ LATEST = 50  # steps whose speed is shown: the first steps compile, which says n
 class Progress:
     """One bar on a terminal; elsewhere one line per evaluation, or every ten seconds at most."""
 
-    def __init__(self, args, trainer):
-        self.args, self.trainer, self.first = args, trainer, trainer.step
+    def __init__(self, output: OutputOptions, every: int, trainer):
+        """`every`: steps from one sample answer to the next."""
+        self.output, self.every = output, every
+        self.trainer, self.first = trainer, trainer.step
         self.times = deque([time.perf_counter()], LATEST + 1)  # when the latest steps ended
         self.validation, self.printed, self.bar = None, -math.inf, None  # no validation loss before the first
 
     def __enter__(self):
-        if terminal.is_tty(sys.stderr) and not self.args.quiet:
+        if terminal.is_tty(sys.stderr) and not self.output.quiet:
             from rich.console import Console
             from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-            color = "auto" if terminal.use_color(sys.stderr, self.args.color) else None
+            color = "auto" if terminal.use_color(sys.stderr, self.output.color) else None
             columns = TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("ETA")
             self.bar = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True, color_system=color))
             self.bar.start()
@@ -55,36 +58,36 @@ class Progress:
         elif "validation" in record or time.monotonic() - self.printed > EVERY_S:
             self.printed = time.monotonic()
             left = (steps - record["step"]) * self.trainer.recipe.tokens_per_batch / speed
-            terminal.notice(f"{line} · ETA {left / 60:.0f} min", self.args)
+            terminal.notice(f"{line} · ETA {left / 60:.0f} min", self.output)
         if "validation" in record:
             self.sample(record["step"])
 
     def sample(self, step: int) -> None:
         """What the model would say now, to one question that changes from time to time."""
-        if self.args.quiet:
+        if self.output.quiet:
             return
         from nanokv.school.training.probe import QUESTIONS, reply
 
-        question = QUESTIONS[step // self.args.checkpoint_every % len(QUESTIONS)]
+        question = QUESTIONS[step // self.every % len(QUESTIONS)]
         line = terminal.sanitize_line(f"  {question} → {reply(self.trainer, question)}")
         if self.bar:  # above the bar: a line written past it would be overdrawn
             self.bar.console.print(line, style="dim", markup=False, highlight=False)
         else:
-            terminal.notice(line, self.args)
+            terminal.notice(line, self.output)
 
 
 class EvaluationProgress:
     """How many cases are done: a line that is written over on a terminal, elsewhere one every ten seconds."""
 
-    def __init__(self, args, total: int):
-        self.args, self.total, self.done, self.tty = args, total, 0, terminal.is_tty(sys.stderr)
+    def __init__(self, quiet: bool, total: int):
+        self.quiet, self.total, self.done, self.tty = quiet, total, 0, terminal.is_tty(sys.stderr)
         self.began = self.printed = time.monotonic()
 
     def __call__(self) -> None:
         """One more."""
         self.done += 1
         now = time.monotonic()
-        if self.args.quiet or now - self.printed < (0.1 if self.tty else EVERY_S):
+        if self.quiet or now - self.printed < (0.1 if self.tty else EVERY_S):
             return
         self.printed = now
         left = (now - self.began) / self.done * (self.total - self.done)
@@ -94,16 +97,16 @@ class EvaluationProgress:
 
     def clear(self) -> None:
         """Take the line away, before a row of the table is printed."""
-        if self.tty and not self.args.quiet:
+        if self.tty and not self.quiet:
             terminal.write_err("\r\x1b[K")
 
 
-def plot(out: Path, args) -> None:
+def plot(out: Path, output: OutputOptions) -> None:
     """loss.png from metrics.jsonl, if matplotlib is there."""
     try:
         import matplotlib
     except ModuleNotFoundError:
-        terminal.notice("no loss.png: matplotlib is not installed", args)
+        terminal.notice("no loss.png: matplotlib is not installed", output)
         return
     matplotlib.use("Agg")
     from matplotlib import pyplot

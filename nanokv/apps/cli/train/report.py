@@ -1,6 +1,7 @@
 """What an evaluation prints: a row for every task, the spread over seeds, the groups of a task, and broken caches."""
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 from nanokv.apps.cli.common import layout, terminal
@@ -9,37 +10,47 @@ from nanokv.apps.cli.common.text import to_json
 TASK_COLUMN = 32  # three figures of 28 columns beside it: a table at 60 columns
 
 
-def evaluate(args, name: str, seeds: list[int]) -> dict:
+@dataclass(frozen=True)
+class EvaluationOptions:
+    """How much is asked, and how it is shown."""
+
+    cases: int  # per task
+    json: bool = False
+    quiet: bool = False
+
+
+def evaluate(given: EvaluationOptions, name: str, seeds: list[int]) -> dict:
     """The table of tasks and of broken caches, or one JSON object; returns what that object holds."""
     import nanokv
     from nanokv.apps.cli.train.log import EvaluationProgress
     from nanokv.school.training.evaluate import TARGETS, TASKS, WRITTEN, broken_recall, evaluate, examples
 
     model, tokenizer = nanokv.load(name, dtype="float32", device="cpu")
-    progress = EvaluationProgress(args, (len(TASKS) + len(WRITTEN)) * args.cases * len(seeds) + args.cases)
+    total = (len(TASKS) + len(WRITTEN)) * given.cases * len(seeds) + given.cases
+    progress = EvaluationProgress(given.quiet, total)
     width = layout.columns(sys.stdout, None)
 
     def write(text):
         progress.clear()
-        if not args.json:
+        if not given.json:
             terminal.write_out(text)
 
-    about = [f"{args.cases} cases per task", seeds_text(seeds), "greedy chat, names and list words never trained on"]
+    about = [f"{given.cases} cases per task", seeds_text(seeds), "greedy chat, names and list words never trained on"]
     write(layout.joined([terminal.sanitize_line(name), *about], width) + "\n\n")
     write(task_row("task", "right", "lowest" if len(seeds) > 1 else "", "target", width))
     results = []
-    for result in evaluate(model, tokenizer, args.cases, seeds, progress):
+    for result in evaluate(model, tokenizer, given.cases, seeds, progress):
         write(result_rows(result, TARGETS.get(result.task), width))
         results.append(result)
-    faults = broken_recall(model, tokenizer, args.cases, seeds[0], progress)
+    faults = broken_recall(model, tokenizer, given.cases, seeds[0], progress)
     said = examples(model, tokenizer)
     missed = [result.task for result in results if not result.reached]
     write(fault_table(faults, width))
     write(layout.wrapped("".join(f"> {question}\n{terminal.sanitize(answer)}\n" for question, answer in said), width))
     write(layout.wrapped(f"\nmissed: {', '.join(missed)}\n", width) if missed else "")
-    report = {"model": name, "cases": args.cases, "seeds": seeds, **as_json(results)}
+    report = {"model": name, "cases": given.cases, "seeds": seeds, **as_json(results)}
     report |= {"faults": faults, "said": said, "missed": missed}
-    if args.json:
+    if given.json:
         terminal.write_out(to_json(report) + "\n")
     return report
 

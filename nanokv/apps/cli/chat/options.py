@@ -1,0 +1,66 @@
+"""The flags of `nanokv chat` and the options made of them."""
+
+from dataclasses import dataclass, replace
+
+from nanokv.apps.cli.common import options
+from nanokv.apps.cli.common.options import (
+    CacheOptions,
+    ModelOptions,
+    OutputOptions,
+    RankOptions,
+    SamplingOptions,
+)
+
+
+@dataclass(frozen=True)
+class ChatOptions:
+    """What the flags of this command say."""
+
+    model: ModelOptions
+    cache: CacheOptions
+    sampling: SamplingOptions
+    output: OutputOptions
+    ranks: RankOptions
+    resume: str | None = None  # "": the last one
+    no_save: bool = False
+    overflow: str = "stop"
+    stats: str = "on"
+    markdown: bool = False
+    jsonl: bool = False
+    no_loop_guard: bool = False
+
+
+def add_arguments(parser):
+    """Flags of chat beyond the general ones."""
+    options.add_model_arguments(parser, options.CACHE)
+    options.add_speed_arguments(parser)
+    options.add_sampling_arguments(parser)
+    options.add_system_argument(parser)
+    group = parser.add_argument_group("chat")
+    options.add_speculate_argument(group)
+    options.add_beam_arguments(parser)
+    group.add_argument("--resume", metavar="ID", nargs="?", const="", help="go on with the last session, or with ID")
+    group.add_argument("--list", action="store_true", help="saved sessions, newest first")
+    group.add_argument("--no-save", action="store_true", help="keep this conversation off the disk")
+    group.add_argument("--overflow", choices=("stop", "drop"), default="stop",
+                       help="context full: refuse with numbers (default), or drop the oldest turns")
+    options.add_template_argument(group)
+    options.add_thinking_argument(group)
+    group.add_argument("--stats", choices=("on", "off"), default="on",
+                       help="the line after each answer, in a terminal (default on)")
+    group.add_argument("--markdown", action="store_true", help="format finished blocks of an answer")
+    group.add_argument("--jsonl", "--json", action="store_true", help="an OpenAI chat.completion per turn, lossless")
+    options.add_special_argument(group, "typed control tokens become control tokens")
+    group.add_argument("--no-loop-guard", action="store_true", help="do not stop an answer that repeats itself")
+
+
+def command_options(args) -> ChatOptions:
+    """Of add_arguments. Flags that contradict each other are refused."""
+    sampling = options.sampling_options(args, options.beam_options(args))
+    speed = replace(options.speed_options(args), speculate=args.speculate)
+    template = replace(options.template_options(args), system=args.system)
+    return ChatOptions(
+        options.model_options(args, speed, template), options.cache_options(args), sampling,
+        options.output_options(args), options.rank_options(args), args.resume, args.no_save, args.overflow, args.stats,
+        args.markdown, args.jsonl, args.no_loop_guard,
+    )  # fmt: skip
