@@ -17,6 +17,7 @@ from nanokv.attention import Attend, Causal, Decode, Masked, is_causal
 from nanokv.cache.base import KVCache, NoCache
 from nanokv.checkpoint import Model
 from nanokv.errors import CacheError
+from nanokv.support.neighbours import fewer_threads
 from nanokv.text.ids import Rows, id_rows
 
 Position = int | Tensor  # of the next token; (B,) where rows differ in length
@@ -76,8 +77,9 @@ def decode(model: Model, token: Rows, cache: KVCache, start_pos: Position) -> Te
     check_cache(cache)
     if token.shape[1] != 1:
         raise ValueError(f"decode takes one token per row, got {token.shape[1]}: prefill takes any number")
-    hidden = model(token, cache, start_pos, attention_of_one(cache, token.device))  # (B,1,C)
-    return model.lm_head(hidden[:, -1])  # (B,V)
+    with fewer_threads(model, len(token)):
+        hidden = model(token, cache, start_pos, attention_of_one(cache, token.device))  # (B,1,C)
+        return model.lm_head(hidden[:, -1])  # (B,V)
 
 
 @torch.inference_mode()

@@ -15,6 +15,7 @@ from nanokv.errors import ConfigError
 from nanokv.model import Transformer
 from nanokv.support.clock import stamp
 from nanokv.support.habits import hinted
+from nanokv.support.neighbours import watch
 from nanokv.text import endings
 from nanokv.text.tokenizer import Tokenizer
 from weights_loader import CheckpointError, Device, Dtype, names
@@ -54,6 +55,8 @@ def load_folder(folder: Path, fields: dict, dtype: Dtype, device: Device,
     tokenizer another chat template before it is looked up what ends an answer.
     """
     dtype, device = weights_loader.check_target(dtype, device)
+    if device.type == "cpu":
+        watch(torch.get_num_threads())
     config = Config.from_dict(fields)  # refuse what is not implemented before a byte of weights is read
     generation = optional(folder / "generation_config.json")
     generation_config = GenerationConfig.from_fields(fields, generation)
@@ -118,6 +121,8 @@ def fill(model: Transformer, state_dict: dict[str, torch.Tensor]) -> Transformer
 
 def random_model(config: Config, dtype: torch.dtype, device: str | torch.device = "cpu") -> Transformer:
     """The same weights every time on one kind of device, for timing and memory; nothing is downloaded."""
+    if torch.device(device).type == "cpu":
+        watch(torch.get_num_threads())
     generator, state = torch.Generator(device).manual_seed(0), {}
     for name, empty in skeleton(config).named_parameters():
         matrix = torch.empty(empty.shape, dtype=dtype, device=device)

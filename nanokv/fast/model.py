@@ -25,6 +25,7 @@ from nanokv.loading import skeleton
 from nanokv.model import Transformer
 from nanokv.rope import apply_rope, rope_angles, rope_frequencies
 from nanokv.support.habits import hinted
+from nanokv.support.neighbours import watch
 
 if TYPE_CHECKING:
     from nanokv.fast.compiled import Compiled
@@ -277,6 +278,12 @@ class FastTransformer(Transformer):
         kernels.forward_step(*rows, layers, len(layers), x.data_ptr(), B, *angles, pages, *norm)
         return x
 
+    @property
+    def any_threads(self) -> bool:
+        """Does a decode step of one row give the same bits in any number of threads? A kernel computes each row of a
+        matrix in one thread; torch does not."""
+        return self.norm.weight.device.type == "cpu" and native.kernels() is not None
+
     def is_one_call(self, cache, attend) -> bool:
         """Would module after module compute what the kernel computes?"""
         ours = plain_model.rope_angles is rope_angles and untouched(self.embed_tokens) and untouched(self.norm)
@@ -330,6 +337,7 @@ def optimize(model: Transformer, weights: str | None = None, compile: int | None
 
         return Compiled(model, compile)
     check_plain(model)
+    watch(torch.get_num_threads())
     dtype = model.embed_tokens.weight.dtype
     own = {torch.float32: "fp32", torch.bfloat16: "bf16"}
     name = str(dtype).removeprefix("torch.")

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import signal
+import subprocess
 import sys
 import time
 import types
@@ -26,7 +27,7 @@ from nanokv.errors import NanoKVError
 from nanokv.fast import native, optimize
 from nanokv.fast.weights import Matrix
 from nanokv.inference import decode, prefill
-from nanokv.lab.bench import gguf, machine, profile, serving
+from nanokv.lab.bench import beside, gguf, machine, profile, serving
 from nanokv.lab.bench.rotation import Rotation
 from nanokv.lab.bench.runners import Ours, Runner, Transformers, Uncached
 from nanokv.support import installing
@@ -439,6 +440,47 @@ def press_after(count, rows):
         yield row
 
 
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="threads of Linux")
+def test_beside_a_busy_core_stands_what_the_model_does_alone_and_in_one_thread(cli, monkeypatch):
+    monkeypatch.setattr(beside, "SETTLE", 0)
+    monkeypatch.setattr(beside, "READ", 0.01)
+    before, threads, children = torch.get_num_threads(), [], []
+    speed, popen = beside.Beside.speed, subprocess.Popen
+    monkeypatch.setattr(
+        beside.Beside, "speed", lambda row, *args: threads.append(torch.get_num_threads()) or speed(row, *args)
+    )
+    monkeypatch.setattr(
+        beside, "subprocess", types.SimpleNamespace(
+            Popen=lambda *args, **how: children.append(popen(*args, **how)) or children[-1],
+            DEVNULL=subprocess.DEVNULL,
+        ),
+    )  # fmt: skip
+    try:
+        code, out, err = cli(
+            "bench", "--beside", "busy", "--weights", "plain,fast", "--contexts", "9", "--batch", "1,2",
+            "--steps", "2", "--repeat", "2", "--threads", "2", "--json",
+        )  # fmt: skip
+    finally:
+        torch.set_num_threads(before)
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["threads"] == 2 and found["beside"] == "busy"
+    assert [(row["weights"], row["batch"], row["context"]) for row in found["rows"]] == [
+        ("plain", 1, 9), ("fast", 1, 9), ("plain", 2, 9), ("fast", 2, 9)
+    ]  # fmt: skip
+    for row in found["rows"]:
+        assert row["rounds"] == 2 and min(row["alone_tok_s"], row["beside_tok_s"], row["one_thread_tok_s"]) > 0
+    assert threads == [2, 2, 1] * 3 * 4
+    assert len(children) == 3 * 4 and all(child.returncode not in (None, 0) for child in children)
+
+
+def test_the_ratio_beside_a_busy_core_is_that_of_each_round():
+    row = beside.Beside(Scripted("a", [], 0), 5, 3)
+    row.alone, row.beside, row.one_thread = [50.0, 50.0, 70.0], [9.0, 20.0, 30.0], [10.0, 40.0, 20.0]
+    figures = row.figures()
+    assert figures["alone_tok_s"] == 50 and figures["beside_tok_s"] == 20 and figures["ratio"] == 0.9
+
+
 def test_served_answers_are_those_of_generate():
     _, model = pair(seed=4)
     prompts = serving.requests_of(model.config.vocab_size, 6, 30)
@@ -465,6 +507,10 @@ def test_served_answers_are_those_of_generate():
     (["--quality", "--text", "no-such-file"], "no-such-file"), (["--quality", "--text", os.devnull], "has 0 tokens"),
     (["--text", "README.md"], "--text is the text of --quality"),
     (["--requests", "3", "--through", "cli"], "--through means nothing to --requests"),
+    (["--beside", "busy", "--threads", "1"], "hint: --device cpu --threads 2"),
+    (["--beside", "busy", "--requests", "3"], "--beside means nothing to --requests"),
+    (["--beside", "busy", "--through", "cli"], "--through means nothing to --beside"),
+    (["--beside", "busy", "--against", "transformers"], "--against means nothing to --beside"),
     (["--requests", "3", "--uncached"], "--uncached means nothing to --requests"),
     (["--requests", "3", "--caches", "static"], "--caches means nothing to --requests"),
     (["--dtype", "float16"], "no kernels for a model in float16"),

@@ -61,7 +61,7 @@ ONLY = {
     "nanokv.attention": {"nanokv.errors"},
     "nanokv.errors": {"weights_loader"},
     "nanokv.inference": {
-        "nanokv.attention", "nanokv.errors", "nanokv.text.ids", "nanokv.checkpoint",
+        "nanokv.attention", "nanokv.errors", "nanokv.text.ids", "nanokv.checkpoint", "nanokv.support.neighbours",
         *((room, name) for room in ("nanokv.cache.base", "nanokv.cache") for name in ("KVCache", "NoCache")),
     },
     "nanokv.cache": {

@@ -23,6 +23,7 @@ EXAMPLES = (
     "nanokv bench --weights plain,fast,int8 --contexts 128,512,1024 --plot bench.png",
     "nanokv bench -m qwen3-0.6b-random --dtype bf16 --against transformers,llama.cpp --json > bench.json",
     "nanokv bench --requests 32 --against transformers",
+    "nanokv bench --beside busy",
     "nanokv bench --quality --text README.md --weights fast --caches dict,quantized:bits=4,sliding:window=256:sinks=4",
 )
 DESCRIPTION = (
@@ -52,6 +53,7 @@ class BenchOptions:
     requests: int | None
     quality: bool
     text: Path | None
+    beside: str | None
     json: bool
     plot: str | None
     model: ModelOptions
@@ -87,6 +89,10 @@ def add_arguments(parser) -> None:
         help="instead: N prompts of 8 … the largest of --contexts tokens through the engine, --steps new ones each",
     )  # fmt: skip
     parser.add_argument(
+        "--beside", choices=("busy",), metavar="busy",
+        help="instead: decode tok/s alone, beside a process that keeps a core busy, and with one thread there",
+    )  # fmt: skip
+    parser.add_argument(
         "--quality", action="store_true",
         help="instead: what each of --weights, and of --caches, does to the likelihood of a text",
     )  # fmt: skip
@@ -105,7 +111,7 @@ def command_options(args) -> BenchOptions:
     return BenchOptions(
         args.contexts, args.caches, args.weights, args.batch, args.uncached, args.against,
         args.through, args.peer_timeout, args.steps, args.repeat, args.requests, args.quality,
-        args.text, args.json, args.plot, options.model_options(args), options.cache_options(args),
+        args.text, args.beside, args.json, args.plot, options.model_options(args), options.cache_options(args),
         options.output_options(args),
     )  # fmt: skip
 
@@ -124,6 +130,8 @@ def run(args, ranks: Ranks = ALONE) -> int:
         raise NanoKVError(f"--contexts {max(contexts):,} leaves no room for {given.steps} steps: at most {longest:,}")
     if given.requests:
         return serve(given, loaded, weights, against, max(contexts))
+    if given.beside:
+        return beside(given, loaded, make_runners(given, loaded, weights, batches), contexts)
     return measure(given, loaded, contexts, batches, weights, against)
 
 
@@ -173,14 +181,15 @@ def check_flags(given: BenchOptions, against) -> None:
         from nanokv.lab.bench.plot import figure_class
 
         figure_class()
-    mode = "--quality" if given.quality else "--requests" if given.requests else None
+    modes = {"--quality": given.quality, "--requests": given.requests, "--beside": given.beside}
+    mode = next((flag for flag, wanted in modes.items() if wanted), None)
     if mode == "--requests" and not set(against) <= {"transformers"}:
         raise NanoKVError("--requests compares with transformers' generate_batch only", hint="--against transformers")
     unused = {
-        "--requests": given.requests and given.quality, "--against": against and given.quality, "--plot": given.plot,
-        "--caches": given.caches and given.requests, "--uncached": given.uncached, "--batch": given.batch != "1",
+        "--against": against and mode != "--requests", "--plot": given.plot, "--uncached": given.uncached,
+        "--caches": given.caches and mode == "--requests", "--batch": given.batch != "1" and mode != "--beside",
         "--through": given.through,
-    }  # fmt: skip
+    } | {flag: wanted and flag != mode for flag, wanted in modes.items()}  # fmt: skip
     for flag, wanted in unused.items():
         if mode and wanted:
             raise NanoKVError(f"{flag} means nothing to {mode}", hint=f"leave {flag} out")
@@ -199,6 +208,7 @@ def check_ranks(given: BenchOptions, ranks: int) -> None:
     one_process = {
         "--against": given.against, "--requests": given.requests, "--quality": given.quality,
         "--through": given.through,
+        "--beside": given.beside,
     } | dict.fromkeys(others, True)  # fmt: skip
     for flag in (flag for flag, wanted in one_process.items() if wanted):
         raise NanoKVError(f"{flag} with --tensor-parallel: it is measured in one process, this would be on "
@@ -251,6 +261,30 @@ def serve(given: BenchOptions, loaded, weights, against, longest: int) -> int:
             for f in rows
         ])  # fmt: skip
         show_failed((f["label"], f["error"], "") for f in failed)
+    stop.finish()
+    return 130 if stop.requested else 0
+
+
+def beside(given: BenchOptions, loaded, runners, contexts) -> int:
+    """What a neighbour costs, in one rotation: alone, beside a busy core, with one thread beside it."""
+    from nanokv.lab.bench.beside import Beside
+
+    if loaded.threads < 2 or loaded.device != "cpu":
+        what = "--beside busy compares several threads of a CPU with one"
+        raise NanoKVError(what, "--device cpu --threads 2, or more")
+    rows = [Beside(runner, context, given.steps) for context in contexts for runner in runners]
+    rounds = (row.measure(loaded.config.vocab_size, turn) for turn in range(given.repeat + 1) for row in rows)
+    stop = carry_out(rounds, (given.repeat + 1) * len(rows), given.output)
+    found = [row.figures() for row in rows if row.alone]
+    if given.json:
+        facts = {"model": loaded.name, "dtype": loaded.dtype_name, "threads": loaded.threads, "beside": given.beside}
+        terminal.write_out(to_json(facts | {"rows": found}) + "\n")
+    else:
+        head = [f"{loaded.name} {loaded.dtype_name}", threads_text(loaded), "decode tok/s"]
+        show(head, ("", "context", "alone", "beside a busy core", "one thread there", "of one thread"), [
+            (f["label"], f"{f['context']:,}", f"{f['alone_tok_s']:,.1f}", f"{f['beside_tok_s']:,.1f}",
+             f"{f['one_thread_tok_s']:,.1f}", f"{f['ratio']:.0%}") for f in found
+        ])  # fmt: skip
     stop.finish()
     return 130 if stop.requested else 0
 

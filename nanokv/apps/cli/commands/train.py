@@ -15,6 +15,7 @@ from nanokv.apps.cli.common.loading import check_address_space
 from nanokv.apps.cli.common.options import OutputOptions, output_options
 from nanokv.apps.cli.train.report import EvaluationOptions, evaluate, write_card
 from nanokv.errors import NanoKVError
+from nanokv.support.neighbours import watch
 
 EXAMPLES = ("nanokv train --out runs/tiny", "nanokv train --out runs/tiny --resume", "nanokv train --evaluate")
 DESCRIPTION = (
@@ -102,6 +103,7 @@ def run(args) -> int:
 
     if args.threads:
         torch.set_num_threads(args.threads)
+    watch(torch.get_num_threads())
     measuring = partial(EvaluationOptions, json=args.json, quiet=given.output.quiet)
     if given.evaluate:
         first = seeds(args.seed or 0, args.seeds or 1)

@@ -34,6 +34,7 @@ from nanokv.costs.memory import SHORT, most_tokens
 from nanokv.errors import ConfigError, ContextError, NanoKVError
 from nanokv.parallel.group import ALONE, Ranks
 from nanokv.support.clock import stamp
+from nanokv.support.neighbours import watch
 from nanokv.text import render_process
 from nanokv.text.chat_templates import names, read_template
 from weights_loader import default_dtype
@@ -134,6 +135,8 @@ def _load_model(model, cache, output, ranks, announce) -> Loaded:
     if model.template and not ranks.rank:  # it will render: that process starts meanwhile
         render_process.start()
     check_address_space()
+    if early:
+        watch(plan.threads)
     stamp("plan")
     import torch  # the first of about 2 seconds
 

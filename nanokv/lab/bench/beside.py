@@ -1,0 +1,85 @@
+"""A model beside a neighbour: decode speed alone, beside a process that keeps one core busy, and in
+one thread there.
+
+The three take turns, so that what else the machine does hits them alike. The model computes for
+SETTLE seconds before each reading: nanokv/support/neighbours.py notices a neighbour, or that it has gone,
+within two tenths of a second.
+"""
+
+import contextlib
+import statistics
+import subprocess
+import sys
+import time
+
+import torch
+
+from nanokv.lab.bench.runners import Ours
+
+SETTLE, READ = 0.4, 0.5  # seconds of decoding before a reading, and at least of one
+
+
+class Beside:
+    """Tokens per second of each round, one list per situation."""
+
+    def __init__(self, runner: Ours, context: int, steps: int):
+        self.runner, self.context, self.steps = runner, context, steps
+        self.alone: list[float] = []
+        self.beside: list[float] = []
+        self.one_thread: list[float] = []
+
+    def measure(self, vocab_size: int, turn: int) -> None:
+        """One round; round 0 warms up."""
+        found = [self.speed(vocab_size, turn)]
+        with busy_core():
+            found.append(self.speed(vocab_size, turn))
+            with one_thread():
+                found.append(self.speed(vocab_size, turn))
+        for speeds, speed in zip((self.alone, self.beside, self.one_thread), found, strict=True):
+            if turn:
+                speeds.append(speed)
+
+    def speed(self, vocab_size: int, seed: int) -> float:
+        """Tokens per second, as the median of measurements."""
+        seconds: list[float] = []
+        began = time.perf_counter()
+        while time.perf_counter() - began < SETTLE + READ or not seconds:
+            settled = time.perf_counter() - began >= SETTLE
+            step = self.runner.measure(vocab_size, self.context, self.steps, seed)[1]
+            if settled:
+                seconds.append(step)
+        return self.runner.batch / statistics.median(seconds)
+
+    def figures(self) -> dict:
+        """Medians. `ratio`: of each round, `beside_tok_s` / `one_thread_tok_s`."""
+        ratios = [beside / one for beside, one in zip(self.beside, self.one_thread, strict=True)]
+        runner, median = self.runner, statistics.median
+        return {
+            "label": runner.label, "weights": runner.weights, "cache": runner.cache,
+            "batch": runner.batch, "context": self.context, "rounds": len(ratios),
+            "alone_tok_s": median(self.alone), "beside_tok_s": median(self.beside),
+            "one_thread_tok_s": median(self.one_thread), "ratio": median(ratios),
+        }  # fmt: skip
+
+
+@contextlib.contextmanager
+def busy_core():
+    """A child process that computes without end."""
+    command = [sys.executable, "-S", "-c", "while True: pass"]
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    try:
+        yield
+    finally:
+        child.kill()
+        child.wait()
+
+
+@contextlib.contextmanager
+def one_thread():
+    """torch, and kernels in its threads, compute in one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
