@@ -119,6 +119,18 @@ def test_a_list_of_threads_means_its_first(monkeypatch):
     assert loading.thread_count() == 3
 
 
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="no set of cores")
+def test_a_small_model_has_no_more_threads_than_it_can_use(monkeypatch):
+    monkeypatch.delenv("NANOKV_THREADS", raising=False)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(16)))
+    assert loading.thread_count() == 16 == loading.thread_count(1, 1_200_000_000)
+    assert [loading.thread_count(1, weights) for weights in (1000, 6_100_000, 12_200_000)] == [1, 3, 6]
+    assert loading.thread_count(2, 1_200_000_000) == 1
+    monkeypatch.setenv("NANOKV_THREADS", "8")  # who says a number has it
+    assert loading.thread_count(1, 1000) == 8
+
+
 @pytest.mark.parametrize("kilobytes", [100_000, 300_000, pytest.param(450_000, marks=pytest.mark.slow)])
 def test_an_address_space_too_small_for_torch_is_told_before_it_aborts(kilobytes, tiny_folder, tmp_path):
     """At 300 MB torch raised ImportError ("this is a bug"), at 450 MB its libraries aborted the process."""

@@ -41,6 +41,7 @@ from weights_loader import default_dtype
 from weights_loader.strict import quote, read_object
 
 PAGE = 16  # tokens per page where --cache does not say
+SHARE = 2_000_000  # bytes of weights that a thread reads in a step: with fewer it waits about as long as it works
 TORCH_BYTES = 600_000_000  # address space that importing torch takes on a CPU; measured, 2.13
 NOTHING_FITS = "no context fits; -m tiny does"
 
@@ -233,15 +234,17 @@ def plan_model(
         os.environ["HF_HUB_OFFLINE"] = "1"  # read by huggingface_hub when it is imported
     check_device(model.device)
     check_options(cache.name, cache.options)
-    threads = model.threads or thread_count(ranks.size)
+    thread_count(ranks.size)  # a wrong number in the environment is told before anything is fetched
     import weights_loader
 
     with said(output):
         folder = Path(weights_loader.resolve(model.source, revision=model.revision))
     fields = read_object(folder / "config.json", ConfigError)
     config = Config.from_dict(fields)
+    dtype_name = choose_dtype(model, config, "cpu")
+    threads = model.threads or thread_count(ranks.size, weight_bytes(config, ITEMSIZE[dtype_name]))
     return Plan(
-        model.source, display_name(model.source), folder, config, choose_dtype(model, config, "cpu"), threads, "cpu",
+        model.source, display_name(model.source), folder, config, dtype_name, threads, "cpu",
         choose_context(cache.context, config), cache.name, cache.options, fields=fields, ranks=ranks,
     )  # fmt: skip
 
@@ -287,9 +290,9 @@ def choose_dtype(model: ModelOptions, config: Config, device: str) -> str:
     return default_dtype(model.source, config.torch_dtype, device) if model.dtype == "auto" else model.dtype
 
 
-def thread_count(ranks: int = 1) -> int:
-    """NANOKV_THREADS, else OMP_NUM_THREADS, else the cores that this process may use; of several ranks each uses one.
-    """
+def thread_count(ranks: int = 1, weights: int | None = None) -> int:
+    """NANOKV_THREADS, else OMP_NUM_THREADS, else the cores that this process may use, but one for each SHARE bytes of
+    weights at most; of several ranks each uses one."""
     text = environment("NANOKV_THREADS")
     if text is not None:
         try:
@@ -304,7 +307,8 @@ def thread_count(ranks: int = 1) -> int:
         return int(first)
     if ranks > 1:
         return 1
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return cores if weights is None else min(cores, max(1, weights // SHARE))
 
 
 def count_text(count: int) -> str:

@@ -193,7 +193,7 @@ def add_model_arguments(parser, cache: str = "dict") -> None:
     )  # fmt: skip
     group.add_argument(
         "--threads", metavar="N", type=integer(1, 4096),
-        help="CPU threads (default: $NANOKV_THREADS, else all)",
+        help="CPU threads (default: $NANOKV_THREADS, else the cores, at most one for 2 MB of weights)",
     )  # fmt: skip
     group.add_argument(
         "--cache", metavar="KIND", type=cache_name, default=(cache, {}),
