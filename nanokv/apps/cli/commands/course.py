@@ -200,7 +200,7 @@ def _exam(given: CourseOptions) -> None:
 
     out = given.out or Path("exam")
     ask_to_replace(given.force, *(out / name for name in exam.FILES))
-    for path in exam.write(given.folder, given.words, given.seed, out):
+    for path in exam.write(given.folder, list(given.words), given.seed, out):
         terminal.write_out(f"{path}\n")
 
 
@@ -209,7 +209,7 @@ def _gift(given: CourseOptions) -> None:
 
     out = given.out or Path("questions.gift")
     ask_to_replace(given.force, out)
-    left = gift.write(given.folder, given.words, given.seed, out)
+    left = gift.write(given.folder, list(given.words), given.seed, out)
     terminal.write_out(f"{out}\n")
     if left:
         terminal.notice(f"left out, because the answer is not made of numbers: {', '.join(left)}", given.output)
