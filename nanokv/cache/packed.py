@@ -1,8 +1,10 @@
 """Several prompts, one behind the other, in one forward: no padding, and products as large as all of them together.
 
 To the model every token is a row of its own, with a position of its own: (N,1) tokens. Only attention knows which rows
-belong together: `append` returns the keys and values of each sequence apart, and `attention.Packed` takes them.
+belong together: `append` returns the keys and values of each sequence apart, and `Packed` takes them.
 """
+
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -48,3 +50,16 @@ class PackedCache(KVCache):
     def length(self):
         """(N,) int64: how many tokens of its own sequence stand before each row."""
         return torch.cat([cache.length + torch.arange(n) for cache, n in zip(self.caches, self.sizes, strict=True)])
+
+
+class Packed:
+    """Sequences one behind the other: parts[b] is (T_b, attend) of sequence b, whose queries see its own keys only."""
+
+    def __init__(self, parts: Iterable[tuple[int, Callable]]):
+        self.parts = list(parts)
+
+    def __call__(self, q, keys, values):
+        """q (N,H,1,D) with N = ΣT_b, keys and values lists of (1,Hk,S_b,D), the T_b new ones last → (N,H,1,D)."""
+        queries = q.split([size for size, _ in self.parts])  # (T_b,H,1,D)
+        each = zip(queries, keys, values, self.parts, strict=True)
+        return torch.cat([attend(rows.transpose(0, 2), k, v).transpose(0, 2) for rows, k, v, (_, attend) in each])

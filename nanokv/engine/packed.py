@@ -6,8 +6,7 @@ is a row, (N,1), at a position of its own; only attention knows which rows belon
 
 import torch
 
-from nanokv.attention import Packed
-from nanokv.cache.packed import PackedCache
+from nanokv.cache.packed import Packed, PackedCache
 from nanokv.inference import attention_over, token_ids
 
 

@@ -16,8 +16,9 @@ from torch import nn
 from torch.nn.modules import module
 
 from nanokv import model as plain_model
-from nanokv.attention import Causal, Decode, Packed, row_blocks
+from nanokv.attention import Causal, Decode, row_blocks
 from nanokv.cache.capabilities import Pages
+from nanokv.cache.packed import Packed
 from nanokv.errors import CacheError, ConfigError
 from nanokv.fast import choice, native
 from nanokv.fast.weights import FORMATS, Addressed, Dense, Int8, Matrix, check_dense

@@ -8,7 +8,7 @@
     2 ranks    rank 0    rank 1     rank 0     rank 1     rank 0     ranks have equally much to keep and to read
 
 Every rank has all weights and computes q, k and v of every token. It keeps the keys and values of its own positions,
-and attends to those. Then outputs and log-sum-exps are gathered and merged (nanokv.attention.merge), so that all ranks
+and attends to those. Then outputs and log-sum-exps are gathered and merged (merge.py), so that all ranks
 go on with the same hidden states. Per layer and token a rank receives 4·B·H·(D+1) bytes from each other rank, however
 long the sequence is; sending the keys instead would take 2·B·S·Hk·D values. Cache and attention are divided by the
 number of ranks. The products with the weights are not: tensor parallelism does that. In a prefill the queries see the
@@ -22,11 +22,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from nanokv.attention import merge, partial_attention
 from nanokv.cache.base import KVCache, LayerCache
 from nanokv.cache.capabilities import Index
 from nanokv.cache.checks import check_append
 from nanokv.errors import CacheError, CapacityError, ParallelError, UnsupportedError
+from nanokv.parallel.merge import merge, partial_attention
 
 KINDS = ("dict", "static", "growing", "paged", "offloaded")  # they keep exact values, and count no positions themselves
 

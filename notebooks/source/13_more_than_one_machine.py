@@ -32,10 +32,10 @@ import torch.nn.functional as F
 
 import nanokv
 from nanokv import costs, course
-from nanokv.attention import merge, partial_attention
 from nanokv.costs.memory import FAMILY
-from nanokv.school.course.ranks import on_ranks
+from nanokv.parallel.merge import merge, partial_attention
 from nanokv.parallel.shards import Shard
+from nanokv.school.course.ranks import on_ranks
 
 model, tokenizer = course.start("13", model="tiny")  # each process loads it once more
 c = model.config
@@ -526,7 +526,7 @@ course.answer("13.q3", q3)
 #   can be mended.
 # - Yang and others, [Context Parallelism for Scalable Million-Token Inference](https://arxiv.org/abs/2411.01783).
 # - Zhong and others, [DistServe](https://arxiv.org/abs/2401.09670): prefill and decode on machines of their own.
-# - `nanokv/parallel/`, and `merge` in `nanokv/attention.py`.
+# - `nanokv/parallel/`, with `merge` in `merge.py`.
 #
 # ## Next
 #

@@ -10,9 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nanokv import attention
-from nanokv.attention import Split, causal_mask, merge, partial_attention
+import nanokv.parallel.merge
+from nanokv.attention import causal_mask
 from nanokv.errors import CacheError
+from nanokv.parallel.merge import Split, merge, partial_attention
 
 HEADS = [(4, 4), (6, 2), (4, 1)]
 D = 16
@@ -131,7 +132,7 @@ def test_many_queries_go_in_blocks(mask, monkeypatch):
         sizes.append(q.shape[2])
         return [(0, 4), (4, 8), (8, 11)] if q.shape[2] == 11 else [(0, q.shape[2])]
 
-    monkeypatch.setattr(attention, "row_blocks", small_blocks)
+    monkeypatch.setattr(nanokv.parallel.merge, "row_blocks", small_blocks)
     assert gap(partial_attention(q, k, v, mask)[0], torchs(q, k, v, mask)) <= 1e-6 and sizes == [11, 4, 4, 3]
 
 

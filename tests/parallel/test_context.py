@@ -18,6 +18,7 @@ from nanokv.errors import CacheError, CapacityError, ParallelError, UnsupportedE
 from nanokv.inference import decode, prefill, prefill_chunks, verify_draft
 from nanokv.parallel.context import KINDS, ContextCache, Deal
 from nanokv.parallel.group import Alone
+from nanokv.parallel.merge import Split
 from oracle import SHAPES, TOLERANCE, gap, pair, random_ids
 from thread_ranks import on_ranks
 
@@ -224,7 +225,7 @@ def test_a_share_that_holds_something_and_a_wrong_page_are_refused(model):
         ContextCache(make_cache("dict", model.config), Alone(), page=0)
 
 
-@pytest.mark.parametrize("attend", [Causal(), causal_attention, decode_attention, nanokv.attention.Split(None, 2)])
+@pytest.mark.parametrize("attend", [Causal(), causal_attention, decode_attention, Split(None, 2)])
 def test_another_attention_is_refused_and_does_not_take_a_share_for_the_whole(model, attend):
     """The logits of half of the keys are fluent nonsense."""
 

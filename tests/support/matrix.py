@@ -13,7 +13,7 @@ import torch
 
 import nanokv
 import nanokv.attention
-from nanokv.attention import Split, causal_attention, decode_attention
+from nanokv.attention import causal_attention, decode_attention
 from nanokv.cache import BatchCache, make_cache
 from nanokv.cache.padded import PaddedCache
 from nanokv.cache.paged_batch import PagedBatch
@@ -25,6 +25,7 @@ from nanokv.inference import decode, prefill, prefill_chunks, verify_draft
 from nanokv.loading import build
 from nanokv.parallel import context
 from nanokv.parallel.context import ContextCache
+from nanokv.parallel.merge import Split
 from nanokv.remote.handover import receive, send
 from nanokv.remote.link import SocketLink
 from oracle import SHAPES, pair, random_ids

@@ -1,0 +1,76 @@
+"""Attention over parts of the keys, and the merge of what they give: exact, by the log-sum-exp of each part's scores.
+
+The parts may lie on several ranks (context.py), or keep several cores busy with one query (`Split`).
+"""
+
+import torch
+from torch import Tensor
+
+from nanokv.attention import row_blocks
+from nanokv.errors import CacheError
+
+
+class Split:
+    """`Masked`, with the keys in n parts: each part is attended to alone, then the parts are merged.
+
+    GPUs need this for decode (split-K; Flash-Decoding, Dao et al. 2023): one query over a long cache is too little work
+    for many cores, and the parts can run side by side. Here they run one after another. With parts on several machines
+    it is context parallelism (nanokv/parallel/context.py). mask: bool (T,S) or (B,1,T,S); None = every key.
+    """
+
+    def __init__(self, mask: Tensor | None, n: int):
+        if type(n) is not int or n < 1:
+            raise CacheError(f"n is {n!r}: keys are split into a whole number ≥ 1 of parts")
+        self.mask, self.n = mask, n
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q (B,H,T,D), k and v (B,Hk,S,D) → (B,H,T,D)."""
+        if self.mask is not None and self.mask.shape[-1] != k.shape[2]:
+            raise CacheError(f"attention got {k.shape[2]} keys, but the mask has {self.mask.shape[-1]} columns")
+        keys, values = k.tensor_split(self.n, 2), v.tensor_split(self.n, 2)  # (B,Hk,S_p,D) each; views, some empty
+        masks = [None] * self.n if self.mask is None else self.mask.tensor_split(self.n, -1)  # (…,T,S_p) each
+        parts = [partial_attention(q, *part) for part in zip(keys, values, masks, strict=True)]
+        outputs, lse = map(torch.stack, zip(*parts, strict=True))  # (n,B,H,T,D), (n,B,H,T)
+        return merge(outputs, lse).to(q.dtype)
+
+
+def partial_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Attention over some of the keys, and the log-sum-exp of their scores: `merge` joins several of them.
+
+    q (B,H,T,D), k and v (B,Hk,S,D), S ≥ 0, mask bool (T,S) or (B,1,T,S) → outputs (B,H,T,D), lse (B,H,T), both fp32.
+    A query that sees none of these keys has lse −∞ and output 0. SDPA returns no lse, so the scores are written out,
+    4·B·H·T·S bytes, on a CPU for the rows of one block only (row_blocks: 256 over 8,192 keys of Qwen3-0.6B, 134 MB).
+    Keys and values in half precision are copied to fp32.
+    """
+    if len(blocks := row_blocks(q, max(1, k.shape[2]))) > 1:
+        mask = None if mask is None else mask.expand(*mask.shape[:-2], q.shape[2], -1)
+        rows = [partial_attention(q[:, :, a:b], k, v, None if mask is None else mask[..., a:b, :]) for a, b in blocks]
+        outputs, lse = (torch.cat(each, 2) for each in zip(*rows, strict=True))
+        return outputs, lse
+    (B, H, T, D), (Hk, S) = q.shape, k.shape[1:3]
+    grouped = q.reshape(B, Hk, -1, D).float()  # (B,Hk,G·T,D): the G heads of a group read their keys once
+    scores = grouped @ k.float().transpose(2, 3) * D**-0.5  # (B,Hk,G·T,S)
+    scores = scores.view(B, H, T, S)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    lse = scores.logsumexp(-1)  # (B,H,T)
+    weights = (scores - finite(lse)[..., None]).exp()  # (B,H,T,S): softmax, or 0 where nothing is seen
+    outputs = weights.view(B, Hk, H // Hk * T, S) @ v.float()  # (B,Hk,G·T,D)
+    return outputs.view(B, H, T, D), lse
+
+
+def merge(outputs: Tensor, lse: Tensor) -> Tensor:
+    """Attention over P disjoint sets of keys → attention over all of them, exactly and in any order.
+
+    outputs (P,B,H,T,D), lse (P,B,H,T) → (B,H,T,D). A softmax over all keys gives part p the sum of its weights,
+    exp(lse_p) / Σ exp(lse): each output is already normalised within its part, so that share is all it lacks (Milakov &
+    Gimelshein 2018, arXiv 1805.02867). A part in which a query sees nothing, lse −∞, counts nothing whatever its output
+    is; a query that sees nothing anywhere gets 0, as from SDPA.
+    """
+    shares = (lse - finite(lse.logsumexp(0))).exp()[..., None]  # (P,B,H,T,1): they sum to 1
+    return (shares * outputs.masked_fill(shares == 0, 0)).sum(0)  # (B,H,T,D); 0 times NaN would be NaN
+
+
+def finite(lse: Tensor) -> Tensor:
+    """0 in the place of −∞, because −∞ − (−∞) is NaN."""
+    return lse.masked_fill(lse == -torch.inf, 0)
