@@ -46,13 +46,16 @@ class KVCache(CacheCapabilities):
         super().__init__(layers)
         self.config = config
 
+    def __repr__(self):
+        n = self[0].length if self else 0
+        tokens = n if isinstance(n, int) else f"{min(n)} to {max(n)}"  # rows of their own lengths
+        kind = f"{type(self).__name__} {self.made.name!r}"
+        return f"<{kind}: {len(self)} layers × {tokens} tokens, {self.nbytes:,} B>"
+
     @property
     def length(self) -> int:
-        """Tokens held, the same in every layer; a failed forward may leave them unequal, which raises until mended.
-
-        After a failed forward, call truncate(length before it), even if all layers report the same length: a kernel
-        counts a token before it computes it.
-        """
+        """Tokens held. After a failed forward call truncate(length before it): layers may be of
+        unequal length, which raises here, and a kernel counts a token before it computes it."""
         lengths = {layer.length for layer in self}
         if len(lengths) > 1:
             raise CacheError(
@@ -75,13 +78,13 @@ class KVCache(CacheCapabilities):
     def truncate(self, n: int) -> None:
         """Forget positions ≥ n in every layer; also mends layers of unequal length after a failed forward."""
         for layer in self:  # all or none
-            layer.check_truncate(n)
+            layer._check_truncate(n)
         for layer in self:
             layer.truncate(n)
 
     def fork(self) -> "KVCache":
         """An independent copy of the whole cache."""
-        return type(self)((layer.fork() for layer in self), self.config).made_like(self)
+        return type(self)((layer.fork() for layer in self), self.config)._made_like(self)
 
 
 class NoCache(KVCache):

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from nanokv.cache.base import KVCache, LayerCache
+from nanokv.cache.capabilities import Made, Sizes
 from nanokv.cache.checks import check_append, check_index
 from nanokv.cache.saving import ALONE
 from nanokv.errors import CacheError, UnsupportedError
@@ -21,11 +22,7 @@ class BatchLayer(LayerCache):
     """Layer i of every row."""
 
     def __init__(self, parts):
-        self.parts, self.expected = parts, parts[0].expected  # LayerCaches of batch size 1
-
-    @property
-    def batch_size(self) -> int:
-        return len(self.parts)
+        self.parts, self._expected = parts, parts[0]._expected  # LayerCaches of batch size 1
 
     @property
     def length(self):
@@ -33,7 +30,7 @@ class BatchLayer(LayerCache):
         return one_or_each([row.length for row in self.parts])
 
     def append(self, k, v):
-        check_append(k, v, expected=self.expected)
+        check_append(k, v, expected=self._expected)
         if k.shape[0] != len(self.parts):
             raise CacheError(f"cannot append keys {tuple(k.shape)} to {len(self.parts)} rows")
         with all_or_none(self.parts):
@@ -43,22 +40,25 @@ class BatchLayer(LayerCache):
             return _pad_left(keys, longest), _pad_left(values, longest)  # (B,Hk,S,D) ×2
 
     @property
-    def max_rollback(self) -> int | None:
-        return min((row.max_rollback for row in self.parts if row.max_rollback is not None), default=None)
+    def sizes(self) -> Sizes:
+        rows = [row.sizes for row in self.parts]
+        back = min((row.max_rollback for row in rows if row.max_rollback is not None), default=None)
+        held, used = max(row.held for row in rows), sum(row.used_nbytes for row in rows)
+        return Sizes(len(rows), held, used, back)
 
-    @property
-    def sinks(self) -> int:
-        return self.parts[0].sinks
-
-    def width(self, T: int) -> int:
-        return max(row.width(T) for row in self.parts)
-
-    def check_truncate(self, n: int):
+    def _check_truncate(self, n: int):
         for row in self.parts:
-            row.check_truncate(n)
+            row._check_truncate(n)
+
+    def _snapshot(self):
+        return [row._snapshot() for row in self.parts]
+
+    def _rollback(self, snapshot):
+        for row, its in zip(self.parts, snapshot, strict=True):
+            row._rollback(its)
 
     def truncate(self, n: int):
-        self.check_truncate(n)
+        self._check_truncate(n)
         for row in self.parts:
             row.truncate(n)
 
@@ -73,10 +73,6 @@ class BatchLayer(LayerCache):
     def nbytes(self) -> int:
         return sum(row.nbytes for row in self.parts)
 
-    @property
-    def used_nbytes(self) -> int:
-        return sum(row.used_nbytes for row in self.parts)
-
 
 class BatchCache(KVCache):
     """`rows[b]` is a KVCache of one sequence; `length` (B,) int64, or an int while all rows are equally long."""
@@ -84,8 +80,8 @@ class BatchCache(KVCache):
     def __init__(self, rows, config):
         self.rows = list(rows)
         check_rows(self.rows, config)
-        self.name, self.requested_capacity = "batch", self.rows[0].requested_capacity
-        self.options = {"of": self.rows[0].name} | self.rows[0].options
+        row = self.rows[0].made
+        self.made = Made("batch", {"of": row.name} | row.options, row.capacity, len(self.rows))
         super().__init__(self.layers(self.rows), config)
 
     def layers(self, rows) -> list[BatchLayer]:
@@ -97,18 +93,14 @@ class BatchCache(KVCache):
         return one_or_each([row.length for row in self.rows])
 
     @property
-    def batch_size(self) -> int:
-        """Rows."""
-        return len(self.rows)
-
-    @property
     def capacity(self) -> int | None:
         """Of the row that holds least."""
         return min((row.capacity for row in self.rows if row.capacity is not None), default=None)
 
     def mask(self, T: int):
         """(B,1,T,S): each row's own mask behind its padding; None or (T,S) while all rows are alike."""
-        widths, masks = [row[0].width(T) for row in self.rows], [row.mask(T) for row in self.rows]
+        masks = [row.mask(T) for row in self.rows]
+        widths = [width(row[0], T, mask) for row, mask in zip(self.rows, masks, strict=True)]
         if len(set(widths)) == 1 and (T == 1 or all(torch.equal(mask, masks[0]) for mask in masks)):
             return masks[0]
         every = [torch.ones(T, S, dtype=torch.bool) if m is None else m for S, m in zip(widths, masks, strict=True)]
@@ -121,20 +113,19 @@ class BatchCache(KVCache):
             raise CacheError(f"truncate({n!r}): a number of tokens ≥ 0 for each of {len(self.rows)} rows was expected")
         for row, length in zip(self.rows, lengths, strict=True):
             for layer in row:
-                layer.check_truncate(length)
+                layer._check_truncate(length)
         for row, length in zip(self.rows, lengths, strict=True):
             row.truncate(length)
 
     def fork(self) -> "BatchCache":
-        return type(self)([row.fork() for row in self.rows], self.config).made_like(self)
+        return type(self)([row.fork() for row in self.rows], self.config)._made_like(self)
 
     def reorder(self, index):
         rows = [self.rows[i].fork() for i in check_index(index, rows=len(self.rows)).tolist()]
         self.rows, self[:] = rows, self.layers(rows)  # in one line: before it all rows are the old ones, then the new
 
     def save(self, path, tokens=(), model_fingerprint: str = "", rank=ALONE):
-        made, *others = [(row.name, row.options, row.requested_capacity) for row in self.rows]
-        if any(other != made for other in others):
+        if any(row.made != self.rows[0].made for row in self.rows):
             raise UnsupportedError("rows of mixed kinds cannot be saved in one file", hint="save each of cache.rows")
         super().save(path, tokens, model_fingerprint, rank)
 
@@ -152,13 +143,18 @@ def check_rows(rows, config):
 @contextmanager
 def all_or_none(parts):
     """If an append inside fails (one row is full, Ctrl-C), every row is rolled back to what it held before."""
-    snapshots = [part.snapshot() for part in parts]
+    snapshots = [part._snapshot() for part in parts]
     try:
         yield
     except BaseException:
         for part, snapshot in zip(parts, snapshots, strict=True):
-            part.rollback(snapshot)
+            part._rollback(snapshot)
         raise
+
+
+def width(layer, T: int, mask) -> int:
+    """S: how many keys the append of T tokens will return; `mask` is what layer.mask(T) says."""
+    return layer.sizes.held + T if mask is None else mask.shape[-1]
 
 
 def one_or_each(lengths):

@@ -1,20 +1,18 @@
 """What a cache may offer besides the contract of base.py, and what it answers if it does not.
 
-    kernels   in_place, reserve, patched: where keys and values lie, so that a decode step copies nothing
-    batches   batch_size, width, check_truncate, snapshot, rollback: rows of different lengths, all or none
-    guesses   max_rollback: how many tokens speculative decoding may append and take back
-    beams     reorder, reordered
-    files     state, restore; save, load
-    prefixes  reuse, remember
-    ranks     attention: for keys that a mask cannot speak of, because other processes hold them
+    kernels   pages: where keys and values lie, so that a decode step copies nothing
+    batches   sizes, capacity: rows, keys and bytes held, and how much fits
+    beams     reorder
+    files     state, restore of a layer; save, load of all, `tokens`, and what the cache was `made` with
 
-Each default is either right for every cache or raises UnsupportedError.
+Each default is either right for every cache or raises UnsupportedError. Names with an underscore
+are hooks for the caches of this folder: a class of your own works without them.
 """
 
+import importlib
 import os
-import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -25,28 +23,6 @@ from nanokv.config import Config
 from nanokv.errors import CacheError, UnsupportedError
 
 Index: TypeAlias = Sequence[int] | torch.Tensor  # of rows
-
-
-class FirstNames:
-    """`renamed`: names of the first release, which a class written for it may define or ask for; each use warns."""
-
-    renamed: dict = {}
-
-    def __getattr__(self, name: str):
-        if name not in self.renamed:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        new = self.renamed[name]
-        warnings.warn(f"{type(self).__name__}.{name} is called {new} now", DeprecationWarning, stacklevel=2)
-        return getattr(self, new)
-
-    def __init_subclass__(cls, **options):
-        super().__init_subclass__(**options)
-        for old, new in cls.renamed.items():
-            number = old == "rollback" and not callable(vars(cls).get(old))  # a method of this name is today's
-            if old in vars(cls) and new not in vars(cls) and (number or old != "rollback"):
-                warnings.warn(f"{cls.__name__}.{old} is called {new} now", DeprecationWarning, stacklevel=3)
-                setattr(cls, new, vars(cls)[old])
-                delattr(cls, old)
 
 
 @dataclass(eq=False)
@@ -67,82 +43,82 @@ class Pages:
             self.lengths = torch.as_tensor(self.lengths, dtype=torch.int32, device=device)
 
 
-class LayerCapabilities(FirstNames):
+@dataclass(frozen=True)
+class Sizes:
+    """How much a layer, or a whole cache, holds just now."""
+
+    batch_size: int | None  # rows stored; None while any number may come
+    held: int  # keys of the longest row: fewer than `length` where some were forgotten
+    used_nbytes: int  # of `nbytes`, what the tokens take; the rest is reserved for later ones
+    max_rollback: int | None = None  # tokens that truncate undoes without a trace; None = any
+
+
+@dataclass(frozen=True)
+class Made:
+    """What make_cache was called with."""
+
+    name: str = "dict"
+    options: dict = field(default_factory=dict)  # besides sizes
+    capacity: int | None = None
+    batch_size: int = 1
+
+
+RESERVES: dict[Callable, Callable] = {}  # append → reserve(layer, like), what a kernel may call instead
+
+
+def in_place(reserve: Callable) -> Callable:
+    """Decorator of an `append` that writes where its keys stay: `reserve` gives `pages` for it.
+
+    It does so for this very function. An append that takes its place, in a subclass, in the class
+    or on one object, has no pages, so no kernel can pass it by.
+    """
+
+    def known(append: Callable) -> Callable:
+        RESERVES[append] = reserve
+        return append
+
+    return known
+
+
+def reserve_of(layer: Any) -> Callable | None:
+    """What a kernel may call in the place of `layer.append`, as that is now; None: nothing.
+
+    Changes nothing, and takes any class: one of the caller's may call something else `pages`.
+    """
+    return RESERVES.get(getattr(layer.append, "__func__", None))  # type: ignore[arg-type]
+
+
+class LayerCapabilities:
     """Of one layer."""
 
-    append: Callable  # LayerCache has it, and nbytes
+    append: Callable  # LayerCache has these four
+    truncate: Callable
+    fork: Callable
     nbytes: int
-    own_append: Callable  # the one that the class was written with
-    renamed = {"rollback": "max_rollback", "room": "reserve", "mark": "snapshot", "back": "rollback",
-               "rows": "batch_size", "expects": "expected"}  # fmt: skip
+    length: int
     capacity: int | None = None  # the most tokens that fit; None = as memory allows
-    sinks: int = 0  # first tokens that stay when later ones leave the cache
-    batch_size: int | None = None  # rows stored; None while any number may come
-    in_place = False  # can `reserve` be asked? Then a decode step needs no mask either: the pages say each row's length
-    max_rollback: int | None = None  # tokens that one append may bring and truncate undo without a trace; None = any
-    expected = (None, None, None, None)  # (Hk, D, dtype, device) that make_cache was told; None = whatever comes first
-
-    def __init_subclass__(cls, **options):
-        """A class with an `append` of its own is asked for that: `reserve` of a class above would pass it by."""
-        super().__init_subclass__(**options)
-        defined = {name: [name in vars(c) for c in cls.__mro__].index(True) for name in ("append", "reserve")}
-        if defined["append"] < defined["reserve"]:
-            cls.in_place = False
-        cls.own_append = cls.append
+    _expected = (None, None, None, None)  # (Hk, D, dtype, device) of make_cache; None = what comes
 
     @property
-    def patched(self) -> bool:
-        """Has a caller put another function in the place of the class's `append`? `reserve` would pass it by."""
-        return getattr(self.append, "__func__", None) is not type(self).own_append
+    def sizes(self) -> Sizes:
+        """Rows, keys and bytes held."""
+        length = self.length
+        return Sizes(None, length if isinstance(length, int) else int(max(length)), self.nbytes)
 
-    @property
-    def used_nbytes(self) -> int:
-        """Of `nbytes`, what the tokens take; a cache that reserves room overrides it."""
-        return self.nbytes
+    def pages(self, like: torch.Tensor) -> Pages | None:
+        """All that a kernel may use of this layer. None: nothing, call `append`.
 
-    def reserve(self, like: torch.Tensor) -> Pages:
-        """A slot for one more token per row, counted as seen: the caller writes its key and value (B,Hk,1,D), in the
-        shape and dtype of `like`, at the last place of each row, lengths − 1."""
-        raise UnsupportedError(f"{type(self).__name__} does not store in place")
-
-    def place(self, k: torch.Tensor, v: torch.Tensor) -> Pages:
-        """`append` of one token per row for a reader of pages: k and v (B,Hk,1,D) go where `reserve` says, no copy."""
-        if not self.in_place:
-            keys, values = self.append(k, v)  # (B,Hk,S,D) ×2
-            return Pages(keys, values, torch.full((keys.shape[0],), keys.shape[2]))
-        pages = self.reserve(k)
-        size = pages.keys.shape[2]
-        for b, last in enumerate((pages.lengths - 1).tolist()):
-            page = b if pages.table is None else int(pages.table[b, last // size])
-            pages.keys[page, :, last % size], pages.values[page, :, last % size] = k[b, :, 0], v[b, :, 0]
-        return pages
-
-    def width(self, T: int) -> int:
-        """S: how many keys the append of T tokens will return."""
-        return self.length + T
-
-    def check_truncate(self, n: int) -> None:
-        """Raise what truncate(n) would, and change nothing: asked of all layers and rows before the first is cut."""
-        if type(n) is not int or n < 0:
-            raise CacheError(f"truncate({n!r}): a number of tokens ≥ 0 was expected")
-
-    def snapshot(self) -> Any:
-        """What `rollback` needs to undo the next append, even where truncate could not. Copies nothing."""
-        return self.length
-
-    def rollback(self, snapshot: Any) -> None:
-        """As if the append since `snapshot` had never been."""
-        self.truncate(snapshot)
+        Pages belong to an append (see `in_place`): a layer that wraps another one has none.
+        Otherwise there is a slot for one more token per row, counted as seen. The caller writes
+        its key and value (B,Hk,1,D), in the shape and dtype of `like`, at the last place of each
+        row, lengths − 1. No mask is needed: the pages say each row's length.
+        """
+        reserve = reserve_of(self)
+        return None if reserve is None else reserve(self, like)
 
     def reorder(self, index: Index) -> None:
         """Row b becomes old row index[b] (beam search); the batch may grow or shrink."""
         raise UnsupportedError(f"{type(self).__name__} cannot reorder")
-
-    def reordered(self, index: Index) -> Any:
-        """A copy in which row b is this one's row index[b]."""
-        copy = self.fork()
-        copy.reorder(index)
-        return copy
 
     def state(self) -> dict:
         """The tensors that `restore` needs to rebuild this layer: {name: tensor}."""
@@ -152,23 +128,32 @@ class LayerCapabilities(FirstNames):
         """Take over what `state` returned."""
         raise UnsupportedError(f"{type(self).__name__} cannot be loaded")
 
+    def _check_truncate(self, n: int) -> None:
+        """Raise what truncate(n) would, and change nothing: asked of all before the first is cut."""
+        if type(n) is not int or n < 0:
+            raise CacheError(f"truncate({n!r}): a number of tokens ≥ 0 was expected")
 
-class CacheCapabilities(FirstNames, list):
+    def _snapshot(self) -> Any:
+        """What `_rollback` needs to undo the next append, where truncate could not too. No copy."""
+        return self.length
+
+    def _rollback(self, snapshot: Any) -> None:
+        """As if the append since `snapshot` had never been."""
+        self.truncate(snapshot)
+
+    def _reordered(self, index: Index) -> Any:
+        """A copy in which row b is this one's row index[b]."""
+        copy = self.fork()
+        copy.reorder(index)
+        return copy
+
+
+class CacheCapabilities(list):
     """Of the whole cache, a list of layers."""
 
-    renamed = {"rollback": "max_rollback", "asked": "requested_capacity", "asked_rows": "requested_rows"}
-    name = "dict"
-    options: dict = {}  # what make_cache was called with, besides sizes
-    requested_capacity: int | None = None  # the capacity that make_cache was called with
-    requested_rows = 1  # its batch_size
+    fork: Callable  # KVCache has it
     tokens: tuple | list = ()  # of a loaded cache: the ids that were saved with it
-    maker: Callable  # make_cache, put here by registry.py, which knows the kinds; this file does not
-
-    def __repr__(self):
-        tokens = self[0].length if self else 0
-        if not isinstance(tokens, int):  # rows of their own lengths
-            tokens = f"{int(min(tokens))} to {int(max(tokens))}"
-        return f"<{type(self).__name__} {self.name!r}: {len(self)} layers × {tokens} tokens, {self.nbytes:,} B>"
+    made = Made()
 
     @property
     def capacity(self) -> int | None:
@@ -176,34 +161,29 @@ class CacheCapabilities(FirstNames, list):
         return self[0].capacity if self else None
 
     @property
-    def batch_size(self) -> int:
-        """Rows held; of an empty cache, rows that it was made for."""
-        return (self[0].batch_size if self else None) or self.requested_rows
+    def sizes(self) -> Sizes:
+        """Rows (of an empty cache: those it was made for), keys of a layer, bytes of all layers."""
+        if not self:
+            return Sizes(self.made.batch_size, 0, 0)
+        first, *rest = (layer.sizes for layer in self)
+        used = first.used_nbytes + sum(sizes.used_nbytes for sizes in rest)
+        return Sizes(first.batch_size or self.made.batch_size, first.held, used, first.max_rollback)
 
-    @property
-    def max_rollback(self) -> int | None:
-        """The longest guess that can be appended and truncated as if it had never been there; None = any."""
-        return self[0].max_rollback if self else None
+    def pages(self, like: torch.Tensor) -> list[Pages] | None:
+        """`pages` of every layer, for a kernel that goes through all of them in one call.
 
-    @property
-    def used_nbytes(self) -> int:
-        """Of `nbytes`, what the tokens take; the rest is reserved for later ones."""
-        return sum(layer.used_nbytes for layer in self)
-
-    def reserve_layers(self, like: torch.Tensor) -> list[Pages]:
-        """`reserve` of every layer, for a kernel that goes through all of them in one call."""
-        return [layer.reserve(like) for layer in self]
-
-    def reuse(self, tokens: Sequence[int]) -> int:
-        """How many leading tokens of a prompt this empty cache already knows; a cache that shares nothing: none."""
-        return 0
-
-    def remember(self, tokens: Sequence[int]) -> None:
-        """These tokens are in the cache now; a cache that shares prefixes takes note."""
-
-    def attention(self, T: int) -> Callable | None:
-        """attend(q, k, v) for the next T queries, asked in the place of `mask`; None: ask `mask`."""
-        return None
+        None, and nothing is changed, if one of them has none.
+        """
+        found, before = [], []
+        for layer in self:
+            before.append(layer._snapshot())
+            pages = None if reserve_of(layer) is None else layer.pages(like)
+            if pages is None:
+                for asked, snapshot in zip(self, before[:-1], strict=False):
+                    asked._rollback(snapshot)
+                return None
+            found.append(pages)
+        return found
 
     def copy(self) -> Any:
         return self.fork()
@@ -214,12 +194,11 @@ class CacheCapabilities(FirstNames, list):
     def __deepcopy__(self, memo):
         return self.fork()
 
-    def made_like(self, other: "CacheCapabilities") -> Any:
+    def _made_like(self, other: "CacheCapabilities") -> Any:
         """Take over what make_cache wrote on another cache, and the ids it was saved with."""
-        for name in ("name", "options", "requested_capacity", "requested_rows", "tokens"):
-            setattr(self, name, getattr(other, name))
+        self.made, self.tokens = other.made, other.tokens
         for mine, theirs in zip(self, other, strict=False):
-            mine.expected = theirs.expected
+            mine._expected = theirs._expected
         return self
 
     def reorder(self, index: Index) -> None:
@@ -227,11 +206,11 @@ class CacheCapabilities(FirstNames, list):
 
         All layers or none: until the last one is made, old and new rows are both in memory.
         """
-        index, layers = check_index(index, self.batch_size), []
+        index, layers = check_index(index, self.sizes.batch_size), []
         for layer in self:
-            layers.append(layer.reordered(index))
-            layers[-1].expected = layer.expected
-        self[:], self.requested_rows = layers, len(index)  # in one line: no layer is ahead of another
+            layers.append(layer._reordered(index))
+            layers[-1]._expected = layer._expected
+        self[:], self.made = layers, replace(self.made, batch_size=len(index))  # in one line: no layer is ahead
 
     def save(self, path: str | os.PathLike, tokens: Sequence = (), model_fingerprint: str = "",
              rank: tuple[int, int] = saving.ALONE) -> None:  # fmt: skip
@@ -253,4 +232,5 @@ class CacheCapabilities(FirstNames, list):
         The ids that were saved with it are in `.tokens` of the result. `options` may say where the bytes go (a page
         pool, a folder, another capacity); what would change the stored tokens' meaning is refused.
         """
-        return saving.load(path, config, cls.maker, model_fingerprint, device, options, rank)
+        registry = importlib.import_module("nanokv.cache.registry")  # by name: all kinds in it are made of this file
+        return saving.load(path, config, registry.make_cache, model_fingerprint, device, options, rank)

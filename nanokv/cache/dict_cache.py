@@ -7,6 +7,7 @@ to append one, so N steps copy O(N²) bytes (Qwen3-0.6B at 4,096 tokens: 470 MB 
 import torch
 
 from nanokv.cache.base import LayerCache
+from nanokv.cache.capabilities import Sizes
 from nanokv.cache.checks import check_append
 
 
@@ -18,11 +19,11 @@ class DictCache(LayerCache, dict):
         return self["key"].shape[2] if self else 0
 
     @property
-    def batch_size(self) -> int | None:
-        return self["key"].shape[0] if self else None
+    def sizes(self) -> Sizes:
+        return Sizes(self["key"].shape[0] if self else None, self.length, self.nbytes)
 
     def append(self, k, v):
-        check_append(k, v, self.get("key"), self.expected)
+        check_append(k, v, self.get("key"), self._expected)
         if self:
             k = torch.cat((self["key"], k), dim=2)  # (B,Hk,S,D): copies the whole past
             v = torch.cat((self["value"], v), dim=2)  # (B,Hk,S,D)
@@ -30,7 +31,7 @@ class DictCache(LayerCache, dict):
         return k, v
 
     def truncate(self, n: int):
-        self.check_truncate(n)
+        self._check_truncate(n)
         if n == 0:
             self.clear()
         elif n < self.length:

@@ -7,10 +7,12 @@ Reference: transformers' offloaded DynamicCache (CUDA only), FlexGen (arXiv 2303
 
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import torch
 
 from nanokv.cache.base import KVCache, LayerCache
+from nanokv.cache.capabilities import Sizes
 from nanokv.cache.checks import check_append, check_index
 
 READER = ThreadPoolExecutor(1, thread_name_prefix="nanokv-offload")  # one: transfers share one bus anyway
@@ -24,12 +26,12 @@ class OffloadedLayer(LayerCache):
         self.length, self.like, self.coming = 0, None, None  # like (1,2,B,Hk,D): one row, for its shape and device
 
     @property
-    def batch_size(self) -> int | None:
-        return self.like.shape[2] if self.length else None
+    def sizes(self) -> Sizes:
+        return Sizes(self.like.shape[2] if self.length else None, self.length, self.nbytes)
 
     def append(self, k, v):
         held = self.like[:, 0].permute(1, 2, 0, 3).expand(-1, -1, self.length, -1) if self.length else None
-        check_append(k, v, held, self.expected)
+        check_append(k, v, held, self._expected)
         new = torch.stack((k, v)).permute(3, 0, 1, 2, 4)  # (T,2,B,Hk,D)
         past = self.near()
         self.like = new[:1].clone()  # a view would keep the whole chunk near
@@ -53,7 +55,7 @@ class OffloadedLayer(LayerCache):
         return coming.result() if tokens == self.length else self.store.read(self.length, self.like)
 
     def truncate(self, n: int):
-        self.check_truncate(n)
+        self._check_truncate(n)
         self.length = min(n, self.length)
 
     def state(self) -> dict:
@@ -83,17 +85,18 @@ class OffloadedCache(KVCache):
     def fork(self) -> "OffloadedCache":
         copy = OffloadedCache(self.config, self.make_store)
         copy[:] = self.copies(copy, slice(None))
-        return copy.made_like(self)
+        return copy._made_like(self)
 
     def reorder(self, index):
-        index = check_index(index, self.batch_size)
-        self[:], self.requested_rows = self.copies(self, index), len(index)  # in one line: no layer is ahead of another
+        index = check_index(index, self.sizes.batch_size)
+        made = replace(self.made, batch_size=len(index))
+        self[:], self.made = self.copies(self, index), made  # in one line: no layer is ahead of another
 
     def copies(self, parent, index) -> list[OffloadedLayer]:
         """These rows of every layer, in stores of their own."""
         layers = []
         for i, layer in enumerate(self):
             layers.append(OffloadedLayer(parent, i, self.make_store()))
-            layers[i].expected = layer.expected
+            layers[i]._expected = layer._expected
             layers[i].restore({name: rows[index] for name, rows in layer.state().items()})
         return layers

@@ -10,46 +10,47 @@ import torch
 
 from nanokv.cache.base import KVCache, LayerCache
 from nanokv.cache.batch import all_or_none, check_rows
+from nanokv.cache.capabilities import Made
 from nanokv.cache.checks import check_append
 from nanokv.errors import CacheError
 
 
 class PackedLayer(LayerCache):
-    """Layer i of every sequence; `sizes[b]` of the next N tokens are sequence b's."""
+    """Layer i of every sequence; `counts[b]` of the next N tokens are sequence b's."""
 
-    def __init__(self, parts, sizes):
-        self.parts, self.sizes, self.expected = parts, sizes, parts[0].expected
+    def __init__(self, parts, counts):
+        self.parts, self.counts, self._expected = parts, counts, parts[0]._expected
 
     def append(self, k, v):
         """(N,Hk,1,D) ×2 → two lists with (1,Hk,S_b,D) for each sequence; all are written, or none."""
-        check_append(k, v, expected=self.expected)
-        if k.shape[0] != sum(self.sizes):
-            raise CacheError(f"cannot append keys {tuple(k.shape)} to sequences of {self.sizes} tokens")
-        keys, values = ([rows.transpose(0, 2) for rows in x.split(self.sizes)] for x in (k, v))  # (1,Hk,T_b,D) each
+        check_append(k, v, expected=self._expected)
+        if k.shape[0] != sum(self.counts):
+            raise CacheError(f"cannot append keys {tuple(k.shape)} to sequences of {self.counts} tokens")
+        keys, values = ([rows.transpose(0, 2) for rows in x.split(self.counts)] for x in (k, v))  # (1,Hk,T_b,D) each
         with all_or_none(self.parts):
             pairs = [part.append(*new) for part, *new in zip(self.parts, keys, values, strict=True)]  # (1,Hk,S_b,D) ×2
         return tuple(map(list, zip(*pairs, strict=True)))
 
 
 class PackedCache(KVCache):
-    """One forward's view of `caches`, each of one sequence, of which sequence b gets sizes[b] ≥ 1 tokens.
+    """One forward's view of `caches`, each of one sequence, of which sequence b gets counts[b] ≥ 1 tokens.
 
     What is appended here is in them; a forward that failed is undone by truncating every one of them.
     """
 
-    name = "packed"
+    made = Made("packed")
 
-    def __init__(self, caches, sizes, config):
+    def __init__(self, caches, counts, config):
         check_rows(caches, config)
-        if len(sizes) != len(caches) or any(cache.batch_size != 1 for cache in caches):
-            raise CacheError(f"{len(sizes)} prompts for {len(caches)} caches: one each, of one sequence each")
-        self.caches, self.sizes = list(caches), list(sizes)
-        super().__init__((PackedLayer(parts, self.sizes) for parts in zip(*caches, strict=True)), config)
+        if len(counts) != len(caches) or any(cache.sizes.batch_size != 1 for cache in caches):
+            raise CacheError(f"{len(counts)} prompts for {len(caches)} caches: one each, of one sequence each")
+        self.caches, self.counts = list(caches), list(counts)
+        super().__init__((PackedLayer(parts, self.counts) for parts in zip(*caches, strict=True)), config)
 
     @property
     def length(self):
         """(N,) int64: how many tokens of its own sequence stand before each row."""
-        return torch.cat([cache.length + torch.arange(n) for cache, n in zip(self.caches, self.sizes, strict=True)])
+        return torch.cat([cache.length + torch.arange(n) for cache, n in zip(self.caches, self.counts, strict=True)])
 
 
 class Packed:

@@ -5,9 +5,13 @@ position (negative while it is still in its padding), so the model's rotary posi
 padding costs as many bytes and FLOPs as real tokens. The ragged BatchCache has none, but prefills rows one by one.
 """
 
+from dataclasses import replace
+
 import torch
 
 from nanokv.cache.base import KVCache
+from nanokv.cache.batch import width
+from nanokv.cache.capabilities import Sizes
 from nanokv.cache.checks import check_index
 from nanokv.cache.saving import ALONE
 from nanokv.errors import CacheError, UnsupportedError
@@ -21,7 +25,7 @@ class PaddedCache(KVCache):
         self.inner, self.pads = inner, torch.as_tensor(pads)  # (B,) int64
         if self.pads.dim() != 1 or self.pads.numel() == 0 or self.pads.is_floating_point() or self.pads.min() < 0:
             raise CacheError(f"pads is {self.pads.tolist()!r}: a number of columns ≥ 0 for each row was expected")
-        if inner.options.get("sinks") and self.pads.any():
+        if inner.made.options.get("sinks") and self.pads.any():
             raise UnsupportedError(
                 "the attention sinks of a padded row would be its padding",
                 hint="use generate_ragged, or a sliding cache with sinks=0",
@@ -31,11 +35,6 @@ class PaddedCache(KVCache):
     def length(self):
         """(B,) int64: tokens of each row, without its padding; −pads before the first append."""
         return self.inner.length - self.pads
-
-    @property
-    def batch_size(self) -> int:
-        """Rows."""
-        return len(self.pads)
 
     @property
     def capacity(self) -> int | None:
@@ -48,16 +47,17 @@ class PaddedCache(KVCache):
         return self.inner.nbytes
 
     @property
-    def used_nbytes(self) -> int:
+    def sizes(self) -> Sizes:
         """Padding included."""
-        return self.inner.used_nbytes
+        return replace(self.inner.sizes, batch_size=len(self.pads))
 
     def mask(self, T: int):
         """(B,1,T,S) bool: the inner mask without the padding. A query in the padding sees itself only: nobody reads
         what comes out of it, but a softmax over nothing would be NaN, and NaN × 0 is NaN in every later sum."""
-        mask, length, S = self.inner.mask(T), self.inner.length, self.inner[0].width(T)
+        mask, length = self.inner.mask(T), self.inner.length
         if not self.pads.any():
             return mask
+        S = width(self.inner[0], T, mask)
         if mask is None:
             mask = torch.ones(T, S, dtype=torch.bool)
         column = torch.arange(length + T - S, length + T)  # (S,) where each key stands, padding counted

@@ -3,8 +3,8 @@
 A sequence owns a table of page numbers, shared by all layers; page p of layer i is `pool.keys[i][p]`. Nothing is
 reserved: a page is taken when the first token of it comes, and goes back when its last owner lets go of it. Forked
 sequences share pages; whoever writes into a shared page copies it first. `append` gives dense keys, gathered from the
-pages: one copy of S rows per layer and step, the price of any attention function. `reserve` copies nothing: it says
-where the pages lie.
+pages: one copy of S rows per layer and step, the price of any attention function. `pages` copies nothing: it says
+where they lie.
 """
 
 import weakref
@@ -12,7 +12,7 @@ import weakref
 import torch
 
 from nanokv.cache.base import KVCache, LayerCache
-from nanokv.cache.capabilities import Pages
+from nanokv.cache.capabilities import Pages, Sizes, in_place, reserve_of
 from nanokv.cache.checks import check_append, check_index
 from nanokv.cache.pool import PagePool
 from nanokv.cache.view import View, next_view
@@ -27,11 +27,6 @@ class PagedCache(KVCache):
         pool.join(self)
 
     @property
-    def batch_size(self) -> int:
-        """Rows."""
-        return len(self.tables)
-
-    @property
     def capacity(self) -> int | None:
         """Tokens per row, if nobody else takes pages."""
         pool = self.pool
@@ -41,9 +36,9 @@ class PagedCache(KVCache):
         """Pages for positions start … end−1 of every row, none of them shared."""
         self.pool.reserve(self.tables, [start] * len(self.tables), end - start)
 
-    def reserve_layers(self, like) -> list[Pages]:
-        if any(type(layer) is not PagedLayer for layer in self):  # one of the caller's is asked
-            return super().reserve_layers(like)
+    def pages(self, like) -> list[Pages] | None:
+        if not all(map(as_made, self)):  # one of the caller's is asked
+            return super().pages(like)
         view = self[0].step(1, like)
         for layer in self:
             layer.length += 1
@@ -75,7 +70,7 @@ class PagedCache(KVCache):
     def fork(self) -> "PagedCache":
         copy = type(self)(self.pool, len(self.tables))
         copy.adopt(self.tables, self.length)
-        return copy.made_like(self)
+        return copy._made_like(self)
 
     def reorder(self, index):
         index = check_index(index, rows=len(self.tables))
@@ -98,30 +93,29 @@ class PagedCache(KVCache):
         return len({page for table in self.tables for page in table}) * self.pool.bytes_per_page
 
     @property
-    def used_nbytes(self) -> int:
-        """Of these pages, the places with a token in them."""
+    def sizes(self) -> Sizes:
+        """Of the pages, the places with a token in them are used."""
         size, length = self.pool.page_size, max(layer.length for layer in self)
         places = (place for table in self.tables for place in enumerate(table))
         filled = {page: min(size, length - i * size) for i, page in places}
-        return sum(filled.values()) * self.pool.bytes_per_page // size
+        return Sizes(len(self.tables), length, sum(filled.values()) * self.pool.bytes_per_page // size)
 
 
 class PagedLayer(LayerCache):
     """One layer's view of the pages."""
 
-    in_place = True
-
     def __init__(self, parent: PagedCache, layer: int):
         self.parent, self.layer, self.length = weakref.proxy(parent), layer, 0  # no cycle: pages go back at once
 
-    def append(self, k, v):
-        table = self.write(k, v).table
-        return self.gather(self.parent.pool.keys, table), self.gather(self.parent.pool.values, table)
-
-    def reserve(self, like) -> Pages:
+    def _reserve(self, like) -> Pages:
         view = self.step(1, like)
         self.length += 1
         return view.pages[self.layer]
+
+    @in_place(_reserve)
+    def append(self, k, v):
+        table = self.write(k, v).table
+        return self.gather(self.parent.pool.keys, table), self.gather(self.parent.pool.values, table)
 
     def write(self, k, v) -> View:
         check_append(k, v)
@@ -134,10 +128,6 @@ class PagedLayer(LayerCache):
         """Pages for T more tokens."""
         return next_view(self.parent, self.layer, [self.length] * len(self.parent.tables), T, like)
 
-    @property
-    def batch_size(self) -> int:
-        return len(self.parent.tables)
-
     def gather(self, pages, table):
         """Dense (B,Hk,S,D): every page of every row, copied once."""
         used = table[:, : self.parent.pages_of(self.length)]  # (B,n)
@@ -145,10 +135,10 @@ class PagedLayer(LayerCache):
         return dense.transpose(0, 1).flatten(2, 3)[:, :, : self.length]  # (B,Hk,S,D), a view: pages lie in order
 
     def truncate(self, n: int):
-        self.check_truncate(n)
+        self._check_truncate(n)
         self.length = min(n, self.length)
 
-    def rollback(self, snapshot):
+    def _rollback(self, snapshot):
         self.truncate(snapshot)
         self.parent.trim()
 
@@ -170,5 +160,11 @@ class PagedLayer(LayerCache):
         return self.parent.nbytes // len(self.parent)
 
     @property
-    def used_nbytes(self) -> int:
-        return self.parent.used_nbytes // len(self.parent)
+    def sizes(self) -> Sizes:
+        whole = self.parent.sizes
+        return Sizes(whole.batch_size, self.length, whole.used_nbytes // len(self.parent))
+
+
+def as_made(layer) -> bool:
+    """Is it a layer of this file, and not one that wraps it or has an append of its own?"""
+    return type(layer) is PagedLayer and reserve_of(layer) is not None

@@ -1,6 +1,6 @@
 """Rows of different lengths over one page pool: a decode step of many requests without a copy of what they hold.
 
-`reserve` gives one page table for all rows, so an attention that reads pages gets the whole batch at once.
+`pages` gives one page table for all rows, so an attention that reads pages gets the whole batch at once.
 `append` is the batch cache's: dense, padded on the left, for the plain model.
 """
 
@@ -9,8 +9,9 @@ import weakref
 import torch
 
 from nanokv.cache.batch import BatchCache, BatchLayer
-from nanokv.cache.capabilities import Pages
+from nanokv.cache.capabilities import Pages, in_place, reserve_of
 from nanokv.cache.checks import check_append
+from nanokv.cache.paged import as_made
 from nanokv.cache.view import next_view
 from nanokv.errors import CacheError
 
@@ -18,22 +19,23 @@ from nanokv.errors import CacheError
 class PagedBatchLayer(BatchLayer):
     """Layer i of every row."""
 
-    in_place = True
-
     def __init__(self, parent: "PagedBatch", layer: int, parts):
         super().__init__(parts)
         self.parent, self.layer = weakref.proxy(parent), layer
 
-    def append(self, k, v):
-        check_append(k, v, expected=self.expected)
-        next_view(self.parent, self.layer, [row.length for row in self.parts], k.shape[2], k)  # pages for all, or none
-        return super().append(k, v)
-
-    def reserve(self, like) -> Pages:
+    def _reserve(self, like) -> Pages | None:
+        if not all(map(as_made, self.parts)):
+            return None
         view = next_view(self.parent, self.layer, [row.length for row in self.parts], 1, like)
         for row in self.parts:
             row.length += 1
         return view.pages[self.layer]
+
+    @in_place(_reserve)
+    def append(self, k, v):
+        check_append(k, v, expected=self._expected)
+        next_view(self.parent, self.layer, [row.length for row in self.parts], k.shape[2], k)  # pages for all, or none
+        return super().append(k, v)
 
 
 class PagedBatch(BatchCache):
@@ -46,14 +48,18 @@ class PagedBatch(BatchCache):
     def __init__(self, rows, config):
         super().__init__(rows, config)
         self.pool, self.view = getattr(self.rows[0], "pool", None), None
-        alike = all(getattr(row, "pool", None) is self.pool and row.batch_size == 1 for row in self.rows)
+        alike = all(getattr(row, "pool", None) is self.pool and len(row.tables) == 1 for row in self.rows)
         if self.pool is None or not alike:
             raise CacheError("the rows of a paged batch must be paged caches of one sequence over one pool")
 
     def layers(self, rows) -> list[PagedBatchLayer]:
         return [PagedBatchLayer(self, i, list(parts)) for i, parts in enumerate(zip(*rows, strict=True))]
 
-    def reserve_layers(self, like) -> list[Pages]:
+    def pages(self, like) -> list[Pages] | None:
+        if any(type(layer) is not PagedBatchLayer or reserve_of(layer) is None for layer in self):
+            return super().pages(like)
+        if not all(as_made(layer) for row in self.rows for layer in row):
+            return None
         view = next_view(self, 0, [row[0].length for row in self.rows], 1, like)
         for row in self.rows:
             for layer in row:

@@ -10,6 +10,7 @@ channels first. Every append hands out a dense copy (2·S·Hk·D values per laye
 import torch
 
 from nanokv.cache.base import LayerCache
+from nanokv.cache.capabilities import Sizes
 from nanokv.cache.checks import check_append
 from nanokv.cache.codes import LARGEST, dequantize, hadamard, pack, quantize, unpack
 from nanokv.errors import CacheError
@@ -27,18 +28,14 @@ class QuantizedCache(LayerCache):
         codes   (keys, values), each (B,Hk,q,D·bits/8) uint8
         scales  keys: (B,Hk,blocks,D) ×2 (scale, low); values: (B,Hk,q,1) ×2
         blocks  tokens in each block of keys: `group`, or fewer in one that was truncated"""
-        self.rollback(((), (), (), []))
+        self._rollback(((), (), (), []))
 
     @property
     def length(self) -> int:
         return sum(self.blocks) + self.newest
 
-    @property
-    def batch_size(self) -> int | None:
-        return self.exact[0].shape[0] if self.exact else None
-
     def append(self, k, v):
-        check_append(k, v, self.exact[0] if self.exact else None, self.expected)
+        check_append(k, v, self.exact[0] if self.exact else None, self._expected)
         self.check_range(k, v)
         if self.due:
             self.flush(self.due)
@@ -70,9 +67,10 @@ class QuantizedCache(LayerCache):
         return max(0, (self.newest - self.residual) // self.group)
 
     @property
-    def max_rollback(self) -> int:
-        """Until plain decoding would have quantized a block, which the guess would still have seen exactly."""
-        return self.residual + self.group - (self.newest - self.due * self.group)
+    def sizes(self) -> Sizes:
+        """A guess ends where plain decoding would quantize a block that the guess sees exactly."""
+        guess = self.residual + self.group - (self.newest - self.due * self.group)
+        return Sizes(self.exact[0].shape[0] if self.exact else None, self.length, self.nbytes, guess)
 
     def flush(self, blocks: int):
         """Quantize the oldest so many groups of exact tokens; codes that exist already are not touched."""
@@ -84,7 +82,7 @@ class QuantizedCache(LayerCache):
         codes = _cat(self.codes, (pack(k.flatten(2, 3), self.bits[0]), pack(v, self.bits[1])))
         scales = _cat(self.scales, (k_scale.squeeze(3), k_low.squeeze(3), v_scale, v_low))
         exact = tuple(x[:, :, n:].clone() for x in self.exact)
-        self.rollback((exact, codes, scales, self.blocks + [self.group] * blocks))
+        self._rollback((exact, codes, scales, self.blocks + [self.group] * blocks))
 
     def dense(self):
         """(B,Hk,S,D) ×2 in the dtype of what was appended."""
@@ -98,7 +96,7 @@ class QuantizedCache(LayerCache):
         return tuple(torch.cat((old.to(new.dtype), new), 2) for old, new in zip((k, v), self.exact, strict=True))
 
     def truncate(self, n: int):
-        self.check_truncate(n)
+        self._check_truncate(n)
         quantized = sum(self.blocks)
         if n == 0:
             self.clear()
@@ -110,24 +108,24 @@ class QuantizedCache(LayerCache):
             sizes = len(blocks), len(blocks), n, n
             scales = tuple(x[:, :, :size].clone() for x, size in zip(self.scales, sizes, strict=True))
             exact, codes = (tuple(x[:, :, :end].clone() for x in g) for g, end in ((self.exact, 0), (self.codes, n)))
-            self.rollback((exact, codes, scales, blocks))
+            self._rollback((exact, codes, scales, blocks))
         elif n < self.length:
             self.exact = tuple(x[:, :, : n - quantized].clone() for x in self.exact)
 
-    def snapshot(self):
+    def _snapshot(self):
         return self.exact, self.codes, self.scales, self.blocks  # nothing of it is ever written in place
 
-    def rollback(self, snapshot):
+    def _rollback(self, snapshot):
         self.exact, self.codes, self.scales, self.blocks = snapshot  # in one line: they never contradict each other
 
     def fork(self):
         copy = type(self)(*self.bits, self.group, self.residual, self.rotate)
-        copy.rollback(self.snapshot())
+        copy._rollback(self._snapshot())
         return copy
 
     def reorder(self, index):
-        *groups, blocks = self.snapshot()
-        self.rollback((*(tuple(x[index] for x in group) for group in groups), blocks))
+        *groups, blocks = self._snapshot()
+        self._rollback((*(tuple(x[index] for x in group) for group in groups), blocks))
 
     def state(self) -> dict:
         groups = {"exact": self.exact, "codes": self.codes, "scales": self.scales}
@@ -137,7 +135,7 @@ class QuantizedCache(LayerCache):
     def restore(self, state: dict):
         names = ("exact", "codes", "scales")
         groups = (tuple(state[key] for key in sorted(state) if key.startswith(name)) for name in names)
-        self.rollback((*groups, state["blocks"].tolist() if state else []))
+        self._rollback((*groups, state["blocks"].tolist() if state else []))
 
     @property
     def nbytes(self) -> int:

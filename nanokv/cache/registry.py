@@ -14,6 +14,7 @@ import torch
 import weights_loader
 from nanokv.cache.base import KVCache, LayerCache, NoCache
 from nanokv.cache.batch import BatchCache
+from nanokv.cache.capabilities import Made
 from nanokv.cache.dict_cache import DictCache
 from nanokv.cache.offloaded import OffloadedCache
 from nanokv.cache.options import check_options, read_kind
@@ -80,7 +81,7 @@ def make_sliding(config: Config, batch_size: int, capacity: Capacity, *, window:
     """The last `window` positions (default: capacity, then the model's context) and the first `sinks`."""
     window = window or capacity or config.max_position_embeddings
     cache = KVCache((SlidingCache(config, window, sinks) for _ in range(config.num_hidden_layers)), config)
-    cache.options = {"window": window}  # decided here: a file must not depend on how long the context was
+    cache.made = Made(options={"window": window})  # decided here: a file must not depend on how long the context was
     return cache
 
 
@@ -137,12 +138,11 @@ def make_cache(name: str, config: Config, batch_size: int = 1, capacity: Capacit
         check("capacity", capacity, 1)
     dtype, target = check_target(dtype, device)
     cache = CACHES[name](config, batch_size, capacity, **options)
-    cache.name, cache.options = name, options | cache.options
-    cache.requested_capacity, cache.requested_rows = capacity, batch_size
+    cache.made = Made(name, options | cache.made.options, capacity, batch_size)
     expected = config.num_key_value_heads, config.head_dim, dtype, target
     for part in (*getattr(cache, "rows", ()), cache):
         for layer in part:
-            layer.expected = expected
+            layer._expected = expected
     return cache
 
 
@@ -173,6 +173,3 @@ def check(name: str, value: object, low: int) -> None:
     """A whole number of at least `low`."""
     if type(value) is not int or value < low:
         raise CacheError(f"{name} is {value!r}: a whole number ≥ {low} was expected")
-
-
-KVCache.maker = staticmethod(make_cache)  # what KVCache.load makes the empty cache with

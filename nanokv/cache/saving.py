@@ -2,7 +2,7 @@
 
 What is in it: the kind of cache with its options, the config and the fingerprint of the model, the ids, and what
 `state` of every layer gave. A salt is not: it is a secret between tenants, and the file is readable by anyone.
-`contents` and `rebuild` are the two halves without the file: engine/handover.py sends the same from process to process.
+`contents` and `rebuild` are the two halves without the file: remote/handover.py sends the same from process to process.
 """
 
 import hashlib
@@ -59,17 +59,17 @@ def contents(cache, tokens=(), model_fingerprint: str = "") -> tuple[dict, dict]
                          hint="make it with make_cache(name, config)")  # fmt: skip
     tensors = {f"layers.{i}.{key}": t.contiguous() for i, state in enumerate(states) for key, t in state.items()}
     tensors, length = _unshared(tensors), torch.as_tensor(cache.length).tolist()
-    options = {k: v for k, v in cache.options.items() if isinstance(v, str | int) and k != "salt"}
+    options = {k: v for k, v in cache.made.options.items() if isinstance(v, str | int) and k != "salt"}
     meta = {
         "format": FORMAT,
-        "cache": cache.name,
+        "cache": cache.made.name,
         "options": json.dumps(options, sort_keys=True),
-        "salted": json.dumps(bool(cache.options.get("salt"))),
-        "rows": str(cache.batch_size),
-        "capacity": json.dumps(cache.requested_capacity),
+        "salted": json.dumps(bool(cache.made.options.get("salt"))),
+        "rows": str(cache.sizes.batch_size),
+        "capacity": json.dumps(cache.made.capacity),
         "length": json.dumps(length),
         "config": json.dumps(cache.config.to_dict(), sort_keys=True),
-        "tokens": json.dumps(_ids(tokens, length, cache.batch_size)),
+        "tokens": json.dumps(_ids(tokens, length, cache.sizes.batch_size)),
         "model": model_fingerprint,
     }
     return meta, tensors
@@ -124,8 +124,8 @@ def _rebuild(path, meta: dict, tensors: dict, config, make_cache, model_fingerpr
     length, restored = facts["length"], torch.as_tensor(cache.length).tolist()
     if restored != length:
         raise CacheError(f"{path} says {length} tokens, but a {name} cache reads {restored} from it")
-    if cache.batch_size != rows:
-        raise CacheError(f"{path} says {rows} rows, and holds {cache.batch_size}")
+    if (held := cache.sizes.batch_size) != rows:
+        raise CacheError(f"{path} says {rows} rows, and holds {held}")
     cache.tokens = _ids(facts["tokens"], length, rows)
     return cache
 

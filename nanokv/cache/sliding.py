@@ -9,6 +9,7 @@ query gets its own copy of the few sink keys, rotated on by as many positions as
 import torch
 
 from nanokv.cache.base import LayerCache
+from nanokv.cache.capabilities import Sizes
 from nanokv.cache.checks import check_append
 from nanokv.errors import UnsupportedError
 from nanokv.rope import apply_rope, rope_frequencies
@@ -18,16 +19,12 @@ class SlidingCache(LayerCache):
     """`keys`, `values` (B,Hk,n,D): the sinks, then at most window − 1 past tokens; `length` counts all seen."""
 
     def __init__(self, config, window: int, sinks: int):
-        self.expected = config.num_key_value_heads, config.head_dim, None, None
+        self._expected = config.num_key_value_heads, config.head_dim, None, None
         self.config, self.window, self.sinks, self.length = config, window, sinks, 0
         self.keys = self.values = None
 
-    @property
-    def batch_size(self) -> int | None:
-        return None if self.keys is None else self.keys.shape[0]
-
     def append(self, k, v):
-        check_append(k, v, self.keys, self.expected)
+        check_append(k, v, self.keys, self._expected)
         if self.keys is not None:
             keys, values = torch.cat((self.keys, k), 2), torch.cat((self.values, v), 2)  # (B,Hk,n+T,D)
         else:
@@ -35,7 +32,7 @@ class SlidingCache(LayerCache):
         evicted, length, end = self.evicted(k.shape[2]), self.length + k.shape[2], keys.shape[2]
         s, keep = min(self.sinks, length), min(self.window - 1, max(0, end - self.sinks))
         held = (torch.cat((x[:, :, :s], x[:, :, end - keep :]), 2) for x in (keys, values))  # (B,Hk,n',D) ×2
-        self.rollback((length, *held))
+        self._rollback((length, *held))
         if not self.sinks or int(evicted[-1]) == 0:
             return keys, values
         moved = self.moved_sinks(keys[:, :, : self.sinks], evicted)  # (B,Hk,T·sinks,D)
@@ -45,10 +42,6 @@ class SlidingCache(LayerCache):
     def evicted(self, T: int):
         """(T,) tokens that have left the window when each of the next T queries is asked."""
         return (self.length + torch.arange(T) - (self.window - 1) - self.sinks).clamp(min=0)
-
-    def width(self, T: int) -> int:
-        held = 0 if self.keys is None else self.keys.shape[2]
-        return held + T + ((T - 1) * self.sinks if int(self.evicted(T)[-1]) else 0)
 
     def moved_sinks(self, sinks, evicted):
         """One copy of the sinks a query, rotated on by what that query no longer sees; YaRN's factor is in them."""
@@ -76,12 +69,13 @@ class SlidingCache(LayerCache):
         return torch.cat((own, visible[:, self.sinks :]), 1)
 
     @property
-    def max_rollback(self) -> int:
-        """As long as nothing leaves the window."""
-        return max(0, self.sinks + self.window - 1 - self.length)
+    def sizes(self) -> Sizes:
+        """A guess may be as long as nothing leaves the window."""
+        B, held = (None, 0) if self.keys is None else (self.keys.shape[0], self.keys.shape[2])
+        return Sizes(B, held, self.nbytes, max(0, self.sinks + self.window - 1 - self.length))
 
-    def check_truncate(self, n: int):
-        super().check_truncate(n)
+    def _check_truncate(self, n: int):
+        super()._check_truncate(n)
         held = 0 if self.keys is None else self.keys.shape[2]
         if 0 < n < self.length and held < self.length:
             raise UnsupportedError(
@@ -89,27 +83,27 @@ class SlidingCache(LayerCache):
                 hint="truncate(0) and prefill again",
             )
 
-    def snapshot(self):
+    def _snapshot(self):
         return self.length, self.keys, self.values  # never written in place, so what falls out is still here
 
-    def rollback(self, snapshot):
+    def _rollback(self, snapshot):
         self.length, self.keys, self.values = snapshot  # in one line: they never contradict each other
 
     def truncate(self, n: int):
-        self.check_truncate(n)
+        self._check_truncate(n)
         if n == 0:
-            self.rollback((0, None, None))
+            self._rollback((0, None, None))
         elif n < self.length:
-            self.rollback((n, self.keys[:, :, :n].clone(), self.values[:, :, :n].clone()))
+            self._rollback((n, self.keys[:, :, :n].clone(), self.values[:, :, :n].clone()))
 
     def fork(self):
         copy = type(self)(self.config, self.window, self.sinks)
-        copy.rollback(self.snapshot())
+        copy._rollback(self._snapshot())
         return copy
 
     def reorder(self, index):
         if self.keys is not None:
-            self.rollback((self.length, self.keys[index], self.values[index]))
+            self._rollback((self.length, self.keys[index], self.values[index]))
 
     def state(self) -> dict:
         if self.keys is None:
@@ -117,7 +111,7 @@ class SlidingCache(LayerCache):
         return {"key": self.keys, "value": self.values, "length": torch.tensor(self.length)}
 
     def restore(self, state: dict):
-        self.rollback((int(state.get("length", 0)), state.get("key"), state.get("value")))
+        self._rollback((int(state.get("length", 0)), state.get("key"), state.get("value")))
 
     @property
     def nbytes(self) -> int:

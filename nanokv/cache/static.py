@@ -7,7 +7,7 @@ StaticCache, which cannot roll back; this one can, because a length is all there
 import torch
 
 from nanokv.cache.base import LayerCache
-from nanokv.cache.capabilities import Pages
+from nanokv.cache.capabilities import Pages, Sizes, in_place
 from nanokv.cache.checks import check_append
 from nanokv.cache.options import growing_slots
 from nanokv.errors import CapacityError
@@ -16,48 +16,30 @@ from nanokv.errors import CapacityError
 class StaticCache(LayerCache):
     """`keys` and `values` (B,Hk,N,D), the first `length` of N slots in use; the first append takes the memory."""
 
-    in_place = True
-
     def __init__(self, capacity: int | None):
         self.capacity, self.length, self.keys, self.values = capacity, 0, None, None
-        self.pages, self.made_for, self.slots = None, None, 0  # for `reserve`: what it gave, to whom, and how many fit
-        self.blank = None  # the keys whose unused slots `slab` has cleared
+        self.given, self.made_for, self.slots = None, None, 0  # Pages given, to whom, how many fit
 
-    @property
-    def batch_size(self) -> int | None:
-        return None if self.keys is None else self.keys.shape[0]
-
-    def append(self, k, v):
-        check_append(k, v, self.keys, self.expected)
-        start, end = self.length, self.length + k.shape[2]
-        self.make_room(end, like=k)
-        self.keys[:, :, start:end], self.values[:, :, start:end] = k, v  # T slots written, whatever S is
-        self.length = end
-        return self.keys[:, :, :end], self.values[:, :, :end]  # (B,Hk,S,D) ×2: views, nothing is copied
-
-    def reserve(self, like) -> Pages:
-        pages, made_for = self.pages, (like.shape[0], like.dtype)
+    def _reserve(self, like) -> Pages:
+        pages, made_for = self.given, (like.shape[0], like.dtype)
         same = pages is not None and pages.keys is self.keys and self.made_for == made_for  # as in the step before
         if not same or self.length == self.slots:
-            check_append(like, like, self.keys, self.expected)
+            check_append(like, like, self.keys, self._expected)
             self.make_room(self.length + 1, like)
-            self.pages = pages = Pages(self.keys, self.values, [0] * like.shape[0])
+            self.given = pages = Pages(self.keys, self.values, [0] * like.shape[0])
             self.made_for, self.slots = made_for, self.keys.shape[2]
         pages.lengths.fill_(self.length + 1)
         self.length += 1
         return pages
 
-    def slab(self, like):
-        """All N slots, (B,Hk,N,D) ×2, for a caller who writes some of them, masks those not in use, and sets `length`.
-
-        What is masked must be finite all the same: a weight of 0 times NaN is NaN. Hence cleared, once.
-        """
-        if self.blank is None or self.blank is not self.keys:
-            check_append(like, like, self.keys, self.expected)
-            self.make_room(max(self.length, 1), like)
-            self.keys[:, :, self.length :], self.values[:, :, self.length :] = 0, 0
-            self.blank = self.keys
-        return self.keys, self.values
+    @in_place(_reserve)
+    def append(self, k, v):
+        check_append(k, v, self.keys, self._expected)
+        start, end = self.length, self.length + k.shape[2]
+        self.make_room(end, like=k)
+        self.keys[:, :, start:end], self.values[:, :, start:end] = k, v  # T slots written, whatever S is
+        self.length = end
+        return self.keys[:, :, :end], self.values[:, :, :end]  # (B,Hk,S,D) ×2: views, nothing is copied
 
     def make_room(self, slots: int, like):
         """Check before anything is written: layer 0 refuses what does not fit, so no layer has begun."""
@@ -70,7 +52,7 @@ class StaticCache(LayerCache):
             self.keys, self.values = empty_slab(like, self.capacity), empty_slab(like, self.capacity)
 
     def truncate(self, n: int):
-        self.check_truncate(n)
+        self._check_truncate(n)
         self.length = min(n, self.length)  # the slots behind it are written again before they are read again
 
     def empty(self):
@@ -82,7 +64,7 @@ class StaticCache(LayerCache):
         copy.restore(self.state())
         return copy
 
-    def reordered(self, index):
+    def _reordered(self, index):
         copy = self.empty()
         copy.restore({name: used[index] for name, used in self.state().items()})  # (B',Hk,S,D) into a new slab
         return copy
@@ -103,8 +85,10 @@ class StaticCache(LayerCache):
         return 0 if self.keys is None else self.keys.nbytes + self.values.nbytes
 
     @property
-    def used_nbytes(self) -> int:
-        return self.nbytes and self.nbytes // self.keys.shape[2] * self.length
+    def sizes(self) -> Sizes:
+        if self.keys is None:
+            return Sizes(None, 0, 0)
+        return Sizes(self.keys.shape[0], self.length, self.nbytes // self.keys.shape[2] * self.length)
 
 
 class GrowingCache(StaticCache):

@@ -56,7 +56,7 @@ def next_view(owner, layer: int, starts: list[int], T: int, like) -> View:
     pool.storage(like)
     if layer and view is not None and view.next == (starts, T) and view.keys is pool.keys:
         return view
-    check_append(like, like, expected=owner[layer].expected)
+    check_append(like, like, expected=owner[layer]._expected)
     pool.reserve(owner.tables, starts, T)
     if view is None or view.keys is not pool.keys or view.tables != owner.tables:
         view = owner.view = View(pool, owner.tables)

@@ -138,7 +138,8 @@ class Session:
     def __repr__(self) -> str:
         tokens = f"{len(self.cached_ids):,} of {self.context:,} tokens"
         turns = len(self.messages) // 2
-        return f"<Session: {turns} turn{'s' * (turns != 1)}, {tokens}, {self.cache.nbytes:,} B in {self.cache.name!r}>"
+        held = f"{self.cache.nbytes:,} B in {self.cache.made.name!r}"
+        return f"<Session: {turns} turn{'s' * (turns != 1)}, {tokens}, {held}>"
 
     # --- asking ---------------------------------------------------------------------------------------------------
 
@@ -228,7 +229,7 @@ class Session:
         turn.ttft, turn.prefill_s = timings.first_token_seconds or 0.0, timings.prefill_seconds or 0.0
         if len(tokens) > 1 and timings.decode_seconds:
             turn.tok_s = (len(tokens) - 1) / timings.decode_seconds
-        turn.kv_bytes, turn.kv_used = self.cache.nbytes, self.cache.used_nbytes
+        turn.kv_bytes, turn.kv_used = self.cache.nbytes, self.cache.sizes.used_nbytes
         turn.cached, self.last = self.cache.length, turn
         if not tokens:
             return

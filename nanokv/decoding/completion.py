@@ -111,8 +111,8 @@ def cache(cache: "KVCache") -> dict:
 
     `used_bytes` are what these tokens take; `bytes` also count what the cache keeps for later ones.
     """
-    used, held = cache.used_nbytes, cache.nbytes
-    return {"kind": cache.name, "tokens": cache.length, "used_bytes": used, "bytes": held}
+    used, held = cache.sizes.used_nbytes, cache.nbytes
+    return {"kind": cache.made.name, "tokens": cache.length, "used_bytes": used, "bytes": held}
 
 
 def seed(run: Any) -> int | None:

@@ -5,7 +5,7 @@ first that is not is replaced by a draw from max(p − q, 0), and if all are, on
 is distributed exactly as p (Leviathan et al. 2022, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318), and at
 temperature 0, where p is all on the argmax, it is the same text. T rows at once are equal to T decodes but for the last
 bits, so tokens can differ where two logits tie within rounding: not seen in fp32, now and then in bf16. Guesses are
-kept short enough (cache.max_rollback) to leave no trace in caches that quantize or forget.
+kept short enough (cache.sizes.max_rollback) to leave no trace in caches that quantize or forget.
 """
 
 from collections.abc import Callable
@@ -196,7 +196,8 @@ class Speculation(Generation):
 
     def _guess(self, start):
         room = min(self.max_new_tokens - len(self.tokens), self.context - start)
-        room = room if self.cache.max_rollback is None else min(room, self.cache.max_rollback)
+        guess = self.cache.sizes.max_rollback
+        room = room if guess is None else min(room, guess)
         if room < 2:  # the newest token takes one place
             return [], None
         with self._listening():

@@ -112,7 +112,7 @@ class Engine:
         self.check_prefilled(prefix, list(prefix.tokens))
         tokens = prefix.tokens[: len(prefix.tokens) // self.pool.page_size * self.pool.page_size]
         if tokens:
-            mine = make_cache("prefix", self.config, pool=self.pool, salt=salt)
+            mine: Any = make_cache("prefix", self.config, pool=self.pool, salt=salt)
             mine.reuse(tokens)
             prefix.extend(mine, self.device)
             mine.remember(prefix.tokens)

@@ -62,13 +62,14 @@ def taken(cache: KVCache, tokens: Sequence[int], start: int = 0, **facts: Any) -
 
     Each layer's rows are gathered as a whole first: one copy of S rows, of one layer at a time.
     """
-    if cache.batch_size != 1 or cache.length != len(tokens):
+    if cache.sizes.batch_size != 1 or cache.length != len(tokens):
         raise HandoverError(f"{len(tokens)} tokens do not belong to {cache!r}", "send the ids that it holds with it")
     held: list[Tensor] = []
     for i, layer in enumerate(cache):
         state = layer.state()
         if set(state) != {"key", "value"} or state["key"].shape[2] != len(tokens):
-            raise HandoverError(f"pages hold keys and values of all tokens, a {cache.name} cache does not keep them",
+            kind = cache.made.name
+            raise HandoverError(f"pages hold keys and values of all tokens, a {kind} cache does not keep them",
                                 "prefill into a cache that keeps exact values")  # fmt: skip
         rows = [state[name][0, :, start:] for name in ("key", "value")]  # (Hk,T,D) ×2
         held = held or [x.new_empty(len(cache), *x.shape) for x in rows]  # (L,Hk,T,D) ×2

@@ -82,6 +82,7 @@ class Compiled(nn.Module):
         self.widths = sorted({1, *(min(width, capacity) for width in buckets)})  # 1 is decode
         self.compiles: list[int] = []  # the width of each; one comes twice if the number of threads changes, say
         self.regions = {width: self.region(width) for width in self.widths}
+        self.cleared = weakref.WeakKeyDictionary()  # layer of a cache → its keys, where unused slots are zero
         self.recorded = weakref.WeakKeyDictionary()  # first layer of a cache → its decode step as a CUDA graph
 
     config = property(lambda self: self.model.config)
@@ -108,12 +109,10 @@ class Compiled(nn.Module):
 
     def forward(self, tokens, cache, start_pos: int, attend):
         """As Transformer.forward: tokens (B,T) → (B,T,C)."""
-        if not self.takes(tokens, cache, start_pos, attend):
+        slabs = self.slabs(cache) if self.takes(tokens, cache, start_pos, attend) else None
+        if slabs is None:
             return self.model(tokens, cache, start_pos, attend)
         with torch.inference_mode():
-            like = self.embed_tokens.weight.new_empty(self.batch_size, self.config.num_key_value_heads, 1,
-                                                      self.config.head_dim)  # fmt: skip
-            slabs = [layer.slab(like) for layer in cache]
             parts = []
             for part in tokens.split(self.widths[-1], dim=1):  # (B,t)
                 parts.append(self.run(part, start_pos, cache, slabs))
@@ -124,14 +123,33 @@ class Compiled(nn.Module):
 
     def takes(self, tokens, cache, start_pos, attend) -> bool:
         """Is this what was compiled for?"""
+        if not hasattr(cache, "pages"):  # a class of the caller's
+            return False
         B, T = tokens.shape
-        sizes = cache.name, B, cache.capacity, len(cache), cache.config
+        sizes = cache.made.name, B, cache.capacity, len(cache), cache.config
         compiled = "static", self.batch_size, self.capacity, self.config.num_hidden_layers, self.config
-        if sizes != compiled or cache.batch_size != B or type(start_pos) is not int or start_pos != cache.length:
+        if sizes != compiled or cache.sizes.batch_size != B or type(start_pos) is not int or start_pos != cache.length:
             return False
-        if start_pos + T > self.capacity or not all(layer.in_place and not layer.patched for layer in cache):
-            return False
-        return is_plain(attend, T, start_pos + T)
+        return start_pos + T <= self.capacity and is_plain(attend, T, start_pos + T)
+
+    @torch.inference_mode()
+    def slabs(self, cache):
+        """All slots of every layer, (keys, values) (B,Hk,N,D) each; None where nobody may see them.
+
+        What is masked must be finite all the same: a weight of 0 times NaN is NaN. So slots that
+        are not in use are cleared, once.
+        """
+        config, length = self.config, cache.length
+        like = self.embed_tokens.weight.new_empty(self.batch_size, config.num_key_value_heads, 1, config.head_dim)
+        pages = cache.pages(like)
+        if pages is None:
+            return None
+        for layer, one in zip(cache, pages, strict=True):
+            layer.length = length  # counted when all is written
+            if self.cleared.get(layer) is not one.keys:
+                one.keys[:, :, length:], one.values[:, :, length:] = 0, 0
+                self.cleared[layer] = one.keys
+        return [(one.keys, one.values) for one in pages]
 
     def run(self, tokens, start_pos: int, cache, slabs):
         """tokens (B,T), T at most the widest → (B,T,C). The slabs are written; nothing is counted yet."""

@@ -17,14 +17,14 @@ from torch.nn.modules import module
 
 from nanokv import model as plain_model
 from nanokv.attention import Causal, Decode, row_blocks
-from nanokv.cache.capabilities import Pages
+from nanokv.cache.capabilities import Pages, reserve_of
 from nanokv.cache.packed import Packed
 from nanokv.errors import CacheError, ConfigError
 from nanokv.fast import choice, native
 from nanokv.fast.weights import FORMATS, Addressed, Dense, Int8, Matrix, check_dense
 from nanokv.loading import skeleton
 from nanokv.model import Transformer
-from nanokv.rope import apply_rope, rope_angles, rope_frequencies
+from nanokv.rope import apply_rope, rope_frequencies
 from nanokv.support.habits import hinted
 from nanokv.support.neighbours import watch
 
@@ -62,22 +62,34 @@ class Block(Addressed):
         """x (B,T,C) fp32 → (B,T,C)."""
         kernels = native.kernels() if x.device.type == "cpu" else None
         if kernels and x.shape[1] == 1 and sees_its_row(attend, cache):
-            return self.step(kernels, x, rope, cache)
+            like = self.token_like(len(x))
+            pages = None if reserve_of(cache) is None else cache.pages(like)
+            if pages is not None:
+                return self.step(kernels, x, rope, pages)
+            if attend.mask is None:
+                return self.step_around(kernels, x, rope, cache)
         if kernels:  # a copy, which is written over: whoever kept x, a hook for one, still has what it was
             own = x.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
             return self.many(kernels, own, rope, cache, attend)
         return self.torch_path(x, rope, cache, attend)
 
-    def step(self, kernels, x, rope, cache):
-        """One token per row; x is written over. A cache that stores in place reserves the slot, and the kernel writes
-        key and value there."""
-        struct, B, (cos, sin), (H, Hk, D) = self.struct, x.shape[0], rope, self.heads
-        layer, angles = ctypes.byref(struct), (cos.data_ptr(), sin.data_ptr(), stride(cos, B, D))
-        if cache.in_place:
-            pages = cache.reserve(self.like if B == 1 else self.like.expand(B, -1, -1, -1))
-            pointers = native.addresses([struct]), native.addresses([native.pages_struct(pages)])
-            kernels.steps(pointers[0], 1, x.data_ptr(), B, *angles, pointers[1])
-            return x
+    def token_like(self, rows: int):
+        """(B,Hk,1,D): what one token per row adds to a cache, for its shape and dtype."""
+        return self.like if rows == 1 else self.like.expand(rows, -1, -1, -1)
+
+    def step(self, kernels, x, rope, pages):
+        """One token per row; x is written over. The kernel writes k and v where the pages say."""
+        struct, B, (cos, sin) = self.struct, x.shape[0], rope
+        angles = cos.data_ptr(), sin.data_ptr(), stride(cos, B, self.heads[2])
+        pointers = native.addresses([struct]), native.addresses([native.pages_struct(pages)])
+        kernels.steps(pointers[0], 1, x.data_ptr(), B, *angles, pointers[1])
+        return x
+
+    def step_around(self, kernels, x, rope, cache):
+        """One token per row; x is written over. `append` stands between two kernels."""
+        B, (cos, sin), (H, Hk, D) = x.shape[0], rope, self.heads
+        layer = ctypes.byref(self.struct)
+        angles = cos.data_ptr(), sin.data_ptr(), stride(cos, B, D)
         q = x.new_empty(B, H, D)
         k, v = x.new_empty(2, B, Hk, 1, D, dtype=self.dtype)
         kernels.before_cache(layer, x.data_ptr(), B, *angles, q.data_ptr(), k.data_ptr(), v.data_ptr())
@@ -172,13 +184,14 @@ def sees_its_row(attend, cache) -> bool:
 
     A mask is honoured where the kernel reads the keys where they lie, as many for each row as the mask shows.
     """
-    if type(attend) is not Decode or getattr(cache, "patched", True):
+    if type(attend) is not Decode:
         return False
     if attend.mask is None:
         return True
-    if not cache.in_place or attend.lengths is None or attend.mask.shape[-1] != cache.width(1):
+    lengths = None if reserve_of(cache) is None else attend.lengths
+    if lengths is None or attend.mask.shape[-1] != lengths.max():
         return False
-    return bool((attend.lengths == torch.as_tensor(cache.length) + 1).all())
+    return bool((lengths == torch.as_tensor(cache.length) + 1).all())
 
 
 def stride(cos, rows: int, each: int) -> int:
@@ -236,21 +249,11 @@ PLAIN = (
     plain_model.Block, plain_model.Attention, plain_model.MLP, plain_model.RMSNorm, nn.Linear, nn.Embedding,
     nn.ModuleList, nn.Identity,
 )  # fmt: skip
-FORWARDS = {kind: kind.forward for kind in (Block, Embedding, Norm)}
 
 
-def untouched(part) -> bool:
-    """Is it a module of ours, and nobody listens to it or has put another function in the place of its forward?"""
-    if FORWARDS.get(type(part)) is not type(part).forward or "forward" in vars(part):
-        return False
-    heard = part._forward_hooks or part._forward_pre_hooks
-    return not (heard or module._global_forward_hooks or module._global_forward_pre_hooks)
-
-
-def in_place(cache) -> bool:
-    """Can all layers of the cache reserve, each with the `append` of its class?"""
-    layers = hasattr(cache, "reserve_layers") and cache
-    return bool(layers) and all(getattr(one, "in_place", False) and not getattr(one, "patched", True) for one in layers)
+def has_own_forward(part) -> bool:
+    """Does somebody listen to this module, or was a forward put on this very object?"""
+    return bool("forward" in vars(part) or part._forward_hooks or part._forward_pre_hooks)
 
 
 class FastTransformer(Transformer):
@@ -266,14 +269,16 @@ class FastTransformer(Transformer):
         if not kernels or not self.is_one_call(cache, attend) or not self.knows(tokens):
             return super().forward(tokens, cache, start_pos, attend)
         self.check(cache, start_pos)
-        B, C, D, like = len(tokens), self.config.hidden_size, self.config.head_dim, self.layers[0].like
+        B, C, D = len(tokens), self.config.hidden_size, self.config.head_dim
         cos, sin = self.angles(start_pos)  # (D,) or (B,D) ×2
         angles = cos.data_ptr(), sin.data_ptr(), stride(cos, B, D)
+        found = cache.pages(self.layers[0].token_like(B))
+        if found is None:  # nothing has changed so far
+            return super().forward(tokens, cache, start_pos, attend)
         tokens, x = tokens.contiguous(), tokens.new_empty(B, 1, C, dtype=torch.float32)
         structs = [layer.struct for layer in self.layers]
         layers = native.addresses(structs)
-        reserved = cache.reserve_layers(like if B == 1 else like.expand(B, -1, -1, -1))
-        pages = native.addresses([native.pages_struct(pages) for pages in reserved])
+        pages = native.addresses([native.pages_struct(pages) for pages in found])
         rows = ctypes.byref(self.embed_tokens.table.struct), tokens.data_ptr()
         norm = self.norm.weight.data_ptr(), self.norm.eps
         kernels.forward_step(*rows, layers, len(layers), x.data_ptr(), B, *angles, pages, *norm)
@@ -286,9 +291,15 @@ class FastTransformer(Transformer):
         return self.norm.weight.device.type == "cpu" and native.kernels() is not None
 
     def is_one_call(self, cache, attend) -> bool:
-        """Would module after module compute what the kernel computes?"""
-        ours = plain_model.rope_angles is rope_angles and untouched(self.embed_tokens) and untouched(self.norm)
-        return ours and all(map(untouched, self.layers)) and in_place(cache) and sees_its_row(attend, cache[0])
+        """Would module after module compute what the kernel computes? Not if somebody listens to
+        one of them, or has put another in its place."""
+        if module._global_forward_hooks or module._global_forward_pre_hooks:
+            return False
+        parts = (self.embed_tokens, Embedding), (self.norm, Norm), *((layer, Block) for layer in self.layers)
+        if any(type(part) is not kind or has_own_forward(part) for part, kind in parts):
+            return False
+        stored = hasattr(cache, "pages") and bool(cache) and reserve_of(cache[0]) is not None
+        return stored and sees_its_row(attend, cache[0])
 
     def knows(self, tokens) -> bool:
         """Are these ids of its vocabulary? Kernels take that on trust; torch refuses what is not."""
@@ -372,8 +383,7 @@ def check_plain(model) -> None:
         )
     check_dense(model.config)
     for name, part in model.named_modules():
-        own = "forward" in vars(part) or part._forward_hooks or part._forward_pre_hooks
-        if name and (own or type(part) not in PLAIN):
+        if name and (type(part) not in PLAIN or has_own_forward(part)):
             raise ConfigError(
                 f"{name} is a {type(part).__name__} with a forward or hooks of its own: kernels would leave them out",
                 hint="use the plain model; hooks that only listen can be put on the optimized one",

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from nanokv.cache.base import KVCache, LayerCache
-from nanokv.cache.capabilities import Index
+from nanokv.cache.capabilities import Index, Made, Sizes
 from nanokv.cache.checks import check_append
 from nanokv.errors import CacheError, CapacityError, ParallelError, UnsupportedError
 from nanokv.parallel.merge import merge, partial_attention
@@ -72,11 +72,11 @@ class ContextCache(KVCache):
     cannot do raises UnsupportedError: rows of different lengths, files, shares that forget or round.
     """
 
-    name = "context"
+    made = Made("context")
 
     def __init__(self, share: KVCache, group: Ranks, page: int = 16, length: int = 0):
-        if share.name not in KINDS:
-            raise UnsupportedError(f"the positions of a rank cannot lie in a {share.name!r} cache",
+        if share.made.name not in KINDS:
+            raise UnsupportedError(f"the positions of a rank cannot lie in a {share.made.name!r} cache",
                                    f"one of: {', '.join(KINDS)}")  # fmt: skip
         if type(page) is not int or page < 1:
             raise CacheError(f"page is {page!r}: a whole number ≥ 1 of positions was expected")
@@ -91,10 +91,6 @@ class ContextCache(KVCache):
         """Of all ranks together, if each has a share like this one."""
         return None if self.share.capacity is None else self.deal.most(self.share.capacity)
 
-    @property
-    def batch_size(self) -> int:
-        return self.share.batch_size
-
     def attention(self, T: int) -> "ContextAttention":
         """For the next T queries. CapacityError here, on every rank, before one of them has begun to wait."""
         if self.capacity is not None and self.length + T > self.capacity:
@@ -106,7 +102,7 @@ class ContextCache(KVCache):
 
     def truncate(self, n: int) -> None:
         for layer in self:
-            layer.check_truncate(n)
+            layer._check_truncate(n)
         self.share.truncate(self.deal.count(n))  # as a whole: a paged one gives pages back
         for layer in self:
             layer.length = min(n, layer.length)
@@ -126,13 +122,9 @@ class ContextLayer(LayerCache):
     def __init__(self, share: LayerCache, deal: Deal, length: int):
         self.share, self.deal, self.length = share, deal, length
 
-    @property
-    def batch_size(self) -> int | None:
-        return self.share.batch_size
-
     def append(self, k: Tensor, v: Tensor):
         """(B,Hk,T,D) ×2, of every new token → (B,Hk,S_r,D) ×2, of this rank's positions, for ContextAttention."""
-        check_append(k, v, expected=self.share.expected)
+        check_append(k, v, expected=self.share._expected)
         start, end = self.length, self.length + k.shape[2]
         own = self.deal.positions(end)[self.deal.count(start) :] - start  # (t,): which of the T new ones
         if len(own):
@@ -153,7 +145,7 @@ class ContextLayer(LayerCache):
         )
 
     def truncate(self, n: int) -> None:
-        self.check_truncate(n)
+        self._check_truncate(n)
         self.share.truncate(self.deal.count(n))
         self.length = min(n, self.length)
 
@@ -162,8 +154,8 @@ class ContextLayer(LayerCache):
         return self.share.nbytes
 
     @property
-    def used_nbytes(self) -> int:
-        return self.share.used_nbytes
+    def sizes(self) -> Sizes:
+        return self.share.sizes
 
 
 class Share:

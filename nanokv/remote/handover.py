@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanokv.cache import KVCache, saving
+from nanokv.cache import KVCache, make_cache, saving
 from nanokv.config import Config
 from nanokv.errors import HandoverError, NanoKVError, foreign
 from nanokv.remote.link import Link, as_bytes
@@ -87,7 +87,7 @@ def receive(link: Link, config: Config, model_fingerprint: str = "", dtype: torc
     tensors = read_tensors(link, meta, shapes)
     with verdict(link):
         there = {name: tensor.to(device) for name, tensor in tensors.items()}
-        cache = saving.rebuild(SENT, meta | changed, there, config, KVCache.maker, model_fingerprint, options)
+        cache = saving.rebuild(SENT, meta | changed, there, config, make_cache, model_fingerprint, options)
     return cache, Receipt(count + size(shapes), perf_counter() - began)
 
 

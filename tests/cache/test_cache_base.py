@@ -1,6 +1,7 @@
-"""The contract as a reader meets it: few members in base.py; classes of the first release go on working."""
+"""The contract as a reader meets it: few members, and a class of one's own needs four of them."""
 
 import ast
+import functools
 from pathlib import Path
 
 import pytest
@@ -40,8 +41,8 @@ def test_the_contract_has_six_members_and_no_kernel():
     assert "ctypes" not in BASE.read_text() and "struct" not in BASE.read_text()
 
 
-class Old(LayerCache):
-    """As a reader of the first release would have written it after notebook 06."""
+class Own(LayerCache):
+    """As a reader writes it after notebook 06: append, length and truncate, with the mask that is there."""
 
     def __init__(self):
         self.length, self.key, self.value = 0, None, None
@@ -57,79 +58,97 @@ class Old(LayerCache):
         self.key, self.value = (self.key[:, :, :n], self.value[:, :, :n]) if n else (None, None)
 
 
-def old_cache(model):
-    return KVCache((Old() for _ in range(model.config.num_hidden_layers)), model.config)
+def own_cache(model):
+    return KVCache((Own() for _ in range(model.config.num_hidden_layers)), model.config)
 
 
-def test_a_class_of_the_first_release_runs_everywhere(model):
+def test_a_class_of_ones_own_runs_everywhere(model):
     ids = random_ids(0, 1, 12)
     expected = inference.score(model, ids)
     for this in (model, nanokv.optimize(pair(**SHAPES["G2-untied-bias"])[1])):
-        cache = old_cache(model)
+        cache = own_cache(model)
         inference.prefill(this, ids[:, :7], cache)
         assert gap(inference.decode(this, ids[:, 7:8], cache, 7), expected[:, 7]) <= TOLERANCE
         cache.truncate(5)
         assert gap(inference.verify_draft(this, ids[:, 5:], cache, 5), expected[:, 5:]) <= TOLERANCE
-    batch = BatchCache([cache, old_cache(model)], model.config)
-    assert batch.length.tolist() == [12, 0] and batch.max_rollback is None and batch.capacity is None
-    with pytest.raises(UnsupportedError, match="Old cannot fork"):
+    batch = BatchCache([cache, own_cache(model)], model.config)
+    assert batch.length.tolist() == [12, 0] and batch.sizes.max_rollback is None and batch.capacity is None
+    with pytest.raises(UnsupportedError, match="Own cannot fork"):
         cache.fork()
-    with pytest.raises(UnsupportedError, match="Old cannot be saved"):
+    with pytest.raises(UnsupportedError, match="Own cannot be saved"):
         cache.save("never")
 
 
-def test_members_under_their_first_names_are_found(model):
-    """A class that overrides what is called snapshot, rollback, max_rollback and expected today."""
-    with pytest.warns(DeprecationWarning) as told:
+def counting(calls):
+    """A mixin whose append is counted."""
 
-        class Older(Old):
-            rollback = 3
-            expects = (2, 32, None, None)
-
-            def mark(self):
-                return self.length, self.key, self.value
-
-            def back(self, mark):
-                self.length, self.key, self.value = mark
-
-    assert sorted(str(warning.message) for warning in told) == [
-        "Older.back is called rollback now", "Older.expects is called expected now",
-        "Older.mark is called snapshot now", "Older.rollback is called max_rollback now",
-    ]  # fmt: skip
-    layer = Older()
-    with pytest.warns(DeprecationWarning, match="Older.rows is called batch_size now"):
-        assert layer.rows is None
-    with pytest.warns(DeprecationWarning, match="KVCache.rollback is called max_rollback now"):
-        assert KVCache([layer]).rollback == 3
-    with pytest.raises(AttributeError, match="'Older' object has no attribute 'lenght'"):
-        _ = layer.lenght
-    assert layer.max_rollback == 3 and layer.expected == (2, 32, None, None)
-    layer.append(*torch.ones(2, 1, 2, 4, 32))
-    before = layer.snapshot()
-    layer.append(*torch.ones(2, 1, 2, 1, 32))
-    layer.rollback(before)
-    assert layer.length == layer.key.shape[2] == 4 and layer.key is before[1]  # its own `back`, not truncate
-
-
-def test_an_append_of_ones_own_below_a_cache_in_place_is_called(model):
-    """`reserve` of the class above would pass it by; so would a kernel, past an append that was patched."""
-    called = []
-
-    class Counting(type(make_cache("static", model.config, capacity=20)[0])):
+    class Counting:
         def append(self, k, v):
-            called.append(k.shape[2])
+            calls.append(k.shape[2])
             return super().append(k, v)
 
-    assert make_cache("static", model.config)[0].in_place and not Counting.in_place
-    cache = KVCache((Counting(20) for _ in range(model.config.num_hidden_layers)), model.config)
+    return Counting
+
+
+def on_an_object(layer, calls):
+    right = layer.append
+    layer.append = functools.wraps(right)(lambda k, v: calls.append(k.shape[2]) or right(k, v))
+    return layer
+
+
+class Wrapped(LayerCache):
+    """A layer in a layer, as a fault or a learner's print makes it."""
+
+    def __init__(self, layer, calls):
+        self.layer, self.calls, self.truncate = layer, calls, layer.truncate
+
+    length = property(lambda self: self.layer.length)
+
+    def append(self, k, v):
+        self.calls.append(k.shape[2])
+        return self.layer.append(k, v)
+
+
+WAYS = {
+    "a layer around it": Wrapped,
+    "a class below it": lambda layer, calls: type("Own", (counting(calls), type(layer)), {})(20),
+    "a method put on it": on_an_object,
+}
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("at", [slice(None), slice(1, 2)], ids=["every layer", "the second"])
+def test_an_append_of_ones_own_is_called_and_no_kernel_passes_it_by(model, way, at):
+    """`pages` belong to the append of the class above, not to this one. Of the layers before it nothing is left."""
+    calls, cache, ids = [], make_cache("static", model.config, capacity=20), random_ids(1, 1, 7)
+    cache[at] = [way(layer, calls) for layer in cache[at]]
     fast = nanokv.optimize(pair(**SHAPES["G2-untied-bias"])[1])
-    inference.prefill(fast, random_ids(1, 1, 5), cache)
-    inference.decode(fast, random_ids(2, 1, 1), cache, 5)
-    assert called == [5] * len(cache) + [1] * len(cache)
-    layer = make_cache("static", model.config, capacity=20)[0]
-    assert not layer.patched
-    layer.append = lambda k, v: (k, v)
-    assert layer.patched
+    inference.prefill(fast, ids[:, :5], cache)
+    assert cache.pages(torch.empty(1, 2, 1, 32)) is None and cache.length == 5
+    for t in (5, 6):
+        logits = inference.decode(fast, ids[:, t : t + 1], cache, t)
+    assert gap(logits, inference.score(model, ids)[:, 6]) <= TOLERANCE
+    layers = len(cache[at])
+    assert calls == [5] * layers + [1] * layers * 2
+
+
+def members(one, base) -> set[str]:
+    """Public names besides those of the base."""
+    return {name for name in dir(one) if not name.startswith("_")} - set(dir(base))
+
+
+def test_the_members_to_know_are_few():
+    """A name that joins them makes one more thing to read before a cache is understood."""
+    layer, cache = members(LayerCache(), object), members(KVCache(), list)
+    assert layer == {
+        "length", "append", "mask", "truncate", "fork", "nbytes",
+        "capacity", "sizes", "pages", "reorder", "state", "restore",
+    }  # fmt: skip
+    assert cache == {
+        "length", "mask", "truncate", "fork", "reorder", "nbytes", "save", "load",
+        "config", "capacity", "sizes", "made", "tokens", "pages",
+    }  # fmt: skip
+    assert (len(layer), len(cache)) == (12, 14)
 
 
 def test_the_null_object_has_no_length(model):

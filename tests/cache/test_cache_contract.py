@@ -126,7 +126,7 @@ def test_a_new_cache_is_empty(new, model):
     cache = new()
     assert isinstance(cache, KVCache)
     assert len(cache) == model.config.num_hidden_layers
-    assert cache.length == cache.nbytes == cache.reuse([1, 2, 3]) == 0
+    assert cache.length == cache.nbytes == cache.sizes.held == 0
     assert all(isinstance(layer, LayerCache) and layer.length == 0 for layer in cache)
     assert len({id(layer) for layer in cache}) == len(cache)
 
@@ -179,15 +179,15 @@ def test_bytes_equal_the_formula_to_the_byte(new, name, model, batch, tokens):
 def test_used_bytes_are_those_of_the_tokens(new, name, model, batch, tokens):
     """Kinds that reserve room show the formula's bytes here; the others hold nothing but what is used."""
     cache = new(batch)
-    assert cache.used_nbytes == 0
+    assert cache.sizes.used_nbytes == 0
     feed(model, random_ids(4, batch, tokens), cache)
     reserves = {"static", "growing", "paged", "prefix"} & {KINDS[name][0], KINDS[name][1].get("of")}
     exact = expected_bytes("dict", model.config, tokens, batch, 4)
-    assert cache.used_nbytes == (exact if reserves else cache.nbytes) <= cache.nbytes
-    assert cache.used_nbytes == sum(layer.used_nbytes for layer in cache)
-    if cache.max_rollback is None:
+    assert cache.sizes.used_nbytes == (exact if reserves else cache.nbytes) <= cache.nbytes
+    assert cache.sizes.used_nbytes == sum(layer.sizes.used_nbytes for layer in cache)
+    if cache.sizes.max_rollback is None:
         cache.truncate(tokens - 1)
-        assert cache.used_nbytes == (exact * (tokens - 1) // tokens if reserves else cache.nbytes)
+        assert cache.sizes.used_nbytes == (exact * (tokens - 1) // tokens if reserves else cache.nbytes)
 
 
 def test_the_mask_is_pure_and_bottom_right(new, model):
@@ -332,7 +332,7 @@ def test_fork_and_parent_do_not_touch_each_other(new, name, model):
     feed(model, random_ids(16, 2, 8), cache)
     fork, before = cache.fork(), contents(cache)
     assert type(fork) is type(cache)
-    assert (fork.length, fork.name, fork.options, fork.config) == (8, *made_with(name), model.config)
+    assert (fork.length, fork.made.name, fork.made.options, fork.config) == (8, *made_with(name), model.config)
     feed(model, random_ids(17, 2, 3), fork)
     fork.reorder([1, 0])
     fork.truncate(2)
@@ -432,7 +432,7 @@ def saved(new, name, model, tmp_path):
 def test_load_continues_with_bit_equal_logits(saved, name, model):
     path, cache = saved
     loaded = KVCache.load(path, model.config, model_fingerprint="0123456789abcdef")
-    assert (loaded.name, loaded.options) == made_with(name)
+    assert (loaded.made.name, loaded.made.options) == made_with(name)
     assert (loaded.length, loaded.capacity, loaded.tokens) == (6, cache.capacity, [5, 6, 7, 8, 9, 10])
     assert loaded.nbytes == cache.nbytes
     assert same(contents(loaded), contents(cache))

@@ -1,4 +1,4 @@
-"""Keys and values where they lie: `reserve` of caches in place, and many requests over one pool as one batch.
+"""Keys and values where they lie: `pages` of caches in place, and many requests over one pool as one batch.
 
 The attention here reads pages one token at a time, as a kernel would; the reference is the dense `append`.
 """
@@ -9,6 +9,7 @@ import os
 import pytest
 import torch
 
+import nanokv
 from nanokv.attention import decode_attention
 from nanokv.cache import CACHES, BatchCache, make_cache
 from nanokv.cache.batch import BatchLayer
@@ -68,19 +69,7 @@ def equal(a, b):
     return all(x.keys() == y.keys() and all(torch.equal(x[k], y[k]) for k in x) for x, y in zip(a, b, strict=True))
 
 
-@pytest.mark.parametrize("kind", sorted(CACHES))
-def test_every_cache_takes_a_token_for_a_reader_of_pages(model, kind):
-    """What stores in place says where; the others answer with what `append` returns, one page per row."""
-    cache = make_cache(kind, model.config, batch_size=2, capacity=16)
-    prefill(model, random_ids(0, 2, 6), cache)
-    for i, (a, b) in enumerate(zip(cache, cache.fork(), strict=True)):
-        k, v, q = randn(i, 2, 2, 1, 32), randn(i + 5, 2, 2, 1, 32), randn(i + 9, 2, 4, 1, 32)
-        pages = a.place(k, v)
-        assert pages.lengths.tolist() == [7, 7] and a.length == 7
-        assert gap(read_pages(q, pages), decode_attention(q, *b.append(k, v))) <= 1e-6
-
-
-def test_reserve_is_append_without_the_copy(model, pool):
+def test_pages_are_append_without_the_copy(model, pool):
     """Over page boundaries and in shared pages: same content, same lengths, and the table says where."""
     one = make_cache("paged", model.config, batch_size=2, pool=pool)
     prefill(model, random_ids(0, 2, 6), one)
@@ -112,7 +101,7 @@ def test_the_tables_are_made_once_a_page_and_not_once_a_layer(model, pool):
     assert last[0].table.shape == (1, 3) and last[0] is not first[0]  # 9 tokens: a third page
 
 
-def test_reserve_equals_the_rows_own_appends(model, pool):
+def test_pages_equal_the_rows_own_appends(model, pool):
     """What a kernel does: it writes key and value to the last place of each row itself."""
     rows = fill(model, pool, (7, 3))
     other = [row.fork() for row in rows]
@@ -154,7 +143,7 @@ def test_the_plain_model_runs_over_a_paged_batch(model, pool, lengths, T):
     assert equal(state_of(rows), state_of(dense.rows))
 
 
-@pytest.mark.parametrize("path", [put, PagedBatchLayer.append], ids=["reserve", "append"])
+@pytest.mark.parametrize("path", [put, PagedBatchLayer.append], ids=["pages", "append"])
 def test_a_paged_batch_takes_pages_for_all_rows_or_for_none(model, path):
     pool = PagePool(model.config, 5, PAGE)
     rows = fill(model, pool, (8, 4, 4))  # 4 of 5 pages, all full: three more are needed
@@ -250,12 +239,27 @@ def test_a_view_made_in_inference_mode_serves_outside(model, pool):
 
 
 def test_in_place_kinds_say_so(model, pool):
-    for name in ("paged", "prefix", "static", "growing"):
-        assert make_cache(name, model.config)[0].in_place, name
+    one, two = torch.empty(1, 2, 1, 32), torch.empty(2, 2, 1, 32)
+    for name in CACHES:
+        cache = make_cache(name, model.config, batch_size=2, capacity=16)
+        assert (cache.pages(two) is not None) == (name in ("paged", "prefix", "static", "growing")), name
+        assert (cache[0].pages(two) is not None) == (name in ("paged", "prefix", "static", "growing")), name
     rows = [make_cache("paged", model.config, pool=pool) for _ in range(2)]
-    assert PagedBatch(rows, model.config)[0].in_place, "a batch of paged rows is read where it lies"
-    for name in ("dict", "sliding", "quantized", "offloaded", "batch"):
-        assert not make_cache(name, model.config)[0].in_place, name
+    assert len(PagedBatch(rows, model.config).pages(two)) == 3, "a batch of paged rows is read where it lies"
+    assert len(rows[0].pages(one)) == 3
+
+
+@pytest.mark.parametrize("where", ["a layer of a row", "a layer of the batch"])
+def test_a_wrapped_layer_of_a_paged_batch_is_not_passed_by(model, pool, where):
+    rows = fill(model, pool, (7, 3))
+    clean, calls = BatchCache([row.fork() for row in rows], model.config), []
+    batch = PagedBatch(rows, model.config)
+    layer = batch[1].parts[0] if where == "a layer of a row" else batch[1]
+    layer.append = lambda k, v, right=layer.append: calls.append(len(k)) or right(k, v)
+    assert batch.pages(torch.empty(2, 2, 1, 32)) is None and batch.length.tolist() == [7, 3]
+    ids, fast = random_ids(50, 2, 1), nanokv.optimize(pair(**SHAPES["G2-untied-bias"])[1])
+    assert gap(decode(fast, ids, batch, batch.length), decode(model, ids, clean, clean.length)) <= TOLERANCE
+    assert calls == [1 if where == "a layer of a row" else 2]
 
 
 @pytest.mark.parametrize("to", ["disk", "host"])

@@ -212,7 +212,7 @@ def test_a_guess_within_rollback_leaves_no_trace(model):
     ids, cache = random_ids(4, 1, 40), new(model, bits=2)
     for i in range(24):
         decode(model, ids[:, i : i + 1], cache, start_pos=i)
-        room, plain = cache.max_rollback, cache.fork()
+        room, plain = cache.sizes.max_rollback, cache.fork()
         assert 1 <= room <= 7
         guess = verify_draft(model, ids[:, i + 1 : i + 1 + room], cache, start_pos=i + 1)
         for n in range(1, room + 1):  # plain decoding sees nothing in codes that the guess saw exactly
@@ -222,7 +222,7 @@ def test_a_guess_within_rollback_leaves_no_trace(model):
         assert all(torch.equal(cache[0].state()[k], x) for k, x in plain[0].state().items())
     full = new(model, bits=2)
     prefill(model, ids[:, :5], full)
-    plain, room = full.fork(), full.max_rollback
+    plain, room = full.fork(), full.sizes.max_rollback
     guess = verify_draft(model, ids[:, 5 : 6 + room], full, start_pos=5)[:, -1]
     for n in range(5, 6 + room):
         last = decode(model, ids[:, n : n + 1], plain, start_pos=n)

@@ -75,7 +75,7 @@ def test_a_window_that_came_from_the_capacity_is_in_the_file(model, tmp_path):
     prefill(model, random_ids(1, 1, 40), cache)
     cache.save(tmp_path / "c")
     loaded = KVCache.load(tmp_path / "c", model.config, capacity=64)
-    assert loaded.options["window"] == loaded[0].window == 12
+    assert loaded.made.options["window"] == loaded[0].window == 12
     ids = random_ids(2, 1, 1)
     assert torch.equal(decode(model, ids, loaded, 40), decode(model, ids, cache, 40))
 
@@ -490,7 +490,7 @@ def test_a_latent_cache_refuses_it_too():
 
 def test_an_option_said_twice_must_say_one_thing(model):
     cache = make_cache("quantized:bits=4", model.config, bits=4, residual=8)
-    assert (cache.options["bits"], cache.options["residual"]) == (4, 8)
+    assert (cache.made.options["bits"], cache.made.options["residual"]) == (4, 8)
     with pytest.raises(CacheError, match="bits is 4 in the cache's name and 8 as an argument") as caught:
         make_cache("quantized:bits=4", model.config, bits=8)
     assert "bits=8" in caught.value.hint
@@ -523,7 +523,7 @@ def test_an_empty_cache_knows_how_many_rows_it_was_made_for(model, kind):
         cache.reorder([0, 9])
     cache.reorder([0, 1, 1])
     cache.reorder([2])
-    assert cache.batch_size == 1
+    assert cache.sizes.batch_size == 1
 
 
 @pytest.mark.parametrize(("arguments", "match"), [
@@ -568,7 +568,7 @@ def test_a_cache_says_what_it_is_and_copies_as_one():
     assert repr(nanokv.KVCache()) == "<KVCache 'dict': 0 layers × 0 tokens, 0 B>"
     twin = cache.copy()
     twin.truncate(2)
-    assert (cache.length, twin.length, twin.name) == (5, 2, "dict")
+    assert (cache.length, twin.length, twin.made.name) == (5, 2, "dict")
     with pytest.raises(CacheError, match="config is a Transformer, not a Config") as caught:
         nanokv.make_cache("dict", nanokv.load("tiny")[0])
     assert caught.value.__notes__ == ["hint: pass model.config"]

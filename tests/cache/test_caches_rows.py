@@ -5,6 +5,7 @@ import torch
 
 from nanokv import costs
 from nanokv.cache import CACHES, BatchCache, PagePool, make_cache
+from nanokv.cache.batch import width
 from nanokv.cache.options import growing_slots
 from nanokv.cache.stores import HostStore
 from nanokv.decoding.batching import generate_padded
@@ -82,7 +83,7 @@ def test_a_batch_can_do_what_its_weakest_row_can(model):
     rows = [filled(model, "static", 3, capacity=n) for n in (20, 12, 30)] + [filled(model, "dict", 3)]
     assert BatchCache(rows, model.config).capacity == 12
     rows = [filled(model, "sliding", 3, window=n) for n in (20, 12, 30)] + [filled(model, "dict", 3)]
-    assert BatchCache(rows, model.config).max_rollback == 12 - 1 - 3
+    assert BatchCache(rows, model.config).sizes.max_rollback == 12 - 1 - 3
     assert BatchCache([filled(model, "dict", 3)], model.config).capacity is None
 
 
@@ -107,17 +108,18 @@ ALL = [*KINDS, ("prefix", {"page": 4}), ("offloaded", {"to": "host"}), ("batch",
 @pytest.mark.parametrize("T", [1, 2, 7])
 def test_width_says_how_many_keys_an_append_returns(model, kind, options, before, T):
     cache = filled(model, kind, before, **options)
-    mask, width = cache.mask(T), cache[0].width(T)
+    mask = cache.mask(T)
+    wide = width(cache[0], T, mask)
     keys, values = cache[0].append(zeros(T), zeros(T))
-    assert width == keys.shape[2] == values.shape[2]
-    assert mask is None or mask.shape[-1] == width
+    assert wide == keys.shape[2] == values.shape[2]
+    assert mask is None or mask.shape[-1] == wide
 
 
 def test_width_of_ragged_rows_is_that_of_the_widest(model):
     """generate_padded over sliding rows asked for it and got the length instead."""
     batch = BatchCache([filled(model, "sliding", n, window=4) for n in (9, 2)], model.config)
-    width = batch[0].width(3)
-    assert width == batch[0].append(zeros(3, 2), zeros(3, 2))[0].shape[2]
+    wide = width(batch[0], 3, batch.mask(3))
+    assert wide == batch[0].append(zeros(3, 2), zeros(3, 2))[0].shape[2]
 
 
 @pytest.mark.parametrize(("of", "options"), [("sliding", {"window": 5}), ("static", {}), ("paged", {})], ids=str)

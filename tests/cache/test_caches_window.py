@@ -98,9 +98,9 @@ def test_memory_stays_constant_however_long_the_text(model):
 def test_going_back_past_the_window_is_refused_and_changes_nothing(model):
     cache = make_cache("sliding", model.config, window=6)
     prefill(model, random_ids(5, 1, 5), cache)
-    assert cache.max_rollback == 0
+    assert cache.sizes.max_rollback == 0
     cache.truncate(3)  # nothing has been forgotten yet
-    assert cache.max_rollback == 2
+    assert cache.sizes.max_rollback == 2
     prefill(model, random_ids(6, 1, 9), cache, start_pos=3)
     before = {name: x.clone() for name, x in cache[0].state().items()}
     with pytest.raises(UnsupportedError, match="cannot go back to 11: 7 of its 12 tokens are gone"):
@@ -310,7 +310,8 @@ def test_mixed_rows_are_not_saved_as_if_they_were_alike(model, tmp_path):
     alike = BatchCache([solo(model, i, "paged", {"page": 3}, 4 + i) for i in range(2)], model.config)
     alike.save(tmp_path / "c")
     loaded = KVCache.load(tmp_path / "c", model.config)
-    assert (loaded.name, loaded.options, loaded.length.tolist()) == ("batch", {"of": "paged", "page": 3}, [4, 5])
+    assert (loaded.made.name, loaded.made.options) == ("batch", {"of": "paged", "page": 3})
+    assert loaded.length.tolist() == [4, 5]
     mixed = BatchCache([solo(model, 0, "dict", {}, 4), solo(model, 1, "static", {}, 4)], model.config)
     with pytest.raises(UnsupportedError, match="mixed kinds"):
         mixed.save(tmp_path / "d")

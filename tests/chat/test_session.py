@@ -612,5 +612,5 @@ def test_a_cache_may_be_named(loaded, name):
     model, tokenizer = loaded
     session = Session(model, tokenizer, name, max_new_tokens=8, context=100)
     own = Session(model, tokenizer, nanokv.make_cache(name, model.config, capacity=100), max_new_tokens=8, context=100)
-    assert session.ask("hi") == own.ask("hi") and session.cache.name == name.split(":")[0]
+    assert session.ask("hi") == own.ask("hi") and session.cache.made.name == name.split(":")[0]
     assert session.context == 100 and (name != "static" or session.cache.capacity == 100)

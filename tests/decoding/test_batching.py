@@ -149,7 +149,7 @@ def test_padded_logits_equal_every_row_alone(models, name):
     _, model = models
     cache = PaddedCache(make_cache(name, model.config, 2, capacity=16), [4, 0])
     ids = torch.tensor([[0] * 4 + PROMPTS[1][:5], PROMPTS[1][:9]])
-    assert cache.length.tolist() == [-4, 0] and cache.batch_size == 2
+    assert cache.length.tolist() == [-4, 0] and cache.sizes.batch_size == 2
     assert cache.capacity == (12 if name == "static" else None)
     for part in ids.split([2, 4, 3], dim=1):
         logits = prefill(model, part, cache, cache.length)

@@ -159,7 +159,7 @@ def test_every_cache_gives_the_same_beams_and_keeps_only_the_prompt(models, name
     for _ in range(2):  # the second time from the same cache: the beams have left nothing behind
         ours = beam_search(model, ids[:, 3:], 4, 10, eos_token_ids=EOS, num_return=4, cache=cache)
         assert_equal(ours, expected)
-        assert cache.length == 9 and cache.batch_size == 1
+        assert cache.length == 9 and cache.sizes.batch_size == 1
         cache.truncate(3)
 
 
@@ -300,7 +300,7 @@ def test_a_beam_as_a_generation_leaves_the_cache_as_decoding_would(models, name)
     assert [step.token for step in steps] == answer.tokens == expected.ids and len(expected.ids) > REPLAY
     assert (answer.finish_reason, answer.seed) == ("length", None)
     assert sum(step.logprob for step in steps) / 40**0.7 == pytest.approx(expected.score, abs=1e-4)
-    assert {layer.length for layer in cache} == {9 + 39} and cache.batch_size == 1
+    assert {layer.length for layer in cache} == {9 + 39} and cache.sizes.batch_size == 1
     after = list(generate(model, expected.ids[-1:], cache, 4, eos_token_ids=[]))
     assert after == list(generate(model, ids[0].tolist() + expected.ids, max_new_tokens=4, eos_token_ids=[]))
 

@@ -166,18 +166,19 @@ def test_greedy_is_plain_decoding_on_every_cache(model, name, options):
 def test_a_quantized_cache_is_guessed_for_only_until_its_next_block(model):
     """A longer guess would quantize its own rejected tokens, or let the first of them see what should be codes."""
     cache = make_cache("quantized", model.config, group=8, residual=4)
-    assert cache.max_rollback == 12
+    assert cache.sizes.max_rollback == 12
     prefill(model, [prompt(1, 9)], cache)
-    assert cache.max_rollback == 3
+    assert cache.sizes.max_rollback == 3
     prefill(model, [prompt(1, 9)], cache, 9)
-    assert cache.max_rollback == 12 - 18 + 8 and len(cache[0].blocks) == 0  # the next append finds a block to quantize
+    assert cache.sizes.max_rollback == 12 - 18 + 8
+    assert len(cache[0].blocks) == 0  # the next append finds a block to quantize
     window = make_cache("sliding", model.config, window=8, sinks=2)
     prefill(model, [prompt(1, 6)], window)
-    assert window.max_rollback == 3
+    assert window.sizes.max_rollback == 3
     verify_draft(model, [prompt(2, 3)], window, 6)
     window.truncate(6)
     verify_draft(model, [prompt(2, 4)], window, 6)
-    assert window.max_rollback == 0 and make_cache("dict", model.config).max_rollback is None
+    assert window.sizes.max_rollback == 0 and make_cache("dict", model.config).sizes.max_rollback is None
 
 
 @pytest.mark.parametrize("penalty", [0.7, 1.3])

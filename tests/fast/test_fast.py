@@ -665,8 +665,8 @@ def test_times_of_the_kernels_are_told_apart(monkeypatch, name):
 @needs_kernels
 @pytest.mark.parametrize("name", ["static", "growing", "paged", "prefix"])
 def test_a_step_is_one_call_until_somebody_listens(name, monkeypatch):
-    """A hook on a block, the embedding or the last norm, a block with another forward, other angles, a cache with
-    another append: each is asked, and tokens stay."""
+    """A hook on a block, the embedding or the last norm, a block with another forward, a cache with another
+    append: each is asked, and tokens stay."""
     (model, ids), layers = small(), []
     fast, right = optimize(model), Transformer.run_layers
     monkeypatch.setattr(
@@ -710,14 +710,6 @@ def test_a_step_is_one_call_until_somebody_listens(name, monkeypatch):
         yield
 
     @contextmanager
-    def angles(cache):
-        calls = []
-        with monkeypatch.context() as patch:
-            patch.setattr(nanokv.model, "rope_angles", lambda *args: calls.append(1) or rope_angles(*args))
-            yield
-        assert calls == [1]
-
-    @contextmanager
     def everywhere(cache):
         handle = torch.nn.modules.module.register_module_forward_hook(lambda *args: None)
         yield
@@ -725,7 +717,7 @@ def test_a_step_is_one_call_until_somebody_listens(name, monkeypatch):
 
     assert listened(nobody)[0] == 0
     hooks = map(hook, (fast.layers[1], fast.embed_tokens, fast.norm))
-    for where in (*hooks, forward, append, angles, everywhere):
+    for where in (*hooks, forward, append, everywhere):
         calls, difference = listened(where)
         assert calls == 1 and difference < 2e-5, where.__name__
 

@@ -142,7 +142,7 @@ def record_step(cases, dtype, bound):
     angles = cases.random(3, 1, D // 2).repeat(1, 1, 2)
     rope = angles.cos(), angles.sin()
     expected = block.torch_path(x, [angle[:, None] for angle in rope], one[0], Decode(one.mask(1)))
-    pages = other[0].reserve(block.like.expand(3, -1, -1, -1))
+    pages = other[0].pages(block.like.expand(3, -1, -1, -1))
     sizes = [3, H, Hk, D, native.FORMATS[dtype], Hk * 4 * D, 4 * D, 4, pages.table.shape[1]]
     matrices = [part for matrix in (block.qkv, block.o, block.gate_up, block.down) for part in parts(matrix)]
     cases.add(

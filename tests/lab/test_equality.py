@@ -205,7 +205,7 @@ class GrowsWrong(DictCache):
     """Right for more rows, but of fewer it keeps the first ones."""
 
     def reorder(self, index):
-        super().reorder(index if len(index) >= self.batch_size else list(range(len(index))))
+        super().reorder(index if len(index) >= self.sizes.batch_size else list(range(len(index))))
 
 
 def claims(count):

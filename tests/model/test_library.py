@@ -262,8 +262,8 @@ def test_options_of_a_cache_may_stand_in_its_name(loaded):
     for text, options in (("quantized:bits=4:rotate=hadamard", {"bits": 4, "rotate": "hadamard"}),
                           ("sliding:window=64:sinks=4", {"window": 64, "sinks": 4}), ("dict", {})):  # fmt: skip
         cache = nanokv.make_cache(text, model.config)
-        assert (cache.name, cache.options) == (text.split(":")[0], options)
-    assert nanokv.make_cache("quantized:bits=4", model.config, bits=4).options == {"bits": 4}, "said twice"
+        assert (cache.made.name, cache.made.options) == (text.split(":")[0], options)
+    assert nanokv.make_cache("quantized:bits=4", model.config, bits=4).made.options == {"bits": 4}, "said twice"
     for text, words in (("quantized:bits=5", "bits is 5: 2, 4, 8"), ("quantized:bits", "NAME:option=value"),
                         ("quantised:bits=4", "no cache is called 'quantised'"), ("dict:bits=4", "has no option bits"),
                         (":bits=4", "the name of a cache is missing")):  # fmt: skip

@@ -242,6 +242,18 @@ def thawed(source: str) -> list[str]:
     return [f"line {n.lineno}: {n.name} is not frozen" for n in classes if marks[n] != ["dataclass(frozen=True)"]]
 
 
+def late_patching(source: str) -> list[str]:
+    """What a file puts on a class or a module of ours: nobody who reads that one knows of it."""
+    functions = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef  # what they do when called is their own business
+    nodes = [n for part in tree(source).body if not isinstance(part, functions) for n in ast.walk(part)]
+    named = [n for n in nodes if isinstance(n, ast.Import | ast.ImportFrom)]
+    ours = [n for n in named if "nanokv" in ast.unparse(n) or "weights_loader" in ast.unparse(n)]
+    imported = {(alias.asname or alias.name).split(".")[0] for n in ours for alias in n.names}
+    set_here = [n for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)]
+    set_here += [n.args[0] for n in nodes if isinstance(n, ast.Call) and getattr(n.func, "id", "") == "setattr"]
+    return [f"line {n.lineno}: {ast.unparse(n)}" for n in set_here if ast.unparse(n).split(".")[0] in imported]
+
+
 def missing_docstring(source: str) -> list[str]:
     said = len(ast.get_docstring(tree(source)) or "")
     return [] if said >= 40 else [f"its docstring of {said} characters does not say what the file is"]
@@ -352,6 +364,11 @@ def test_no_pickle():
     assert complaints(unsafe_loading, SOURCES) == []
 
 
+def test_no_file_patches_another():
+    """A class is whole where it is written; what it needs from above is passed to it, or imported by name."""
+    assert complaints(late_patching, SOURCES) == []
+
+
 def test_every_file_says_what_it_is():
     assert complaints(missing_docstring, SOURCES + TESTS) == []
 
@@ -446,6 +463,11 @@ def test_the_other_rules_can_fail():
     assert defined_twice("def f(): ...\nx = f\ndef f(): ...\nclass A:\n    def g(self): ...\n    def g(self): ...") == [
         "line 3: f again", "line 6: g again",
     ]  # fmt: skip
+    for patch in ("A.maker = staticmethod(f)", "a.B.c += 1", "setattr(A, 'maker', f)", "if f:\n    A.maker, x = f, 1"):
+        assert len(late_patching(f"import nanokv.a as a\nfrom nanokv.a import A\n{patch}")) == 1, patch
+    here = "class B: ...\nB.maker = f", "def g():\n    A.maker = f", "table = A.maker", "import sys\nsys.path += [A]"
+    for own in here:
+        assert late_patching(f"from nanokv.a import A\n{own}") == [], own
     assert missing_docstring('"""A file."""') == ["its docstring of 7 characters does not say what the file is"]
     assert missing_docstring("import json") and not missing_docstring(f'"""{"x" * 40}"""')
     assert {"PagedCache", "DictCache", "make_cache"} <= concrete_caches()

@@ -115,7 +115,7 @@ def test_every_cache_goes_on_as_in_one_process(peer, model, scenario, way, tmp_p
             count, seconds = peer.said()
             if got.nbytes != count or not 0 < got.seconds <= seconds + 1 or got.rate <= 0:
                 wrong.append(f"{spec}: {got} arrived of {count:,} bytes in {seconds} s")
-        if (theirs.tokens, theirs.name) != (tokens, name) or not same(mine, theirs):
+        if (theirs.tokens, theirs.made.name) != (tokens, name) or not same(mine, theirs):
             wrong.append(f"{spec}: another cache arrived")
         if not torch.equal(other.go_on(model, theirs), other.go_on(model, mine)):
             wrong.append(f"{spec}: goes on differently")
@@ -146,7 +146,7 @@ def test_the_receiver_may_keep_it_in_another_kind_of_cache(peer, model, kind):
     more = {"pool": pool} if kind in ("paged", "prefix") else {}
     theirs, _ = receive(peer.prefill("tcp", "turns", "paged", {"page": 3}), model.config, kind=kind, **more)
     peer.said()
-    assert (theirs.name, theirs.tokens) == (kind, tokens)
+    assert (theirs.made.name, theirs.tokens) == (kind, tokens)
     assert torch.equal(other.go_on(model, theirs), other.go_on(model, mine))
 
 

@@ -100,7 +100,7 @@ def filled(model, scenario: str, name: str, options: dict):
 
 def go_on(model, cache):
     """Logits of three steps and of a draft of two tokens."""
-    count = cache.batch_size
+    count = cache.sizes.batch_size
     steps = [decode(model, ids(20 + t, count, 1), cache, cache.length) for t in range(3)]
     return torch.stack([*steps, *verify_draft(model, ids(30, count, 2), cache, cache.length).unbind(1)])
 

@@ -15,6 +15,7 @@ import nanokv
 import nanokv.attention
 from nanokv.attention import causal_attention, decode_attention
 from nanokv.cache import BatchCache, make_cache
+from nanokv.cache.batch import width
 from nanokv.cache.padded import PaddedCache
 from nanokv.cache.paged_batch import PagedBatch
 from nanokv.engine.packed import prefill_packed
@@ -166,7 +167,7 @@ def chunks(model, new):
     ids, cache = ids_of(1), new(1)
     out = [prefill_chunks(model, ids[:, :PROMPT], cache, chunk=4)]
     out.append(decode(model, ids[:, PROMPT : PROMPT + 1], cache, cache.length))
-    if cache.max_rollback is None or cache.max_rollback >= 3:
+    if cache.sizes.max_rollback is None or cache.sizes.max_rollback >= 3:
         out.append(verify_draft(model, ids[:, PROMPT + 4 : PROMPT + 7], cache, cache.length)[0])
         cache.truncate(PROMPT + 1)
     out.append(verify_draft(model, ids[:, PROMPT + 1 : PROMPT + 4], cache, cache.length)[0])
@@ -236,7 +237,7 @@ def continued(model, new, way=lambda cache: cache):
 
 def across(cache):
     """The cache at the other end of a connection."""
-    salt = {"salt": cache.options["salt"]} if "salt" in cache.options else {}  # a secret, which is not sent
+    salt = {"salt": cache.made.options["salt"]} if "salt" in cache.made.options else {}  # a secret, which is not sent
     with contextlib.ExitStack() as stack:
         sender, receiver = (SocketLink(end, 5.0) for end in map(stack.enter_context, socket.socketpair()))
         sending = stack.enter_context(ThreadPoolExecutor(1)).submit(send, sender, cache)
@@ -252,7 +253,8 @@ def own_mask(model, new):
 
     class Hides(type(cache)):
         def mask(self, T):
-            mask, S = super().mask(T), self[0].width(T)
+            mask = super().mask(T)
+            S = width(self[0], T, mask)
             mask = torch.ones(T, S, dtype=torch.bool) if mask is None else mask.clone()
             mask[..., -1, -3] = False
             return mask
@@ -325,7 +327,7 @@ def caches_of_rows(new):
     pool = getattr(first, "pool", None)
     if pool is None:
         return [first, new(1), new(1)]
-    return [make_cache(first.name, first.config, pool=pool) for _ in range(3)]
+    return [make_cache(first.made.name, first.config, pool=pool) for _ in range(3)]
 
 
 def together(rows, config):

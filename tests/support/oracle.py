@@ -244,5 +244,9 @@ class Clock:
 
 def put(layer, k, v):
     """What a decode kernel does with a cache in place: a slot per row, (B,Hk,1,D) ×2 written there → the Pages."""
-    assert layer.in_place
-    return layer.place(k, v)
+    pages = layer.pages(k)
+    size = pages.keys.shape[2]
+    for b, last in enumerate((pages.lengths - 1).tolist()):
+        page = b if pages.table is None else int(pages.table[b, last // size])
+        pages.keys[page, :, last % size], pages.values[page, :, last % size] = k[b, :, 0], v[b, :, 0]
+    return pages

@@ -8,6 +8,7 @@ import json
 import os
 import struct
 import time
+from dataclasses import replace
 
 import pytest
 import tokenizers
@@ -179,7 +180,7 @@ def test_a_cache_file_does_not_say_how_much_memory_is_taken(tmp_path, kind, opti
     cache = nanokv.make_cache(kind, model.config, 2, pages=20, **options)
     nanokv.prefill(model, [[5, 6, 7]] * 2, cache, 0)
     for part in (*getattr(cache, "rows", ()), cache):
-        part.options = part.options | {"pages": pages}
+        part.made = replace(part.made, options=part.made.options | {"pages": pages})
     cache.save(tmp_path / "c")
     with pytest.raises(CacheError, match=f"says {pages:,} pages, 2 rows; at most 4,194,304"):
         type(cache).load(tmp_path / "c", model.config)

@@ -14,7 +14,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanokv import costs
-from nanokv.cache import make_cache
+from nanokv.cache import LayerCache, make_cache
+from nanokv.cache.capabilities import in_place
 from nanokv.fast import native
 from nanokv.inference import decode, prefill
 from nanokv.lab.bench.machine import Bandwidth, gemm_peak, timed
@@ -146,29 +147,36 @@ class Clock(TorchDispatchMode):
 
 @contextmanager
 def watched(cache):
-    """[seconds spent in every append and reserve of the cache]"""
-    spent, inside = [0.0], []
+    """[seconds spent in every `append` and `pages` of the cache]"""
+    spent, layers = [0.0], list(cache)
 
     def timed(method):
         def call(*args):
-            if inside:  # the cache asks its layers: counted once
-                return method(*args)
-            inside.append(True)
             began = time.perf_counter()
             try:
                 return method(*args)
             finally:
                 spent[0] += time.perf_counter() - began
-                inside.clear()
 
-        call.__func__ = method.__func__  # it changes nothing: kernels may go on as with the method itself
         return call
 
-    places = [(cache, "reserve_layers"), *((layer, name) for layer in cache for name in ("append", "reserve"))]
-    for owner, name in places:
-        setattr(owner, name, timed(getattr(owner, name)))
+    cache[:] = [Watched(layer, timed) for layer in layers]
     try:
         yield spent
     finally:
-        for owner, name in places:
-            delattr(owner, name)
+        cache[:] = layers
+
+
+class Watched(LayerCache):
+    """A layer in a watch. It has the layer's pages, because it changes nothing of its append."""
+
+    def __init__(self, layer, timed):
+        self.layer, self.capacity = layer, layer.capacity
+        self.timed_append, self.timed_pages = timed(layer.append), timed(layer.pages)
+        self.mask, self.truncate, self.fetch = layer.mask, layer.truncate, getattr(layer, "fetch", None)
+
+    @in_place(lambda self, like: self.timed_pages(like))
+    def append(self, k, v):
+        return self.timed_append(k, v)
+
+    length = property(lambda self: self.layer.length, lambda self, n: setattr(self.layer, "length", n))

@@ -21,7 +21,7 @@ from nanokv.cache.padded import PaddedCache
 from nanokv.cache.sliding import SlidingCache
 from nanokv.cache.static import StaticCache
 from nanokv.inference import prefill_chunks
-from nanokv.lab.faults.substitute import PerObject, between, has_cache, in_all, positions
+from nanokv.lab.faults.substitute import PerObject, between, has_cache, in_all, positions, real
 from nanokv.model import Attention, Transformer
 from nanokv.rope import apply_rope
 
@@ -220,19 +220,20 @@ def rounded_to_bf16():
 )  # fmt: skip
 def static_overflow():
     """The static cache counts tokens that it does not keep."""
-    right, capacity = StaticCache.append, CacheCapabilities.capacity
+    capacity = CacheCapabilities.capacity
 
-    def append(self, k, v):
-        T, room = k.shape[2], None if self.capacity is None else max(0, self.capacity - self.length)
-        if room is None or T <= room:
-            return right(self, k, v)
+    def append(cache, i, k, v):
+        layer, T = real(cache[i]), k.shape[2]
+        room = max(0, layer.capacity - layer.length) if type(layer) is StaticCache else T
+        if T <= room:
+            return cache[i].append(k, v)
         if room:
-            right(self, k[:, :, :room], v[:, :, :room])
-        self.length += T - room
-        return self.keys, self.values  # (B,Hk,N,D): N slots, whatever S should be
+            cache[i].append(k[:, :, :room], v[:, :, :room])
+        layer.length += T - room
+        return layer.keys, layer.values  # (B,Hk,N,D): N slots, whatever S should be
 
     unlimited = property(lambda cache: None if capacity.fget(cache) else capacity.fget(cache))  # 0 = NoCache, as it was
-    return [(StaticCache, "append", append), (CacheCapabilities, "capacity", unlimited)]
+    return [*between(append), (CacheCapabilities, "capacity", unlimited)]
 
 
 # --- masks ----------------------------------------------------------------------------------------------------------
@@ -279,8 +280,9 @@ def masks(wrong) -> list:
         return wrong(right, T, S)
 
     def mask(self, T):
-        S = self.width(T)
-        return wrong(lambda t, s: band(self, T) if s == S else right(t, s), T, S)
+        own = band(self, T)
+        S = self.sizes.held + T if own is None else own.shape[1]
+        return wrong(lambda t, s: own if s == S else right(t, s), T, S)
 
     return [(nanokv.cache.base, "causal_mask", causal_mask), (SlidingCache, "mask", mask)]
 
@@ -340,7 +342,7 @@ def reorder_ignored():
 
     def make(right):
         def reorder(self, index):
-            if len(index) != self.batch_size:
+            if len(index) != self.sizes.batch_size:
                 right(self, index)
 
         return reorder

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from nanokv.cache import CACHES, KVCache, LayerCache, make_cache
+from nanokv.cache.capabilities import Made
 from nanokv.config import Config
 from nanokv.decoding.batching import generate_padded
 from nanokv.decoding.generation import generate
@@ -118,7 +119,7 @@ def maker(make):
 
     def of_layers(config, batch_size, capacity):
         cache = KVCache((layer() for _ in range(config.num_hidden_layers)), config)
-        cache.requested_rows = batch_size
+        cache.made = Made(batch_size=batch_size)
         return cache
 
     return of_layers
@@ -334,7 +335,7 @@ def more_rows_and_fewer(lab):
 def save_and_load(lab):
     """A file goes on where the cache was."""
     ids, cache = lab.ids(20, 1, 12), lab.cache()
-    if cache.name not in CACHES or type(cache[0]) is not type(make_cache(cache.name, cache.config)[0]):
+    if cache.made.name not in CACHES or type(cache[0]) is not type(make_cache(cache.made.name, cache.config)[0]):
         raise UnsupportedError("loading needs a kind of cache that is in nanokv.CACHES")
     lab.feed(cache, ids, 7)
     with tempfile.TemporaryDirectory() as folder:

@@ -80,7 +80,7 @@ def _load_cache(chat, path, head):
         cache = type(session.cache).load(path, session.model.config, model_fingerprint=saved, rank=own)
         dtypes = {t.dtype for t in cache[0].state().values() if t.is_floating_point()}
         mine = getattr(session.model.layers[0], "dtype", session.model.embed_tokens.weight.dtype)
-        if cache.name != "quantized" and dtypes - {mine}:
+        if cache.made.name != "quantized" and dtypes - {mine}:
             return f"cache refused: it holds {dtypes.pop()}, the model computes in {mine}"
         if ranks.size > 1:
             session.make_generation.load(cache, path)

@@ -33,8 +33,8 @@ def draw(session, style, width=80) -> str:
     if not length:
         kept = f" ({bytes_text(cache.nbytes)} of memory kept for the next tokens)" if cache.nbytes else ""
         return layout.paragraph(f"cache empty: 0 tokens{kept or ', 0 B'}", width)
-    held = cache[0].width(1) - 1  # of a sliding cache fewer than it has seen
-    roles = held_roles(session.roles()[:length], held, cache[0].sinks)
+    held = cache[0].sizes.held  # of a sliding cache fewer than it has seen
+    roles = held_roles(session.roles()[:length], held, cache.made.options.get("sinks", 0))
     label = len(f"layer {len(cache) - 1:>2} ")
     letters, per = cells(roles, max(width - label - 12, 10))
     painted = "".join(getattr(style, COLOURS[letter])(letter) if letter in COLOURS else letter for letter in letters)
@@ -43,7 +43,7 @@ def draw(session, style, width=80) -> str:
     parts += [f"{letter} {name} {counts[letter]:,}" for letter, name in NAMES.items() if counts[letter]]
     lines = [layout.joined(parts, width)]
     for i, layer in enumerate(cache):
-        lines.append(f"layer {i:>2} ".ljust(label) + painted + "  " + bytes_text(layer.used_nbytes))
+        lines.append(f"layer {i:>2} ".ljust(label) + painted + "  " + bytes_text(layer.sizes.used_nbytes))
     lines.append(layout.joined(formula(config, cache, held).split(" · "), width))
     notes = filter(None, (balance(session), session.why))
     lines += [layout.paragraph(text, width) for text in notes]
@@ -63,7 +63,7 @@ def formula(config, cache, length) -> str:
     computed = 2 * L * Hk * D * element * length
     total = f"= {computed:,} B · measured {cache.nbytes:,} B"
     if cache.nbytes != computed:
-        total += f" ({cache.name} cache: {cache.nbytes / computed:.2f} × the formula)"
+        total += f" ({cache.made.name} cache: {cache.nbytes / computed:.2f} × the formula)"
     return f"2 (K, V) × {L} layers × {Hk} KV heads × {D} × {element} B × {length:,} tokens {total}"
 
 

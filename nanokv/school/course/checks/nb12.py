@@ -190,6 +190,7 @@ def _judge_static(layer):
     import torch
 
     from nanokv.cache import KVCache, LayerCache
+    from nanokv.cache.capabilities import Made
     from nanokv.errors import CapacityError
 
     def make(config, batch_size, capacity):
@@ -198,7 +199,7 @@ def _judge_static(layer):
             if getattr(one, "capacity", None) is None:  # how the suite learns how much it may feed
                 one.capacity = capacity
         cache = KVCache(layers, config)
-        cache.requested_rows = batch_size
+        cache.made = Made(batch_size=batch_size)
         return cache
 
     k, one = torch.randn(1, 2, 1, 6), layer(4)
