@@ -62,7 +62,8 @@ class Processes:
         rank 0, which may sit at a prompt, did not notice."""
         first, gone = self.ranks[0], None
         while first.poll() is None and gone is None:
-            gone = next((rank for rank, process in enumerate(self.ranks) if process.poll() is not None), None)
+            # exit code 0: rank 0 has told it that all is done, and is about to end, however busy the machine is
+            gone = next((rank for rank, process in enumerate(self.ranks) if process.poll()), None)
             time.sleep(POLL_S)
         if gone and not self.ended(first):
             first.terminate()
