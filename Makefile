@@ -83,6 +83,7 @@ compat: $(VENV)/.dev ## when you changed a range of versions: oldest and newest,
 .PHONY: lint
 lint: $(VENV)/.dev ## while you write: style, unused names, types, seconds
 	@$(BIN)/ruff check $(ARGS)
+	@$(BIN)/ruff format --check --quiet || { echo 'hint: $(BIN)/ruff format'; exit 1; } >&2
 	@$(BIN)/mypy
 
 .PHONY: bench

@@ -57,7 +57,7 @@ _NAMES = {  # module → the names that `nanokv` has from it
     "decoding.generation": "generate", "decoding.speculative": "speculate", "engine": "Engine", "fast": "optimize",
     "inference": "decode prefill prefill_chunks score", "loading": "load", "model": "Qwen3",
     "text.tokenizer": "Tokenizer",
-}  # fmt: skip
+}
 _HOME = {name: f"nanokv.{module}" for module, names in _NAMES.items() for name in names.split()}
 _ENTRANCES = {  # nanokv.NAME, imported or not → the module that it is
     "batching": "nanokv.decoding.batching", "beam": "nanokv.decoding.beam", "generation": "nanokv.decoding.generation",
@@ -65,7 +65,7 @@ _ENTRANCES = {  # nanokv.NAME, imported or not → the module that it is
     "session": "nanokv.chat.session", "tokenizer": "nanokv.text.tokenizer",
     "faults": "nanokv.lab.faults", "study": "nanokv.lab.study", "debug": "nanokv.lab.study.debug",
     "equality": "nanokv.lab.study.equality", "course": "nanokv.school.course",
-}  # fmt: skip
+}
 _MODULES = _ENTRANCES | {
     name: f"nanokv.{name}"
     for name in ("attention", "cache", "config", "costs", "engine", "errors", "inference", "model")
@@ -75,7 +75,7 @@ __all__ = [
     "CACHES", "Config", "Engine", "GenerationConfig", "KVCache", "NoCache", "Qwen3", "Session", "Tokenizer",
     "__version__", "beam_search", "decode", "generate", "generate_padded", "generate_ragged", "load", "make_cache",
     "optimize", "prefill", "prefill_chunks", "score", "speculate",
-]  # fmt: skip
+]
 
 
 if not TYPE_CHECKING:  # it would hide a name that is mistyped

@@ -69,7 +69,8 @@ class Masked:
         blocks = row_blocks(q, k.shape[2])
         if self.mask is None or len(blocks) == 1:
             return prefill_attention(q, k, v, self.mask)
-        mask = self.mask.expand(*self.mask.shape[:-2], q.shape[2], -1)  # a view: one row may stand for all queries
+        # A view: one row may stand for all queries.
+        mask = self.mask.expand(*self.mask.shape[:-2], q.shape[2], -1)
         return torch.cat([prefill_attention(q[:, :, a:b], k, v, mask[..., a:b, :]) for a, b in blocks], 2)
 
 
@@ -123,7 +124,8 @@ def causal_mask(T: int, S: int, device: torch.device | str | None = None) -> Ten
 
 def is_causal(mask: Tensor | None) -> bool:
     """Is this the plain causal mask and nothing else? Then half of the work can be skipped."""
-    if mask is None or mask.dim() != 2 or mask.shape[0] == 1:  # a single query's plain causal mask is None
+    # A single query's plain causal mask is None.
+    if mask is None or mask.dim() != 2 or mask.shape[0] == 1:
         return False
     T, S = mask.shape
     plain = causal_mask(T, S, mask.device)
@@ -154,4 +156,5 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
     B, H, _, D = q.shape
     q = q.reshape(B, k.shape[1], -1, D)  # (B,Hk,G,D)
     y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)  # (B,Hk,G,D)
-    return y.reshape(B, H, 1, D)  # free on a CPU; some GPU kernels return the rows in another order in memory
+    # Free on a CPU; some GPU kernels return the rows in another order in memory.
+    return y.reshape(B, H, 1, D)

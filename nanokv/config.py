@@ -64,7 +64,8 @@ class Config:
     num_attention_heads: int  # H
     num_key_value_heads: int  # Hk
     head_dim: int  # D
-    max_position_embeddings: int  # the context: YaRN's factor × original where that is more than the file says
+    # The context: YaRN's factor × original where that is more than the file says.
+    max_position_embeddings: int
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10_000.0
     yarn: Yarn | None = None

@@ -27,11 +27,11 @@ ROPE_FIELDS = {  # rope_type → its fields
         "mscale", "mscale_all_dim", "truncate", "finetuned",
     },
     "llama3": {"factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"},
-}  # fmt: skip
+}
 READ = names.SIZES.keys() | {
     "max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "layer_types",
     "original_max_position_embeddings", "attention_bias", "tie_word_embeddings", "dtype", "torch_dtype", "model_type",
-}  # fmt: skip
+}
 READ_EXPERTS = names.EXPERT_SIZES.keys() | {"norm_topk_prob", "mlp_only_layers"}
 SILU = ("silu", "swish")  # two names of one function
 SOME = {  # fields that change the maths, with the values that this model implements
@@ -47,14 +47,16 @@ SOME = {  # fields that change the maths, with the values that this model implem
     "pruned_heads": ({},),
     "position_embedding_type": ("rope", "rotary"),
     "norm_type": ("rmsnorm", "rms_norm", "rms"),
-    "scoring_func": ("softmax",),  # of the router; the next four are DeepSeek's names for what is not switched on here
+    # Of the router; the next four are DeepSeek's names for what is not switched on here.
+    "scoring_func": ("softmax",),
     "topk_method": ("greedy",),
     "n_group": (1, 0),
     "topk_group": (1, 0),
     "moe_layer_freq": (1,),
 }
 QUANTIZED = re.compile("(quantization|compression)(_config)?")  # the tensors are no plain numbers
-HARMLESS = frozenset(  # sampling, training, labels and bookkeeping: the logits do not depend on them
+# Sampling, training, labels and bookkeeping: the logits do not depend on them.
+HARMLESS = frozenset(
     """
     architectures transformers_version use_cache sliding_window max_window_layers attn_implementation name_or_path
     experts_implementation cache_implementation
@@ -76,7 +78,8 @@ HARMLESS_NAMES = re.compile(
     "_.*|(.*_)?(dropout|pdrop|loss|initializer|init)(_.*)?|.*_token_ids?|(bos|eos|pad|unk)_token|"
     "(use_)?flash_?att.*|gradient_checkpointing.*|unsloth_.*"
 )
-TYPES = {  # of harmless fields, as transformers checks them: another type says that the file is damaged
+# Of harmless fields, as transformers checks them: another type says that the file is damaged.
+TYPES = {
     "architectures": (list, None), "transformers_version": (str, None), "problem_type": (str, None),
     "id2label": (dict, None), "label2id": (dict, None), "chunk_size_feed_forward": (int,),
     "output_hidden_states": (bool, None), "return_dict": (bool, None), "use_cache": (bool,),
@@ -84,9 +87,12 @@ TYPES = {  # of harmless fields, as transformers checks them: another type says 
     "sliding_window": (int, None),
     "max_window_layers": (int,), "bos_token_id": (int, None), "pad_token_id": (int, None),
     "eos_token_id": (int, list, None),
-}  # fmt: skip
-SAMPLED = {"eos_token_id", "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"}  # read
-NEUTRAL = {  # fields of generation_config.json that are not implemented → the values, besides null, that change nothing
+}
+# Read.
+SAMPLED = {"eos_token_id", "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"}
+# Fields of generation_config.json that are not implemented → the values, besides null, that change
+# nothing.
+NEUTRAL = {
     "num_beams": (1,), "min_length": (0,), "min_new_tokens": (0,), "no_repeat_ngram_size": (0,), "max_time": (),
     "stop_strings": ([],), "encoder_repetition_penalty": (1.0,), "encoder_no_repeat_ngram_size": (0,),
     "bad_words_ids": ([],), "force_words_ids": ([],), "constraints": ([],), "sequence_bias": ([], {}),
@@ -94,9 +100,11 @@ NEUTRAL = {  # fields of generation_config.json that are not implemented → the
     "exponential_decay_length_penalty": (), "remove_invalid_values": (False,), "token_healing": (False,),
     "guidance_scale": (1.0,), "watermarking_config": (), "dola_layers": (), "penalty_alpha": (0.0,),
     "num_return_sequences": (1,), "cache_implementation": ("dynamic", "static", "offloaded", "offloaded_static"),
-}  # fmt: skip
-NEUTRAL_SAMPLED = {"typical_p": (1.0,), "top_h": (), "epsilon_cutoff": (0.0,), "eta_cutoff": (0.0,)}  # with do_sample
-NO_EFFECT = frozenset(  # the caller says how long an answer is; beam fields count only with num_beams; the rest is form
+}
+# With do_sample.
+NEUTRAL_SAMPLED = {"typical_p": (1.0,), "top_h": (), "epsilon_cutoff": (0.0,), "eta_cutoff": (0.0,)}
+# The caller says how long an answer is; beam fields count only with num_beams; the rest is form.
+NO_EFFECT = frozenset(
     """
     max_length max_new_tokens early_stopping length_penalty diversity_penalty num_beam_groups low_memory
     bos_token_id pad_token_id decoder_start_token_id transformers_version renormalize_logits
@@ -170,7 +178,8 @@ def generation_settings(config: dict, generation: dict) -> dict:
 def generation_fields(fields: dict) -> dict[str, Any]:
     """A generation_config.json → the fields of a `GenerationConfig`; sampling figures count only with `do_sample`."""
     eos = eos_token_ids(fields) or ()
-    for name in ("bos_token_id", "pad_token_id", "decoder_start_token_id"):  # not used: a sign of damage
+    # Not used: a sign of damage.
+    for name in ("bos_token_id", "pad_token_id", "decoder_start_token_id"):
         if type(fields.get(name, 0)) not in (int, type(None)):
             raise ConfigError(f"{name} {shown(fields[name])} is not an id")
     penalty = _number(fields, "repetition_penalty", 1.0)
@@ -216,11 +225,11 @@ def _warn_unused(fields: dict, neutral: dict):
         f"{shown(name)[1:-1]} {shown(value)}" for name, value in fields.items()
         if value is not None and (value not in neutral[name] if name in neutral else name not in known)
         and not name.startswith("_")
-    ]  # fmt: skip
+    ]
     if unused:
         more = f" and {len(unused) - 5} more" if len(unused) > 5 else ""
         warnings.warn(f"generation_config.json: not implemented, without effect here: {', '.join(unused[:5])}{more}",
-                      CheckpointWarning, stacklevel=5)  # fmt: skip
+                      CheckpointWarning, stacklevel=5)
 
 
 def _refuse_unimplemented(fields: dict, family: families.Family):
@@ -251,7 +260,8 @@ def _values_of_family(fields: dict, family: families.Family) -> dict[str, tuple]
     values: dict[str, tuple] = {
         "qk_norm": (family.qk_norm,),
         "use_qk_norm": (family.qk_norm,),
-        "qkv_bias": (biased, False),  # which biases there are is decided by the tensors of the checkpoint
+        # Which biases there are is decided by the tensors of the checkpoint.
+        "qkv_bias": (biased, False),
     }
     if not family.experts:
         values |= {"num_experts": (0,), "decoder_sparse_step": (1,)}
@@ -264,7 +274,7 @@ def _refuse_unknown(name: str, value: object, family: families.Family):
     label = shown(name)[1:-1]
     if QUANTIZED.fullmatch(name):
         raise ConfigError(f"{label} {shown(value)} is not implemented: the checkpoint is quantized",
-                          hint="take the original in bf16, or a GGUF file")  # fmt: skip
+                          hint="take the original in bf16, or a GGUF file")
     if ALWAYS.fullmatch(name):
         raise ConfigError(f"{label} {shown(value)} is not implemented: {family.title} has {label} True only")
     raise ConfigError(
@@ -426,7 +436,8 @@ def _yarn(fields: dict, rope: dict, theta: float) -> dict[str, Any]:
     original = _original_context(fields, rope)
     said = {name: value for name, value in rope.items() if value is not None}
     factor = _positive(said, "factor", _said_context(fields) / original)  # null: the ratio
-    betas = {name: value for name, value in said.items() if value != 0}  # 0 is the default, as in transformers
+    # 0 is the default, as in transformers.
+    betas = {name: value for name, value in said.items() if value != 0}
     return {
         "factor": factor,
         "original_max_position_embeddings": original,

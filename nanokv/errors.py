@@ -84,7 +84,8 @@ class CourseError(NanoKVError):
     """A notebook, an exercise or a submission of the course is not what it should be."""
 
 
-LONGEST_REASON = 300  # characters of a foreign message; one was 2.9 MB long, because it quoted the file
+# Characters of a foreign message; one was 2.9 MB long, because it quoted the file.
+LONGEST_REASON = 300
 
 
 @contextmanager
@@ -95,7 +96,8 @@ def foreign(what: str, error: type[NanoKVError] = NanoKVError) -> Iterator[None]
     except (NanoKVError, MemoryError):
         raise
     except BaseException as reason:
-        panic = type(reason).__name__ == "PanicException"  # of pyo3: no Exception, and it cannot be imported
+        # Of pyo3: no Exception, and it cannot be imported.
+        panic = type(reason).__name__ == "PanicException"
         if not panic and not isinstance(reason, Exception):
             raise  # Ctrl-C, SystemExit
         text = str(reason) or type(reason).__name__

@@ -38,7 +38,8 @@ def prefill(model: Model, tokens: Rows, cache: KVCache, start_pos: Position = 0)
     Works from any start_pos: an empty cache, the next chunk of a long prompt, the next turn of a chat.
     """
     hidden = _append(model, tokens, cache, start_pos)  # (B,T,C)
-    return model.lm_head(hidden[:, -1])  # (B,C) → (B,V): slice first, the other T−1 rows of logits are never needed
+    # Slice first, the other T−1 rows of logits are never needed.
+    return model.lm_head(hidden[:, -1])  # (B,C) → (B,V)
 
 
 @torch.inference_mode()
@@ -113,7 +114,8 @@ def attention_over(cache: KVCache, T: int, device: torch.device) -> Attend:
         return own
     mask = cache.mask(T)
     if mask is None:
-        return Causal() if T == 1 else Masked(None)  # a cache that answers None lets its queries see everything
+        # A cache that answers None lets its queries see everything.
+        return Causal() if T == 1 else Masked(None)
     return Causal(keys=mask.shape[1]) if is_causal(mask) else Masked(mask.to(device))
 
 
@@ -138,7 +140,8 @@ def token_ids(model: Model, ids: Rows) -> Tensor:
     if isinstance(ids, torch.Tensor) and ids.dim() == 2 and ids.numel() and ids.dtype in (torch.int64, torch.int32):
         if ids.device.type != "cpu" and device.type != "cpu":
             return ids.to(device, torch.int64)
-        low, high = (ids.item(),) * 2 if ids.numel() == 1 else ids.aminmax()  # the common case, in one operator
+        # The common case, in one operator.
+        low, high = (ids.item(),) * 2 if ids.numel() == 1 else ids.aminmax()
         if low >= 0 and high < vocabulary:
             return ids.to(device, torch.int64)
     return torch.tensor(id_rows(ids, vocabulary), device=device)  # (B,T); or it says what is wrong

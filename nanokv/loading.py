@@ -27,7 +27,7 @@ Read = Callable[[Path, dict, torch.dtype | None, torch.device, Prefetch | None],
 
 @hinted
 def load(source: str | os.PathLike = "tiny", dtype: Dtype = "auto", device: Device = "auto",
-         revision: str | None = None, check_finite: bool = False) -> tuple[Transformer, Tokenizer]:  # fmt: skip
+         revision: str | None = None, check_finite: bool = False) -> tuple[Transformer, Tokenizer]:
     """("tiny" | "smollm2" | folder | GGUF file | "Qwen/Qwen3-0.6B") → (model in eval mode, tokenizer).
 
     dtype and device are torch's or their names: torch.bfloat16, "bfloat16" or "bf16". "auto" is what the command line
@@ -48,7 +48,7 @@ def load(source: str | os.PathLike = "tiny", dtype: Dtype = "auto", device: Devi
 def load_folder(folder: Path, fields: dict, dtype: Dtype, device: Device,
                 check_finite: bool = False, prefetched: Prefetch | None = None,
                 read: Read | None = None,
-                prepare: Callable[[Tokenizer], None] | None = None) -> tuple[Transformer, Tokenizer]:  # fmt: skip
+                prepare: Callable[[Tokenizer], None] | None = None) -> tuple[Transformer, Tokenizer]:
     """`load` of a folder on this disk; `fields` is what its config.json says. Each of its files is read once.
 
     `read` makes the model from the weights: all of it here, a rank's part in nanokv/parallel. `prepare` may give the
@@ -57,7 +57,8 @@ def load_folder(folder: Path, fields: dict, dtype: Dtype, device: Device,
     dtype, device = weights_loader.check_target(dtype, device)
     if device.type == "cpu":
         watch(torch.get_num_threads())
-    config = Config.from_dict(fields)  # refuse what is not implemented before a byte of weights is read
+    # Refuse what is not implemented before a byte of weights is read.
+    config = Config.from_dict(fields)
     generation = optional(folder / "generation_config.json")
     generation_config = GenerationConfig.from_fields(fields, generation)
     tokenizer = Tokenizer.from_folder(folder, rows=config.vocab_size)
@@ -77,12 +78,12 @@ def load_folder(folder: Path, fields: dict, dtype: Dtype, device: Device,
     if check_finite and (bad := unfinite(model)):
         more = f", and {len(bad) - 3} more tensors" if len(bad) > 3 else ""
         raise CheckpointError(f"{folder}: {'; '.join(bad[:3])}{more}",
-                              hint="the file is damaged, or the training went wrong: fetch it again")  # fmt: skip
+                              hint="the file is damaged, or the training went wrong: fetch it again")
     return model, tokenizer
 
 
 def read_model(folder: Path, fields: dict, dtype: torch.dtype | None, device: torch.device,
-               prefetched: Prefetch | None = None) -> Transformer:  # fmt: skip
+               prefetched: Prefetch | None = None) -> Transformer:
     """All weights of a folder as a model."""
     fields, state_dict = weights_loader.read(folder, dict(fields), dtype, device, prefetched)
     return build(Config.from_dict(fields), state_dict)

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanokv.checkpoint import PretrainedModel  # an nn.Module that can be saved, and says where it is
+# An nn.Module that can be saved, and says where it is.
+from nanokv.checkpoint import PretrainedModel
 from nanokv.config import Config, Experts
 from nanokv.rope import apply_rope, rope_angles
 
@@ -99,7 +100,8 @@ class MixtureOfExperts(nn.Module):
         weights = weights.to(x.dtype)
         y = torch.zeros_like(rows)
         for expert in chosen.unique().tolist():  # the weights of the others are not read
-            slot, row = torch.where(chosen.T == expert)  # (n,) ×2: which of its k choices, of which token
+            # Which of its k choices, of which token.
+            slot, row = torch.where(chosen.T == expert)  # (n,) ×2
             part = self.experts[expert](rows[row])  # (n,C)
             y.index_add_(0, row, part * weights[row, slot, None])
         return y.view_as(x)  # (B,T,C)
@@ -146,7 +148,8 @@ class Transformer(PretrainedModel):
         start = torch.as_tensor(start_pos, device=tokens.device)
         steps = torch.arange(tokens.shape[1], device=tokens.device)  # (T,)
         positions = start[..., None] + steps  # (T,), or (B,T) for ragged rows
-        rope = rope_angles(self.config, positions, x.dtype)  # cos, sin (T,D): the same for every layer
+        # The same for every layer.
+        rope = rope_angles(self.config, positions, x.dtype)  # cos, sin (T,D)
         return self.norm(self.run_layers(x, rope, cache, attend))  # (B,T,C)
 
     def run_layers(self, x, rope, cache, attend):

@@ -63,7 +63,8 @@ def rope_angles(config: Config, positions, dtype):
     """
     speed, scale = rope_frequencies(config, positions.device)
     angle = positions[..., None].float() * speed  # (T,D/2) or (B,T,D/2)
-    angle = torch.cat((angle, angle), dim=-1)  # (…,T,D): dims i and i + D/2 form a pair and share an angle
+    # Dims i and i + D/2 form a pair and share an angle.
+    angle = torch.cat((angle, angle), dim=-1)  # (…,T,D)
     angle = angle if angle.dim() == 2 else angle[:, None]  # (B,1,T,D): the same for every head
     return (angle.cos() * scale).to(dtype), (angle.sin() * scale).to(dtype)
 

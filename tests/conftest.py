@@ -26,12 +26,13 @@ os.environ.setdefault("NANOKV_KERNELS", "explicit")
 # Answers are compared with those of a CPU: where nobody says a device, a model would go to the GPU of this machine.
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
-os.environ.pop("COLUMNS", None)  # pytest-xdist sets it in its processes: what is printed would be fitted to that
+# Pytest-xdist sets it in its processes: what is printed would be fitted to that.
+os.environ.pop("COLUMNS", None)
 
 BROWSER_FLAGS = (
     "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
     "--disable-background-networking", "--disable-component-update", "--force-device-scale-factor=1",
-)  # fmt: skip
+)
 
 
 def pytest_configure(config):
@@ -73,7 +74,8 @@ def _kernels_are_built():
     from nanokv.fast import building, private
 
     if building.mode() != "off" and (compiler := building.find_compiler()):
-        with contextlib.suppress(OSError, subprocess.SubprocessError):  # then everything runs on torch's operators
+        # Then everything runs on torch's operators.
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
             building.obtain(compiler, private.is_whole)
 
 

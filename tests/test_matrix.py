@@ -147,7 +147,7 @@ def keys_as(change):
 RETURNED = {
     "every head of its own": lambda x: x.repeat_interleave(2, 1), "one row for all": lambda x: x[:1],
     "one head for all": lambda x: x[:, :1], "other strides": lambda x: x.transpose(1, 2).clone().transpose(1, 2),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("model", ["fp32", "bf16"])
@@ -226,7 +226,7 @@ def test_each_head_may_have_a_mask_of_its_own(model, spec, code):
 
 
 @pytest.mark.parametrize("mask", [torch.arange(12).ge(1).expand(2, 1, 1, 12), torch.ones(2, 1, 1, 11).long()],
-                         ids=["of another width", "of integers"])  # fmt: skip
+                         ids=["of another width", "of integers"])
 @pytest.mark.parametrize("model", ["plain", "fp32", "bf16"])
 def test_a_mask_that_torch_refuses_is_refused_by_all(model, mask, code):
     with pytest.raises(RuntimeError, match=r"must match|attn_mask dtype"):

@@ -27,16 +27,18 @@ if TYPE_CHECKING:
 __all__ = [
     "BUNDLED", "CheckpointError", "CheckpointWarning", "Device", "Dtype", "as_dtype", "check_hashes", "check_target",
     "config_file", "default_dtype", "load", "resolve",
-]  # fmt: skip
+]
 
-Dtype: TypeAlias = "torch.dtype | str | None"  # torch.bfloat16, "bfloat16", "bf16"; None and "auto": what is stored
+# torch.bfloat16, "bfloat16", "bf16"; None and "auto": what is stored.
+Dtype: TypeAlias = "torch.dtype | str | None"
 Device: TypeAlias = "torch.device | str | None"  # None and "auto": a GPU, if there is one
-Source = str | os.PathLike  # a bundled name or an installed one, a folder, a GGUF file, a hub id, "owner/name:x.gguf"
+# A bundled name or an installed one, a folder, a GGUF file, a hub id, "owner/name:x.gguf".
+Source = str | os.PathLike
 BUNDLED = {"tiny": Path(__file__).parent / "checkpoints" / "tiny"}
 SPELLED = {  # of a dtype, as people write it → torch's name
     "fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32", "float": "float32",
     "fp64": "float64", "double": "float64",
-}  # fmt: skip
+}
 LAYOUT = (
     "a model folder holds config.json, tokenizer.json, tokenizer_config.json and model.safetensors "
     "(or model.safetensors.index.json with its shards)"
@@ -44,7 +46,7 @@ LAYOUT = (
 
 
 def load(source: Source, dtype: Dtype = None, device: Device = "cpu",
-         revision: str | None = None) -> "tuple[dict, dict[str, torch.Tensor]]":  # fmt: skip
+         revision: str | None = None) -> "tuple[dict, dict[str, torch.Tensor]]":
     """(name | folder | hub id) → (config dict, {"layers.0.self_attn.q_proj.weight": tensor, ...}).
 
     dtype None or "auto" keeps the stored types; on the CPU such tensors are views of the mapped file. lm_head.weight is
@@ -60,7 +62,7 @@ def load(source: Source, dtype: Dtype = None, device: Device = "cpu",
 
 
 def read(folder: Path, config: dict, dtype: "torch.dtype | None", device: "torch.device",
-         prefetched: "Prefetch | None" = None) -> "tuple[dict, dict[str, torch.Tensor]]":  # fmt: skip
+         prefetched: "Prefetch | None" = None) -> "tuple[dict, dict[str, torch.Tensor]]":
     """`load` of a folder whose config.json is read and whose tokenizer is checked (check_last_id)."""
     from . import shards
 
@@ -74,7 +76,7 @@ def read(folder: Path, config: dict, dtype: "torch.dtype | None", device: "torch
 
 
 def read_part(folder: Path, config: dict, dtype: "torch.dtype | None", device: "torch.device",
-              part: "Part") -> "tuple[dict, dict[str, torch.Tensor]]":  # fmt: skip
+              part: "Part") -> "tuple[dict, dict[str, torch.Tensor]]":
     """`read` of what one of several processes needs: part(our name, shape) → the Slice of each tensor. Everything is
     checked as for all of it; tensors of which nothing is wanted are left out."""
     from . import shards
@@ -87,7 +89,7 @@ def read_part(folder: Path, config: dict, dtype: "torch.dtype | None", device: "
         state = {
             names.to_nanokv(name): shards.materialize_slice(entries[name], found, dtype, device)
             for name, found in wanted.items() if found.size
-        }  # fmt: skip
+        }
     return config, state
 
 
@@ -98,13 +100,14 @@ def readable(folder: Path) -> Iterator[None]:
         yield
     except CheckpointError:
         raise
-    except (OSError, ValueError) as error:  # ValueError: a file that became shorter since its header was read
+    # ValueError: a file that became shorter since its header was read.
+    except (OSError, ValueError) as error:
         place, reason = getattr(error, "filename", None) or folder, getattr(error, "strerror", None) or error
         raise CheckpointError(f"{place} cannot be read: {reason}") from error
 
 
 def check_target(dtype: Dtype = None,
-                 device: Device = "auto") -> "tuple[torch.dtype | None, torch.device]":  # fmt: skip
+                 device: Device = "auto") -> "tuple[torch.dtype | None, torch.device]":
     """What torch calls them, if weights can lie there and have this dtype; CheckpointError before any download."""
     import torch
 
@@ -151,7 +154,8 @@ def resolve(source: Source, revision: str | None = None) -> Path:
     """
     text = str(source)
     folder = BUNDLED.get(text) or Path(os.path.expanduser(text))
-    if not text or (text not in BUNDLED and not os.path.exists(folder)):  # os.path's never raises, Path's may
+    # Os.path's never raises, Path's may.
+    if not text or (text not in BUNDLED and not os.path.exists(folder)):
         from . import download
 
         repo, _, file = text.partition(":")
@@ -159,7 +163,7 @@ def resolve(source: Source, revision: str | None = None) -> Path:
             return gguf_folder(download.gguf_file(repo, file, revision, known=tuple(BUNDLED)))
         if file and "/" in repo:
             raise CheckpointError(f"no model {quote(text)}: behind the colon stands the name of a GGUF file",
-                                  f"{repo}:FILE.gguf")  # fmt: skip
+                                  f"{repo}:FILE.gguf")
         if (packaged := text.lower()) in installed.PACKAGES:
             return packaged_folder(packaged, revision)
         return download.snapshot(download.SHORT.get(text.lower(), text), revision, known=tuple(BUNDLED))

@@ -14,7 +14,7 @@ TURN_ENDS = frozenset({
     "<end_of_turn>", "<eos>", "<turn|>", "<|tool_response>",  # Gemma
     "</s>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]",  # Mistral, Kimi
     "<｜end▁of▁sentence｜>", "<end_of_utterance>",  # DeepSeek, SmolVLM
-})  # fmt: skip
+})
 FILL_IN = {  # of models that fill in the middle of code: the name of a token → how it is written
     "fim_pre": ("<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<｜fim▁begin｜>", "<PRE>",
                 "<|code_prefix|>", "<|prefix|>"),
@@ -25,7 +25,7 @@ FILL_IN = {  # of models that fill in the middle of code: the name of a token �
     "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
     "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
     "fim_sep": ("<|file_sep|>",),
-}  # fmt: skip
+}
 FILL_IN_ENDS = ("fim_pad", "fim_rep", "fim_sep")  # llama.cpp ends there: another file would begin
 CONTROL_TEXTS = TURN_ENDS.union(*FILL_IN.values())
 

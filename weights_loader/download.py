@@ -29,19 +29,20 @@ from .installed import PACKAGES
 from .names import INDEX, SINGLE, missing_weights, read_weight_map
 from .strict import LIMITS, CheckpointError, UnknownModel, quote, read_object
 
-TEMPLATES = "additional_chat_templates"  # beside chat_template.jinja; these names are known, a list costs a request
+# Beside chat_template.jinja; these names are known, a list costs a request.
+TEMPLATES = "additional_chat_templates"
 SMALL = (  # optional
     "generation_config.json", "tokenizer.json", "tokenizer_config.json",
     "special_tokens_map.json", "chat_template.jinja",
     f"{TEMPLATES}/tool_use.jinja", f"{TEMPLATES}/rag.jinja",
-)  # fmt: skip
+)
 FAMILY = tuple(f"Qwen/Qwen3-{size}" for size in ("0.6B", "1.7B", "4B", "8B", "14B", "32B"))
 SHORT = {  # what people type → the repository
     "smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct", "smollm2-360m": "HuggingFaceTB/SmolLM2-360M-Instruct",
     "smollm2-1.7b": "HuggingFaceTB/SmolLM2-1.7B-Instruct", "llama3.2-1b": "meta-llama/Llama-3.2-1B-Instruct",
     "llama3.2-3b": "meta-llama/Llama-3.2-3B-Instruct", "qwen2.5-0.5b": "Qwen/Qwen2.5-0.5B-Instruct",
     "qwen2.5-1.5b": "Qwen/Qwen2.5-1.5B-Instruct",
-} | {name.split("/")[1].lower(): name for name in FAMILY}  # fmt: skip
+} | {name.split("/")[1].lower(): name for name in FAMILY}
 LOG = logging.getLogger("weights_loader")
 WORTH_SAYING = 50_000_000  # bytes of one file: a download of this size is announced
 KEPT = 1 << 16  # bytes: what arrives is written in pieces of this size, and a cut costs at most one
@@ -188,7 +189,8 @@ def _optional(repo: str, name: str, commit: str) -> Path | None:
     try:
         return _file(repo, name, commit)
     except _no_such_file():
-        marker = _storage(repo) / ".no_exist" / commit / name  # the client's own: the next run asks nothing
+        # The client's own: the next run asks nothing.
+        marker = _storage(repo) / ".no_exist" / commit / name
         marker.parent.mkdir(parents=True, exist_ok=True)
         marker.touch()
         return None
@@ -243,10 +245,12 @@ def _fetch_blob(repo: str, name: str, remote: Remote, blob: Path):
     from huggingface_hub.utils import WeakFileLock
 
     part = blob.with_name(f"{blob.name}.part")
-    lock = _storage(repo).parent / ".locks" / _storage(repo).name / f"{blob.name}.lock"  # the client's own lock
+    # The client's own lock.
+    lock = _storage(repo).parent / ".locks" / _storage(repo).name / f"{blob.name}.lock"
     blob.parent.mkdir(parents=True, exist_ok=True)
     lock.parent.mkdir(parents=True, exist_ok=True)
-    with WeakFileLock(lock), open(part, "ab") as file:  # a second process waits, then finds the blob
+    # A second process waits, then finds the blob.
+    with WeakFileLock(lock), open(part, "ab") as file:
         if blob.exists():
             return part.unlink()
         if remote.size is not None:
@@ -262,7 +266,7 @@ def _fetch_blob(repo: str, name: str, remote: Remote, blob: Path):
             size = part.stat().st_size
             part.unlink()
             raise CheckpointError(f"{repo}/{name}: {size:,} bytes arrived with {wrong}",
-                                  hint="the download was damaged on the way and is deleted: run it again")  # fmt: skip
+                                  hint="the download was damaged on the way and is deleted: run it again")
         os.replace(part, blob)
 
 
@@ -281,7 +285,7 @@ def _receive(repo: str, name: str, remote: Remote, file):
     try:
         with _pieces(KEPT):
             http_get(url, file, resume_size=file.tell(), headers=build_hf_headers(), expected_size=remote.size,
-                     displayed_filename=name)  # fmt: skip
+                     displayed_filename=name)
     except CheckpointError:  # longer than announced: nothing of it can be right
         Path(file.name).unlink()
         raise
@@ -296,7 +300,7 @@ def _receive(repo: str, name: str, remote: Remote, file):
                 hint="make room, or set HF_HOME to a folder on a larger disk; it goes on from there",
             ) from error
         raise CheckpointError(f"{reached}: {_reason(error)}",
-                              hint=f"run it again: it goes on from there; {OFFLINE_HINT}") from error  # fmt: skip
+                              hint=f"run it again: it goes on from there; {OFFLINE_HINT}") from error
 
 
 class Bounded:
@@ -354,7 +358,7 @@ def check_hashes(folder: Path, names: list[str] | None = None) -> list[str]:
             blob.unlink()
             pointer.unlink()
             raise CheckpointError(f"{pointer}: its {size:,} bytes have {wrong}; it is removed from the cache",
-                                  hint="run it again, online: it is fetched anew")  # fmt: skip
+                                  hint="run it again, online: it is fetched anew")
         checked.append(name)
     return checked
 
@@ -445,7 +449,7 @@ def _explain(error: Exception, repo: str, revision: str, missing: list[str], kno
         return CheckpointError(f"{repo} has no {name} at revision {revision}", "is it a transformers model of today?")
     if isinstance(error, hub.RepositoryNotFoundError) or status == 404:
         return CheckpointError(f"no model {quote(repo)} at {constants.ENDPOINT} (HTTP {status})",
-                               f"{_nearest(repo, known)}; if it is private: {login}")  # fmt: skip
+                               f"{_nearest(repo, known)}; if it is private: {login}")
     if status in (401, 403):
         return CheckpointError(f"{repo}: the hub refused access (HTTP {status})", f"{login}; licence page: {page}")
     if isinstance(error, OSError) and error.filename:
@@ -453,9 +457,9 @@ def _explain(error: Exception, repo: str, revision: str, missing: list[str], kno
     lacks = f"the cache lacks {', '.join(missing[:3])}{' ...' if len(missing) > 3 else ''}"
     if isinstance(error, hub.OfflineModeIsEnabled):
         return CheckpointError(f"{repo}: offline (--offline or HF_HUB_OFFLINE) and {lacks} (revision {revision})",
-                               f"go online to download; {OFFLINE_HINT}")  # fmt: skip
+                               f"go online to download; {OFFLINE_HINT}")
     return CheckpointError(f"{repo}: {constants.ENDPOINT} failed ({_reason(error)}) and {lacks}",
-                           f"check the network and run it again; {OFFLINE_HINT}")  # fmt: skip
+                           f"check the network and run it again; {OFFLINE_HINT}")
 
 
 def _reason(error: Exception) -> str:
@@ -479,7 +483,7 @@ def check_name(repo: str, known: tuple[str, ...]) -> None:
 
 def _unknown(source: str, known: tuple[str, ...]) -> UnknownModel:
     return UnknownModel(f"no model {quote(source)}: not built in, not a folder, not cached",
-                        _nearest(source, known))  # fmt: skip
+                        _nearest(source, known))
 
 
 def _beside(source: str) -> str | None:

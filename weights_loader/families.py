@@ -37,7 +37,7 @@ FAMILIES = {
         Family("llama", "Llama", "LlamaForCausalLM", window_switch=False,
                defaults={"num_key_value_heads": None, "head_dim": None}),
     )
-}  # fmt: skip
+}
 
 
 def family_of(config: dict) -> Family:

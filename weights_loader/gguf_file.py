@@ -18,7 +18,8 @@ from .strict import CheckpointError, quote
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 MOST_KEYS, MOST_TENSORS = 4_096, 50_000
 MOST_ITEMS = 2_000_000  # of one list; Gemma 3 has 262,144 tokens and 514,906 merges
-LONGEST_KEY, LONGEST_TEXT = 1_024, 4_000_000  # bytes; the longest published chat templates have 20,000
+# Bytes; the longest published chat templates have 20,000.
+LONGEST_KEY, LONGEST_TEXT = 1_024, 4_000_000
 MOST_DIMENSIONS = 4
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 TEXT, LIST = 8, 9
@@ -77,7 +78,7 @@ def parse(path: Path, data) -> GgufFile:
     if version not in VERSIONS:
         swapped = ", or its bytes are in the other order" if version > 0xFFFF else ""
         raise CheckpointError(f"{path} has GGUF version {version}{swapped}; 2 and 3 are read",
-                              "convert it again with a current llama.cpp")  # fmt: skip
+                              "convert it again with a current llama.cpp")
     count, keys = header.numbers("Q", 2)
     for what, number, most in (("tensors", count, MOST_TENSORS), ("keys", keys, MOST_KEYS)):
         if number > most:

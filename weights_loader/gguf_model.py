@@ -31,33 +31,36 @@ KEYS = {  # after the architecture's name → field of config.json
     "attention.head_count_kv": "num_key_value_heads", "attention.key_length": "head_dim",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps", "rope.freq_base": "rope_theta", "expert_count": "num_experts",
     "expert_used_count": "num_experts_per_tok", "expert_feed_forward_length": "moe_intermediate_size",
-}  # fmt: skip
-CHECKED = {"attention.value_length", "rope.dimension_count", "vocab_size"}  # must say what the others say
+}
+# Must say what the others say.
+CHECKED = {"attention.value_length", "rope.dimension_count", "vocab_size"}
 ROPE_SCALING = {
     "rope.scaling.type", "rope.scaling.factor", "rope.scale_linear", "rope.scaling.original_context_length",
     "rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor", "rope.scaling.yarn_beta_fast",
     "rope.scaling.yarn_beta_slow",
-}  # fmt: skip
+}
 HARMLESS = {  # what generation doesn't read
     "rope.scaling.finetuned", "pooling_type", "tensor_data_layout", "decoder_start_token_id",
     "classifier.output_labels", "expert_weights_norm",
-}  # fmt: skip
+}
 NEUTRAL = {  # keys in which another value than that of `is_off` stands for "as usual"
     "attention.scale": (0.0,), "logit_scale": (0.0, 1.0), "residual_scale": (0.0, 1.0), "embedding_scale": (0.0, 1.0),
     "expert_weights_scale": (0.0, 1.0), "expert_gating_func": (0, 1), "expert_group_count": (0, 1),
     "expert_group_used_count": (0, 1), "rope.scaling.yarn_log_multiplier": (0.0,),
     "rope.scaling.yarn_ext_factor": (1.0,), "rope.dimension_sections": ([0, 0, 0, 0],),
-}  # fmt: skip
+}
 FLOATS = {"rms_norm_eps", "rope_theta"}
 NAMES = {  # of a layer
     "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
     "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm", "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj", "ffn_gate_inp": "mlp.gate",
-}  # fmt: skip
-STACKED = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}  # all experts in one
+}
+# All experts in one.
+STACKED = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 ENDS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-ROPE_FACTORS = "rope_freqs.weight"  # Llama 3.1's context extension, as the divisors that it comes to
+# Llama 3.1's context extension, as the divisors that it comes to.
+ROPE_FACTORS = "rope_freqs.weight"
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 DTYPES = {"F32": "float32", "F16": "float16"}  # of the matrices; blocks of few bits were bf16 once
 
@@ -68,7 +71,8 @@ def materialize(path: Path) -> Path:
     with open(path, "rb") as file:
         digest = hashlib.sha256(file.read(found.header))
     here = Path(__file__).parent
-    for source in (*here.glob("gguf_*.py"), here / "control_texts.py"):  # another version may write other files
+    # Another version may write other files.
+    for source in (*here.glob("gguf_*.py"), here / "control_texts.py"):
         digest.update(source.read_bytes())
     digest.update(str(path.resolve()).encode())
     folder = cache_folder() / f"{path.stem}-{digest.hexdigest()[:16]}"
@@ -108,7 +112,7 @@ def small_files(found: GgufFile) -> dict[str, dict]:
     parts = found.metadata.get("split.count", 0)
     if parts not in (0, 1):
         raise CheckpointError(f"{found.path} is one of {parts} files; models in one file are read",
-                              "llama-gguf-split --merge FIRST.gguf WHOLE.gguf")  # fmt: skip
+                              "llama-gguf-split --merge FIRST.gguf WHOLE.gguf")
     config = model_config(found)
     names_of(found, config)  # every tensor has a place
     return {"config.json": config, **tokenizer_files(found)}
@@ -119,7 +123,7 @@ def architecture(found: GgufFile) -> str:
     name = found.metadata.get("general.architecture")
     if not isinstance(name, str) or name not in FAMILY_OF:
         raise CheckpointError(f"{found.path}: general.architecture is {quote(name)}, which is not implemented",
-                              f"known: {', '.join(FAMILY_OF)}")  # fmt: skip
+                              f"known: {', '.join(FAMILY_OF)}")
     return name
 
 
@@ -133,7 +137,7 @@ def model_config(found: GgufFile) -> dict:
             fields[KEYS[key]] = decimal(value) if KEYS[key] in FLOATS else value
         elif key not in CHECKED | ROPE_SCALING | HARMLESS and not is_neutral(key, value):
             raise CheckpointError(f"{found.path}: {kind}.{quote(key)[1:-1]} {quote(value)} is not implemented: it may "
-                                  "change the maths")  # fmt: skip
+                                  "change the maths")
     embedding = tensor(found, "token_embd.weight", 2)
     fields["vocab_size"] = embedding.shape[0]
     fields["tie_word_embeddings"] = "output.weight" not in found.tensors
@@ -141,7 +145,8 @@ def model_config(found: GgufFile) -> dict:
     fields["torch_dtype"] = DTYPES.get(matrix.type.name, "bfloat16")
     check_lengths(found, own, fields)
     if kind == "qwen3moe":
-        fields |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}  # as llama.cpp computes it
+        # As llama.cpp computes it.
+        fields |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
         fields.setdefault("intermediate_size", fields.get("moe_intermediate_size"))
     elif fields.pop("num_experts", 0):
         raise CheckpointError(f"{found.path}: a mixture of experts of architecture {quote(kind)} is not implemented")
@@ -166,9 +171,10 @@ def check_lengths(found: GgufFile, own: dict, fields: dict) -> None:
     """Sizes that could differ from what this model assumes, and may not."""
     fields.setdefault("rope_theta", 10_000.0)
     heads, width = fields.get("num_attention_heads"), fields.get("hidden_size")
-    if type(heads) is not int or type(width) is not int or heads < 1:  # per layer, in OpenELM and others
+    # Per layer, in OpenELM and others.
+    if type(heads) is not int or type(width) is not int or heads < 1:
         raise CheckpointError(f"{found.path}: head_count {quote(heads)} and embedding_length {quote(width)} are no two "
-                              "whole numbers")  # fmt: skip
+                              "whole numbers")
     fields.setdefault("num_key_value_heads", heads)
     head_dim = fields.setdefault("head_dim", width // heads)
     for key in ("attention.value_length", "rope.dimension_count"):
@@ -190,9 +196,10 @@ def rope(found: GgufFile, own: dict, fields: dict) -> dict:
     theta, kind = {"rope_theta": fields["rope_theta"]}, own.get("rope.scaling.type", "linear")
     if kind == "yarn":
         return theta | {"rope_type": "yarn"} | yarn(found, own)
-    if (attn_factor := attention_multiplier(found, own)) != 1:  # llama.cpp multiplies by it whatever the type is
+    # llama.cpp multiplies by it whatever the type is.
+    if (attn_factor := attention_multiplier(found, own)) != 1:
         raise CheckpointError(f"{found.path}: rope.scaling.attn_factor {attn_factor:g} with type {quote(kind)} is not "
-                              "implemented: with yarn it is")  # fmt: skip
+                              "implemented: with yarn it is")
     if ROPE_FACTORS in found.tensors:
         return theta | {"rope_type": "llama3"} | llama3(found, fields)
     factor = own.get("rope.scaling.factor", own.get("rope.scale_linear", 1.0))
@@ -205,7 +212,7 @@ def rope(found: GgufFile, own: dict, fields: dict) -> dict:
 def yarn(found: GgufFile, own: dict) -> dict:
     """YaRN's fields in config.json."""
     fields = {"factor": "factor", "original_context_length": "original_max_position_embeddings",
-              "yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}  # fmt: skip
+              "yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
     said = {fields[key]: decimal(own[f"rope.scaling.{key}"]) for key in fields if f"rope.scaling.{key}" in own}
     attn_factor = attention_multiplier(found, own)
     return said if attn_factor == 1 else said | {"attn_factor": attn_factor}
@@ -230,7 +237,7 @@ def llama3(found: GgufFile, fields: dict) -> dict:
     info = tensor(found, ROPE_FACTORS, 1)
     if info.type.name != "F32" or info.shape != (fields["head_dim"] // 2,):
         raise CheckpointError(f"{found.path}: {ROPE_FACTORS} is {info.type.name} {list(info.shape)}, not F32 "
-                              f"[{fields['head_dim'] // 2}]")  # fmt: skip
+                              f"[{fields['head_dim'] // 2}]")
     stored = numpy.fromfile(found.path, "<f4", info.shape[0], offset=info.start).astype(float)
     rule = {"factor": float(stored.max())} | LLAMA3
     turn = 2 * math.pi * fields["rope_theta"] ** (numpy.arange(0, fields["head_dim"], 2) / fields["head_dim"])
@@ -239,7 +246,7 @@ def llama3(found: GgufFile, fields: dict) -> dict:
     expected = 1 / ((1 - keep) / rule["factor"] + keep)
     if not numpy.allclose(stored, expected, rtol=1e-4):
         raise CheckpointError(f"{found.path}: {ROPE_FACTORS} does not follow Llama 3.1's rule with factor "
-                              f"{rule['factor']:g}, which is the one that is implemented")  # fmt: skip
+                              f"{rule['factor']:g}, which is the one that is implemented")
     return rule
 
 
@@ -273,7 +280,7 @@ def names_of(found: GgufFile, config: dict) -> dict[str, tuple[TensorInfo, int, 
             places |= {f"{prefix}.{e}.{STACKED[layer[2]]}.weight": (info, e * rows, rows) for e in range(experts)}
         else:
             raise CheckpointError(f"{found.path}: tensor {quote(name)} {list(info.shape)} has no place in "
-                                  f"{quote(config['model_type'])}")  # fmt: skip
+                                  f"{quote(config['model_type'])}")
     return places
 
 

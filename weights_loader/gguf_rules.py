@@ -66,4 +66,4 @@ RULES = {
         ("seed-coder", pieces(SEED_CODER)),
     )
     for name in names.split()
-}  # fmt: skip
+}

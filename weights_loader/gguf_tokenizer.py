@@ -29,12 +29,12 @@ def tokenizer_files(found: GgufFile) -> dict[str, dict]:
         {"id": id, "content": token, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
          "special": kinds[id] == CONTROL}
         for id, token in enumerate(tokens) if kinds[id] in (CONTROL, USER_DEFINED)
-    ]  # fmt: skip
+    ]
     model = {
         "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
         "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": pre.whole_words,
         "vocab": vocabulary, "merges": [pair(found, merge, vocabulary) for merge in merges],
-    }  # fmt: skip
+    }
     config = token_names(found, tokens, kinds)
     return {
         "tokenizer.json": {
@@ -45,7 +45,7 @@ def tokenizer_files(found: GgufFile) -> dict[str, dict]:
             "decoder": byte_level(True), "model": model,
         },
         "tokenizer_config.json": config | {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": bos},
-    }  # fmt: skip
+    }
 
 
 def token_types(found: GgufFile, tokens: list[str], merges: list[str]) -> list[int]:
@@ -67,10 +67,10 @@ def rule(found: GgufFile) -> Rule:
     kind, pre = (found.metadata.get(f"tokenizer.ggml.{key}") for key in ("model", "pre"))
     if kind != "gpt2":
         raise CheckpointError(f"{found.path}: tokenizer.ggml.model is {quote(kind)}, only byte-level BPE (gpt2) is "
-                              "implemented", "SentencePiece models (Llama 2, Mistral, Gemma) are not")  # fmt: skip
+                              "implemented", "SentencePiece models (Llama 2, Mistral, Gemma) are not")
     if not isinstance(pre, str) or pre not in RULES:
         raise CheckpointError(f"{found.path}: tokenizer.ggml.pre is {quote(pre)}, and how that one cuts a text is not "
-                              "known here", f"known: {', '.join(RULES)}")  # fmt: skip
+                              "known here", f"known: {', '.join(RULES)}")
     return RULES[pre]
 
 
@@ -112,7 +112,8 @@ def token_names(found: GgufFile, tokens: list[str], kinds: list[int]) -> dict[st
 
 
 def chat_templates(found: GgufFile) -> str | list[dict]:
-    """tokenizer.chat_template, and those with names: tokenizer.chat_template.tool_use. As tokenizer_config.json has it.
+    """tokenizer.chat_template, and those with names: tokenizer.chat_template.tool_use. As
+    tokenizer_config.json has it.
     """
     key = "tokenizer.chat_template"
     for name, value in found.metadata.items():
@@ -144,4 +145,4 @@ def begin(bos: str | None, tokens: list[str]) -> dict | None:
         "type": "TemplateProcessing", "single": [first, text],
         "pair": [first, text, {"Sequence": {"id": "B", "type_id": 1}}],
         "special_tokens": {bos: {"id": bos, "ids": [tokens.index(bos)], "tokens": [bos]}},
-    }  # fmt: skip
+    }

@@ -38,7 +38,7 @@ PACKAGES = {
         "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53", 134_515_008, "Q4_1", "Apache-2.0",
         "HuggingFaceTB/SmolLM2-135M-Instruct",
     ),
-}  # fmt: skip
+}
 
 
 def location(name: str) -> Path | None:
@@ -83,4 +83,4 @@ def command(name: str) -> str:
 
 def _another(path: Path, found: str, expected: str) -> CheckpointError:
     return CheckpointError(f"{path} is another file than the one that was tried: {found}, expected {expected}",
-                           "-m with its path takes it as it is")  # fmt: skip
+                           "-m with its path takes it as it is")

@@ -17,7 +17,8 @@ from .gguf_model import model_config
 from .names import INDEX, SINGLE, missing_weights, read_weight_map
 from .strict import LIMITS, CheckpointError, parse_object
 
-MOST_HERE, SEARCHED = 20, 1000  # models of the working folder that are listed, entries of a folder that are looked at
+# Models of the working folder that are listed, entries of a folder that are looked at.
+MOST_HERE, SEARCHED = 20, 1000
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ def bundled() -> list[Found]:
     return [
         Found(name, folder, sum(path.stat().st_size for path in folder.iterdir() if path.is_file()))
         for name, folder in BUNDLED.items() if folder.is_dir()
-    ]  # fmt: skip
+    ]
 
 
 def cached() -> tuple[Path, list[Found]]:

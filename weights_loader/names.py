@@ -15,7 +15,8 @@ from .strict import CheckpointError, quote, read_object
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
-SIZES = {  # field: largest plausible value. 10**12 is a typo or an attack; it must not become an allocation
+# Field: largest plausible value. 10**12 is a typo or an attack; it must not become an allocation.
+SIZES = {
     "vocab_size": 10_000_000,
     "hidden_size": 1_000_000,
     "intermediate_size": 4_000_000,
@@ -33,7 +34,8 @@ EXPERT_SIZES = {  # of families that have experts
 MOST_EXPERTS = 200_000  # in all layers; Qwen3-235B-A22B has 12,032
 HEAD = "lm_head.weight"
 EMBEDDING = "embed_tokens.weight"
-IGNORED = re.compile(r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")  # old buffer: RoPE recomputes it
+# Old buffer: RoPE recomputes it.
+IGNORED = re.compile(r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 
 
 def to_nanokv(name: str) -> str:
@@ -66,7 +68,8 @@ def expected(config: dict) -> dict[str, tuple[int, ...]]:
     family, found = family_of(config), sizes(config)
     V, C, I, L, H, Hk, D = (found[field] for field in SIZES)  # noqa: E741, I: the width of the MLP
     attention = {"q_proj": (H * D, C), "k_proj": (Hk * D, C), "v_proj": (Hk * D, C), "o_proj": (C, H * D)}
-    layer = {f"self_attn.{leaf}.weight": shape for leaf, shape in attention.items()}  # leaf: (out, in)
+    # Leaf: (out, in).
+    layer = {f"self_attn.{leaf}.weight": shape for leaf, shape in attention.items()}
     if family.qk_norm:
         layer |= {"self_attn.q_norm.weight": (D,), "self_attn.k_norm.weight": (D,)}
     layer |= {"input_layernorm.weight": (C,), "post_attention_layernorm.weight": (C,)}
@@ -154,7 +157,8 @@ def size(config: dict, field: str, limit: int) -> int:
     if field not in config and field not in defaults:
         raise CheckpointError(f"config.json: {field} is missing", hint=f"it has {len(config)} fields; is it a model's?")
     value = config.get(field, defaults.get(field))
-    if value is None and field == "num_key_value_heads":  # null: as many as query heads, as in transformers
+    # Null: as many as query heads, as in transformers.
+    if value is None and field == "num_key_value_heads":
         return size(config, "num_attention_heads", limit)
     if value is None and field == "head_dim" and defaults[field] is None:
         C, heads = (size(config, name, SIZES[name]) for name in ("hidden_size", "num_attention_heads"))

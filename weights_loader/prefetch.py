@@ -26,7 +26,8 @@ class Prefetch:
 
     def __init__(self, folder: Path, dtype: str, together: tuple[tuple[str, ...], ...]):
         """Only matrices of these names are read, e.g. ("q_proj", "k_proj", "v_proj"), which then lie side by side."""
-        self.places: dict[tuple[Path, int, int], int] = {}  # (file, start, bytes) → where it lies in `memory`
+        # (file, start, bytes) → where it lies in `memory`.
+        self.places: dict[tuple[Path, int, int], int] = {}
         self.memory: mmap.mmap | None = None
         self.versions: dict[Path, tuple] = {}  # of each file, as it was read
         self.thread = None
@@ -45,7 +46,8 @@ class Prefetch:
         if self.thread is not None:
             self.thread.join()
             self.thread = None
-        if self.versions.get(entry.path) != version(os.stat(entry.path)):  # another file by now: not half of each
+        # Another file by now: not half of each.
+        if self.versions.get(entry.path) != version(os.stat(entry.path)):
             return None
         return self.places.get((entry.path, entry.start, entry.nbytes))
 
@@ -71,7 +73,8 @@ class Prefetch:
                     wanted = sorted((start, n, at) for (file, start, n), at in self.places.items() if file == path)
                     with open(path, "rb", buffering=0) as file:
                         self.versions[path] = version(os.fstat(file.fileno()))
-                        if hasattr(os, "posix_fadvise"):  # the rest of the file, too, if it is not in memory yet
+                        # The rest of the file, too, if it is not in memory yet.
+                        if hasattr(os, "posix_fadvise"):
                             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
                         for start, places in runs(wanted):
                             read_all(file.fileno(), [memory[at : at + n] for at, n in places], start)

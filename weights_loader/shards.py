@@ -44,7 +44,8 @@ class Slice:
         return self.end - self.first
 
 
-Part = Callable[[str, tuple[int, ...]], Slice]  # our name and shape of a tensor → what is wanted of it
+# Our name and shape of a tensor → what is wanted of it.
+Part = Callable[[str, tuple[int, ...]], Slice]
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,8 @@ class Entry:
         skip = start % mmap.ALLOCATIONGRANULARITY  # a mapping begins on a page
         with open(self.path, "rb") as file:
             pages = mmap.mmap(file.fileno(), nbytes + skip, access=mmap.ACCESS_COPY, offset=start - skip)
-        raw = torch.frombuffer(pages, dtype=torch.uint8, count=nbytes, offset=skip)  # keeps the mapping alive
+        # Keeps the mapping alive.
+        raw = torch.frombuffer(pages, dtype=torch.uint8, count=nbytes, offset=skip)
         if start % self.dtype.itemsize:  # legal, but no view may start there
             raw = raw.clone()
         return raw.view(self.dtype)
@@ -104,7 +106,7 @@ class GgufEntry(Entry):
             return Entry(*place)
         if not dequantizes(info.type):
             raise CheckpointError(f"{path}: tensor {quote(name)} has type {info.type.name}, which the gguf package does"
-                                  " not turn into numbers", "take a file with other quantization")  # fmt: skip
+                                  " not turn into numbers", "take a file with other quantization")
         return cls(*place, info.type, heads)
 
     as_stored = False
@@ -201,19 +203,19 @@ def read_header(path: Path) -> dict[str, Entry]:
             raise CheckpointError(
                 f"{path}: header of {length:,} bytes does not fit in a file of {size:,} bytes "
                 f"(limit {LIMITS['safetensors header']:,})", FORMAT_HINT
-            )  # fmt: skip
+            )
         header = parse_object(file.read(length), f"header of {path}")
     _check_metadata(path, header.pop("__metadata__", {}))
     if len(header) > MOST_TENSORS:
         raise CheckpointError(f"{path} has {len(header):,} tensors; at most {MOST_TENSORS:,} are read of one file",
-                              FORMAT_HINT)  # fmt: skip
+                              FORMAT_HINT)
     entries = [_entry(path, name, fields, 8 + length) for name, fields in header.items()]
     end = 8 + length
     for entry in sorted(entries, key=lambda entry: (entry.start, entry.nbytes)):
         if entry.start != end:
             problem = "overlaps the one before it" if entry.start < end else "leaves a hole before it"
             raise CheckpointError(f"{path}: tensor {quote(entry.name)} begins at byte {entry.start:,}, "
-                                  f"expected {end:,}: it {problem}", FORMAT_HINT)  # fmt: skip
+                                  f"expected {end:,}: it {problem}", FORMAT_HINT)
         end += entry.nbytes
     if end != size:
         last = f", last tensor {quote(max(entries, key=lambda e: e.start).name)}" if entries else ""
@@ -235,7 +237,7 @@ def _entry(path: Path, name: str, fields, data_start: int) -> Entry:
     dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise CheckpointError(f"{where} has dtype {quote(dtype)}; known are {', '.join(DTYPES)}",
-                              hint="quantized checkpoints are not supported: take the bf16 original")  # fmt: skip
+                              hint="quantized checkpoints are not supported: take the bf16 original")
     if not _naturals(shape) or len(shape) > 8:
         raise CheckpointError(f"{where} has shape {str(shape)[:80]}, not a list of sizes")
     if not _naturals(offsets) or len(offsets) != 2:
@@ -243,7 +245,7 @@ def _entry(path: Path, name: str, fields, data_start: int) -> Entry:
     nbytes = math.prod(shape) * DTYPES[dtype].itemsize
     if offsets[1] - offsets[0] != nbytes:
         raise CheckpointError(f"{where}: {dtype} {shape} takes {nbytes:,} bytes, its data_offsets {offsets} "
-                              f"span {offsets[1] - offsets[0]:,}", FORMAT_HINT)  # fmt: skip
+                              f"span {offsets[1] - offsets[0]:,}", FORMAT_HINT)
     return Entry(path, name, DTYPES[dtype], tuple(shape), data_start + offsets[0], nbytes)
 
 
@@ -252,19 +254,21 @@ def _naturals(value) -> bool:
 
 
 def materialize(entry: Entry, dtype: torch.dtype | None, device: torch.device,
-                prefetched: Prefetch | None = None) -> torch.Tensor:  # fmt: skip
+                prefetched: Prefetch | None = None) -> torch.Tensor:
     """The tensor: a view of the file (or of what was read of it) if dtype and device allow it, else converted chunk by
     chunk."""
     if entry.as_stored and dtype in (None, entry.dtype) and device.type == "cpu":
         if prefetched is not None and (at := prefetched.taken(entry)) is not None:
             whole = torch.frombuffer(prefetched.memory, dtype=torch.uint8)  # one storage for all
             return whole[at : at + entry.nbytes].view(entry.dtype).view(entry.shape)
-        return entry.mapped(0, entry.nbytes).view(entry.shape)  # 0 bytes now; pages come in when touched
+        # 0 bytes now; pages come in when touched.
+        return entry.mapped(0, entry.nbytes).view(entry.shape)
     result = torch.empty(entry.shape, dtype=dtype or entry.dtype, device=device)
     flat = result.view(-1)
     for first, values in entry.chunks():
         part = flat[first : first + len(values)].copy_(values)
-        if dtype == torch.float16 and entry.dtype != dtype and not part.isfinite().all():  # fp16 ends at 65,504
+        # fp16 ends at 65,504.
+        if dtype == torch.float16 and entry.dtype != dtype and not part.isfinite().all():
             raise CheckpointError(
                 f"{entry.path}: tensor {quote(entry.name)} has a value that does not fit in float16 "
                 f"(largest stored {values.float().abs().max().item():.6g}, limit 65,504)",

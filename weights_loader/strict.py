@@ -24,9 +24,12 @@ LIMITS = {  # file → bytes that are read of it; a few times what the largest p
     "session line": 16 * MB,
     "batch line": 16 * MB,
 }
-DEEPEST = 64  # levels of nesting; repr() of a value that json can read may otherwise end in a RecursionError
-DIGITS = 40  # of one integer: a shape is multiplied and printed, which Python refuses beyond 4,300 digits
-CONTAINERS = 2_000_000  # lists and objects in one text, about 100 bytes of memory each; Gemma 3's merges: 514,906
+# Levels of nesting; repr() of a value that json can read may otherwise end in a RecursionError.
+DEEPEST = 64
+# Of one integer: a shape is multiplied and printed, which Python refuses beyond 4,300 digits.
+DIGITS = 40
+# Lists and objects in one text, about 100 bytes of memory each; Gemma 3's merges: 514,906.
+CONTAINERS = 2_000_000
 
 
 LONGEST_MESSAGE = 2_000  # characters of an error; one that quoted a file had 2.9 million
@@ -79,7 +82,7 @@ def loads(data: bytes | str):
     try:
         with _collector_paused():
             value = json.loads(text, object_pairs_hook=_no_repeats, parse_constant=_finite, parse_float=_finite,
-                               parse_int=_integer)  # fmt: skip
+                               parse_int=_integer)
             deep = count > DEEPEST and _too_deep([value])
     except RecursionError:
         deep = True

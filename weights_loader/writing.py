@@ -26,7 +26,7 @@ CHECKPOINT = ("config.json", "generation_config.json", names.SINGLE, names.INDEX
 TOKENIZER = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
     "additional_chat_templates",
-)  # fmt: skip
+)
 
 
 @contextmanager
@@ -39,7 +39,7 @@ def new_files(folder: str | os.PathLike, files: Iterable[str], force: bool = Fal
     taken = [name for name in files if os.path.lexists(folder / name)]
     if taken and not force:
         raise CheckpointError(f"{folder / taken[0]} exists already; nothing was written",
-                              "another folder, or force=True to replace it")  # fmt: skip
+                              "another folder, or force=True to replace it")
     folder.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=".new-", dir=folder))
     try:
@@ -65,7 +65,7 @@ def remove(path: Path) -> None:
 
 
 def write_checkpoint(folder: Path, config: dict, state_dict: dict[str, "torch.Tensor"],
-                     generation_config: dict | None = None) -> None:  # fmt: skip
+                     generation_config: dict | None = None) -> None:
     """model.safetensors with Hugging Face's names, config.json and, if there is one, generation_config.json.
 
     A tied head is stored once. CheckpointError for tensors that are not exactly those of the config, or not floats.
@@ -81,7 +81,7 @@ def write_checkpoint(folder: Path, config: dict, state_dict: dict[str, "torch.Te
         have = tuple(tensors[name].shape) if name in tensors else None
         if have != shapes.get(name):
             raise CheckpointError(f"tensor {quote(name)} has shape {have}, config.json asks for {shapes.get(name)}",
-                                  "save the model that nanokv.load returns, not an optimized one")  # fmt: skip
+                                  "save the model that nanokv.load returns, not an optimized one")
     tensors = {name: tensors[name].detach().to("cpu").contiguous() for name in shapes}
     texts = {"config.json": config} | ({"generation_config.json": generation_config} if generation_config else {})
     for name, fields in texts.items():

@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # for editors and type checkers
 
 __all__ = [
     "CACHES", "BatchCache", "DictCache", "KVCache", "LayerCache", "NoCache", "PagePool", "PrefixPool", "make_cache",
-]  # fmt: skip
+]
 
 if not TYPE_CHECKING:  # it would hide a name that is mistyped
 

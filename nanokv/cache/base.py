@@ -101,7 +101,8 @@ class NoCache(KVCache):
 
 
 class _KeepNothing(LayerCache):
-    capacity = 0  # so that generating with it is refused: every decode would see one token and no past
+    # So that generating with it is refused: every decode would see one token and no past.
+    capacity = 0
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return k, v

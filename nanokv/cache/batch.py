@@ -34,7 +34,8 @@ class BatchLayer(LayerCache):
         if k.shape[0] != len(self.parts):
             raise CacheError(f"cannot append keys {tuple(k.shape)} to {len(self.parts)} rows")
         with all_or_none(self.parts):
-            pairs = [row.append(k[b : b + 1], v[b : b + 1]) for b, row in enumerate(self.parts)]  # (1,Hk,S_b,D) ×2
+            # (1,Hk,S_b,D) ×2.
+            pairs = [row.append(k[b : b + 1], v[b : b + 1]) for b, row in enumerate(self.parts)]
             longest = max(key.shape[2] for key, _ in pairs)
             keys, values = zip(*pairs, strict=True)
             return _pad_left(keys, longest), _pad_left(values, longest)  # (B,Hk,S,D) ×2
@@ -104,7 +105,8 @@ class BatchCache(KVCache):
         if len(set(widths)) == 1 and (T == 1 or all(torch.equal(mask, masks[0]) for mask in masks)):
             return masks[0]
         every = [torch.ones(T, S, dtype=torch.bool) if m is None else m for S, m in zip(widths, masks, strict=True)]
-        return torch.stack([F.pad(mask, (max(widths) - mask.shape[1], 0)) for mask in every])[:, None]  # padding: False
+        # Padding: False.
+        return torch.stack([F.pad(mask, (max(widths) - mask.shape[1], 0)) for mask in every])[:, None]
 
     def truncate(self, n):
         """One length for all rows, or one per row; if one of them cannot go back so far, none does."""
@@ -122,7 +124,8 @@ class BatchCache(KVCache):
 
     def reorder(self, index):
         rows = [self.rows[i].fork() for i in check_index(index, rows=len(self.rows)).tolist()]
-        self.rows, self[:] = rows, self.layers(rows)  # in one line: before it all rows are the old ones, then the new
+        # In one line: before it all rows are the old ones, then the new.
+        self.rows, self[:] = rows, self.layers(rows)
 
     def save(self, path, tokens=(), model_fingerprint: str = "", rank=ALONE):
         if any(row.made != self.rows[0].made for row in self.rows):

@@ -63,7 +63,8 @@ class Made:
     batch_size: int = 1
 
 
-RESERVES: dict[Callable, Callable] = {}  # append → reserve(layer, like), what a kernel may call instead
+# Append → reserve(layer, like), what a kernel may call instead.
+RESERVES: dict[Callable, Callable] = {}
 
 
 def in_place(reserve: Callable) -> Callable:
@@ -189,7 +190,8 @@ class CacheCapabilities(list):
         return self.fork()
 
     def __copy__(self):
-        return self.fork()  # a shallow copy would append to the same layers, and give pages back that it never took
+        # A shallow copy would append to the same layers, and give pages back that it never took.
+        return self.fork()
 
     def __deepcopy__(self, memo):
         return self.fork()
@@ -210,10 +212,11 @@ class CacheCapabilities(list):
         for layer in self:
             layers.append(layer._reordered(index))
             layers[-1]._expected = layer._expected
-        self[:], self.made = layers, replace(self.made, batch_size=len(index))  # in one line: no layer is ahead
+        # In one line: no layer is ahead.
+        self[:], self.made = layers, replace(self.made, batch_size=len(index))
 
     def save(self, path: str | os.PathLike, tokens: Sequence = (), model_fingerprint: str = "",
-             rank: tuple[int, int] = saving.ALONE) -> None:  # fmt: skip
+             rank: tuple[int, int] = saving.ALONE) -> None:
         """Write keys and values as safetensors, with the config, the tokens and a checksum; replaces `path` atomically.
 
         `tokens` (the ids that are in the cache; for several rows one list for all, or one each) and
@@ -225,12 +228,13 @@ class CacheCapabilities(list):
     @classmethod
     def load(cls, path: str | os.PathLike, config: Config, model_fingerprint: str = "",
              device: str | torch.device = "cpu", rank: tuple[int, int] = saving.ALONE,
-             **options: Any) -> Any:  # fmt: skip
+             **options: Any) -> Any:
         """Rebuild a saved cache. Refuses another config, other weights, an edited or a truncated file, and that of
         another rank, saying which.
 
         The ids that were saved with it are in `.tokens` of the result. `options` may say where the bytes go (a page
         pool, a folder, another capacity); what would change the stored tokens' meaning is refused.
         """
-        registry = importlib.import_module("nanokv.cache.registry")  # by name: all kinds in it are made of this file
+        # By name: all kinds in it are made of this file.
+        registry = importlib.import_module("nanokv.cache.registry")
         return saving.load(path, config, registry.make_cache, model_fingerprint, device, options, rank)

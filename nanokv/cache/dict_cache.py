@@ -35,12 +35,14 @@ class DictCache(LayerCache, dict):
         if n == 0:
             self.clear()
         elif n < self.length:
-            key, value = (self[name][:, :, :n].clone() for name in ("key", "value"))  # (B,Hk,n,D); views keep all rows
+            # Views keep all rows.
+            key, value = (self[name][:, :, :n].clone() for name in ("key", "value"))  # (B,Hk,n,D)
             self["key"], self["value"] = key, value  # in one line: never one without the other
 
     def fork(self):
         copy = type(self)()
-        copy.update(self)  # tensors may be shared: append makes new ones, nothing is ever written in place
+        # Tensors may be shared: append makes new ones, nothing is ever written in place.
+        copy.update(self)
         return copy
 
     def reorder(self, index):

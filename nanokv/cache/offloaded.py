@@ -15,7 +15,8 @@ from nanokv.cache.base import KVCache, LayerCache
 from nanokv.cache.capabilities import Sizes
 from nanokv.cache.checks import check_append, check_index
 
-READER = ThreadPoolExecutor(1, thread_name_prefix="nanokv-offload")  # one: transfers share one bus anyway
+# One: transfers share one bus anyway.
+READER = ThreadPoolExecutor(1, thread_name_prefix="nanokv-offload")
 
 
 class OffloadedLayer(LayerCache):
@@ -23,7 +24,8 @@ class OffloadedLayer(LayerCache):
 
     def __init__(self, parent, number: int, store):
         self.parent, self.number, self.store = weakref.proxy(parent), number, store
-        self.length, self.like, self.coming = 0, None, None  # like (1,2,B,Hk,D): one row, for its shape and device
+        # One row, for its shape and device.
+        self.length, self.like, self.coming = 0, None, None  # like (1,2,B,Hk,D)
 
     @property
     def sizes(self) -> Sizes:
@@ -37,7 +39,8 @@ class OffloadedLayer(LayerCache):
         self.like = new[:1].clone()  # a view would keep the whole chunk near
         self.store.write(self.length, new)
         self.length += k.shape[2]
-        self.parent[(self.number + 1) % len(self.parent)].fetch()  # while this layer computes; it may be this very one
+        # While this layer computes; it may be this very one.
+        self.parent[(self.number + 1) % len(self.parent)].fetch()
         rows = new if past is None else torch.cat((past, new))  # (S,2,B,Hk,D)
         k, v = rows.permute(1, 2, 3, 0, 4)  # (B,Hk,S,D) ×2
         return k, v
@@ -90,7 +93,8 @@ class OffloadedCache(KVCache):
     def reorder(self, index):
         index = check_index(index, self.sizes.batch_size)
         made = replace(self.made, batch_size=len(index))
-        self[:], self.made = self.copies(self, index), made  # in one line: no layer is ahead of another
+        # In one line: no layer is ahead of another.
+        self[:], self.made = self.copies(self, index), made
 
     def copies(self, parent, index) -> list[OffloadedLayer]:
         """These rows of every layer, in stores of their own."""

@@ -35,7 +35,7 @@ KINDS: dict[str, dict[str, Rule | None]] = {  # cache → its options → (legal
                   "residual": at_least(0), "rotate": one_of("none", "hadamard")},
     "offloaded": {"to": one_of("disk", "host"), "folder": FOLDER},
     "batch": {"of": TEXT},  # and what its rows know
-}  # fmt: skip
+}
 
 _QUANTIZED = "quantized:bits=8 and quantized:bits=4 keep keys and values in fewer bits"
 ELSEWHERE = {  # caches of other programs, in lower case and without "cache" → ours
@@ -46,7 +46,7 @@ ELSEWHERE = {  # caches of other programs, in lower case and without "cache" →
     "pagedattention": "did you mean 'paged'?", "radix": "did you mean 'prefix'?",
     "quanto": _QUANTIZED, "hqq": _QUANTIZED, "q80": _QUANTIZED, "q40": _QUANTIZED,
     "fp8": _QUANTIZED,
-}  # fmt: skip
+}
 
 
 def read_kind(text: str) -> tuple[str, dict]:

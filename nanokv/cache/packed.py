@@ -26,9 +26,11 @@ class PackedLayer(LayerCache):
         check_append(k, v, expected=self._expected)
         if k.shape[0] != sum(self.counts):
             raise CacheError(f"cannot append keys {tuple(k.shape)} to sequences of {self.counts} tokens")
-        keys, values = ([rows.transpose(0, 2) for rows in x.split(self.counts)] for x in (k, v))  # (1,Hk,T_b,D) each
+        # (1,Hk,T_b,D) each.
+        keys, values = ([rows.transpose(0, 2) for rows in x.split(self.counts)] for x in (k, v))
         with all_or_none(self.parts):
-            pairs = [part.append(*new) for part, *new in zip(self.parts, keys, values, strict=True)]  # (1,Hk,S_b,D) ×2
+            # (1,Hk,S_b,D) ×2.
+            pairs = [part.append(*new) for part, *new in zip(self.parts, keys, values, strict=True)]
         return tuple(map(list, zip(*pairs, strict=True)))
 
 

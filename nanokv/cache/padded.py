@@ -60,7 +60,8 @@ class PaddedCache(KVCache):
         S = width(self.inner[0], T, mask)
         if mask is None:
             mask = torch.ones(T, S, dtype=torch.bool)
-        column = torch.arange(length + T - S, length + T)  # (S,) where each key stands, padding counted
+        # Where each key stands, padding counted.
+        column = torch.arange(length + T - S, length + T)  # (S,)
         query = torch.arange(length, length + T)[:, None]  # (T,1)
         real = column >= self.pads[:, None, None, None]  # (B,1,1,S)
         return (mask.cpu() & real) | (column == query)  # (B,1,T,S)

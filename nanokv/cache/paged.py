@@ -105,7 +105,8 @@ class PagedLayer(LayerCache):
     """One layer's view of the pages."""
 
     def __init__(self, parent: PagedCache, layer: int):
-        self.parent, self.layer, self.length = weakref.proxy(parent), layer, 0  # no cycle: pages go back at once
+        # No cycle: pages go back at once.
+        self.parent, self.layer, self.length = weakref.proxy(parent), layer, 0
 
     def _reserve(self, like) -> Pages:
         view = self.step(1, like)
@@ -131,8 +132,10 @@ class PagedLayer(LayerCache):
     def gather(self, pages, table):
         """Dense (B,Hk,S,D): every page of every row, copied once."""
         used = table[:, : self.parent.pages_of(self.length)]  # (B,n)
-        dense = pages[self.layer].transpose(0, 1)[:, used]  # (P,Hk,page,D) → (Hk,B,n,page,D), the copy
-        return dense.transpose(0, 1).flatten(2, 3)[:, :, : self.length]  # (B,Hk,S,D), a view: pages lie in order
+        # The copy.
+        dense = pages[self.layer].transpose(0, 1)[:, used]  # (P,Hk,page,D) → (Hk,B,n,page,D)
+        # A view: pages lie in order.
+        return dense.transpose(0, 1).flatten(2, 3)[:, :, : self.length]  # (B,Hk,S,D)
 
     def truncate(self, n: int):
         self._check_truncate(n)

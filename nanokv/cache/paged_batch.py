@@ -34,7 +34,8 @@ class PagedBatchLayer(BatchLayer):
     @in_place(_reserve)
     def append(self, k, v):
         check_append(k, v, expected=self._expected)
-        next_view(self.parent, self.layer, [row.length for row in self.parts], k.shape[2], k)  # pages for all, or none
+        # Pages for all, or none.
+        next_view(self.parent, self.layer, [row.length for row in self.parts], k.shape[2], k)
         return super().append(k, v)
 
 

@@ -23,9 +23,11 @@ class PagePool:
     def __init__(self, config, pages: int, page_size: int):
         self.config, self.page_size = config, page_size
         self.references = [0] * pages
-        self.free = list(range(pages - 1, -1, -1))  # a stack: the page that was freed last is still in the CPU's cache
+        # A stack: the page that was freed last is still in the CPU's cache.
+        self.free = list(range(pages - 1, -1, -1))
         self.keys = self.values = None  # (L,P,Hk,page,D) once the dtype is known
-        self.owners = weakref.WeakValueDictionary()  # id → cache with `tables`; a cache is a list and has no hash
+        # Id → cache with `tables`; a cache is a list and has no hash.
+        self.owners = weakref.WeakValueDictionary()
         self.members = 0  # owners that have joined and not left
         self.lent = Counter()  # pages that stand in no table: `take` gave them to somebody
         self.unsettled = 0  # changes that have begun and not ended
@@ -93,7 +95,8 @@ class PagePool:
             self.keys, self.values = (self.empty(len(self.references), like) for _ in "kv")
         held, new = self.keys, like.shape
         fits = (held.shape[2], held.shape[4]) == (new[1], new[3])
-        if not fits or held.dtype != like.dtype or held.device != like.device:  # a broadcast would hide the mistake
+        # A broadcast would hide the mistake.
+        if not fits or held.dtype != like.dtype or held.device != like.device:
             have, new = (f"{tuple(x.shape[-4:])} {x.dtype}" for x in (held, like))
             where = "" if held.device == like.device else f": on {like.device}, not {held.device}"
             raise CacheError(f"cannot append keys {new} to a cache of {have} (pages,Hk,page,D){where}")
@@ -113,11 +116,13 @@ class PagePool:
                 last = -(-(start + T) // size)  # pages start // size … last − 1 will be written
                 for i in range(start // size, min(last, len(table))):
                     seen[table[i]] += 1
-                    if self.references[table[i]] > seen[table[i]]:  # the last owner of a page keeps it
+                    # The last owner of a page keeps it.
+                    if self.references[table[i]] > seen[table[i]]:
                         shared.append((table, i))
                 missing += [table] * (last - len(table))
             fresh = self._take(len(shared) + len(missing))
-            for table, i in shared:  # copy on write, and the table last: what it lists is right at every line
+            # Copy on write, and the table last: what it lists is right at every line.
+            for table, i in shared:
                 old, new = table[i], fresh.pop()
                 self.keys[:, new], self.values[:, new] = self.keys[:, old], self.values[:, old]
                 table[i] = new
@@ -169,7 +174,8 @@ class PagePool:
 
     def _release(self, pages):
         for page in pages:
-            if self.references[page] < 1:  # who lists it would soon read the tokens of somebody else
+            # Who lists it would soon read the tokens of somebody else.
+            if self.references[page] < 1:
                 raise CacheError(f"page {page} was given back twice: two caches hold one table")
             self.references[page] -= 1
             if self.references[page] == 0:

@@ -77,7 +77,8 @@ class QuantizedCache(LayerCache):
         n = blocks * self.group
         k, v = (x[:, :, :n] for x in self.exact)  # (B,Hk,n,D)
         k = self.rotated(k)
-        k, k_scale, k_low = quantize(k.unflatten(2, (blocks, self.group)), self.bits[0], dim=3)  # a channel of a block
+        # A channel of a block.
+        k, k_scale, k_low = quantize(k.unflatten(2, (blocks, self.group)), self.bits[0], dim=3)
         v, v_scale, v_low = quantize(v, self.bits[1], dim=3)  # a token
         codes = _cat(self.codes, (pack(k.flatten(2, 3), self.bits[0]), pack(v, self.bits[1])))
         scales = _cat(self.scales, (k_scale.squeeze(3), k_low.squeeze(3), v_scale, v_low))
@@ -113,10 +114,12 @@ class QuantizedCache(LayerCache):
             self.exact = tuple(x[:, :, : n - quantized].clone() for x in self.exact)
 
     def _snapshot(self):
-        return self.exact, self.codes, self.scales, self.blocks  # nothing of it is ever written in place
+        # Nothing of it is ever written in place.
+        return self.exact, self.codes, self.scales, self.blocks
 
     def _rollback(self, snapshot):
-        self.exact, self.codes, self.scales, self.blocks = snapshot  # in one line: they never contradict each other
+        # In one line: they never contradict each other.
+        self.exact, self.codes, self.scales, self.blocks = snapshot
 
     def fork(self):
         copy = type(self)(*self.bits, self.group, self.residual, self.rotate)

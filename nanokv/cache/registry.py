@@ -31,7 +31,7 @@ from weights_loader import Device, Dtype
 
 __all__ = [
     "CACHES", "BatchCache", "DictCache", "KVCache", "LayerCache", "NoCache", "PagePool", "PrefixPool", "make_cache",
-]  # fmt: skip
+]
 
 Capacity = int | None  # tokens per row
 FIRST_PAGES = 4  # of a pool that grows: it doubles from here
@@ -54,7 +54,7 @@ def make_growing(config: Config, batch_size: int, capacity: Capacity) -> KVCache
 
 
 def make_paged(config: Config, batch_size: int, capacity: Capacity, *, page: int = 0, pages: int = 0,
-               pool: PagePool | None = None) -> KVCache:  # fmt: skip
+               pool: PagePool | None = None) -> KVCache:
     """Pages of 16 tokens or `page`, from a pool: `pool` is one to share, `pages` makes one of that size; without both
     it grows as needed."""
     if pool is None:
@@ -65,7 +65,7 @@ def make_paged(config: Config, batch_size: int, capacity: Capacity, *, page: int
 
 
 def make_prefix(config: Config, batch_size: int, capacity: Capacity, *, page: int = 0, pages: int = 0,
-                pool: PagePool | None = None, salt: str = "") -> KVCache:  # fmt: skip
+                pool: PagePool | None = None, salt: str = "") -> KVCache:
     """Pages that later requests with the same beginning find again; pool and pages as for the paged cache."""
     if pool is None:
         page, slots = page or 16, capacity or config.max_position_embeddings
@@ -81,12 +81,13 @@ def make_sliding(config: Config, batch_size: int, capacity: Capacity, *, window:
     """The last `window` positions (default: capacity, then the model's context) and the first `sinks`."""
     window = window or capacity or config.max_position_embeddings
     cache = KVCache((SlidingCache(config, window, sinks) for _ in range(config.num_hidden_layers)), config)
-    cache.made = Made(options={"window": window})  # decided here: a file must not depend on how long the context was
+    # Decided here: a file must not depend on how long the context was.
+    cache.made = Made(options={"window": window})
     return cache
 
 
 def make_quantized(config: Config, batch_size: int, capacity: Capacity, *, bits: int = 8, k_bits: int = 0,
-                   v_bits: int = 0, group: int = 32, residual: int = 32, rotate: str = "none") -> KVCache:  # fmt: skip
+                   v_bits: int = 0, group: int = 32, residual: int = 32, rotate: str = "none") -> KVCache:
     """`bits` for both, or k_bits and v_bits apart (K8V4: k_bits=8, v_bits=4); rotate=hadamard turns the keys first."""
     k_bits, v_bits = k_bits or bits, v_bits or bits
     for value in (k_bits, v_bits):
@@ -97,13 +98,13 @@ def make_quantized(config: Config, batch_size: int, capacity: Capacity, *, bits:
 
 
 def make_offloaded(config: Config, batch_size: int, capacity: Capacity, *, to: str = "disk",
-                   folder: str | os.PathLike | None = None) -> KVCache:  # fmt: skip
+                   folder: str | os.PathLike | None = None) -> KVCache:
     """Layers in a file each (to=disk, in `folder` or the system's temporary folder) or in host memory (to=host)."""
     return OffloadedCache(config, partial(DiskStore, folder) if to == "disk" else HostStore)
 
 
 def make_batch(config: Config, batch_size: int, capacity: Capacity, *, of: str = "dict",
-               **options: Any) -> KVCache:  # fmt: skip
+               **options: Any) -> KVCache:
     """Rows that may differ in length, each a cache of its own kind (`of`), with that kind's options."""
     return BatchCache([make_cache(of, config, 1, capacity, **options) for _ in range(batch_size)], config)
 
@@ -111,12 +112,12 @@ def make_batch(config: Config, batch_size: int, capacity: Capacity, *, of: str =
 CACHES: dict[str, Callable[..., KVCache]] = {
     "dict": make_dict, "static": make_static, "growing": make_growing, "paged": make_paged, "prefix": make_prefix,
     "sliding": make_sliding, "quantized": make_quantized, "offloaded": make_offloaded, "batch": make_batch,
-}  # fmt: skip
+}
 
 
 def make_cache(name: str, config: Config, batch_size: int = 1, capacity: Capacity = None,
                dtype: Dtype = None, device: Device = None,
-               **options: Any) -> KVCache:  # fmt: skip
+               **options: Any) -> KVCache:
     """An empty cache of the named kind for a model of this config; capacity in tokens per row. Options may be part of
     the name, as on the command line: "quantized:bits=4"; an argument that says something else is refused.
 
@@ -128,7 +129,7 @@ def make_cache(name: str, config: Config, batch_size: int = 1, capacity: Capacit
         for key in named.keys() & options.keys():
             if named[key] != options[key]:
                 raise CacheError(f"{key} is {named[key]!r} in the cache's name and {options[key]!r} as an argument",
-                                 f"leave one of them out: {key}={options[key]!r}")  # fmt: skip
+                                 f"leave one of them out: {key}={options[key]!r}")
         options = named | options
     check_options(name, options, objects=True)
     if not hasattr(config, "num_hidden_layers"):

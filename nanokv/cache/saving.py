@@ -24,7 +24,7 @@ MOST_ROWS = 65_536  # each is an object per layer in a batch cache
 MOST_PAGES = 4_194_304  # about 40 bytes each, before a token is stored
 MAY_CHANGE = {  # options that say where the bytes go, and nothing about what they mean
     "paged": {"pool", "page", "pages"}, "prefix": {"pool", "page", "pages", "salt"}, "offloaded": {"to", "folder"},
-}  # fmt: skip
+}
 
 
 def save(cache, path, tokens=(), model_fingerprint: str = "", rank: tuple[int, int] = ALONE):
@@ -56,7 +56,7 @@ def contents(cache, tokens=(), model_fingerprint: str = "") -> tuple[dict, dict]
     states = [layer.state() for layer in cache]
     if cache.config is None:
         raise CacheError("a cache without a config cannot be saved: nobody could tell whose keys it holds",
-                         hint="make it with make_cache(name, config)")  # fmt: skip
+                         hint="make it with make_cache(name, config)")
     tensors = {f"layers.{i}.{key}": t.contiguous() for i, state in enumerate(states) for key, t in state.items()}
     tensors, length = _unshared(tensors), torch.as_tensor(cache.length).tolist()
     options = {k: v for k, v in cache.made.options.items() if isinstance(v, str | int) and k != "salt"}
@@ -86,13 +86,14 @@ def check_rank(path, meta: dict, rank: tuple[int, int]) -> None:
     saved = loads(meta.get("rank", json.dumps(ALONE)))
     if saved != list(rank):
         said, mine = (f"rank {which[0]} of {which[1]}" if which != list(ALONE) else "one process"
-                      for which in (saved, list(rank)))  # fmt: skip
+                      for which in (saved, list(rank)))
         raise CacheError(f"{path} was saved by {said}, this is {mine}", hint="load it on as many ranks as saved it")
 
 
 def rebuild(path, meta: dict, tensors: dict, config, make_cache, model_fingerprint: str, options: dict,
-            rank: tuple[int, int] = ALONE):  # fmt: skip
-    """The cache that `contents` was asked for; CacheError says what does not fit. `path`: what errors call the source.
+            rank: tuple[int, int] = ALONE):
+    """The cache that `contents` was asked for; CacheError says what does not fit. `path`: what
+    errors call the source.
     """
     try:
         check_rank(path, meta, rank)
@@ -113,7 +114,7 @@ def _rebuild(path, meta: dict, tensors: dict, config, make_cache, model_fingerpr
     pages = 0 if {"pages", "pool"} & options.keys() else saved.get("pages", 0)
     if not 0 <= pages * rows <= MOST_PAGES:  # in a batch cache each row has a pool of its own
         raise CacheError(f"{path} says {pages:,} pages, {rows} rows; at most {MOST_PAGES:,} are made for a file",
-                         hint="pass pages= to load")  # fmt: skip
+                         hint="pass pages= to load")
     sizes = {"batch_size": rows, "capacity": options.pop("capacity", facts["capacity"])}
     _check_options(path, saved.get("of", name), saved, options, facts["salted"])
     if "pool" in options:  # has pages of its own size
@@ -226,9 +227,11 @@ def fingerprint(model) -> str:
     checkpoint from its base too; it is no defence against forgery.
     """
     digest = hashlib.sha256(json.dumps(model.config.to_dict(), sort_keys=True, default=str).encode())
-    for name, weight in sorted([*model.named_parameters(), *model.named_buffers()]):  # buffers: of an optimized one
+    # Buffers: of an optimized one.
+    for name, weight in sorted([*model.named_parameters(), *model.named_buffers()]):
         flat = weight.detach().flatten()
-        stride = flat.numel() // 256 | 1  # odd: does not stay in one column of a matrix whose width is a power of two
+        # Odd: does not stay in one column of a matrix whose width is a power of two.
+        stride = flat.numel() // 256 | 1
         sample = torch.cat((flat[:32], flat[::stride][:256], flat[-32:])).float().cpu().numpy()
         digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode() + sample.tobytes())
     return digest.hexdigest()[:16]

@@ -57,7 +57,8 @@ class SlidingCache(LayerCache):
             return None
         held = 0 if self.keys is None else self.keys.shape[2]
         s = min(self.sinks, self.length)
-        past = torch.arange(self.length - (held - s), self.length + T)  # (n,) positions of what follows the sinks
+        # Positions of what follows the sinks.
+        past = torch.arange(self.length - (held - s), self.length + T)  # (n,)
         query = self.length + torch.arange(T)[:, None]  # (T,1)
         first = torch.arange(s)  # sinks that are stored already are at positions 0 … s−1
         position = torch.cat((first, past))  # (n,)
@@ -84,10 +85,12 @@ class SlidingCache(LayerCache):
             )
 
     def _snapshot(self):
-        return self.length, self.keys, self.values  # never written in place, so what falls out is still here
+        # Never written in place, so what falls out is still here.
+        return self.length, self.keys, self.values
 
     def _rollback(self, snapshot):
-        self.length, self.keys, self.values = snapshot  # in one line: they never contradict each other
+        # In one line: they never contradict each other.
+        self.length, self.keys, self.values = snapshot
 
     def truncate(self, n: int):
         self._check_truncate(n)

@@ -22,7 +22,8 @@ class StaticCache(LayerCache):
 
     def _reserve(self, like) -> Pages:
         pages, made_for = self.given, (like.shape[0], like.dtype)
-        same = pages is not None and pages.keys is self.keys and self.made_for == made_for  # as in the step before
+        # As in the step before.
+        same = pages is not None and pages.keys is self.keys and self.made_for == made_for
         if not same or self.length == self.slots:
             check_append(like, like, self.keys, self._expected)
             self.make_room(self.length + 1, like)
@@ -37,9 +38,11 @@ class StaticCache(LayerCache):
         check_append(k, v, self.keys, self._expected)
         start, end = self.length, self.length + k.shape[2]
         self.make_room(end, like=k)
-        self.keys[:, :, start:end], self.values[:, :, start:end] = k, v  # T slots written, whatever S is
+        # T slots written, whatever S is.
+        self.keys[:, :, start:end], self.values[:, :, start:end] = k, v
         self.length = end
-        return self.keys[:, :, :end], self.values[:, :, :end]  # (B,Hk,S,D) ×2: views, nothing is copied
+        # Views, nothing is copied.
+        return self.keys[:, :, :end], self.values[:, :, :end]  # (B,Hk,S,D) ×2
 
     def make_room(self, slots: int, like):
         """Check before anything is written: layer 0 refuses what does not fit, so no layer has begun."""
@@ -53,7 +56,8 @@ class StaticCache(LayerCache):
 
     def truncate(self, n: int):
         self._check_truncate(n)
-        self.length = min(n, self.length)  # the slots behind it are written again before they are read again
+        # The slots behind it are written again before they are read again.
+        self.length = min(n, self.length)
 
     def empty(self):
         """One like this without a token."""
@@ -66,7 +70,8 @@ class StaticCache(LayerCache):
 
     def _reordered(self, index):
         copy = self.empty()
-        copy.restore({name: used[index] for name, used in self.state().items()})  # (B',Hk,S,D) into a new slab
+        # Into a new slab.
+        copy.restore({name: used[index] for name, used in self.state().items()})  # (B',Hk,S,D)
         return copy
 
     def state(self) -> dict:

@@ -20,10 +20,12 @@ class View:
     def __init__(self, pool: PagePool, tables):
         self.pool, self.keys, self.tables = pool, pool.keys, [list(table) for table in tables]
         widest = max(map(len, tables))
-        padded = [table + [0] * (widest - len(table)) for table in tables]  # the padding is never read
+        # The padding is never read.
+        padded = [table + [0] * (widest - len(table)) for table in tables]
         self.table = torch.tensor(padded, dtype=torch.int32, device=pool.keys.device)  # (B,n)
         with torch.inference_mode(False):
-            self.lengths = torch.zeros(len(tables), dtype=torch.int32)  # (B,), written by every step
+            # Written by every step.
+            self.lengths = torch.zeros(len(tables), dtype=torch.int32)  # (B,)
         self.pages = [Pages(k, v, self.lengths, self.table) for k, v in zip(pool.keys, pool.values, strict=True)]
         self.next = self.index = None
 

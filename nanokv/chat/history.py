@@ -48,7 +48,8 @@ def _character_owners(text, messages):
         turn += message["role"] == "user"
         content = message["content"].split("</think>")[-1].strip()
         start = text.find(content, position)
-        if start < 0:                                    # the template left it out or changed it: no span of its own
+        # The template left it out or changed it: no span of its own.
+        if start < 0:
             continue
         gap = text[position:start]
         split = gap.find("\n") + 1 if owners else gap.rstrip().rfind("\n") + 1

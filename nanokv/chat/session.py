@@ -41,7 +41,8 @@ from nanokv.text.tokenizer import Tokenizer
 from weights_loader import Device, Dtype
 
 DEFAULT_NEW_TOKENS = 1024
-SETTINGS = (*(field.name for field in fields(SamplingParams)), "max_new_tokens", "stop")  # of one answer
+# Of one answer.
+SETTINGS = (*(field.name for field in fields(SamplingParams)), "max_new_tokens", "stop")
 
 
 @dataclass
@@ -49,22 +50,29 @@ class Turn:
     """What one answer cost. `out` counts sampled tokens with the eos; the last one is never fed to the model."""
 
     new: int                                             # prompt tokens that were prefilled
-    reused: int                                          # prompt tokens that were in the cache already
+    # Prompt tokens that were in the cache already.
+    reused: int
     out: int = 0
     ttft: float = 0.0                                    # seconds from the call to the first token
-    tok_s: float = 0.0                                   # decode speed without the first token; 0 = too few to say
-    finish_reason: str = ""                              # stop length context interrupted stop_string loop error
+    # Decode speed without the first token; 0 = too few to say.
+    tok_s: float = 0.0
+    # Stop length context interrupted stop_string loop error.
+    finish_reason: str = ""
     stop_string: str = ""                                # the one that ended it
     kv_bytes: int = 0                                    # measured, of the whole cache
     kv_used: int = 0                                     # of these, what its tokens take
     cached: int = 0                                      # tokens in the cache afterwards
-    text: str = ""                                       # this answer as the model wrote it, <think> included
-    why: str = ""                                        # where and why the prefix broke, "" = it did not
+    # This answer as the model wrote it, <think> included.
+    text: str = ""
+    # Where and why the prefix broke, "" = it did not.
+    why: str = ""
     seed: int | None = None
-    dropped: tuple = (0, 0)                              # turns and tokens that overflow="drop" removed
+    # Turns and tokens that overflow="drop" removed.
+    dropped: tuple = (0, 0)
     prefill_s: float = 0.0
     ids: list = field(default_factory=list)              # the sampled tokens
-    speculation: dict = field(default_factory=dict)      # what guessing saved, where something guessed
+    # What guessing saved, where something guessed.
+    speculation: dict = field(default_factory=dict)
 
 
 def checked_settings(where: str, settings: dict, others: Iterable[str] = ()) -> dict:
@@ -94,11 +102,11 @@ class Session:
     def __init__(self, model: Model, tokenizer: Tokenizer | None = None, cache: KVCache | str | None = None,
                  params: dict | None = None, system: str | None = None, context: int | None = None,
                  template_kwargs: dict | None = None, overflow: str = "stop", loop_guard: str = "off",
-                 make_generation: Callable[..., Generation] = Generation, **settings: Any):  # fmt: skip
+                 make_generation: Callable[..., Generation] = Generation, **settings: Any):
         if tokenizer is None or isinstance(model, str | os.PathLike):
             source = model if isinstance(model, str | os.PathLike) else "tiny"
             raise UnknownArgument(f"a Session needs a model and its tokenizer, got {model!r}",
-                                  f"nanokv.Session.from_pretrained({str(source)!r}) loads both")  # fmt: skip
+                                  f"nanokv.Session.from_pretrained({str(source)!r}) loads both")
         settings = checked_settings("Session()", (params or {}) | settings, inspect.signature(Session).parameters)
         for name, value, known in (("overflow", overflow, ("stop", "drop")), ("loop_guard", loop_guard, ("on", "off"))):
             if value not in known:
@@ -124,7 +132,7 @@ class Session:
 
     @classmethod
     def from_pretrained(cls, source: str | os.PathLike = "tiny", *, dtype: Dtype = "auto", device: Device = "auto",
-                        revision: str | None = None, **options: Any) -> Self:  # fmt: skip
+                        revision: str | None = None, **options: Any) -> Self:
         """A conversation with the model that nanokv.load finds; `options` are what Session takes besides."""
         own = inspect.signature(Session).parameters
         checked_settings("Session.from_pretrained()", {k: v for k, v in options.items() if k not in own}, own)
@@ -187,7 +195,8 @@ class Session:
 
     def _answer(self, messages, reply, should_stop):
         messages, ids, dropped = self._fit(messages, reply)
-        self._edited |= bool(dropped[0])                 # a prefix that we cut ourselves needs no explanation
+        # A prefix that we cut ourselves needs no explanation.
+        self._edited |= bool(dropped[0])
         n = self._keep_prefix(ids)
         self.prompt_ids, self._labelled = ids, messages
         generation = self._generation = self._make_generation(ids, n, should_stop)
@@ -198,9 +207,11 @@ class Session:
         self.thinking_opened = inside_thinking(self.tokenizer.decode(ids[-8:]), before)
         try:
             yield from stream
-        except BaseException as error:                   # left open, it would cut the cache when it is collected: later
+        # Left open, it would cut the cache when it is collected: later.
+        except BaseException as error:
             stopped = "interrupted" if isinstance(error, GeneratorExit) else "error"
-            generation.finish(generation.finish_reason or stopped)  # a reason that it has may come before its end
+            # A reason that it has may come before its end.
+            generation.finish(generation.finish_reason or stopped)
             raise
         finally:
             self._record(turn, generation, stream, messages, reply, before)
@@ -210,7 +221,8 @@ class Session:
         sampling = {k: v for k, v in self.params.items() if k not in ("max_new_tokens", "stop") and v is not None}
         if (seed := chosen_seed(sampling.get("seed"))) is not None:
             sampling["seed"] = (seed + self.answers) % 2**64  # every answer draws anew, repeatably
-        room = self.context - len(ids) + 1               # the last token needs no place: it is never fed
+        # The last token needs no place: it is never fed.
+        room = self.context - len(ids) + 1
         self._room = room
         return self.make_generation(
             self.model, torch.tensor([ids[n:]]), self.cache, SamplingParams(**sampling),
@@ -238,7 +250,8 @@ class Session:
             message["interrupted"] = True
         ended = tokens[-1] in generation.eos_token_ids
         reply = None if turn.finish_reason == "stop_string" else reply + (tokens[:-1] if ended else tokens)
-        self.messages, self._reply_ids, self.answers = [*messages, message], reply, self.answers + 1  # in one line
+        # In one line.
+        self.messages, self._reply_ids, self.answers = [*messages, message], reply, self.answers + 1
 
     # --- prompt and prefix ----------------------------------------------------------------------------------------
 
@@ -293,7 +306,8 @@ class Session:
         if any(layer.length != n for layer in self.cache):
             try:
                 self.cache.truncate(n)
-            except UnsupportedError as error:            # a sliding cache cannot go back past its window
+            # A sliding cache cannot go back past its window.
+            except UnsupportedError as error:
                 self.why = f"{error}: prefilled from the start"
                 self.cache.truncate(0)
                 n = 0

@@ -14,7 +14,7 @@ __all__ = [
     "decode_flops", "kv_bytes",
     "kv_bytes_per_token", "layer_parameters", "parameters", "prefill_flops", "quantized_bytes", "quantized_parts",
     "weight_bytes",
-]  # fmt: skip
+]
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -99,7 +99,7 @@ def break_even_flops(config: Config, tokens: int, sent: int, link: float) -> flo
 
 
 def cache_bytes(name: str, config: Config, tokens: int, batch_size: int = 1, itemsize: int = 2,
-                capacity: int | None = None, last: int = 1, **options: Any) -> int:  # fmt: skip
+                capacity: int | None = None, last: int = 1, **options: Any) -> int:
     """Bytes that a cache of this kind holds after so many tokens per row: equal to its `nbytes`, to the byte.
 
     `last`: how many of them the last append brought (a decode: 1). Only a quantized cache keeps those exact.
@@ -116,7 +116,7 @@ def cache_bytes(name: str, config: Config, tokens: int, batch_size: int = 1, ite
 
 
 def cache_slots(name: str, config: Config, tokens: int, capacity: int | None = None, *, page: int = 16, window: int = 0,
-                sinks: int = 0, **_: Any) -> int:  # fmt: skip
+                sinks: int = 0, **_: Any) -> int:
     """Slots of K and V a row that a cache holding so many tokens has taken."""
     whole = capacity or config.max_position_embeddings
     if name == "static" and tokens > whole:
@@ -138,9 +138,10 @@ def quantized_bytes(config: Config, tokens: int, batch_size: int, itemsize: int,
 
 def quantized_parts(config: Config, tokens: int, itemsize: int, *,
                     bits: int = 8, k_bits: int = 0, v_bits: int = 0, group: int = 32, residual: int = 32,
-                    last: int = 1, **_: Any) -> tuple[int, int, int]:  # fmt: skip
+                    last: int = 1, **_: Any) -> tuple[int, int, int]:
     """Packed codes; two fp16 numbers a channel of each block of keys and two per token of values; the rest exact."""
-    old = max(0, (tokens - last - residual) // group * group)  # what the last append found and quantized
+    # What the last append found and quantized.
+    old = max(0, (tokens - last - residual) // group * group)
     D, pair = config.head_dim, 2 * 2  # scale and low, 2 bytes each
     keys = old * D * (k_bits or bits) // 8 + old // group * D * pair
     values = old * D * (v_bits or bits) // 8 + old * pair

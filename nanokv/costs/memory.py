@@ -15,7 +15,7 @@ from nanokv.errors import NanoKVError
 SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 UNITS = {"B": 1} | {f"{p}B": 1000**i for i, p in enumerate("kMGT", 1)} | {
     f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)
-}  # fmt: skip
+}
 LARGEST = 1e24  # bytes: a yottabyte is a slip of the finger
 MOST_TOKENS = 1 << 40  # where a search for "how many tokens fit" ends
 
@@ -26,7 +26,7 @@ def _qwen3(C: int, width: int, L: int, H: int, tied: bool) -> Config:
         vocab_size=151_936, hidden_size=C, intermediate_size=width, num_hidden_layers=L, num_attention_heads=H,
         num_key_value_heads=8, head_dim=128, max_position_embeddings=40_960, rope_theta=1e6, tie_word_embeddings=tied,
         torch_dtype="bfloat16",
-    )  # fmt: skip
+    )
 
 
 FAMILY = {  # from the published config.json files
@@ -42,7 +42,7 @@ MIXTURES = {  # its weights are 30 B, of which a token is multiplied with 3 B
         _qwen3(2048, 6144, 48, 32, False), num_key_value_heads=4, model_type="qwen3_moe",
         experts=Experts(128, 8, 768, norm_topk_prob=True),
     ),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)

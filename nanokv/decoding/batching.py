@@ -23,7 +23,7 @@ from nanokv.text.ids import Ids
 
 def generate_padded(model: Model, prompts: Iterable[Ids], cache: KVCache | None = None, max_new_tokens: int = 64,
                     params: SamplingParams | Sequence[SamplingParams] = GREEDY,
-                    eos_token_ids: EosIds = None, chunk: int | None = None) -> list[list[int]]:  # fmt: skip
+                    eos_token_ids: EosIds = None, chunk: int | None = None) -> list[list[int]]:
     """New ids of every prompt, in order; an eos token ends a row and is part of it.
 
     prompts: lists of ids. cache: empty, any kind, made for len(prompts) rows; it is used up. params: one for all rows,
@@ -48,7 +48,7 @@ def generate_padded(model: Model, prompts: Iterable[Ids], cache: KVCache | None 
 
 def generate_ragged(model: Model, prompts: Iterable[Ids], cache: KVCache | None = None, max_new_tokens: int = 64,
                     params: SamplingParams | Sequence[SamplingParams] = GREEDY,
-                    eos_token_ids: EosIds = None, chunk: int | None = None) -> list[list[int]]:  # fmt: skip
+                    eos_token_ids: EosIds = None, chunk: int | None = None) -> list[list[int]]:
     """As generate_padded, without padding. cache: make_cache("batch", config, len(prompts), of="paged" …).
 
     Rows that hold a beginning already go on from it: prompts are the tokens that are not yet in the cache. Afterwards
@@ -69,7 +69,8 @@ def generate_ragged(model: Model, prompts: Iterable[Ids], cache: KVCache | None 
             for row, own in zip(rows, caches, strict=True)
         ]
         return _decode(model, cache, rows, torch.cat(logits), _some_rows)
-    except BaseException:  # KeyboardInterrupt too: some rows and layers have new tokens, others do not
+    # KeyboardInterrupt too: some rows and layers have new tokens, others do not.
+    except BaseException:
         for own, length in zip(caches, before, strict=True):
             own.truncate(length)
         raise
@@ -92,7 +93,8 @@ class Row:
 
 
 def _decode(model, cache, rows, logits, narrow) -> list[list[int]]:
-    """One decode a step for all rows that go on; logits (B,V) follow the prompts. `narrow(cache, keep)` → their cache.
+    """One decode a step for all rows that go on; logits (B,V) follow the prompts. `narrow(cache,
+    keep)` → their cache.
     """
     going = rows
     while True:

@@ -42,7 +42,7 @@ class Beam(NamedTuple):
 def beam_search(model: Model, ids: Ids, beams: int = 4, max_new_tokens: int = 64, length_penalty: float = 1.0,
                 early_stopping: bool | str = False, eos_token_ids: EosIds = None, num_return: int = 1,
                 cache: KVCache | None = None, repetition_penalty: float = 1.0, chunk: int | None = None,
-                should_stop: Callable[[], bool] = never) -> list[Beam]:  # fmt: skip
+                should_stop: Callable[[], bool] = never) -> list[Beam]:
     """The `num_return` best of `beams` continuations of ids (a list, (T,) or (1,T); not yet in the cache), best first.
 
     Scores are divided by length^length_penalty: above 0 favours long answers. early_stopping: True = end when `beams`
@@ -57,7 +57,7 @@ def beam_search(model: Model, ids: Ids, beams: int = 4, max_new_tokens: int = 64
     search = BeamGeneration(
         model, ids, cache, params, max_new_tokens, eos_token_ids, should_stop=should_stop, chunk=chunk,
         beams=beams, length_penalty=length_penalty, early_stopping=early_stopping,
-    )  # fmt: skip
+    )
     if type(num_return) is not int or not 1 <= num_return <= beams:
         raise GenerationError(f"num_return is {num_return!r}: it must be an integer from 1 to beams = {beams}")
     return search.find()[:num_return]
@@ -71,7 +71,7 @@ class BeamGeneration(Generation):
     """
 
     def __init__(self, *args: Any, beams: int = 4, length_penalty: float = 1.0, early_stopping: bool | str = False,
-                 **options: Any):  # fmt: skip
+                 **options: Any):
         super().__init__(*args, **options)
         self.seed = None
         eos = torch.tensor(sorted(set(self.eos_token_ids)), dtype=torch.int64)
@@ -163,7 +163,8 @@ class Search:
         self.eos, self.ended = eos, False
         self.tokens = torch.empty(beams, 0, dtype=torch.int64)
         self.running = torch.full((beams,), NEVER)
-        self.running[0] = 0.0  # all rows are the same prompt: without this the first step would pick k equal beams
+        # All rows are the same prompt: without this the first step would pick k equal beams.
+        self.running[0] = 0.0
         self.answers: list[list[int]] = [[] for _ in range(beams)]
         self.scores = torch.full((beams,), NEVER)
         self.done = torch.zeros(beams, dtype=torch.bool)
@@ -171,7 +172,8 @@ class Search:
     def step(self, log_probs: Tensor) -> Tensor:
         """One more token for every beam: log_probs (k,V) → (k,) the row that each new beam continues."""
         k, vocabulary = log_probs.shape
-        keep = max(2, 1 + len(self.eos)) * k  # enough that k of them go on even if every beam could end in every eos
+        # Enough that k of them go on even if every beam could end in every eos.
+        keep = max(2, 1 + len(self.eos)) * k
         totals = (log_probs + self.running[:, None]).flatten()  # (k·V,)
         best, where = totals.topk(keep)  # (K,)
         if not best[0].isfinite():
@@ -205,7 +207,8 @@ class Search:
             return True
         if self.early_stopping is True:
             return False
-        longest = self.early_stopping == "never" and self.length_penalty > 0  # then growing to the end is what pays
+        # Then growing to the end is what pays.
+        longest = self.early_stopping == "never" and self.length_penalty > 0
         length = self.most if longest else self.tokens.shape[1]
         return bool(self.running[0] / length**self.length_penalty > self.scores.min())
 

@@ -29,7 +29,7 @@ def completion(model: str, choices: Sequence[dict], usage: dict, id: Any = None,
     return {
         "id": f"{prefix}-{uuid.uuid4().hex}" if id is None else id, "object": kind, "created": int(time.time()),
         "model": model, "choices": list(choices), "usage": usage,
-    } | {name: fact for name, fact in facts.items() if fact != {}}  # fmt: skip
+    } | {name: fact for name, fact in facts.items() if fact != {}}
 
 
 def message(text: str, opened: bool = False) -> dict:
@@ -45,7 +45,7 @@ def assistant(content: str, thinking: str) -> dict:
 
 
 def choice(answer: dict, ids: Sequence[int], reason: str, stop_string: str = "", index: int = 0,
-           logprobs: dict | None = None, **facts: Any) -> dict:  # fmt: skip
+           logprobs: dict | None = None, **facts: Any) -> dict:
     """One answer (`message` or {"text": …}), its tokens with the eos, and why it ended, in our word for it."""
     ended = end(reason, stop_string)
     return {"index": index} | answer | ended | {"logprobs": logprobs, "token_ids": list(ids)} | facts
@@ -67,7 +67,7 @@ def usage(prompt: int, new: int, cached: int = 0) -> dict:
     return {
         "prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new,
         "prompt_tokens_details": {"cached_tokens": cached},
-    }  # fmt: skip
+    }
 
 
 def logprobs(answer: dict, ids: Sequence[int], values: Sequence[float], tokenizer: "Tokenizer") -> dict:
@@ -87,7 +87,7 @@ def logprobs(answer: dict, ids: Sequence[int], values: Sequence[float], tokenize
 
 
 def timings(ttft_s: float | None = None, prefill_tok_s: float | None = None, decode_tok_s: float | None = None,
-            **more: float | None) -> dict:  # fmt: skip
+            **more: float | None) -> dict:
     """Seconds to the first token, tokens per second, and what else was measured; null: it was not."""
     measured = {"ttft_s": ttft_s, "prefill_tok_s": prefill_tok_s, "decode_tok_s": decode_tok_s} | more
     return {name: value and round(value, 2 if name.endswith("tok_s") else 6) for name, value in measured.items()}

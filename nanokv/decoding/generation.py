@@ -49,7 +49,7 @@ class Timings:
 @hinted
 def generate(model: Model, ids: Ids, cache: KVCache | None = None, max_new_tokens: int = 64, temperature: float = 0.0,
              top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, repetition_penalty: float = 1.0,
-             seed: int | None = None, eos_token_ids: EosIds = None) -> "Tokens[Generation]":  # fmt: skip
+             seed: int | None = None, eos_token_ids: EosIds = None) -> "Tokens[Generation]":
     """Iterator over up to max_new_tokens ids that continue `ids`, which are the tokens that are not yet in the cache.
 
     ids: a list, an array or a tensor, (T,) or (1,T). An eos token ends it and is yielded, as in transformers' output.
@@ -84,7 +84,7 @@ class Generation:
 
     def __init__(self, model: Model, ids: Ids, cache: KVCache, params: SamplingParams = GREEDY,
                  max_new_tokens: int = 64, eos_token_ids: EosIds = None, history: Sequence[int] | None = None,
-                 should_stop: Callable[[], bool] = never, chunk: int | None = None):  # fmt: skip
+                 should_stop: Callable[[], bool] = never, chunk: int | None = None):
         check_sampling(max_new_tokens=max_new_tokens)
         check_cache(cache)
         self.model, self.cache, self.params, self.should_stop = model, cache, params, should_stop
@@ -182,7 +182,8 @@ class Generation:
                 return path(self.model, tokens, self.cache, start_pos=start)
         except BaseException as error:  # some layers have the new tokens, others do not
             self._go_back(start)
-            if not (isinstance(error, KeyboardInterrupt) and self.should_stop()):  # a failure forgets all chunks
+            # A failure forgets all chunks.
+            if not (isinstance(error, KeyboardInterrupt) and self.should_stop()):
                 self._go_back(back_to)
             raise
 
@@ -260,7 +261,7 @@ class TextStream:
     """
 
     def __init__(self, generation: Generation, tokenizer: Tokenizer, stop: str | Sequence[str] = (),
-                 is_loop: Callable[[int], bool] = never):  # fmt: skip
+                 is_loop: Callable[[int], bool] = never):
         self.generation, self.is_loop, self.text = generation, is_loop, ""
         self._shown = ShownText(tokenizer, stop, generation.eos_token_ids)
         self._chunks = self._run()
@@ -300,7 +301,7 @@ class ShownText:
     are not shown, but a stop string can name them: they are looked at before they are dropped."""
 
     def __init__(self, tokenizer: Tokenizer, stop: str | Sequence[str] = (),
-                 ends: Iterable[int] = ()):  # fmt: skip
+                 ends: Iterable[int] = ()):
         self._stops = StopStrings(stop)
         self._decoder = StreamDecoder(tokenizer, skip=tokenizer.control_ids | set(ends))
 
@@ -384,7 +385,8 @@ class LoopGuard:
     def __init__(self, period: int = 16, times: int = 20):
         self.times = times
         self._recent: list[int] = []
-        self._same = [0] * (period + 1)  # _same[p]: how many tokens in a row equal the one p places before
+        # _same[p]: how many tokens in a row equal the one p places before.
+        self._same = [0] * (period + 1)
 
     def __call__(self, token: int) -> bool:
         self._recent.append(token)

@@ -59,7 +59,7 @@ RANGES = {
     "max_ngram": COUNT,  # these three: speculative.py
     "tokens": COUNT,
     "layers": COUNT,
-}  # fmt: skip
+}
 
 
 def check_sampling(**values: object) -> None:

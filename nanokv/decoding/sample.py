@@ -50,22 +50,22 @@ def repetition_penalty(logits: Tensor, ids: Tensor, penalty: float) -> Tensor:
 
 def sample(logits: Tensor, temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0,
            repetition_penalty: float = 1.0, previous: Tensor | None = None,
-           generator: torch.Generator | None = None) -> Tensor:  # fmt: skip
+           generator: torch.Generator | None = None) -> Tensor:
     """One token per row: logits (B,V) of any float type → (B,) int64. `previous` (B,N) feeds the repetition penalty.
 
     Raises GenerationError for values out of range and for logits that are NaN or leave no token to choose.
     """
     values: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
-                              "repetition_penalty": repetition_penalty}  # fmt: skip
+                              "repetition_penalty": repetition_penalty}
     check_sampling(**values)
     return choose(logits, **values, previous=previous, generator=generator)
 
 
 def probabilities(logits: Tensor, temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0,
-                  repetition_penalty: float = 1.0, previous: Tensor | None = None) -> Tensor:  # fmt: skip
+                  repetition_penalty: float = 1.0, previous: Tensor | None = None) -> Tensor:
     """What `sample` draws from: logits (B,V) → (B,V) fp32, rows that sum to 1; temperature 0 puts all on the argmax."""
     values: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
-                              "repetition_penalty": repetition_penalty}  # fmt: skip
+                              "repetition_penalty": repetition_penalty}
     check_sampling(**values)
     return distribution(logits, **values, previous=previous)
 
@@ -74,16 +74,17 @@ def probabilities(logits: Tensor, temperature: float = 0.0, top_k: int = 0, top_
 
 
 def choose(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float, repetition_penalty: float,
-           previous: Tensor | None, generator: torch.Generator | None) -> Tensor:  # fmt: skip
+           previous: Tensor | None, generator: torch.Generator | None) -> Tensor:
     """`sample`."""
     if temperature == 0:
-        return _likeliest(_prepared(logits, repetition_penalty, previous))[:, 0]  # the generator stays where it is
+        # The generator stays where it is.
+        return _likeliest(_prepared(logits, repetition_penalty, previous))[:, 0]
     chances = distribution(logits, temperature, top_k, top_p, min_p, repetition_penalty, previous)
     return torch.multinomial(chances, 1, generator=generator)[:, 0]  # (B,)
 
 
 def distribution(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float, repetition_penalty: float,
-                 previous: Tensor | None = None) -> Tensor:  # fmt: skip
+                 previous: Tensor | None = None) -> Tensor:
     """`probabilities`."""
     logits = _prepared(logits, repetition_penalty, previous)
     if temperature == 0:
@@ -160,16 +161,19 @@ def _likely_enough(logits, p):
 def _penalized(logits, ids, penalty):
     seen = logits.gather(1, ids)  # (B,N)
     seen = torch.where(seen < 0, seen * penalty, seen / penalty)
-    return logits.scatter(1, ids, seen)  # a token that occurs twice is written twice with the same value
+    # A token that occurs twice is written twice with the same value.
+    return logits.scatter(1, ids, seen)
 
 
 def logprob(logits: Tensor, token: Tensor) -> Tensor:
     """Log-probability of token (B,) under the raw logits (B,V), fp32: before temperature and every filter. → (B,)"""
-    return logits.float().log_softmax(-1).gather(-1, token[:, None])[:, 0]  # logsumexp takes eight times as long
+    # Logsumexp takes eight times as long.
+    return logits.float().log_softmax(-1).gather(-1, token[:, None])[:, 0]
 
 
 def likeliest(logits: Tensor, k: int) -> list[tuple[tuple[int, float], ...]]:
-    """For each row of the raw logits (B,V) the k likeliest tokens with what `logprob` gives for them, likeliest first.
+    """For each row of the raw logits (B,V) the k likeliest tokens with what `logprob` gives for
+    them, likeliest first.
     """
     logits = logits.float()
     ids = logits.topk(min(k, logits.shape[-1])).indices  # (B,k)

@@ -18,7 +18,14 @@ from torch import Tensor, nn
 
 from nanokv.cache import KVCache, make_cache
 from nanokv.checkpoint import Model
-from nanokv.decoding.generation import EosIds, Generation, SamplingParams, Step, Tokens, context_limit
+from nanokv.decoding.generation import (
+    EosIds,
+    Generation,
+    SamplingParams,
+    Step,
+    Tokens,
+    context_limit,
+)
 from nanokv.decoding.ranges import check_sampling
 from nanokv.decoding.sample import distribution, logprob
 from nanokv.errors import CapacityError, GenerationError
@@ -38,7 +45,7 @@ class Draft:
     vocab_size: int | None = None
 
     def propose(self, ids: list[int], count: int, distribution: Distribution,
-                generator: torch.Generator | None) -> Guess:  # fmt: skip
+                generator: torch.Generator | None) -> Guess:
         """(at most `count` guesses that continue ids, q (n,V) that they were drawn from or None: they were certain).
 
         `distribution(logits (1,V), guesses so far)` applies the target's own temperature, filters and penalty.
@@ -57,10 +64,11 @@ class PromptLookup(Draft):
         self.max_ngram, self.tokens = max_ngram, tokens
 
     def propose(self, ids: list[int], count: int, distribution: Distribution | None = None,
-                generator: torch.Generator | None = None) -> Guess:  # fmt: skip
+                generator: torch.Generator | None = None) -> Guess:
         for size in range(min(self.max_ngram, len(ids) - 1), 0, -1):
             words = ids[-size:]
-            for end in range(size, len(ids)):  # something follows: the last words themselves are no match
+            # Something follows: the last words themselves are no match.
+            for end in range(size, len(ids)):
                 if ids[end - size : end] == words:
                     return ids[end : end + min(count, self.tokens)], None
         return [], None
@@ -76,7 +84,7 @@ class DraftModel(Draft):
         self.fed: list[int] = []  # ids that are in the cache for sure, whatever failed
 
     def propose(self, ids: list[int], count: int, distribution: Distribution,
-                generator: torch.Generator | None) -> Guess:  # fmt: skip
+                generator: torch.Generator | None) -> Guess:
         room = context_limit(self.model, self.cache) - len(ids) + 1  # the last guess is never fed
         guesses: list[int] = []
         chances: list[Tensor] = []
@@ -119,7 +127,7 @@ def first_layers(model: Transformer, layers: int) -> Transformer:
 
 
 def speculative_sample(guesses: list[int], q: Tensor | None, p: Tensor,
-                       generator: torch.Generator | None = None) -> tuple[int, int]:  # fmt: skip
+                       generator: torch.Generator | None = None) -> tuple[int, int]:
     """(how many guesses are kept, the token after them): guesses n ids, q (n,V) or None = certain, p (n+1,V)."""
     n, guessed = len(guesses), torch.tensor(guesses, dtype=torch.int64, device=p.device)
     q = F.one_hot(guessed, p.shape[-1]).to(p) if q is None else q
@@ -129,14 +137,15 @@ def speculative_sample(guesses: list[int], q: Tensor | None, p: Tensor,
     kept = int(refused.nonzero()[0]) if refused.any() else n
     rest = p[n] if kept == n else (p[kept] - q[kept]).clamp(min=0)  # (V,)
     rest = rest if rest.sum() > 0 else p[kept]  # p and q equal but for rounding
-    return kept, int(torch.multinomial(rest, 1, generator=generator))  # which also makes it sum to 1
+    # Which also makes it sum to 1.
+    return kept, int(torch.multinomial(rest, 1, generator=generator))
 
 
 @hinted
 def speculate(model: Model, ids: Ids, draft: Draft, cache: KVCache | None = None, max_new_tokens: int = 64,
               temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0,
               repetition_penalty: float = 1.0, seed: int | None = None,
-              eos_token_ids: EosIds = None) -> "Tokens[Speculation]":  # fmt: skip
+              eos_token_ids: EosIds = None) -> "Tokens[Speculation]":
     """nanokv.generate with guesses from `draft`: the same arguments and errors, the same greedy tokens.
 
     Returns an iterator of ids; its `.report` (a Speculation) counts rounds, guesses and forwards saved. In a round the
@@ -162,7 +171,8 @@ class Speculation(Generation):
     proposed = property(lambda self: sum(proposed for proposed, _ in self.rounds))
     accepted = property(lambda self: sum(accepted for _, accepted in self.rounds))
     acceptance_rate = property(lambda self: self.accepted / self.proposed if self.proposed else 0.0)
-    forwards_saved = property(lambda self: max(0, len(self.tokens) - 1 - len(self.rounds)))  # of N−1
+    # Of N−1.
+    forwards_saved = property(lambda self: max(0, len(self.tokens) - 1 - len(self.rounds)))
 
     @property
     def speculation(self) -> dict:
@@ -190,7 +200,8 @@ class Speculation(Generation):
         guesses, q = self._guess(start)
         guesses, logits = self._check(guesses)
         steps = self._accept(logits, guesses, q)
-        self.cache.truncate(start + len(steps))  # the token that was fed, and the guesses that are kept
+        # The token that was fed, and the guesses that are kept.
+        self.cache.truncate(start + len(steps))
         self.rounds.append((len(guesses), len(steps) - 1))
         return steps
 
@@ -228,6 +239,7 @@ class Speculation(Generation):
         values, previous, T = self.values, None, logits.shape[0]
         if values["repetition_penalty"] != 1:
             text = self._text + self.tokens + guesses
-            rows = [text[: len(text) - i] + text[:1] * i for i in reversed(range(T))]  # filler: an id counts once
+            # Filler: an id counts once.
+            rows = [text[: len(text) - i] + text[:1] * i for i in reversed(range(T))]
             previous = torch.tensor(rows, device=logits.device)  # (T,N)
         return distribution(logits, **values, previous=previous)

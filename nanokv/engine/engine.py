@@ -38,14 +38,15 @@ class Engine:
     """
 
     def __init__(self, model: Model, pages: int = 256, page_size: int = 16, step_tokens: int | None = None,
-                 max_running: int = 32, clock: Callable[[], float] = perf_counter):  # fmt: skip
+                 max_running: int = 32, clock: Callable[[], float] = perf_counter):
         sizes = {"pages": pages, "page_size": page_size, "max_running": max_running}
         sizes |= {} if step_tokens is None else {"step_tokens": step_tokens}
         for name, value in sizes.items():
             if type(value) is not int or value < 1:
                 raise GenerationError(f"{name} is {value!r}: it must be an integer ≥ 1")
         if step_tokens is None:
-            step_tokens = max(prefill_chunk(model), max_running)  # at least a token for each that runs
+            # At least a token for each that runs.
+            step_tokens = max(prefill_chunk(model), max_running)
         self.model, self.config, self.clock = model, model.config, clock
         self.device = model.embed_tokens.weight.device
         self.pool = PrefixPool(model.config, pages, page_size)
@@ -66,7 +67,7 @@ class Engine:
                eos_token_ids: EosIds = None, salt: str = "", top_logprobs: int = 0,
                constrain: Callable[[torch.Tensor, list[int]], torch.Tensor] | None = None,
                on_token: Callable[[Request, Step], object] | None = None,
-               prefilled: Prefilled | None = None) -> Request:  # fmt: skip
+               prefilled: Prefilled | None = None) -> Request:
         """Queue a request; the arguments mean what they mean in nanokv.generate. `top_logprobs`: so many of the
         likeliest tokens stand in each Step. `constrain(logits (1,V), tokens so far)` → logits that the next token is
         drawn from, −∞ where it must not be; log-probabilities stay those of the raw logits. `prefilled`: another
@@ -90,11 +91,11 @@ class Engine:
             self.check_prefilled(prefilled, prompt)
             if prefilled.logits is None:
                 raise HandoverError(f"no logits follow the {len(prompt):,} tokens that were prefilled",
-                                    "Engine.add_prefix takes what has none")  # fmt: skip
+                                    "Engine.add_prefix takes what has none")
         request = Request(
             self._submitted, prompt, params, max_new_tokens, room, eos, salt, on_token, self.device,
             self.clock() if prefilled is None else prefilled.asked, constrain, top_logprobs, prefilled,
-        )  # fmt: skip
+        )
         self._submitted += 1
         self.scheduler.waiting.append(request)
         return request
@@ -123,7 +124,7 @@ class Engine:
         """HandoverError for what is not this prompt's, or not this model's."""
         if list(prefilled.tokens) != prompt:
             raise HandoverError(f"{len(prefilled.tokens):,} tokens were prefilled, which are not the {len(prompt):,} "
-                                "of the prompt", "prefill the very ids that are submitted")  # fmt: skip
+                                "of the prompt", "prefill the very ids that are submitted")
         weight = self.model.embed_tokens.weight.dtype  # of int8 weights it says nothing
         known = self.pool.keys.dtype if self.pool.keys is not None else weight if weight.is_floating_point else None
         prefilled.check(self.config, known)
@@ -198,7 +199,8 @@ class Engine:
         self._settle()
         work = self.scheduler.plan() or self._plan_again()
         now = self.clock()
-        complete = [request for request in self.scheduler.running if request.pending == 0]  # it came prefilled
+        # It came prefilled.
+        complete = [request for request in self.scheduler.running if request.pending == 0]
         for request in (*(request for request, _ in work), *complete):
             request.admitted = now if request.admitted is None else request.admitted
         decodes = [request for request, _ in work if request.pending == 1]
@@ -214,7 +216,8 @@ class Engine:
         if self.scheduler.waiting:
             gc.collect()
         work = self.scheduler.plan()
-        if not work and self.scheduler.waiting and not self.scheduler.running:  # one that came prefilled feeds nothing
+        # One that came prefilled feeds nothing.
+        if not work and self.scheduler.waiting and not self.scheduler.running:
             raise self._stuck()
         return work
 
@@ -230,7 +233,8 @@ class Engine:
         now: list[tuple[Request, int]] = []
         later: list[tuple[Request, int]] = []
         for request, tokens in chunks:
-            self.scheduler.reuse(request)  # who came with it may have computed its beginning since it was admitted
+            # Who came with it may have computed its beginning since it was admitted.
+            self.scheduler.reuse(request)
             tokens = min(tokens, request.pending)
             waits = any(self.scheduler.shares(request, other, more) for other, more in now)
             (later if waits else now).append((request, tokens))
@@ -273,7 +277,9 @@ class Engine:
             except Exception as error:  # NaN logits, or a callback that failed
                 request.finish_reason, request.error = "error", error
                 request.untold.clear()
-            finally:  # also when Ctrl-C leaves through the callback of the last token: no other may follow it
+            # Also when Ctrl-C leaves through the callback of the last token: no other may follow
+            # it.
+            finally:
                 if request.finish_reason is not None and request.handed == len(request.tokens) and not request.untold:
                     self._finish(request)
 
@@ -289,7 +295,8 @@ class Engine:
                 request.untold[i] = step
             request.handed = i + 1
         for i in list(request.untold):
-            request.on_token(request, request.untold.pop(i))  # in one line: called once, whenever Ctrl-C comes
+            # In one line: called once, whenever Ctrl-C comes.
+            request.on_token(request, request.untold.pop(i))
 
     def _finish(self, request: Request):
         request.finished = self.clock() if request.finished is None else request.finished
@@ -306,5 +313,6 @@ class Engine:
 
 def check_salt(salt: object) -> None:
     """GenerationError for what is no text."""
-    if not isinstance(salt, str) or salt.encode("utf-8", "ignore").decode() != salt:  # half a character
+    # Half a character.
+    if not isinstance(salt, str) or salt.encode("utf-8", "ignore").decode() != salt:
         raise GenerationError(f"salt is {salt!r}: a string was expected", 'salt="" shares with all that have none')

@@ -28,7 +28,8 @@ class Prefilled:
     logits: Tensor | None = None  # (1,V); None where only the prefix is of use
     start: int = 0
     reused: int = 0  # of the tokens: not computed there, because its own index had them
-    asked: float = field(default_factory=perf_counter)  # when the request arrived that this was computed for
+    # When the request arrived that this was computed for.
+    asked: float = field(default_factory=perf_counter)
 
     def check(self, config: Config, dtype: torch.dtype | None) -> None:
         """HandoverError for another shape, length or dtype than this model's; None: any dtype."""
@@ -37,10 +38,10 @@ class Prefilled:
         for name, found in (("keys", self.keys), ("values", self.values)):
             if list(found.shape) != want or not 0 <= self.start < len(self.tokens):
                 raise HandoverError(f"{name} of {len(self.tokens)} tokens from token {self.start} on have the shape "
-                                    f"{list(found.shape)}, not {want} (L,Hk,T,D)")  # fmt: skip
+                                    f"{list(found.shape)}, not {want} (L,Hk,T,D)")
             if dtype not in (None, found.dtype):
                 raise HandoverError(f"{name} are in {found.dtype}, this engine computes in {dtype}",
-                                    "load the model with the same dtype in both processes")  # fmt: skip
+                                    "load the model with the same dtype in both processes")
         if self.logits is not None and list(self.logits.shape) != [1, config.vocab_size]:
             raise HandoverError(f"logits have the shape {list(self.logits.shape)}, not [1, {config.vocab_size}]")
 
@@ -70,7 +71,7 @@ def taken(cache: KVCache, tokens: Sequence[int], start: int = 0, **facts: Any) -
         if set(state) != {"key", "value"} or state["key"].shape[2] != len(tokens):
             kind = cache.made.name
             raise HandoverError(f"pages hold keys and values of all tokens, a {kind} cache does not keep them",
-                                "prefill into a cache that keeps exact values")  # fmt: skip
+                                "prefill into a cache that keeps exact values")
         rows = [state[name][0, :, start:] for name in ("key", "value")]  # (Hk,T,D) ×2
         held = held or [x.new_empty(len(cache), *x.shape) for x in rows]  # (L,Hk,T,D) ×2
         held[0][i], held[1][i] = rows

@@ -56,7 +56,8 @@ class Request:
         self.generator = self.params.generator(self.device)
         self.seed = self.generator.initial_seed()
         self.untold: dict[int, Step] = {}  # i → Step that on_token is still to be called with
-        self.random: tuple[int, torch.Tensor] | None = None  # (tokens drawn so far, the generator's state then)
+        # (tokens drawn so far, the generator's state then).
+        self.random: tuple[int, torch.Tensor] | None = None
 
     @property
     def known(self) -> list[int]:
@@ -86,7 +87,8 @@ class Request:
     def settle(self) -> None:
         """Forget what a forward that was cut short left in some of the layers."""
         lengths = {layer.length for layer in self.cache}
-        self.fed = min(self.fed, *lengths)  # fewer only where a search for known pages was cut short
+        # Fewer only where a search for known pages was cut short.
+        self.fed = min(self.fed, *lengths)
         if lengths != {self.fed}:
             self.cache.truncate(self.fed)
 
@@ -99,7 +101,8 @@ class Request:
         return Step(self.tokens[i], self.logprobs[i], self.tops[i])
 
     def draw(self) -> None:
-        """A token from `logits`, with this request's own generator; the same one again if the first draw was cut short.
+        """A token from `logits`, with this request's own generator; the same one again if the
+        first draw was cut short.
         """
         if self.params.temperature:
             self._rewind()
@@ -135,7 +138,7 @@ class Request:
             "new_tokens": produced,
             "reused_tokens": self.reused_tokens,
             "preemptions": self.preemptions,
-        }  # fmt: skip
+        }
 
 
 def _between(start, end):

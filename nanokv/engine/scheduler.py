@@ -38,7 +38,8 @@ class Scheduler:
             if request.state == RUNNING and tokens and self.reserve(request, tokens):
                 work.append((request, tokens))
                 budget -= tokens
-        return [(request, tokens) for request, tokens in work if request.state == RUNNING]  # some may have lost pages
+        # Some may have lost pages.
+        return [(request, tokens) for request, tokens in work if request.state == RUNNING]
 
     def mend(self):
         """Carry on with what was cut short: moves out of `running`, and forwards."""
@@ -57,8 +58,10 @@ class Scheduler:
                 self.waiting.pop(0)
                 continue
             cache = make_cache("prefix", self.config, pool=self.pool, salt=request.salt)
-            cache.reuse(request.known)  # its pages are no longer evictable: count what is free after that
-            promised = sum(other.pages_needed(size) for other in self.running) + len(self.running)  # one page ahead
+            # Its pages are no longer evictable: count what is free after that.
+            cache.reuse(request.known)
+            # One page ahead.
+            promised = sum(other.pages_needed(size) for other in self.running) + len(self.running)
             if request.pages_needed(size) - len(cache.tables[0]) + promised > self.pool.available():
                 cache.free()
                 return
@@ -83,7 +86,8 @@ class Scheduler:
         held, size = request.fed, self.pool.page_size
         if request.salt != other.salt or held > request.cache.hits:
             return False
-        mine, theirs = request.known[:-1], other.known[: other.fed + tokens]  # its last token is always fed
+        # Its last token is always fed.
+        mine, theirs = request.known[:-1], other.known[: other.fed + tokens]
         alike = takewhile(lambda pair: pair[0] == pair[1], zip(mine, theirs, strict=False))
         return sum(1 for _ in alike) // size * size > held
 

@@ -29,7 +29,7 @@ SOURCES = FOLDER / "decode.cpp", FOLDER / "prefill.cpp"
 # What of -ffast-math makes sums into vectors. Not the whole: a library linked with it turns small numbers into zeros in
 # the thread that loads it, for everybody's code, and forgets that there are NaN and infinity.
 MATH = ("-fassociative-math", "-freciprocal-math", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno",
-        "-ffp-contract=fast")  # fmt: skip
+        "-ffp-contract=fast")
 FLAGS = ("-O3", "-march=native", *MATH, "-std=c++17", "-shared", "-fPIC")
 TIMEOUT = 120  # seconds that the compiler may take, and that who asked waits for another's
 BACKGROUND_TIMEOUT = 1200  # at the lowest priority, on a machine that is busy
@@ -105,7 +105,8 @@ def obtain(compiler: list[str], usable, timeout: float | None = None, wait: floa
 
     timeout = TIMEOUT if timeout is None else timeout
     wait = timeout if wait is None else wait
-    with FileLock(stem.with_name("kernels.lock"), timeout=wait):  # the system gives it back when its holder is killed
+    # The system gives it back when its holder is killed.
+    with FileLock(stem.with_name("kernels.lock"), timeout=wait):
         if (found := first(stem, usable)) is not None:  # built while this process waited
             return found
         for left in stem.parent.glob("building-*"):  # of a build that was killed
@@ -153,7 +154,7 @@ def build(compiler: list[str], stem: Path, timeout: float) -> Path:
         run = functools.partial(
             subprocess.run, check=True, capture_output=True, text=True, errors="replace", timeout=timeout,
             stdin=subprocess.DEVNULL,
-        )  # fmt: skip
+        )
         try:  # torch's own OpenMP runtime is loaded already, so both share one team of threads
             run([*compiler, *FLAGS, "-fopenmp", *map(str, SOURCES), "-o", str(target)])
         except subprocess.CalledProcessError:  # Apple's clang has none: one thread
@@ -189,20 +190,23 @@ def begin() -> None:
     It finds the package where this process did, but nothing that lies in the user's working folder (-P).
     """
     command = [sys.executable, "-P", "-c", CODE, str(Path(__file__).resolve().parents[2])]
-    environment = os.environ | {"NANOKV_CACHE": str(folder().parent)}  # a relative one is not to be one of "/"
+    # A relative one is not to be one of "/".
+    environment = os.environ | {"NANOKV_CACHE": str(folder().parent)}
     null = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     with contextlib.suppress(OSError):  # no process can be started: then it stays plain
         process = subprocess.Popen(
             command, **null, env=environment, cwd="/" if os.name == "posix" else None, start_new_session=True
-        )  # fmt: skip
-        threading.Thread(target=process.wait, daemon=True).start()  # or it would stay in the table as a zombie
+        )
+        # Or it would stay in the table as a zombie.
+        threading.Thread(target=process.wait, daemon=True).start()
 
 
 def main() -> int:
     """What `begin` starts. Exit code 0: there are kernels now."""
     if hasattr(os, "nice"):
         os.nice(19)
-    with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):  # noted, or another process builds
+    # Noted, or another process builds.
+    with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
         if state().missing:
             obtain(find_compiler(), loaded, BACKGROUND_TIMEOUT, wait=0)
     return 0 if state().ready else 1

@@ -21,7 +21,8 @@ class Choice:
         """Position of the way to take for q (B,H,T,D), k and v (B,Hk,S,D); measured at the first call."""
         if self.chosen is None:
             first = [tensor[:, :, : min(q.shape[2], MOST)] for tensor in (q, k, v)]
-            seconds = [min(self.run(way, first) for _ in range(3)) for way in ways]  # the first warms up
+            # The first warms up.
+            seconds = [min(self.run(way, first) for _ in range(3)) for way in ways]
             best = min(range(len(ways)), key=seconds.__getitem__)
             self.chosen = best if seconds[best] < 0.9 * seconds[0] else 0
         return self.chosen

@@ -28,7 +28,8 @@ from nanokv.fast import torch_ops
 from nanokv.fast.weights import check_dense
 from nanokv.rope import rope_angles
 
-NARROWEST, WIDEST = 16, 2048  # tokens of a prefill: powers of two between these, unless asked otherwise
+# Tokens of a prefill: powers of two between these, unless asked otherwise.
+NARROWEST, WIDEST = 16, 2048
 
 
 class Slab:
@@ -80,10 +81,13 @@ class Compiled(nn.Module):
         check_backend(backend, model.embed_tokens.weight.device)
         self.model, self.capacity, self.batch_size, self.backend = model, capacity, batch_size, backend
         self.widths = sorted({1, *(min(width, capacity) for width in buckets)})  # 1 is decode
-        self.compiles: list[int] = []  # the width of each; one comes twice if the number of threads changes, say
+        # The width of each; one comes twice if the number of threads changes, say.
+        self.compiles: list[int] = []
         self.regions = {width: self.region(width) for width in self.widths}
-        self.cleared = weakref.WeakKeyDictionary()  # layer of a cache → its keys, where unused slots are zero
-        self.recorded = weakref.WeakKeyDictionary()  # first layer of a cache → its decode step as a CUDA graph
+        # Layer of a cache → its keys, where unused slots are zero.
+        self.cleared = weakref.WeakKeyDictionary()
+        # First layer of a cache → its decode step as a CUDA graph.
+        self.recorded = weakref.WeakKeyDictionary()
 
     config = property(lambda self: self.model.config)
     device = property(lambda self: self.model.device)
@@ -117,7 +121,8 @@ class Compiled(nn.Module):
             for part in tokens.split(self.widths[-1], dim=1):  # (B,t)
                 parts.append(self.run(part, start_pos, cache, slabs))
                 start_pos += part.shape[1]
-            for layer in cache:  # all at once, after the last write: a forward that failed leaves no trace
+            # All at once, after the last write: a forward that failed leaves no trace.
+            for layer in cache:
                 layer.length = start_pos
             return torch.cat(parts, dim=1)  # (B,T,C)
 
@@ -227,7 +232,8 @@ def check_backend(backend: str, device):
     known = torch.compiler.list_backends(exclude_tags=())
     if backend not in known:
         raise ConfigError(f"backend {backend!r} is not one of {', '.join(known)}")
-    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # as inductor looks for it
+    # As inductor looks for it.
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
     if backend == "inductor" and device.type == "cpu" and not shutil.which(compiler):
         raise ConfigError(f"torch.compile needs a C++ compiler, and there is no {compiler}",
-                          hint="install g++ or set CXX")  # fmt: skip
+                          hint="install g++ or set CXX")

@@ -39,9 +39,11 @@ class Block(Addressed):
         super().__init__()
         attention, mlp = plain.self_attn, plain.mlp
         self.heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        self.eps, self.dtype = config.rms_norm_eps, attention.q_proj.weight.dtype  # dtype of cached keys and values
+        # Dtype of cached keys and values.
+        self.eps, self.dtype = config.rms_norm_eps, attention.q_proj.weight.dtype
         _, Hk, D = self.heads
-        self.like = torch.empty(1, Hk, 1, D, dtype=self.dtype, device="cpu")  # what one token adds to a cache
+        # What one token adds to a cache.
+        self.like = torch.empty(1, Hk, 1, D, dtype=self.dtype, device="cpu")
         self.qkv = make_matrix(*fused(attention.q_proj, attention.k_proj, attention.v_proj))
         self.o = make_matrix(attention.o_proj.weight, attention.o_proj.bias)
         self.gate_up = make_matrix(*fused(mlp.gate_proj, mlp.up_proj))
@@ -68,7 +70,8 @@ class Block(Addressed):
                 return self.step(kernels, x, rope, pages)
             if attend.mask is None:
                 return self.step_around(kernels, x, rope, cache)
-        if kernels:  # a copy, which is written over: whoever kept x, a hook for one, still has what it was
+        # A copy, which is written over: whoever kept x, a hook for one, still has what it was.
+        if kernels:
             own = x.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
             return self.many(kernels, own, rope, cache, attend)
         return self.torch_path(x, rope, cache, attend)
@@ -114,7 +117,7 @@ class Block(Addressed):
             qkv.data_ptr(), B, T, H, Hk, D, native.pointer(self.q_norm), native.pointer(self.k_norm), self.eps,
             cos.data_ptr(), sin.data_ptr(), stride(cos, B, T * D), q.data_ptr(), k.data_ptr(),
             v.data_ptr(), form, native.FORMATS[self.dtype],
-        )  # fmt: skip
+        )
         y = self.attended(kernels, attend, q, *cache.append(k, v))  # (B,H,T,D)
         y = product(self.o, y.transpose(1, 2).reshape(B, T, H * D))  # (B,T,C)
         kernels.add_rows(x.data_ptr(), y.data_ptr(), x.numel(), form)
@@ -142,7 +145,8 @@ class Block(Addressed):
         if strides != v.stride() or strides[2:] != (D, 1) or H % Hk or not alike(q[:, :Hk], k, v):
             return attend(q, k, v)
         attend.check(T, S)
-        ways = functools.partial(flash, kernels), Causal()  # torch's attention uses matrix tiles too
+        # torch's attention uses matrix tiles too.
+        ways = functools.partial(flash, kernels), Causal()
         measured = native.has_tiles(kernels) and T >= choice.LONG
         return ways[choice.attention().pick(ways, q, k, v) if measured else 0](q, k, v)
 
@@ -248,7 +252,7 @@ class Norm(Addressed):
 PLAIN = (
     plain_model.Block, plain_model.Attention, plain_model.MLP, plain_model.RMSNorm, nn.Linear, nn.Embedding,
     nn.ModuleList, nn.Identity,
-)  # fmt: skip
+)
 
 
 def has_own_forward(part) -> bool:
@@ -312,7 +316,8 @@ class FastTransformer(Transformer):
             self.speeds = self.config, torch.cat((speed, speed)), scale
         _, speed, scale = self.speeds
         if type(start_pos) is not int:
-            start_pos = torch.as_tensor(start_pos, device=speed.device)[..., None].float()  # (1) or (B,1)
+            # Or (B,1).
+            start_pos = torch.as_tensor(start_pos, device=speed.device)[..., None].float()  # (1)
         angle = start_pos * speed
         cos, sin = angle.cos(), angle.sin()
         return (cos, sin) if scale == 1 else (cos * scale, sin * scale)
@@ -323,7 +328,8 @@ def optimize(model: Transformer, weights: str | None = None, compile: None = Non
 @overload
 def optimize(model: Transformer, weights: str | None = None, *, compile: int) -> "Compiled": ...
 @hinted
-@torch.inference_mode(False)  # or the plain model, whose weights become views, could not be trained any more
+# Or the plain model, whose weights become views, could not be trained any more.
+@torch.inference_mode(False)
 @torch.no_grad()
 def optimize(model: Transformer, weights: str | None = None, compile: int | None = None):
     """A model that decodes faster and answers the same: for every function and cache that takes the plain one.

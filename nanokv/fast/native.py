@@ -31,7 +31,7 @@ class Pages(ctypes.Structure):
     _fields_ = [
         ("keys", POINTER), ("values", POINTER), ("page_stride", LONG), ("head_stride", LONG), ("page_size", LONG),
         ("table", POINTER), ("table_stride", LONG), ("lengths", POINTER), ("format", INT),
-    ]  # fmt: skip
+    ]
 
 
 class Layer(ctypes.Structure):
@@ -41,7 +41,7 @@ class Layer(ctypes.Structure):
         *((name, Weight) for name in ("qkv", "o", "gate_up", "down")),
         *((name, POINTER) for name in ("norm", "q_norm", "k_norm", "mlp_norm")),
         *((name, LONG) for name in ("H", "Hk", "D")), ("eps", FLOAT), ("format", INT),
-    ]  # fmt: skip
+    ]
 
 
 SIGNATURES = {  # name: (arguments, result)
@@ -104,7 +104,8 @@ def built() -> bool:
 
 def kernels():
     """The loaded kernels or None."""
-    torch.get_num_threads()  # sets OpenMP's thread count in a new thread: torch does that at the first question only
+    # Sets OpenMP's thread count in a new thread: torch does that at the first question only.
+    torch.get_num_threads()
     return library()[0]
 
 
@@ -150,7 +151,7 @@ def pages_struct(pages):
         made = pages.struct = Pages(
             keys.data_ptr(), values.data_ptr(), keys.stride(0), keys.stride(1), keys.shape[2], table, width,
             pages.lengths.data_ptr(), FORMATS[keys.dtype],
-        )  # fmt: skip
+        )
         made.tensors = keys, values  # these live as long as their addresses
     return made
 

@@ -25,7 +25,8 @@ def check_folder(folder: Path) -> None:
     folder = Path(os.path.realpath(folder))
     for place in (folder, *folder.parents):
         status = place.stat()
-        sticky = place != folder and status.st_mode & stat.S_ISVTX  # as /tmp: nobody renames what is not theirs
+        # As /tmp: nobody renames what is not theirs.
+        sticky = place != folder and status.st_mode & stat.S_ISVTX
         _check(place, status, 0 if sticky else OTHERS)
 
 
@@ -50,7 +51,8 @@ def kept(stem: Path) -> list[Path]:
 
 def open_checked(path: Path) -> str | None:
     """A path to load the file by, None if it is not whole; PermissionError if others may have written it."""
-    flags = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)  # a link: OSError; a pipe: opened, and refused
+    # A link: OSError; a pipe: opened, and refused.
+    flags = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
     descriptor = os.open(path, os.O_RDONLY | flags)
     status = os.fstat(descriptor)
     _check(path, status, OTHERS)
@@ -59,7 +61,8 @@ def open_checked(path: Path) -> str | None:
     if not whole or not os.path.exists(f"/proc/self/fd/{descriptor}"):
         os.close(descriptor)
         return str(path) if whole else None
-    return f"/proc/self/fd/{descriptor}"  # stays open: the loader takes a name that it has seen for the same library
+    # Stays open: the loader takes a name that it has seen for the same library.
+    return f"/proc/self/fd/{descriptor}"
 
 
 def is_whole(path: Path) -> bool | None:

@@ -16,7 +16,8 @@ import torch.nn.functional as F
 def linear(x, weight):
     """x (…,K) · weightᵀ in their common dtype. bf16: torch's own dot products; fp32: oneDNN's inner product."""
     if x.numel() == weight.shape[1] and weight.dtype == torch.bfloat16:
-        with torch.backends.mkldnn.flags(enabled=False):  # oneDNN re-lays the whole weight out at every call
+        # oneDNN re-lays the whole weight out at every call.
+        with torch.backends.mkldnn.flags(enabled=False):
             return F.linear(x, weight)
     if weight.dtype == torch.float32 and has(torch.ops.mkldnn, "_linear_pointwise"):
         return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
@@ -37,7 +38,8 @@ def pack_int4(codes, scale):
     """int8 codes (N,K) in −8 … 7 and scales (N,K/32) → what linear_int4 takes."""
     if has(torch.ops.aten, "_weight_int4pack_mm_for_cpu") and len(codes) % 16 == 0:
         packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu((codes + 8).int(), 1)
-        return packed, torch.stack((scale, torch.zeros_like(scale)), -1).transpose(0, 1).contiguous()  # (K/32,N,2)
+        # (K/32,N,2).
+        return packed, torch.stack((scale, torch.zeros_like(scale)), -1).transpose(0, 1).contiguous()
     return codes, scale
 
 

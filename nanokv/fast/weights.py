@@ -19,9 +19,12 @@ from torch import nn
 from nanokv.errors import ConfigError
 from nanokv.fast import native, torch_ops
 
-GROUP = 32  # weights of a row that share a scale in int4, and activations that share one in int8 and int4
-UNPACKED = 1 << 24  # weights made dense at a time: 32 MB of bf16, and torch's product of fewer columns is slower
-WIDENED = 1 << 20  # weights made fp32 at a time: 4 MB, which the product finds in the processor's cache
+# Weights of a row that share a scale in int4, and activations that share one in int8 and int4.
+GROUP = 32
+# Weights made dense at a time: 32 MB of bf16, and torch's product of fewer columns is slower.
+UNPACKED = 1 << 24
+# Weights made fp32 at a time: 4 MB, which the product finds in the processor's cache.
+WIDENED = 1 << 20
 
 
 class Addressed(nn.Module):
@@ -111,7 +114,8 @@ class Matrix(Addressed):
         for first, weight in self.parts():  # (n,K)
             bias = None if self.bias is None else self.bias[first : first + len(weight)].to(weight.dtype)
             rows = flat.split(max(1, 2**32 // weight.numel()))
-            y = [F.linear(part, weight, bias).to(weight.dtype) for part in rows]  # torch.autocast gives another dtype
+            # torch.autocast gives another dtype.
+            y = [F.linear(part, weight, bias).to(weight.dtype) for part in rows]
             columns.append(y[0] if len(y) == 1 else torch.cat(y))  # (rows,n)
         return (columns[0] if len(columns) == 1 else torch.cat(columns, 1)).view(*x.shape[:-1], -1)
 
@@ -146,7 +150,8 @@ class Dense(Matrix):
 
     def __init__(self, weight, bias=None):
         super().__init__(*weight.shape, bias)
-        self.register_buffer("weight", weight.detach().contiguous())  # the memory is shared, the tensor is not
+        # The memory is shared, the tensor is not.
+        self.register_buffer("weight", weight.detach().contiguous())
 
     @property
     def dtype(self):
@@ -173,8 +178,10 @@ class Int8(Matrix):
         check_width(weight, GROUP)
         super().__init__(*weight.shape, bias)
         scale = weight.abs().amax(1).float() / 127  # (N,)
-        codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)  # row after row, as kernels read
-        for part in range(0, self.N, 4096):  # an fp32 copy of a whole vocabulary would cost gigabytes
+        # Row after row, as kernels read.
+        codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+        # An fp32 copy of a whole vocabulary would cost gigabytes.
+        for part in range(0, self.N, 4096):
             s = scale[part : part + 4096, None].clamp(min=1e-30)
             codes[part : part + 4096] = (weight[part : part + 4096].float() / s).round_().to(torch.int8)
         del self.scale
@@ -221,7 +228,8 @@ class Int4(Matrix):
         return torch.stack((pairs & 15, pairs >> 4), 2).flatten(1, 2).to(torch.int8) - 8
 
     def dense(self):
-        return (self.codes().to(self.dtype) * self.scale[..., None].to(self.dtype)).flatten(1)[:, : self.K]  # (N,K)
+        # (N,K).
+        return (self.codes().to(self.dtype) * self.scale[..., None].to(self.dtype)).flatten(1)[:, : self.K]
 
     @functools.cached_property
     def torch_form(self):

@@ -28,7 +28,8 @@ from nanokv.cache.checks import check_append
 from nanokv.errors import CacheError, CapacityError, ParallelError, UnsupportedError
 from nanokv.parallel.merge import merge, partial_attention
 
-KINDS = ("dict", "static", "growing", "paged", "offloaded")  # they keep exact values, and count no positions themselves
+# They keep exact values, and count no positions themselves.
+KINDS = ("dict", "static", "growing", "paged", "offloaded")
 
 
 class Ranks(Protocol):
@@ -77,13 +78,13 @@ class ContextCache(KVCache):
     def __init__(self, share: KVCache, group: Ranks, page: int = 16, length: int = 0):
         if share.made.name not in KINDS:
             raise UnsupportedError(f"the positions of a rank cannot lie in a {share.made.name!r} cache",
-                                   f"one of: {', '.join(KINDS)}")  # fmt: skip
+                                   f"one of: {', '.join(KINDS)}")
         if type(page) is not int or page < 1:
             raise CacheError(f"page is {page!r}: a whole number ≥ 1 of positions was expected")
         self.share, self.group, self.deal = share, group, Deal(group.rank, group.size, page)
         if share.length != self.deal.count(length):
             raise CacheError(f"the share holds {share.length} tokens, but {self.deal.count(length)} of {length} are "
-                             f"those of rank {group.rank}", "give it an empty cache")  # fmt: skip
+                             f"those of rank {group.rank}", "give it an empty cache")
         super().__init__((ContextLayer(layer, self.deal, length) for layer in share), share.config)
 
     @property
@@ -113,7 +114,8 @@ class ContextCache(KVCache):
     def reorder(self, index: Index) -> None:
         length = self.length
         self.share.reorder(index)
-        self[:] = [ContextLayer(layer, self.deal, length) for layer in self.share]  # it may have made new layers
+        # It may have made new layers.
+        self[:] = [ContextLayer(layer, self.deal, length) for layer in self.share]
 
 
 class ContextLayer(LayerCache):
@@ -126,7 +128,8 @@ class ContextLayer(LayerCache):
         """(B,Hk,T,D) ×2, of every new token → (B,Hk,S_r,D) ×2, of this rank's positions, for ContextAttention."""
         check_append(k, v, expected=self.share._expected)
         start, end = self.length, self.length + k.shape[2]
-        own = self.deal.positions(end)[self.deal.count(start) :] - start  # (t,): which of the T new ones
+        # Which of the T new ones.
+        own = self.deal.positions(end)[self.deal.count(start) :] - start  # (t,)
         if len(own):
             keys, values = self.share.append(k[:, :, own], v[:, :, own])  # (B,Hk,S_r,D) ×2
         elif state := self.share.state():
@@ -181,7 +184,8 @@ class ContextAttention:
     def __init__(self, group: Ranks, deal: Deal, start: int, T: int):
         self.group, self.start, self.T, self.checked = group, start, T, False
         query = start + torch.arange(T)[:, None]  # (T,1)
-        self.mask = None if T == 1 else deal.positions(start + T) <= query  # (T,S_r); the newest token sees everything
+        # The newest token sees everything.
+        self.mask = None if T == 1 else deal.positions(start + T) <= query  # (T,S_r)
 
     def __call__(self, q: Tensor, k: Share, v: Share) -> Tensor:
         """q (B,H,T,D) → (B,H,T,D), bit-equal on all ranks."""
@@ -189,7 +193,8 @@ class ContextAttention:
             self.check_alike(q)
         mask = None if self.mask is None else self.mask.to(q.device)
         outputs, lse = partial_attention(q, k.own, v.own, mask)  # (B,H,T,D), (B,H,T)
-        parts = self.group.gather(torch.cat((outputs, lse[..., None]), -1))  # (ranks,B,H,T,D+1), in one message
+        # In one message.
+        parts = self.group.gather(torch.cat((outputs, lse[..., None]), -1))  # (ranks,B,H,T,D+1)
         return merge(parts[..., :-1], parts[..., -1]).to(q.dtype)
 
     def check_alike(self, q: Tensor) -> None:
@@ -205,7 +210,7 @@ class ContextAttention:
             if call != calls[0]:
                 named = ["{} rows × {} tokens at position {}".format(*each) for each in (call, calls[0])]
                 raise ParallelError(f"rank {rank} was given {named[0]}, rank 0 {named[1]}",
-                                    "every rank must be fed the same tokens")  # fmt: skip
+                                    "every rank must be fed the same tokens")
         means = self.group.gather(q.float().mean(-1))  # (ranks,B,H,T)
         far = (means - means[0]).abs() > 0.1 * D**-0.5 * q.float().square().mean().sqrt()
         if far.any():
@@ -213,5 +218,5 @@ class ContextAttention:
             raise ParallelError(f"rank {rank} was fed another token than rank 0 at position {self.start + token}",
                                 "feed every rank the same tokens, sample with the same seed, and use whole weights, "
                                 "not a tensor-parallel part",
-                                )  # fmt: skip
+                                )
         self.checked = True

@@ -28,13 +28,15 @@ from nanokv.errors import ParallelError
 if TYPE_CHECKING:
     from torch import Tensor
 
-TIMEOUT_S = 30.0  # between two collectives lies at most one layer of one chunk of a prompt (inference.prefill_chunk)
+# Between two collectives lies at most one layer of one chunk of a prompt (inference.prefill_chunk).
+TIMEOUT_S = 30.0
 JOIN_S = 60.0  # until the last rank has imported torch
 FOREVER = timedelta(days=365)
 REPORT = 400  # bytes of a line in `reports`
 INLINE = 248  # bytes of JSON that fit into the first message of a broadcast
 LAUNCHED = "NANOKV_LAUNCHED"  # set by launch.py
-STORE_FD = "NANOKV_STORE_FD"  # a socket that the launcher has bound for rank 0: no other program can take its port
+# A socket that the launcher has bound for rank 0: no other program can take its port.
+STORE_FD = "NANOKV_STORE_FD"
 OTHER_PORT = "another MASTER_PORT (torchrun --master-port)"
 ANSWER_S = 5.0  # until a store says its first word
 INTERRUPTED = "Ctrl-C"  # the last words of a rank that a person has stopped
@@ -78,7 +80,8 @@ class Group:
         import torch.distributed as dist
 
         self.dist, self.store, self.rank, self.size, self.timeout = dist, store, rank, size, timeout
-        self.local = number("LOCAL_WORLD_SIZE", size)  # ranks on this machine, which share its memory
+        # Ranks on this machine, which share its memory.
+        self.local = number("LOCAL_WORLD_SIZE", size)
         within = timedelta(seconds=timeout)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=within)
         self.words = dist.new_group(backend="gloo", timeout=within) if backend != "gloo" else None
@@ -163,7 +166,7 @@ class Group:
 
         data = json.dumps(value).encode() if self.rank == 0 else b""
         first = torch.frombuffer(bytearray((len(data).to_bytes(8, "little") + data[:INLINE]).ljust(8 + INLINE, b"\0")),
-                                 dtype=torch.uint8)  # fmt: skip
+                                 dtype=torch.uint8)
         with self._answered("broadcast"):
             self.dist.broadcast(first, 0, group=group)
             length = int.from_bytes(bytes(first[:8].tolist()), "little")
@@ -180,7 +183,8 @@ class Group:
         try:
             yield
         except RuntimeError as error:
-            clear_frames(error.__traceback__)  # they hold the group, whose connections end with its last reference
+            # They hold the group, whose connections end with its last reference.
+            clear_frames(error.__traceback__)
             reason = self._reason(what, str(error))
             self.close()  # whoever waits for this rank is told at once, and not after `timeout`
             if reason.endswith(f": {INTERRUPTED}"):
@@ -239,7 +243,7 @@ def start(timeout: float = TIMEOUT_S, backend: str = "gloo") -> Group:
             raise ParallelError(f"port {port} of {host} is in use", OTHER_PORT) from error
         reason = str(error).strip().splitlines()[0][:200]
         raise ParallelError(f"rank {rank} of {size} could not join at {host}:{port}: {reason}",
-                            "all ranks must run, and reach that address") from error  # fmt: skip
+                            "all ranks must run, and reach that address") from error
 
 
 def join_store(host: str, port: int, rank: int, size: int) -> Any:
@@ -253,13 +257,14 @@ def join_store(host: str, port: int, rank: int, size: int) -> Any:
     if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         listening = {"master_listen_fd": number(STORE_FD), "use_libuv": True} if STORE_FD in os.environ else {}
         return dist.TCPStore(host, port, size, True, within, **listening)
-    if LAUNCHED in os.environ:  # its socket is bound for rank 0, which answers as soon as it has imported torch
+    # Its socket is bound for rank 0, which answers as soon as it has imported torch.
+    if LAUNCHED in os.environ:
         return dist.TCPStore(host, port, size, False, within)
     wait_for_listener(host, port)
     stores = in_time(lambda: dist.TCPStore(host, port, size, False, within), ANSWER_S)
     if not stores:
         raise ParallelError(f"rank {rank} of {size}: at {host}:{port} listens another program, which does not answer",
-                            OTHER_PORT)  # fmt: skip
+                            OTHER_PORT)
     return stores[0]
 
 

@@ -27,7 +27,8 @@ class Split:
         """q (B,H,T,D), k and v (B,Hk,S,D) → (B,H,T,D)."""
         if self.mask is not None and self.mask.shape[-1] != k.shape[2]:
             raise CacheError(f"attention got {k.shape[2]} keys, but the mask has {self.mask.shape[-1]} columns")
-        keys, values = k.tensor_split(self.n, 2), v.tensor_split(self.n, 2)  # (B,Hk,S_p,D) each; views, some empty
+        # Views, some empty.
+        keys, values = k.tensor_split(self.n, 2), v.tensor_split(self.n, 2)  # (B,Hk,S_p,D) each
         masks = [None] * self.n if self.mask is None else self.mask.tensor_split(self.n, -1)  # (…,T,S_p) each
         parts = [partial_attention(q, *part) for part in zip(keys, values, masks, strict=True)]
         outputs, lse = map(torch.stack, zip(*parts, strict=True))  # (n,B,H,T,D), (n,B,H,T)
@@ -48,13 +49,15 @@ def partial_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = Non
         outputs, lse = (torch.cat(each, 2) for each in zip(*rows, strict=True))
         return outputs, lse
     (B, H, T, D), (Hk, S) = q.shape, k.shape[1:3]
-    grouped = q.reshape(B, Hk, -1, D).float()  # (B,Hk,G·T,D): the G heads of a group read their keys once
+    # The G heads of a group read their keys once.
+    grouped = q.reshape(B, Hk, -1, D).float()  # (B,Hk,G·T,D)
     scores = grouped @ k.float().transpose(2, 3) * D**-0.5  # (B,Hk,G·T,S)
     scores = scores.view(B, H, T, S)
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)
     lse = scores.logsumexp(-1)  # (B,H,T)
-    weights = (scores - finite(lse)[..., None]).exp()  # (B,H,T,S): softmax, or 0 where nothing is seen
+    # Softmax, or 0 where nothing is seen.
+    weights = (scores - finite(lse)[..., None]).exp()  # (B,H,T,S)
     outputs = weights.view(B, Hk, H // Hk * T, S) @ v.float()  # (B,Hk,G·T,D)
     return outputs.view(B, H, T, D), lse
 
@@ -68,7 +71,8 @@ def merge(outputs: Tensor, lse: Tensor) -> Tensor:
     is; a query that sees nothing anywhere gets 0, as from SDPA.
     """
     shares = (lse - finite(lse.logsumexp(0))).exp()[..., None]  # (P,B,H,T,1): they sum to 1
-    return (shares * outputs.masked_fill(shares == 0, 0)).sum(0)  # (B,H,T,D); 0 times NaN would be NaN
+    # 0 times NaN would be NaN.
+    return (shares * outputs.masked_fill(shares == 0, 0)).sum(0)  # (B,H,T,D)
 
 
 def finite(lse: Tensor) -> Tensor:

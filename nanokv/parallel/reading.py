@@ -27,13 +27,13 @@ from weights_loader.strict import read_object
 SMALL = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
     "special_tokens_map.json", "chat_template.jinja",
-)  # fmt: skip
+)
 PROBE = 64  # bytes at each place of a tensor: a fine-tuned checkpoint has the headers of its base
 PLACES = 8  # both ends and between: a copy that was broken off has the right size and a hole
 
 
 def load(source: str | os.PathLike, ranks: Ranks, dtype: Dtype = torch.float32,
-         device: Device = "cpu", revision: str | None = None) -> tuple[Transformer, Tokenizer]:  # fmt: skip
+         device: Device = "cpu", revision: str | None = None) -> tuple[Transformer, Tokenizer]:
     """`nanokv.load` of this rank's part. Every rank of the group calls it, with the same source.
 
     ParallelError if sizes do not divide, or if the ranks see different files; else the errors of nanokv.load.
@@ -50,9 +50,10 @@ def reader(ranks: Ranks) -> Read:
 
 
 def read_shard(ranks: Ranks, folder: Path, fields: dict, dtype: torch.dtype | None, device: torch.device,
-               prefetched: Prefetch | None = None) -> Transformer:  # fmt: skip
+               prefetched: Prefetch | None = None) -> Transformer:
     """This rank's part of the weights as a model, its decisions compared with those of the other ranks."""
-    shard = Shard(Config.from_dict(fields), ranks.rank, ranks.size)  # before a byte of weights is read
+    # Before a byte of weights is read.
+    shard = Shard(Config.from_dict(fields), ranks.rank, ranks.size)
     hint = "every rank needs the same checkpoint: compare the folders"
     ranks.check_alike(f"the checkpoint in {folder}", fingerprint(folder), hint)
     fields, state = weights_loader.read_part(folder, dict(fields), dtype, device, shard.part)

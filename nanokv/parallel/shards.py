@@ -52,7 +52,7 @@ class Shard:
         c, n = self.config, self.size
         width = c.intermediate_size // n if has_mlp(c) else c.intermediate_size
         return replace(c, num_attention_heads=c.num_attention_heads // n, num_key_value_heads=self.kv_heads,
-                       intermediate_size=width)  # fmt: skip
+                       intermediate_size=width)
 
     def words(self) -> Slice:
         """Rows of embedding and head: V/n, rounded up; the last ranks may have fewer."""

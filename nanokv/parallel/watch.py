@@ -22,7 +22,8 @@ class Watch:
 
     def __init__(self, ranks: Group | Alone, every: int = EVERY):
         self.ranks, self.every, self.step = ranks, every, 0
-        self.recent: list[tuple[Tensor, Any]] = []  # (tokens, start_pos); read when they are compared, not before
+        # (tokens, start_pos); read when they are compared, not before.
+        self.recent: list[tuple[Tensor, Any]] = []
 
     def __call__(self, model: nn.Module, inputs: tuple) -> None:
         """inputs: tokens (B,T), cache, start_pos, attend."""
@@ -42,7 +43,7 @@ class Watch:
             at = int(differs.any(0).nonzero()[0])
             ranks = ", ".join(str(rank) for rank in differs[:, at].nonzero().flatten().tolist())
             raise ParallelError(f"the ranks have drifted apart: in step {first + at} rank {ranks} has other tokens or "
-                                "lengths than rank 0", "the same versions, files and flags on every rank")  # fmt: skip
+                                "lengths than rank 0", "the same versions, files and flags on every rank")
 
 
 def mark(tokens: Tensor, start_pos: Any) -> Tensor:

@@ -19,7 +19,7 @@ class LeadingEngine(Engine):
     """Rank 0's. Used as any other engine; a step is a message and the work."""
 
     def __init__(self, ranks: Ranks, model: Model, pages: int = 256, page_size: int = 16,
-                 step_tokens: int | None = None, max_running: int = 32):  # fmt: skip
+                 step_tokens: int | None = None, max_running: int = 32):
         super().__init__(model, pages, page_size, step_tokens, max_running)
         self.ranks, self.events = ranks, []  # type: ignore[var-annotated]
         ranks.hear(["engine", [pages, page_size, step_tokens, max_running]])
@@ -40,7 +40,7 @@ class LeadingEngine(Engine):
         """The others take part in requests only."""
         n = self.ranks.size
         raise GenerationError(f"log-probabilities of a prompt need one process, this model is on {n} ranks",
-                              "leave out echo, or start without --tensor-parallel")  # fmt: skip
+                              "leave out echo, or start without --tensor-parallel")
 
     def _hand_out(self, request: Request) -> None:
         self.events += [["token", request.number, token] for token in request.tokens[request.handed :]]

@@ -41,7 +41,7 @@ class Leading:
         self.cache: KVCache | None = None
 
     def __call__(self, model: Model, ids: Any, cache: KVCache, params: SamplingParams, max_new_tokens: int, *,
-                 should_stop: Callable[[], bool] = never, history: list[int] | None = None) -> Generation:  # fmt: skip
+                 should_stop: Callable[[], bool] = never, history: list[int] | None = None) -> Generation:
         self.check_shared(cache)
         word = Word(self.ranks, should_stop)
         generation = self.make(model, ids, cache, params, max_new_tokens, should_stop=word, history=history)
@@ -49,14 +49,14 @@ class Leading:
         word.job = {
             "ids": generation.ids, "keep": cache.length, "params": asdict(params) | {"seed": generation.seed},
             "max_new_tokens": max_new_tokens, "history": history, "how": self.how,
-        }  # fmt: skip
+        }
         return generation
 
     def check_shared(self, cache: KVCache) -> None:
         """CacheError if only rank 0 has tokens in it."""
         if cache is not self.cache and cache.length:
             raise CacheError(f"this cache of {cache.length:,} tokens is on rank 0 only, no other rank has its part",
-                             "start with an empty cache: the prompt is prefilled again")  # fmt: skip
+                             "start with an empty cache: the prompt is prefilled again")
 
     def save(self, cache: KVCache, path: str | os.PathLike, ids: list[int], model_fingerprint: str) -> None:
         """KVCache.save on every rank, each into a file of its own (`part_path`). CacheError names a rank that could
@@ -128,7 +128,7 @@ class Following:
             generation = self.make(
                 self.model, torch.tensor([job["ids"]]), self.cache, SamplingParams(**job["params"]),
                 job["max_new_tokens"], should_stop=self.should_stop, history=job["history"],
-            )  # fmt: skip
+            )
             USES[job["how"]](generation)
         except ParallelError:
             raise
@@ -162,7 +162,7 @@ class Following:
         if self.cache.length != keep:
             own = self.cache.length
             raise ParallelError(f"the cache of rank {self.ranks.rank} holds {own:,} tokens, that of rank 0 {keep:,}",
-                                "start all ranks again")  # fmt: skip
+                                "start all ranks again")
 
     def should_stop(self) -> bool:
         """Rank 0's word for this forward."""

@@ -38,7 +38,8 @@ LONGEST_HEADER = 1 << 28  # bytes: the ids of 30 million tokens
 WIDEST = 2 * 8  # bytes per value: more than any state takes, with scales
 NAMES = ("float32", "bfloat16", "float16", "float64", "uint8", "int64")
 DTYPES = {name: getattr(torch, name) for name in NAMES}
-EXACT = ("dict", "static", "growing", "paged", "prefix", "offloaded")  # their states are alike: rows of keys and values
+# Their states are alike: rows of keys and values.
+EXACT = ("dict", "static", "growing", "paged", "prefix", "offloaded")
 SENT = "the cache that was sent"
 Shapes = list[tuple[str, torch.dtype, list[int]]]
 
@@ -72,7 +73,7 @@ def send(link: Link, cache: KVCache, tokens: Any = (), model_fingerprint: str = 
 
 def receive(link: Link, config: Config, model_fingerprint: str = "", dtype: torch.dtype | None = None,
             device: str | torch.device = "cpu", kind: str | None = None,
-            **options: Any) -> tuple[KVCache, Receipt]:  # fmt: skip
+            **options: Any) -> tuple[KVCache, Receipt]:
     """A cache that `send` has sent, for a model of this config; its ids are in `.tokens`.
 
     `dtype`: of the model that will go on. `kind`: another one of the caches that keep exact values. `options` say where
@@ -98,12 +99,12 @@ def check(meta: dict, shapes: Shapes, config: Config, model_fingerprint: str, dt
     """Another model, another dtype, or more bytes than so many tokens can have: told by the header alone."""
     if meta.get("format") != saving.FORMAT:
         raise HandoverError(f"{SENT} has the format {meta.get('format')!r}, not {saving.FORMAT!r}",
-                            "both processes need the same version of nanokv")  # fmt: skip
+                            "both processes need the same version of nanokv")
     saving.check_model(SENT, meta, loads(meta["config"]), config, model_fingerprint)
     for kind in [kind for name, kind, _ in shapes if name.rpartition(".")[2] in ("key", "exact0")]:
         if dtype not in (None, kind):
             raise HandoverError(f"{SENT} has keys in {plain(kind)}, this model computes in {plain(dtype)}",
-                                "load the model with the same dtype in both processes")  # fmt: skip
+                                "load the model with the same dtype in both processes")
     lengths, rows = loads(meta["length"]), int(meta["rows"])
     longest = max(lengths) if isinstance(lengths, list) else lengths
     most = WIDEST * config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_dim * rows * longest
@@ -117,7 +118,7 @@ def as_kind(meta: dict, kind: str | None) -> dict:
         return {}
     if not {kind, meta["cache"]} <= set(EXACT):
         raise HandoverError(f"a {meta['cache']} cache cannot be received as a {kind} one",
-                            f"these keep the same rows: {', '.join(EXACT)}")  # fmt: skip
+                            f"these keep the same rows: {', '.join(EXACT)}")
     return {"cache": kind, "options": "{}", "salted": "false"}
 
 
@@ -170,7 +171,7 @@ def read_header(link: Link) -> tuple[dict, Shapes, int]:
         return dict(header["meta"]), shapes, 16 + len(words)
     except (ValueError, KeyError, TypeError) as error:
         raise HandoverError(f"a header of {len(words):,} bytes cannot be read: {type(error).__name__}",
-                            "both processes need the same version of nanokv") from error  # fmt: skip
+                            "both processes need the same version of nanokv") from error
 
 
 def read_tensors(link: Link, meta: dict, shapes: Shapes) -> dict[str, Tensor]:
@@ -211,7 +212,7 @@ def read_words(link: Link) -> bytes:
     magic, count = bytes(head[:8].tolist()), int.from_bytes(bytes(head[8:].tolist()), "little")
     if magic != MAGIC or count > LONGEST_HEADER:
         raise HandoverError(f"{bytes(head.tolist())!r} begins no message of nanokv",
-                            "both processes need the same version of nanokv")  # fmt: skip
+                            "both processes need the same version of nanokv")
     words = torch.empty(count, dtype=torch.uint8)
     if count:
         link.read(words)

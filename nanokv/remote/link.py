@@ -52,7 +52,7 @@ class GroupLink:
             reason = str(error).splitlines()[0].split("] ")[-1]
             raise HandoverError(f"rank {self.peer} no longer {verb}, {len(data):,} bytes were to come: {reason}",
                                 "its own error says why it ended; one that is slow needs a longer timeout",
-                                ) from error  # fmt: skip
+                                ) from error
 
 
 class SocketLink:
@@ -62,7 +62,8 @@ class SocketLink:
         self.socket, self.silence_s = connection, silence_s
         connection.settimeout(silence_s)  # for each call: a slow transfer is none that is silent
         if connection.family in (socket.AF_INET, socket.AF_INET6):
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # small messages do not wait for more
+            # Small messages do not wait for more.
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def write(self, data: Tensor) -> None:
         self._each(self.socket.send, "take", data)
@@ -77,12 +78,12 @@ class SocketLink:
                 count = call(left)
             except TimeoutError:
                 raise HandoverError(f"the other process did not {verb} anything for {self.silence_s:g} seconds, "
-                                    f"after {size - len(left):,} of {size:,} bytes") from None  # fmt: skip
+                                    f"after {size - len(left):,} of {size:,} bytes") from None
             except OSError:
                 count = 0
             if not count:
                 raise HandoverError(f"the other process has gone after {size - len(left):,} of {size:,} bytes",
-                                    "its own error says why it ended")  # fmt: skip
+                                    "its own error says why it ended")
             left = left[count:]
 
     def wait(self) -> None:

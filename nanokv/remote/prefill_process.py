@@ -79,7 +79,8 @@ class PrefillProcess:
         self.alive = False
         self._process: Any = None
         self._words: Words | None = None
-        self._outbox = ThreadPoolExecutor(1, "nanokv-ask")  # who asks never waits for a process that has stopped
+        # Who asks never waits for a process that has stopped.
+        self._outbox = ThreadPoolExecutor(1, "nanokv-ask")
         self._reader = threading.Thread(target=self._hear, name="nanokv-prefilled", daemon=True)
 
     def start(self) -> dict:
@@ -150,7 +151,7 @@ class PrefillProcess:
                 found.close()
             if not self._process.is_alive():
                 raise NanoKVError(f"the prefill process ended before it was ready, with exit code "
-                                  f"{self._process.exitcode}")  # fmt: skip
+                                  f"{self._process.exitcode}")
         raise NanoKVError(f"the prefill process did not connect within {START_S:g} seconds")
 
     def _say(self, meta: dict) -> None:
@@ -165,7 +166,8 @@ class PrefillProcess:
                 meta, tensors, count, seconds = self._words.hear()
                 if "beat" not in meta:
                     self.news(meta, tensors, count, seconds)
-        except Exception as error:  # whatever it has said: who waits for it must hear that nothing will come
+        # Whatever it has said: who waits for it must hear that nothing will come.
+        except Exception as error:
             if self.alive:
                 self.kill()
                 self.news({"lost": str(error) or type(error).__name__}, {}, 0, 0.0)
@@ -207,7 +209,8 @@ def run(load: Load, sizes: dict, port: int, secret: bytes) -> None:
             return words.say({"error": [str(error), error.hint]})
         words.say({"ready": {"config": model.config.to_dict(), "weights": weights}})
         Prefiller(engine, words).run()
-    os._exit(0)  # other threads may be inside of torch, which would abort if Python ended them there
+    # Other threads may be inside of torch, which would abort if Python ended them there.
+    os._exit(0)
 
 
 def beat(words: Words) -> None:
@@ -260,7 +263,7 @@ class Prefiller:
         number, prompt = told["prefill"], Prompt(told, self.hand_over)
         try:
             self.asked[number] = self.engine.submit(told["ids"], 1, salt=told["salt"], eos_token_ids=(),
-                                                    constrain=prompt.note, on_token=prompt.complete)  # fmt: skip
+                                                    constrain=prompt.note, on_token=prompt.complete)
         except NanoKVError:  # it is refused over there, too, in words for the client
             self.outbox.submit(self.words.say, {"failed": number})
 

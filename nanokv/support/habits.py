@@ -41,7 +41,7 @@ ARGUMENTS = {
     "cache_dir": "HF_HOME in the environment", "attn_implementation": "nanokv.optimize(model) has the fast kernels",
     "system_prompt": 'system="…"', "cache_type_k": 'cache="quantized:bits=8"', "kv_cache_dtype": 'cache="quantized"',
     "tools": "tokenizer.render(messages, tools=[…]), or nanokv serve",
-}  # fmt: skip
+}
 LOAD = 'model, tokenizer = nanokv.load("tiny"), or a folder, a GGUF file, a name on the hub'
 FROM_NAME = 'nanokv.Session.from_pretrained("tiny").ask(text)'
 MODULE = {  # nanokv.NAME
@@ -52,7 +52,7 @@ MODULE = {  # nanokv.NAME
     "QuantizedCache": 'nanokv.make_cache("quantized:bits=4", …)', "Model": LOAD, "SamplingParams": "arguments of "
     "nanokv.generate: temperature=1, top_k=20", "TextStreamer": "session.stream(text)", "quantize": FEWER_BITS,
     "stream": "session.stream(text)", "complete": FROM_NAME, "create_chat_completion": FROM_NAME,
-}  # fmt: skip
+}
 MODEL = {
     "generate": "nanokv.generate(model, ids)", "save_pretrained": "model.save(folder, tokenizer)",
     "from_pretrained": LOAD, "push_to_hub": "model.save(folder, tokenizer) writes a folder that the hub takes",
@@ -61,7 +61,7 @@ MODEL = {
     "prefill": "nanokv.prefill(model, ids, cache)", "decode": "nanokv.decode(model, token, cache, start_pos)",
     "get_memory_footprint": "model.nbytes", "num_parameters": "sum(p.numel() for p in model.parameters())",
     "quantize": FEWER_BITS, "beam_search": "nanokv.beam_search(model, ids)",
-}  # fmt: skip
+}
 ENCODE = "tokenizer.encode(text) gives a list of ids"
 TOKENIZER = {
     "apply_chat_template": 'tokenizer.render([{"role": "user", "content": text}]), then tokenizer.encode of that',
@@ -71,11 +71,11 @@ TOKENIZER = {
     "from_pretrained": "nanokv.Tokenizer.from_folder(folder), or nanokv.load", "detokenize": "tokenizer.decode(ids)",
     "get_vocab": "tokenizer.backend.get_vocab()", "all_special_ids": "tokenizer.control_ids",
     "pad_token_id": "nanokv.generate_padded needs none",
-}  # fmt: skip
+}
 SESSION = {
     "chat": "session.ask(text)", "generate": "session.ask(text)", "send": "session.ask(text)",
     "create_chat_completion": "session.ask(text)", "history": "session.messages", "reset": "session.clear()",
-}  # fmt: skip
+}
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -21,10 +21,11 @@ PROBE = (
     {"role": "user", "content": "Go on."}, {"role": "assistant", "content": None, "tool_calls": [CALL]},
     {"role": "tool", "tool_call_id": "probe0001", "name": "probe", "content": "Done."},
     {"role": "assistant", "content": "It is done."}, {"role": "user", "content": "Go on."},
-)  # fmt: skip
+)
 TOOLS = [{"type": "function", "function": {"name": "probe", "description": "Probes.",
-          "parameters": {"type": "object", "properties": {}}}}]  # fmt: skip
-Form = tuple[Callable[[dict], dict], Callable[[Any], Any]]  # (of a message without content, of arguments)
+          "parameters": {"type": "object", "properties": {}}}}]
+# (of a message without content, of arguments).
+Form = tuple[Callable[[dict], dict], Callable[[Any], Any]]
 
 
 def fitted(template: ChatTemplate, messages: Sequence[dict]) -> list[dict]:

@@ -52,11 +52,11 @@ def pick(templates: Mapping[str, str], choice: str | None = None, tools: Any = N
         return chosen(templates, choice)
     if not templates:
         raise TemplateError("this tokenizer has no chat template: it belongs to a base model",
-                            "encode plain text instead, or use a chat checkpoint")  # fmt: skip
+                            "encode plain text instead, or use a chat checkpoint")
     name = TOOL_USE if tools is not None and TOOL_USE in templates else DEFAULT
     if name not in templates:
         raise TemplateError(f"none of this tokenizer's chat templates is the default: {names(templates)}",
-                            "choose one by its name: chat_template=…, --chat-template")  # fmt: skip
+                            "choose one by its name: chat_template=…, --chat-template")
     return templates[name]
 
 

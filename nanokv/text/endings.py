@@ -35,7 +35,7 @@ NAMES = tuple(f"{name}_token" for name in ("eos", "eot", "eom", *FILL_IN_ENDS))
 BEGINNINGS = {  # of a turn, in the templates that most models have; none of these ends one
     *SPOKEN, "<|im_start|>", "<tool_response>", "</tool_response>", "<|begin_of_text|>",
     "<|start_header_id|>", "<|end_header_id|>",
-}  # fmt: skip
+}
 ASKED, ANSWERED = "Question7", "Answer7"  # what stands for the contents when a template is tried
 SYSTEM = {"role": "system", "content": "System7"}
 USER, ASSISTANT = {"role": "user", "content": ASKED}, {"role": "assistant", "content": ANSWERED}
@@ -59,7 +59,7 @@ def of_folder(folder: str | os.PathLike, tokenizer: Tokenizer) -> tuple[End, ...
 
 def ends(tokenizer: Tokenizer, generation: Sequence[int] | None = None,
          config: Sequence[int] | None = None,
-         templates: Iterable[str] | None = None) -> tuple[End, ...]:  # fmt: skip
+         templates: Iterable[str] | None = None) -> tuple[End, ...]:
     """From the two files' eos_token_id (None: it is not there) and all that the tokenizer knows.
     templates: the sources of those that a conversation may get; by default the tokenizer's.
 

@@ -23,18 +23,21 @@ from nanokv.errors import TemplateError, TemplateStopped
 WORKER = Path(__file__).with_name("render_worker.py")
 HEAD, LENGTH = struct.Struct(">QdQQ"), struct.Struct(">Q")  # of a request, of an answer: see WORKER
 SECONDS = 2.0  # of processor time, so that a busy machine does not refuse an honest template
-CLOCK = 60.0 if find_spec("resource") else 10.0  # seconds by the clock; Windows has no limit of processor time
+# Seconds by the clock; Windows has no limit of processor time.
+CLOCK = 60.0 if find_spec("resource") else 10.0
 MEMORY = 512_000_000  # bytes of address space
 OUTPUT = 2_000_000  # characters
 PER_BYTE = 20  # more memory and output for each byte of the request
 BYTES_A_SECOND = 4_000_000  # and more time: a document of megabytes is no attack by the template
-ENVIRONMENT = ("TZ", "SYSTEMROOT", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")  # the clock, and what Python needs to start
+# The clock, and what Python needs to start.
+ENVIRONMENT = ("TZ", "SYSTEMROOT", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")
 KEPT = 2  # processes that wait for the next render
 HOSTILE = "it is broken or hostile"
 
 
 class Killed(TemplateStopped):
-    """By somebody else, while it waited or rendered: no limit here sends SIGKILL but the clock's, so another may live.
+    """By somebody else, while it waited or rendered: no limit here sends SIGKILL but the clock's,
+    so another may live.
     """
 
 

@@ -40,8 +40,9 @@ SOURCE = 131_072  # characters of a template; the longest published ones have 20
 CODECS = (  # jinja2 reads texts in a template with them, or the template itself names one
     "ascii", "cp1252", "idna", "latin-1", "punycode", "unicode-escape", "utf-8",
     "utf-16", "utf-16-le", "utf-16-be", "utf-32",
-)  # fmt: skip
-CLOSED = ("RLIMIT_NOFILE", "RLIMIT_NPROC", "RLIMIT_FSIZE", "RLIMIT_CORE")  # no files, processes, dumps
+)
+# No files, processes, dumps.
+CLOSED = ("RLIMIT_NOFILE", "RLIMIT_NPROC", "RLIMIT_FSIZE", "RLIMIT_CORE")
 
 
 def main() -> None:
@@ -190,7 +191,7 @@ ENVIRONMENT = ImmutableSandboxedEnvironment(
 )
 ENVIRONMENT.filters["tojson"] = tojson
 ENVIRONMENT.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now, "dict": TemplateDict(),
-                        "namespace": TemplateNamespace}  # fmt: skip
+                        "namespace": TemplateNamespace}
 
 if __name__ == "__main__":
     main()

@@ -10,9 +10,11 @@ from collections.abc import Mapping
 from nanokv.errors import TemplateError
 from nanokv.text import render_process
 
-ROLES = ("system", "user", "assistant", "tool")  # a role that the template does not know would vanish silently
+# A role that the template does not know would vanish silently.
+ROLES = ("system", "user", "assistant", "tool")
 NULL = object()  # a content that is null in the template: None is left out, as transformers does it
-REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one field; templates read the first
+# Names of one field; templates read the first.
+REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 class LeftOut(TemplateError):
@@ -27,7 +29,7 @@ class ChatTemplate:
     """One template, compiled. `variables` (bos_token, eos_token …) are visible to it in every render."""
 
     def __init__(self, source: str, variables: Mapping[str, str] | None = None,
-                 seconds: float = render_process.SECONDS):  # fmt: skip
+                 seconds: float = render_process.SECONDS):
         self.source, self.variables, self.seconds = source, dict(variables or {}), seconds
         render_process.answer_to(source, seconds=seconds)
 
@@ -45,9 +47,10 @@ class ChatTemplate:
                 "messages": messages, "tools": _checked_tools(tools),
                 "documents": plain(template_kwargs.get("documents")),
                 "add_generation_prompt": bool(add_generation_prompt),
-            }  # fmt: skip
+            }
             values = json.dumps(variables)
-        except (RecursionError, TypeError, ValueError) as error:  # holds itself, a key that JSON cannot have, 10**9999
+        # Holds itself, a key that JSON cannot have, 10**9999.
+        except (RecursionError, TypeError, ValueError) as error:
             raise TemplateError(f"messages, tools and options must be JSON values: {error}") from error
         return render_process.answer_to(self.source, values, self.seconds)
 
@@ -65,7 +68,7 @@ class ChatTemplate:
 
         if tools and says_the_same(messages, None):
             raise LeftOut("tools", "the chat template of this model has no place for tools",
-                          "a model that was trained to call tools, or a template that shows them")  # fmt: skip
+                          "a model that was trained to call tools, or a template that shows them")
         calls = any(message["role"] == "assistant" and message.get("tool_calls") for message in messages)
         if calls and says_the_same(without_calls(messages), tools):
             raise LeftOut("tool_calls", "the chat template of this model leaves tool_calls out")
@@ -75,7 +78,7 @@ class ChatTemplate:
 def without_calls(messages) -> list[dict]:
     """The same messages, as if nothing had been called."""
     return [{"content": None} | {name: part for name, part in message.items() if name != "tool_calls"}
-            for message in messages]  # fmt: skip
+            for message in messages]
 
 
 def checked(messages) -> list[dict]:
@@ -83,7 +86,7 @@ def checked(messages) -> list[dict]:
     if isinstance(messages, str | Mapping):
         content = "text" if isinstance(messages, str) else "…"
         raise TemplateError(f"a chat prompt needs a list of messages, got {str(messages)[:60]!r}",
-                            f'tokenizer.render([{{"role": "user", "content": {content}}}])')  # fmt: skip
+                            f'tokenizer.render([{{"role": "user", "content": {content}}}])')
     if not isinstance(messages, (list, tuple)) or not messages:
         raise TemplateError("there are no messages: a chat prompt needs a list of at least one")
     for number, message in enumerate(messages, 1):

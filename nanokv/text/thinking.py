@@ -52,7 +52,8 @@ class ThinkSplitter:
             self._emit(out, thought[:len(thought) - keep])
             self.held = rest if closed else thought[len(thought) - keep:]
             self.state = "gap" if closed else "think"
-        if self.state == "gap" and self.held.lstrip("\n"):     # newlines between tag and answer are layout
+        # Newlines between tag and answer are layout.
+        if self.state == "gap" and self.held.lstrip("\n"):
             self.state, self.held = "answer", self.held.lstrip("\n")
         if self.state == "answer":
             self._emit(out, self.held)

@@ -34,7 +34,8 @@ def _byte_alphabet():
 
 _BYTE_OF = _byte_alphabet()
 LONG_TEXT = 10_000  # characters, from which the batch call of the library pays
-SPOKEN = ("<think>", "</think>", "<tool_call>", "</tool_call>")  # tags that a reader of the text needs
+# Tags that a reader of the text needs.
+SPOKEN = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 
 
 class Tokenizer:
@@ -46,7 +47,7 @@ class Tokenizer:
 
     def __init__(self, backend: tokenizers.Tokenizer, names: Mapping[str, str] | None = None,
                  chat_template: str | Mapping[str, str] | None = None, rows: int = 0, config: dict | None = None,
-                 last_id: int | None = None):  # fmt: skip
+                 last_id: int | None = None):
         backend.no_truncation()
         backend.no_padding()
         self.backend = backend
@@ -58,7 +59,8 @@ class Tokenizer:
         if last_id is None:
             last_id = max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
         self.vocab_size = last_id + 1
-        self.rows = max(rows, self.vocab_size)  # the embedding may be padded: Qwen3-0.6B has 151,936 rows, 151,669 ids
+        # The embedding may be padded: Qwen3-0.6B has 151,936 rows, 151,669 ids.
+        self.rows = max(rows, self.vocab_size)
         self.names = dict(names or {})  # {"eos_token": "<|im_end|>", …}, what the template sees
         self.chat_template = chat_template  # type: ignore[assignment]  # several by name, or one
         self.config = dict(config or {})  # tokenizer_config.json, for write_files
@@ -73,7 +75,8 @@ class Tokenizer:
         folder = Path(path)
         config = _json_object(folder / "tokenizer_config.json")
         if templates := chat_templates.read_templates(folder, config):
-            render_process.start()  # beside what is read now, so that the first render need not wait
+            # Beside what is read now, so that the first render need not wait.
+            render_process.start()
         backend, last_id = read_backend(folder / "tokenizer.json")
         if rows is None:
             rows = _json_object(folder / "config.json").get("vocab_size", 0)
@@ -140,7 +143,8 @@ class Tokenizer:
 
     def special_tokens_in(self, text: str) -> list[str]:
         """The control tokens that `encode` would make of pieces of this text, each once, in order of appearance."""
-        if not any(token in text for token in self.special_tokens):  # the usual case costs no tokenization
+        # The usual case costs no tokenization.
+        if not any(token in text for token in self.special_tokens):
             return []
         found = dict.fromkeys(id for id in self.encode(text) if id in self._added_ids)
         return [self.backend.id_to_token(id) or "" for id in found]
@@ -173,7 +177,8 @@ class Tokenizer:
 
     def _bytes_of(self, id: int) -> bytes:
         token = self.backend.id_to_token(id) or ""
-        if id in self._added_ids:  # stands for itself, also where its characters are all in the alphabet of bytes
+        # Stands for itself, also where its characters are all in the alphabet of bytes.
+        if id in self._added_ids:
             return token.encode()
         try:
             return bytes([_BYTE_OF[character] for character in token])
@@ -181,7 +186,7 @@ class Tokenizer:
             return token.encode()
 
     def render(self, messages: list[dict], tools: list[dict] | None = None, add_generation_prompt: bool = True,
-               chat_template: str | None = None, **template_kwargs: Any) -> str:  # fmt: skip
+               chat_template: str | None = None, **template_kwargs: Any) -> str:
         """Messages → prompt text by the checkpoint's own template, e.g. enable_thinking=False; TemplateError.
 
         chat_template: one of `chat_templates` by name, or a source; default: tool_use with tools, if there is one. As
@@ -235,7 +240,8 @@ def _compiled(source, names):
 def _bad_character(text):
     for position, character in enumerate(text):
         if "\ud800" <= character <= "\udfff":
-            byte = ord(character) - 0xDC00  # how Python passes on an argument byte that is not UTF-8
+            # How Python passes on an argument byte that is not UTF-8.
+            byte = ord(character) - 0xDC00
             from_byte = 0x80 <= byte <= 0xFF
             what = f"byte 0x{byte:02x} is not UTF-8" if from_byte else f"U+{ord(character):04X} is half a character"
             return f"position {position}: {what}"

@@ -23,7 +23,8 @@ MOST_ADDED = 10_000  # added tokens; Gemma 3 has 6,415
 LONGEST_ADDED = 1_000  # characters of one
 NORMALIZERS = {"NFC", "NFD", "NFKC", "NFKD"}
 PRE_TOKENIZERS = {"ByteLevel", "Digits", "Punctuation", "Split"}
-POST_PROCESSORS = {"ByteLevel", "TemplateProcessing"}  # add nothing where no special tokens are asked for
+# Add nothing where no special tokens are asked for.
+POST_PROCESSORS = {"ByteLevel", "TemplateProcessing"}
 REGEXES = {  # of Split: known by heart, because whether another one is cheap cannot be read off it
     "GPT-2": r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
     "Llama 3": gguf_rules.LLAMA3,
@@ -50,13 +51,13 @@ def read_backend(path: Path) -> tuple[tokenizers.Tokenizer, int]:
     for token in added:  # one that is not in the vocabulary gets the next free id
         if (id := backend.token_to_id(token["content"])) != token.get("id"):
             raise TokenizerError(f"{path}: added token {quote(token['content'])} says id {quote(token.get('id'))}, but "
-                                 f"comes to be {id:,}: ids are missing before it")  # fmt: skip
+                                 f"comes to be {id:,}: ids are missing before it")
     ids = itertools.chain(fields["model"]["vocab"].values(), (token["id"] for token in added))
     return backend, max(ids, default=-1)
 
 
 def write_tokenizer(folder: Path, backend: tokenizers.Tokenizer, config: dict,
-                    templates: Mapping[str, str] | None = None) -> None:  # fmt: skip
+                    templates: Mapping[str, str] | None = None) -> None:
     """The files that make a tokenizer in Hugging Face's form. Of templates that are not in `config`, given as {name:
     source}, a single one gets a file of its own, several stand in the config as a list."""
     (folder / "tokenizer.json").write_text(backend.to_str(pretty=True), encoding="utf-8")
@@ -81,7 +82,8 @@ def check_fields(path: Path, fields: dict):
             f"{path}: model.dropout is {quote(dropout)}: the same text would get other ids each time",
             hint="dropout is for training: set it to null",
         )
-    for affix in ("continuing_subword_prefix", "end_of_word_suffix"):  # of other kinds of BPE; a long one panics
+    # Of other kinds of BPE; a long one panics.
+    for affix in ("continuing_subword_prefix", "end_of_word_suffix"):
         if text := fields["model"].get(affix):
             raise TokenizerError(f"{path}: model.{affix} is {quote(text)}, byte-level BPE has none")
     check_steps(path, "normalizer", "normalizers", fields, NORMALIZERS)
@@ -92,7 +94,8 @@ def check_fields(path: Path, fields: dict):
     for step in steps:
         if _kind(step) == "Split":
             _check_split(path, step.get("pattern"))
-    if (count := [_kind(step) for step in steps].count("ByteLevel")) != 1:  # two would turn bytes into bytes again
+    # Two would turn bytes into bytes again.
+    if (count := [_kind(step) for step in steps].count("ByteLevel")) != 1:
         raise TokenizerError(f"{path}: pre_tokenizer has {count} ByteLevel steps, byte-level BPE has exactly 1")
     _check_added(path, fields.get("added_tokens") or [])
 
@@ -143,7 +146,7 @@ def _check_added(path: Path, added):
         text = token.get("content") if isinstance(token, dict) else None
         if not isinstance(text, str) or not 0 < len(text) <= LONGEST_ADDED:
             raise TokenizerError(f"{path}: added token {quote(token)}: its content must have 1 to {LONGEST_ADDED:,} "
-                                 "characters")  # fmt: skip
+                                 "characters")
 
 
 def _kind(step) -> str | None:

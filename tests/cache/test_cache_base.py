@@ -143,11 +143,11 @@ def test_the_members_to_know_are_few():
     assert layer == {
         "length", "append", "mask", "truncate", "fork", "nbytes",
         "capacity", "sizes", "pages", "reorder", "state", "restore",
-    }  # fmt: skip
+    }
     assert cache == {
         "length", "mask", "truncate", "fork", "reorder", "nbytes", "save", "load",
         "config", "capacity", "sizes", "made", "tokens", "pages",
-    }  # fmt: skip
+    }
     assert (len(layer), len(cache)) == (12, 14)
 
 

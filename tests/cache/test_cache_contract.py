@@ -35,8 +35,10 @@ from oracle import SHAPES, TOLERANCE, gap, pair, pair_from_disk, random_ids
 pytestmark = pytest.mark.sampled
 
 CAPACITY = 64
-KEEPS_MEMORY = ("static", "growing")  # truncate moves an end mark; fork, reorder and load take what they need anew
-VARIANTS = {  # the same kinds with other options; none of them forgets or rounds anything within these tests
+# Truncate moves an end mark; fork, reorder and load take what they need anew.
+KEEPS_MEMORY = ("static", "growing")
+# The same kinds with other options; none of them forgets or rounds anything within these tests.
+VARIANTS = {
     "paged page=1": ("paged", {"page": 1}),
     "paged page=3": ("paged", {"page": 3}),
     "prefix page=4": ("prefix", {"page": 4}),
@@ -75,7 +77,8 @@ def keeps_memory(name):
     return options.get("of", kind) in KEEPS_MEMORY
 
 
-VARIANTS_TOO = pytest.mark.parametrize("name", sorted(KINDS))  # on the tests where options could make a difference
+# On the tests where options could make a difference.
+VARIANTS_TOO = pytest.mark.parametrize("name", sorted(KINDS))
 
 
 @pytest.fixture(params=sorted(CACHES))
@@ -363,7 +366,7 @@ def test_reorder_makes_rows_equal(new, name, model):
 
 @pytest.mark.parametrize("index", [
     [2, 0, 1], (1, 1, 1), torch.tensor([0, 0, 2]), torch.tensor([2, 1, 0]).int(),
-], ids=["list", "tuple", "tensor", "int32"])  # fmt: skip
+], ids=["list", "tuple", "tensor", "int32"])
 def test_reorder_takes_rows_from_where_the_index_says(new, name, model, index):
     cache, ids, more = new(3), random_ids(23, 3, 7), random_ids(24, 3, 4)
     feed(model, ids, cache)
@@ -380,7 +383,8 @@ def test_the_batch_may_grow_and_shrink(new, name, model, index):
     cache.reorder(index)
     assert gap(feed(model, more, cache), score(model, torch.cat((ids[index], more), 1))[:, -1]) <= TOLERANCE
     most = expected_bytes(name, model.config, 9, len(index), 4)
-    shared = KINDS[name][0] in ("paged", "prefix")  # rows that were made equal own their full pages together
+    # Rows that were made equal own their full pages together.
+    shared = KINDS[name][0] in ("paged", "prefix")
     assert cache.nbytes == most or (shared and expected_bytes(name, model.config, 9, 1, 4) < cache.nbytes < most)
 
 
@@ -504,7 +508,8 @@ def test_other_weights_are_refused(saved, model):
     path, _ = saved
     with pytest.raises(CacheError, match="other weights: 0123456789ab, not fedcba987654"):
         KVCache.load(path, model.config, model_fingerprint="fedcba9876543210")
-    assert KVCache.load(path, model.config).length == 6  # the caller who does not say which weights takes the risk
+    # The caller who does not say which weights takes the risk.
+    assert KVCache.load(path, model.config).length == 6
 
 
 def test_save_replaces_a_file_only_when_it_is_whole(saved, model, monkeypatch):
@@ -598,7 +603,7 @@ def test_another_batch_or_dtype_is_refused_before_anything_is_written(new, name,
 SMALL = Config.from_dict({
     "vocab_size": 11, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 4, "max_position_embeddings": CAPACITY,
-})  # fmt: skip
+})
 B = 2
 
 
@@ -687,7 +692,8 @@ class AnySequence(RuleBasedStateMachine):
 
 @VARIANTS_TOO
 def test_any_sequence_of_operations(name, tmp_path, monkeypatch):
-    monkeypatch.setattr("os.fsync", lambda descriptor: None)  # hundreds of files that nobody needs after a power cut
+    # Hundreds of files that nobody needs after a power cut.
+    monkeypatch.setattr("os.fsync", lambda descriptor: None)
     machine = type("AnySequence", (AnySequence,), {"kind": name, "folder": tmp_path})
     relaxed = {"deadline": None, "suppress_health_check": list(HealthCheck), "database": None}
     examples = 40 if name in CACHES else 12

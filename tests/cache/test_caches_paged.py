@@ -208,7 +208,8 @@ def test_only_the_common_whole_pages_are_shared(model, prefixes):
     cache, logits = ask(model, prefixes, other)
     assert cache.hits == 4
     assert gap(logits, score(model, torch.tensor([other]))[:, -1]) <= TOLERANCE
-    assert ask(model, prefixes, [*ids[4:12], 1])[0].hits == 0  # the same pages after another beginning are not the same
+    # The same pages after another beginning are not the same.
+    assert ask(model, prefixes, [*ids[4:12], 1])[0].hits == 0
 
 
 def test_decoding_after_a_hit_never_writes_into_what_is_shared(model, prefixes):
@@ -234,7 +235,7 @@ def test_salts_share_nothing(model, prefixes):
 
 @pytest.mark.parametrize("hash_", [
     lambda parent, part: b"same", lambda parent, part: bytes([sum(part) % 2]), lambda parent, part: parent,
-], ids=["constant", "two values", "parent only"])  # fmt: skip
+], ids=["constant", "two values", "parent only"])
 def test_a_hash_collision_costs_a_recomputation_and_never_a_wrong_answer(model, prefixes, monkeypatch, hash_):
     """Pages of other tokens, of another parent and of another tenant all get the same hash."""
     monkeypatch.setattr(PrefixPool, "hash", staticmethod(hash_))

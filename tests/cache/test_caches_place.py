@@ -46,7 +46,8 @@ def read_pages(q, pages):
     for b, length in enumerate(pages.lengths.tolist()):
         row = [b] if pages.table is None else pages.table[b].tolist()
         places = [(row[s // size], s % size) for s in range(length)]
-        k, v = (torch.stack([x[p, :, slot] for p, slot in places], 1) for x in (pages.keys, pages.values))  # (Hk,S,D)
+        # (Hk,S,D).
+        k, v = (torch.stack([x[p, :, slot] for p, slot in places], 1) for x in (pages.keys, pages.values))
         k, v = (x.repeat_interleave(G, 0) for x in (k, v))  # (H,S,D)
         out.append((q[b] @ k.mT / math.sqrt(q.shape[-1])).softmax(-1) @ v)
     return torch.stack(out)
@@ -95,7 +96,8 @@ def test_the_tables_are_made_once_a_page_and_not_once_a_layer(model, pool):
     first = [put(layer, k, k) for layer in cache]
     assert len({id(pages.table) for pages in first}) == len({id(pages.lengths) for pages in first}) == 1
     again = [put(layer, k, k) for layer in cache]
-    assert all(a is b for a, b in zip(first, again, strict=True))  # so what a kernel made of them can be kept
+    # So what a kernel made of them can be kept.
+    assert all(a is b for a, b in zip(first, again, strict=True))
     for _ in range(2):
         last = [put(layer, k, k) for layer in cache]
     assert last[0].table.shape == (1, 3) and last[0] is not first[0]  # 9 tokens: a third page

@@ -9,7 +9,13 @@ import torch
 import nanokv
 from nanokv.cache import make_cache
 from nanokv.inference import score
-from nanokv.lab.study.quality import Scheme, log_likelihood, log_likelihood_through, measure, measure_cache
+from nanokv.lab.study.quality import (
+    Scheme,
+    log_likelihood,
+    log_likelihood_through,
+    measure,
+    measure_cache,
+)
 from nanokv.school.training.corpus import conversation
 from nanokv.school.training.data import render
 from oracle import SHAPES, pair, random_ids
@@ -61,7 +67,8 @@ def test_outlier_channels_need_a_scale_a_channel_or_a_rotation(model):
     assert token.mean_abs > 3 * channel.mean_abs
     assert token.mean_abs > turned.mean_abs
     plain = measure(model, ids, Scheme(k_bits=4, v_bits=8))
-    assert channel.keys == pytest.approx(plain.keys, rel=0.02)  # a scale per channel does not even notice them
+    # A scale per channel does not even notice them.
+    assert channel.keys == pytest.approx(plain.keys, rel=0.02)
 
 
 def test_the_real_cache_is_no_worse_than_the_measure_says(model):
@@ -84,7 +91,7 @@ def bundled():
 @pytest.mark.slow
 @pytest.mark.parametrize(("options", "limit"), [
     ({"bits": 8}, 0.005), ({"k_bits": 8, "v_bits": 4}, 0.02), ({"bits": 8, "rotate": "hadamard"}, 0.005),
-], ids=str)  # fmt: skip
+], ids=str)
 def test_the_bundled_model_hardly_notices(bundled, options, limit):
     """Mean absolute change of the log-likelihood of a held-out token, in nats."""
     model, ids = bundled

@@ -45,7 +45,8 @@ def test_no_value_is_off_by_more_than_half_a_step(bits, dim, scale, shift):
     assert codes.max().item() < 2**bits
     assert step.dtype == low.dtype == torch.float16
     error = (dequantize(codes, step, low) - x).abs()
-    assert (error <= step.float() / 2 + x.abs().max() * 3e-7).all()  # the last term is the rounding of fp32 itself
+    # The last term is the rounding of fp32 itself.
+    assert (error <= step.float() / 2 + x.abs().max() * 3e-7).all()
 
 
 def test_a_constant_block_is_exact_to_fp16():
@@ -77,7 +78,8 @@ def test_keys_with_an_outlier_channel_want_a_scale_a_channel():
     assert token > 5 * channel
     turned = k @ hadamard(64)
     back = dequantize(*quantize(turned, 4, 3)) @ hadamard(64)
-    assert (back - k)[..., others].pow(2).mean().sqrt() < 0.6 * token  # rotation helps who has one scale per token
+    # Rotation helps who has one scale per token.
+    assert (back - k)[..., others].pow(2).mean().sqrt() < 0.6 * token
 
 
 @pytest.mark.parametrize("D", [2, 4, 12, 32, 96, 128])
@@ -95,7 +97,7 @@ def test_the_rotation_is_orthogonal_symmetric_and_spreads(D):
 
 @pytest.mark.parametrize("options", [
     {"bits": 8}, {"bits": 4}, {"bits": 2}, {"k_bits": 8, "v_bits": 4}, {"bits": 4, "rotate": "hadamard"},
-], ids=str)  # fmt: skip
+], ids=str)
 def test_bytes_are_what_the_bits_say(model, options):
     """Packed codes, fp16 scales, the exact rest: equal to the formula after every single token."""
     cache, ids = new(model, 2, **options), random_ids(0, 2, 30)
@@ -104,7 +106,8 @@ def test_bytes_are_what_the_bits_say(model, options):
         assert cache.nbytes == costs.cache_bytes("quantized", model.config, i + 1, 2, 4, **SMALL, **options)
     for codes, name in zip(zip(*(layer.codes for layer in cache), strict=True), ("k_bits", "v_bits"), strict=True):
         bits = options.get(name, options.get("bits"))
-        assert sum(x.nbytes for x in codes) == 24 * 2 * 3 * 2 * 32 * bits // 8  # tokens · rows · L · Hk · D
+        # Tokens · rows · L · Hk · D.
+        assert sum(x.nbytes for x in codes) == 24 * 2 * 3 * 2 * 32 * bits // 8
 
 
 def test_the_defaults_are_8_bits_groups_of_32_and_32_exact_tokens(model):
@@ -203,7 +206,8 @@ def test_truncate_forgets_and_leaves_the_rest_alone(model, keep):
     prefill(model, more, cache, start_pos=keep)
     assert cache.length == keep + 9
     for layer, (k, _) in zip(cache, before, strict=True):
-        kept = min(keep, 16)  # what was quantized is still the same; the exact rest may have been quantized since
+        # What was quantized is still the same; the exact rest may have been quantized since.
+        kept = min(keep, 16)
         assert torch.equal(layer.dense()[0][:, :, :kept], k[:, :, :kept])
 
 
@@ -215,7 +219,8 @@ def test_a_guess_within_rollback_leaves_no_trace(model):
         room, plain = cache.sizes.max_rollback, cache.fork()
         assert 1 <= room <= 7
         guess = verify_draft(model, ids[:, i + 1 : i + 1 + room], cache, start_pos=i + 1)
-        for n in range(1, room + 1):  # plain decoding sees nothing in codes that the guess saw exactly
+        # Plain decoding sees nothing in codes that the guess saw exactly.
+        for n in range(1, room + 1):
             assert gap(decode(model, ids[:, i + n : i + n + 1], plain, start_pos=i + n), guess[:, n - 1]) < 1e-4
         plain.truncate(i + 1)
         cache.truncate(i + 1)
@@ -274,7 +279,7 @@ def test_more_bits_are_nearer_to_the_exact_answer(model):
 @pytest.mark.parametrize("options", [
     {"bits": 3}, {"bits": 16}, {"k_bits": 5}, {"v_bits": -1}, {"group": 0}, {"residual": -1}, {"rotate": "random"},
     {"group": 2.5}, {"bits": "4"},
-], ids=str)  # fmt: skip
+], ids=str)
 def test_options_that_make_no_sense_are_refused(model, options):
     with pytest.raises(CacheError, match=r"expected|implemented"):
         make_cache("quantized", model.config, **options)

@@ -241,7 +241,7 @@ def test_the_first_append_is_checked_too(model, kind):
 @pytest.mark.parametrize("kind", sorted(CACHES))
 @pytest.mark.parametrize("v", [
     zeros(1), zeros(3).double(), zeros(3, Hk=1), zeros(3, B=2),
-], ids=["T", "dtype", "Hk", "B"])  # fmt: skip
+], ids=["T", "dtype", "Hk", "B"])
 def test_values_that_differ_from_their_keys_are_refused(model, kind, v):
     """A slab broadcasts one token over three, cat promotes, and a file of bytes shifts everything behind it."""
     cache = make_cache(kind, model.config, capacity=32)
@@ -530,7 +530,7 @@ def test_an_empty_cache_knows_how_many_rows_it_was_made_for(model, kind):
     (("nonsense", 5), "no cache is called"), (("paged", 5, {"pagesize": 4}), "no option pagesize"),
     (("quantized", 5, {"bits": 3}), "bits is 3"), (("dict", -5), "tokens is -5"), (("dict", 2.5), "tokens is 2.5"),
     (("batch", 5, {"of": "batch"}), "of is 'batch'"), (("quantized", 5, {"last": -1}), "last is -1"),
-], ids=str)  # fmt: skip
+], ids=str)
 def test_costs_of_nonsense_are_refused(model, arguments, match):
     kind, tokens, options = (*arguments, {})[:3]
     with pytest.raises(CacheError, match=match):

@@ -45,7 +45,7 @@ KINDS = [
     ("dict", {}), ("static", {}), ("growing", {}), ("paged", {"page": 3}), ("offloaded", {}),
     ("sliding", {"window": 5}), ("sliding", {"window": 5, "sinks": 2}),
     ("quantized", {"bits": 2, "group": 4, "residual": 0}),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("kind", "options"), KINDS, ids=str)

@@ -202,7 +202,8 @@ def test_offloaded_layers_are_bit_equal_to_the_dict_cache(model, to, tmp_path):
             near.truncate(position)
     for a, b in zip(far, near, strict=True):
         assert torch.equal(a.state()["key"], b["key"])
-        assert a.like.untyped_storage().nbytes() == a.like.nbytes  # not a view that keeps a whole chunk near
+        # Not a view that keeps a whole chunk near.
+        assert a.like.untyped_storage().nbytes() == a.like.nbytes
     assert list(tmp_path.iterdir()) == []  # a file without a name
 
 
@@ -213,7 +214,7 @@ def test_a_single_layer_reads_ahead_only_what_is_written(to):
     one = Config.from_dict({
         "vocab_size": 11, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 512,
-    })  # fmt: skip
+    })
     interval, generator = sys.getswitchinterval(), torch.Generator().manual_seed(0)
     sys.setswitchinterval(1e-6)  # the other thread gets its turn between any two bytecodes
     try:
@@ -249,7 +250,7 @@ def test_a_full_disk_is_an_error_that_truncate_mends(model, monkeypatch):
 
 MIX = [("dict", {}), ("static", {}), ("growing", {}), ("paged", {"page": 3}), ("sliding", {"window": 7}),
        ("sliding", {"window": 5, "sinks": 2}), ("quantized", {"bits": 4, "group": 4, "residual": 2}),
-       ("offloaded", {})]  # fmt: skip
+       ("offloaded", {})]
 
 
 def solo(model, seed, kind, options, length):
@@ -268,7 +269,8 @@ def test_rows_of_mixed_kinds_equal_their_solo_runs(model, lengths):
         logits = prefill(model, ids, batch, batch.length) if T > 1 else decode(model, ids, batch, batch.length)
         for b, row in enumerate(rows):
             alone = prefill(model, ids[b : b + 1], row, row.length)
-            tolerance = 0.02 if MIX[b][0] == "quantized" else TOLERANCE  # a last bit may turn a code into its neighbour
+            # A last bit may turn a code into its neighbour.
+            tolerance = 0.02 if MIX[b][0] == "quantized" else TOLERANCE
             assert gap(logits[b : b + 1], alone) <= tolerance, (step, MIX[b])
     assert torch.as_tensor(batch.length).tolist() == [n + 11 for n in lengths] or batch.length == lengths[0] + 11
     assert batch.nbytes == sum(row.nbytes for row in rows)

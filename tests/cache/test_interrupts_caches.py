@@ -16,8 +16,9 @@ CAPACITY, B = 24, 2
 CONFIG = Config.from_dict({
     "vocab_size": 11, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 4, "max_position_embeddings": CAPACITY,
-})  # fmt: skip
-KINDS = {kind: {} for kind in CACHES} | {  # small enough that all of them copy, grow, round and forget on the way
+})
+# Small enough that all of them copy, grow, round and forget on the way.
+KINDS = {kind: {} for kind in CACHES} | {
     "paged page=3": {"page": 3},
     "paged page=4 pages=20": {"page": 4, "pages": 20},
     "prefix page=4 pages=20": {"page": 4, "pages": 20},

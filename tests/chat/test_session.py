@@ -227,7 +227,7 @@ def random_qwen3(folder):
     fields = nanokv.Config.from_folder(folder / "0.6B").to_dict() | {
         "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
         "num_key_value_heads": 1, "head_dim": 16,
-    }  # fmt: skip
+    }
     torch.manual_seed(0)
     model = nanokv.Qwen3(nanokv.Config.from_dict(fields)).eval()
     for p in model.parameters():
@@ -495,7 +495,7 @@ def test_roles_cover_every_cached_token(loaded):
 
 @pytest.mark.parametrize(("begin", "runs"), [
     ("", "ua"), ("<|im_start|>system\nYou are Qwen.\nBe kind.<|im_end|>\n", "sua"),
-])  # fmt: skip
+])
 def test_what_a_template_adds_before_the_first_message_is_the_systems(loaded, begin, runs):
     """Qwen2.5's and SmolLM2's templates have a system message of their own."""
     model, tokenizer = loaded
@@ -599,7 +599,7 @@ def test_a_wrong_setting_is_refused_before_any_work(loaded):
     session = Session(*loaded, max_new_tokens=8)
     for settings, words in (({"temperature": -1}, "temperature is -1"), ({"max_new_tokens": 0}, "max_new_tokens is 0"),
                             ({"stop": [""]}, "stop strings must be"), ({"top_k": 0.5}, "top_k is 0.5"),
-                            ({"nonsense": 1}, "has no argument 'nonsense'")):  # fmt: skip
+                            ({"nonsense": 1}, "has no argument 'nonsense'")):
         for call in (partial(session.ask, "hi"), partial(session.stream, "hi"), partial(Session, *loaded)):
             with pytest.raises(NanoKVError, match=words):
                 call(**settings)

@@ -79,7 +79,7 @@ def test_with_chat_a_prompt_is_a_message(cli, loaded, tmp_path):
     data, out = requests("system", stop=["zq"], id="mine"), tmp_path / "out.jsonl"
     messages = {"messages": [{"role": "user", "content": "system"}], "stop": ["zq"], "id": "mine"}
     (raw,), (chat,), (asked,) = (cli("-", "-q", *flags, stdin=given)[1] for flags, given in
-                                 (((), data), (("--chat",), data), ((), jsonl(messages))))  # fmt: skip
+                                 (((), data), (("--chat",), data), ((), jsonl(messages))))
     assert choice(chat)["token_ids"] == choice(asked)["token_ids"] != choice(raw)["token_ids"]
     assert (chat["object"], raw["object"], chat["id"]) == ("chat.completion", "text_completion", "mine")
     cli("-", "--chat", "-o", out, stdin=data)
@@ -160,10 +160,10 @@ def test_errors_are_told_with_their_line_and_the_others_go_on(cli, tmp_path):
         (b'{"prompt": "x", "id": -Infinity}', "-Infinity is no"), (b'{"prompt": "x", "temperature": NaN}', "NaN is no"),
         (b'{"prompt": "x", "id": ' + b"[" * 90 + b"]" * 90 + b"}", "nested more than 64 levels"),
         (b'{"prompt": "x", "id": ' + b"[" * 90_000, "not JSON"),
-    ]  # fmt: skip
+    ]
     path = tmp_path / "in.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" + requests("system") + b"\r\n\n" + b"\n".join(line for line, _ in bad) + b"\n"
-                     + requests("user").strip())  # fmt: skip
+                     + requests("user").strip())
     code, rows, err = cli(path, "-n", 2)
     assert code == 2 and [row["line"] for row in rows] == [1, *range(4, 4 + len(bad)), 4 + len(bad)]
     assert "error" not in rows[0] and "error" not in rows[-1]
@@ -281,7 +281,7 @@ def test_control_tokens_are_refused_wherever_a_template_might_print_them(cli):
         plain | {"tool_calls": [{"function": {"name": evil}}]},
         plain | {"tool_calls": [{"function": {"name": "f", "arguments": {"x": [evil]}}}]},
         plain | {"tool_calls": [{"function": {"name": "f", "arguments": {evil: 1}}}]}, plain | {evil: 1},
-    ]  # fmt: skip
+    ]
     user = {"role": "user", "content": "and?"}
     code, rows, err = cli("-", "-n", 2, stdin=jsonl(*({"messages": [message, user]} for message in [plain, *bad])))
     assert code == 2 and "error" not in rows[0]
@@ -304,7 +304,7 @@ def test_a_replayed_call_is_one_request_whatever_names_and_forms_it_has(cli, tin
                        "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}, user]}
         for content in ("", None) for thought in ("reasoning_content", "reasoning", "thinking")
         for arguments in ({"x": "é"}, '{"x": "é"}', '{"x":"\\u00e9"}')
-    ]  # fmt: skip
+    ]
     _, rows, err = cli("-", "-n", 2, "-m", folder, stdin=jsonl(*lines))
     answers = {(row["usage"]["prompt_tokens"], tuple(choice(row)["token_ids"])) for row in rows}
     assert len(rows) == 18 and len(answers) == 1, err

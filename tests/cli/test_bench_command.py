@@ -47,7 +47,7 @@ def test_what_the_command_says_becomes_a_measurement(endless_small, monkeypatch)
     """Load = all until the object came, without what its own clocks say of the answer."""
     runner = Command(*endless_small, [])
     answer = {"timings": {"ttft_s": 0.5, "prefill_tok_s": 40.0, "decode_tok_s": 20.0},
-              "usage": {"prompt_tokens": 19, "completion_tokens": 5}}  # fmt: skip
+              "usage": {"prompt_tokens": 19, "completion_tokens": 5}}
     asked = []
     monkeypatch.setattr(runner, "answered", lambda prompt, words, began: asked.append(words) or (answer, 3.0))
     for seed in range(3):
@@ -89,11 +89,11 @@ def test_through_the_command_stands_beside_the_rows_of_the_bench(cli, monkeypatc
     code, out, err = cli(
         "bench", "-m", "small-random", "--dtype", "fp32", "--contexts", "24", "--steps", "3", "--repeat", "1",
         "--weights", "fast", "--caches", "static", "--threads", "1", "--through", "cli", "--json",
-    )  # fmt: skip
+    )
     assert (code, err) == (0, "")
     found = json.loads(out)
     assert [(row["engine"], row["weights"], row["cache"]) for row in found["rows"]] == [
-        ("nanokv", "fast", "static"), ("nanokv generate", "fast", "static")]  # fmt: skip
+        ("nanokv", "fast", "static"), ("nanokv generate", "fast", "static")]
     own, through = found["rows"]
     (beside,) = found["through"]
     assert beside["prompt_tokens"] == 24 and beside["load_s"] > 0.1 > 0 < beside["ttft_s"]

@@ -80,7 +80,7 @@ def test_jsonl_is_lossless(talk, tiny_folder):
         "kind": "growing", "tokens": session.cache.length,
         "used_bytes": costs.kv_bytes(session.model.config, session.cache.length, 1, 4),
         "bytes": costs.cache_bytes("growing", session.model.config, session.cache.length, 1, 4),
-    }  # fmt: skip
+    }
     assert all(value >= 0 for value in last["timings"].values())
 
 
@@ -171,7 +171,7 @@ class Said:
         self.messages = [{}] * messages
         self.cache = SimpleNamespace(length=3)
         self.last = Turn(**{"new": 14, "reused": 1200, "out": 8, "ttft": 0.021, "tok_s": 310.4, "finish_reason": "stop",
-                            "kv_used": 96_768, "kv_bytes": 147_456, "cached": 21} | turn)  # fmt: skip
+                            "kv_used": 96_768, "kv_bytes": 147_456, "cached": 21} | turn)
 
 
 def show(capsys, said, cut=3, thinking="show", markdown=False, **turn):

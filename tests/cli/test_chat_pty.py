@@ -104,7 +104,8 @@ def test_status_line_counts_new_and_reused_tokens_and_measured_bytes(fresh, tiny
 
     counts = f"  {expected.new:,} new + {expected.reused:,} reused → {expected.out:,} out · first token "
     assert shown.startswith(counts)
-    used, held = expected.kv_bytes, 128 * expected.kv_bytes // expected.cached  # the growing cache has 128 slots
+    # The growing cache has 128 slots.
+    used, held = expected.kv_bytes, 128 * expected.kv_bytes // expected.cached
     assert shown.endswith(f" · cache {expected.cached}/512 · {bytes_text(used)} ({bytes_text(held)} reserved)")
     assert expected.reused > 0
     fresh.see(r"context ▕[^▏].* [1-9]\d? %")
@@ -234,7 +235,8 @@ def test_long_paste_folds_counts_tokens_and_unfolds(fresh):
     fresh.send("\x1bp")
     fresh.see(r"^  l17$")
     fresh.send("\x03")
-    fresh.paste("x\n\ny")                                # a short one stays as it is, and is not sent line by line
+    # A short one stays as it is, and is not sent line by line.
+    fresh.paste("x\n\ny")
     fresh.see(r"> x\n\n  y|> x\n +\n  y")
     fresh.send("\x03")
 
@@ -354,7 +356,8 @@ WRONG_ARGUMENTS = {
 def test_a_wrong_argument_is_one_line_and_the_chat_goes_on(fresh):
     for line, told in WRONG_ARGUMENTS.items():
         fresh.clear()
-        fresh.paste(line)                                # not typed: 5,000 digits would be drawn one by one
+        # Not typed: 5,000 digits would be drawn one by one.
+        fresh.paste(line)
         fresh.send("\r")
         fresh.see(r"^error: " + told)
         fresh.see(r"(?s)\A>.*^> *$")
@@ -442,7 +445,8 @@ def test_save_and_load_with_cache_and_refusal_of_another_models(fresh, tmp_path)
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     fresh.ask("/clear", "empty")
     fresh.ask(f"/load {file}", rf"loaded 1 turn · cache of {cached} tokens")
-    fresh.ask("/retry", r"^  1 new \+ [1-9]\d reused")     # without its cache every token would be new
+    # Without its cache every token would be new.
+    fresh.ask("/retry", r"^  1 new \+ [1-9]\d reused")
     mine = lines(file)[0]["fingerprint"]
     file.write_text(file.read_text().replace(mine, "0123456789abcdef"))
     fresh.ask("/clear", "empty")
@@ -477,7 +481,8 @@ def test_save_asks_before_it_replaces_a_file(fresh, tmp_path):
     file = tmp_path / "notes.txt"
     file.write_text("mine")
     fresh.clear()
-    fresh.send(f"/save {file}\r/set top_k 5\r")         # the second line is no answer to the question
+    # The second line is no answer to the question.
+    fresh.send(f"/save {file}\r/set top_k 5\r")
     fresh.see(r"notes\.txt would be replaced\. Go on\? y/N *$")
     fresh.send("n\n")
     fresh.see(r"notes\.txt would be replaced; nothing was written\nhint: --force, or another name")
@@ -514,7 +519,8 @@ def test_ctrl_c_keeps_the_half_answer_and_the_chat_and_resume_goes_on(start, lon
     chat.send("\x03")
     waited = chat.see(r"\[interrupted · /continue or /retry\]")
     assert waited < 1.0, f"Ctrl-C was answered after {waited:.2f} s"
-    chat.send("\x03")                                    # the second half of a double press: swallowed
+    # The second half of a double press: swallowed.
+    chat.send("\x03")
     chat.see(READY)
     assert "Ctrl-C again" not in chat.text
     (path,) = sessions(tmp_path)
@@ -657,10 +663,12 @@ def test_ctrl_c_sends_nothing_that_was_typed_ahead(talker, tmp_path):
     talker.send("the second\r/clear\rthird\r")
     talker.send("\x03")
     talker.see(r"\[interrupted · /continue or /retry\]")
-    talker.see(r"^> the second\n  /clear\n  third$")     # in the prompt, to be sent or taken away by hand
+    # In the prompt, to be sent or taken away by hand.
+    talker.see(r"^> the second\n  /clear\n  third$")
     pause(talker, 0.6)
     assert users(tmp_path) == ["Tell me everything."]
-    talker.send("\r")                                   # a command is not sent to the model as text by the way
+    # A command is not sent to the model as text by the way.
+    talker.send("\r")
     talker.see(r"line 2 is /clear, a command\. Send it to the model as text\? y/N *$")
     talker.send("n\n")
     talker.see(r"y/N n\n> the second\n  /clear\n  third$")
@@ -687,7 +695,8 @@ def test_an_error_sends_nothing_that_was_typed_ahead(talker, tmp_path):
     talker.see(r"(?s)no command /nosuch\n.*> more$")
     pause(talker, 0.3)
     assert users(tmp_path) == ["Tell me everything."]
-    talker.send("of it")                                 # the Enter after "more" is kept: two lines, not "moreof it"
+    # The Enter after "more" is kept: two lines, not "moreof it".
+    talker.send("of it")
     talker.see(r"> more\n  of it$")
 
 

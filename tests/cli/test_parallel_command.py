@@ -56,7 +56,7 @@ def test_torchrun_says_it_too():
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port),
-               "-m", "nanokv", *GREEDY]  # fmt: skip
+               "-m", "nanokv", *GREEDY]
     done = subprocess.run(command, env=environment(), capture_output=True, timeout=120)
     assert done.returncode == 0 and done.stdout == run_cli(*GREEDY).stdout
 
@@ -68,7 +68,7 @@ def test_torchrun_says_it_too():
     (("bench", "--tensor-parallel", "2", "--against", "transformers"), b"--against with --tensor-parallel"),
     (("serve", "--tensor-parallel", "2", "--prefill-worker"), b"leave one of them out"),
     (("generate", "Hi", "--tensor-parallel", "0"), b"--tensor-parallel"),
-])  # fmt: skip
+])
 def test_what_does_not_go_is_refused_before_anything_starts(words, said):
     began = time.monotonic()
     done = run_cli(*words)
@@ -80,7 +80,7 @@ def test_what_does_not_go_is_refused_before_anything_starts(words, said):
 def test_rank_0_speaks_before_torchrun_ends_it(number, waits, monkeypatch, capsys):
     """The agent ends all ranks when the first one fails, and only rank 0 is heard."""
     for name, value in {"RANK": number, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1",
-                        "TORCHELASTIC_RUN_ID": "x"}.items():  # fmt: skip
+                        "TORCHELASTIC_RUN_ID": "x"}.items():
         monkeypatch.setenv(name, value)
     slept = []
     monkeypatch.setattr(ranks.time, "sleep", slept.append)
@@ -106,7 +106,7 @@ def said_with(*flags) -> dict:
     loading.load_model(
         options.model_options(args, options.speed_options(args)), options.cache_options(args),
         options.output_options(args), said,
-    )  # fmt: skip
+    )
     return said.found
 
 
@@ -114,7 +114,7 @@ def said_with(*flags) -> dict:
     (("--cache", "sliding:window=8"), ["--cache"]), (("--dtype", "bfloat16"), ["--dtype", "the dtype"]),
     (("--context", "64"), ["--context"]), (("--speculate", "ngram"), ["--speculate"]), (("--beams", "2"), ["--beams"]),
     (("--length-penalty", "0"), ["--length-penalty"]), (("--temperature", "1"), []), (("--threads", "2"), []),
-], ids=lambda flags: flags[0] if flags else "")  # fmt: skip
+], ids=lambda flags: flags[0] if flags else "")
 def test_flags_that_change_what_a_rank_computes_are_compared(flags, differ):
     """A rank with another cache gave fluent answers that were wrong."""
     one, two = said_with(), said_with(*flags)
@@ -124,7 +124,7 @@ def test_flags_that_change_what_a_rank_computes_are_compared(flags, differ):
 @pytest.mark.parametrize("flags", [
     ("--requests", "4"), ("--quality",), ("--through", "cli"), ("--weights", "plain,int8"), ("--contexts", "8,x"),
     ("-m", "smollm2-135m-random"),
-])  # fmt: skip
+])
 def test_what_bench_measures_in_one_process_is_refused_by_name(flags, cli):
     code, out, err = cli("bench", "--tensor-parallel", "2", *flags)
     assert (code, out) == (2, "") and (flags[0] in err or "num_attention_heads 9" in err)
@@ -144,7 +144,8 @@ def test_bench_on_two_ranks_reads_half_of_the_bytes_on_each_and_prints_once():
 @pytest.mark.slow
 @pytest.mark.parametrize("after", [0.2, 1.5, 4.0])
 def test_a_rank_that_is_killed_ends_the_command(after):
-    process = spawn_cli("chat", "-q", "--tensor-parallel", "2", stdin=subprocess.PIPE)  # waits for its user
+    # Waits for its user.
+    process = spawn_cli("chat", "-q", "--tensor-parallel", "2", stdin=subprocess.PIPE)
     ranks = ranks_of(process)
     time.sleep(after)
     ranks[-1].send_signal(signal.SIGKILL)

@@ -34,7 +34,8 @@ from weights_loader.gguf_file import read_gguf
 
 pytestmark = pytest.mark.slow
 
-PROSE = Path(__file__).parents[1] / "facts" / "prose.txt"  # the notebooks' own text of one day, so that figures stay
+# The notebooks' own text of one day, so that figures stay.
+PROSE = Path(__file__).parents[1] / "facts" / "prose.txt"
 QUESTIONS = (
     "What is the capital of France?", "What is the chemical symbol for water?", "How many days are in a week?",
     "What is 1 + 1?", "What color is the sky on a clear day?", "Who wrote Romeo and Juliet?", "What is a KV cache?",
@@ -49,7 +50,7 @@ QUESTIONS = (
     "Write one sentence about cats.", "What is the square root of 81?", "Which ocean is the largest?", "What is DNA?",
     "How many continents are there?", "What language is spoken in Brazil?", "Reverse the word 'stone'.",
     "What do bees make?", "What is the first letter of the alphabet?", "Why do we sleep?", "Thank you!",
-)  # fmt: skip
+)
 
 
 @pytest.fixture(scope="module")
@@ -172,7 +173,7 @@ def unequal(facts, tokenizer) -> list[str]:
 
 def test_ids_of_2000_texts_are_those_of_llama_cpp(facts, tokenizer):
     wrong = [(text, tokenizer.encode(text), ids)
-             for text, ids in zip(SPELLED, facts["spelled"], strict=True) if tokenizer.encode(text) != ids]  # fmt: skip
+             for text, ids in zip(SPELLED, facts["spelled"], strict=True) if tokenizer.encode(text) != ids]
     assert wrong == [] and unequal(facts, tokenizer) == [] and len(texts()) == 2_000
 
 
@@ -228,7 +229,8 @@ def test_answers_to_50_questions_are_those_of_transformers(request, form, loaded
     answers = nanokv.generate_ragged(model, asked, max_new_tokens=16)
     longest = max(map(len, asked)) + 16
     rows = [prompt + answer for prompt, answer in zip(asked, answers, strict=True)]
-    ids = torch.tensor([row + [2] * (longest - len(row)) for row in rows])  # causal: what follows a row changes nothing
+    # Causal: what follows a row changes nothing.
+    ids = torch.tensor([row + [2] * (longest - len(row)) for row in rows])
     with torch.inference_mode():
         hidden = reference.model(ids, use_cache=False).last_hidden_state
         for row, prompt, answer, states in zip(rows, asked, answers, hidden, strict=True):
@@ -338,7 +340,7 @@ def page(file, tmp_path_factory):
     path = tmp_path_factory.mktemp("page") / "trace.html"
     result = run_cli("trace", "What is the capital of France?", "-m", file, "-n", "6", "--layers", "0,29", "-o", path,
                      "--threads", "1", "--repeat", "1", "--no-uncached", timeout=500,
-                     env={"NANOKV_CACHE": os.environ["NANOKV_CACHE"]})  # fmt: skip
+                     env={"NANOKV_CACHE": os.environ["NANOKV_CACHE"]})
     assert result.returncode == 0 and result.stdout.decode().strip() == str(path), result.stderr
     return path
 

@@ -56,7 +56,7 @@ def steps(monkeypatch):
     ["generate", PROMPT, "-n", "8", "-t", "0", "--cache", "paged"],
     ["chat", "-n", "6", "-t", "0"],
     ["batch", "-", "-n", "6", "-t", "0"],
-], ids=" ".join)  # fmt: skip
+], ids=" ".join)
 def test_kernels_are_what_runs_and_answer_as_the_plain_model_does(cli, steps, tiny_folder, argv):
     lines = {"chat": b"Who are you?\nAnd I?\n", "batch": b'{"prompt": "Once"}\n{"prompt": "My name"}\n'}
     model = [] if "-m" in argv else ["-m", tiny_folder]
@@ -113,7 +113,7 @@ def plan(**changes):
     ([], {"config": SimpleNamespace(experts=True)}, building.State(True), "plain (no kernels for experts)"),
     ([], {}, building.State(False, "no C++ compiler"), "plain (no C++ compiler)"),
     ([], {}, building.State(False, "kernels are not built", missing=True), "plain (kernels are not built)"),
-], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
+], ids=lambda value: value if isinstance(value, str) else "")
 def test_the_banner_says_what_runs_and_why(monkeypatch, flags, changes, state, text):
     monkeypatch.setattr(building, "state", lambda: state)
     monkeypatch.setattr(building, "begin", lambda: pytest.fail("NANOKV_KERNELS=explicit: no build in the background"))
@@ -250,7 +250,8 @@ def test_starts_at_the_same_time_build_once_out_of_sight_and_leave_no_zombie(pla
     assert session != os.getsid(0) and terminal == 0 and nice == 19
     place.go.touch()
     until(lambda: building.state().ready)
-    until(lambda: not list(place.folder.glob("building-*")))  # the library has its name before the folder goes
+    # The library has its name before the folder goes.
+    until(lambda: not list(place.folder.glob("building-*")))
     assert len(place.runs()) == 1
 
     def no_child():
@@ -268,11 +269,13 @@ def test_a_build_that_is_killed_leaves_nothing_half(place):
     place.script(f"for last; do :; done; echo half > \"$last\"; {place.wait}{place.copy}")
     building.begin()
     until(place.runs)
-    os.kill(int(place.runs()[0].rsplit(")", 1)[1].split()[1]), signal.SIGKILL)  # the parent of the compiler
+    # The parent of the compiler.
+    os.kill(int(place.runs()[0].rsplit(")", 1)[1].split()[1]), signal.SIGKILL)
     assert not list(place.folder.glob("*.so")) and building.state().missing
     place.script(place.copy)
     until(lambda: building.begin() or building.state().ready)
-    until(lambda: not list(place.folder.glob("building-*")))  # the library has its name before the folder goes
+    # The library has its name before the folder goes.
+    until(lambda: not list(place.folder.glob("building-*")))
     assert native.built()
 
 
@@ -305,7 +308,7 @@ def test_no_compiler_no_place_and_off_start_nothing(place, monkeypatch, tmp_path
         ("CXX", "no-such-compiler", "no C++ compiler"), ("CXX", "g++ 'oops", "no kernels"),
         ("NANOKV_KERNELS", "off", "NANOKV_KERNELS=off"), ("NANOKV_KERNELS", "explicit", "kernels are not built"),
         ("NANOKV_CACHE", str(tmp_path / "cxx"), "no place to keep kernels"),
-    ):  # fmt: skip
+    ):
         with monkeypatch.context() as here:
             here.setenv(name, value)
             assert speed.choose(plan(), parsed("x").model.speed, lambda fusing: True).text == f"plain ({why})"

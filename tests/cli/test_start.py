@@ -38,7 +38,7 @@ def test_a_start_reads_each_file_once_and_imports_no_compiler(tiny_folder, argv)
     done = subprocess.run(
         [sys.executable, "-c", COUNT, *argv, "-m", str(tiny_folder)], input=b"Hi\n", env=environment(), check=True,
         capture_output=True, timeout=120,
-    )  # fmt: skip
+    )
     code, opened, heavy = json.loads(done.stderr.splitlines()[-1])
     expected = {path.name for path in tiny_folder.glob("*.json")} - {"special_tokens_map.json"}
     assert code == 0 and opened == dict.fromkeys(expected, 1) and heavy == []

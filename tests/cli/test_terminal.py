@@ -139,7 +139,7 @@ def test_closed_streams_do_not_crash(monkeypatch):
     ("count", "text"),
     [(0, "0 B"), (999, "999 B"), (1000, "1.00 kB"), (96_768, "96.8 kB"), (999_999, "1.00 MB"), (114_688, "115 kB"),
      (1_192_099_840, "1.19 GB"), (15.03e9, "15.0 GB")],
-)  # fmt: skip
+)
 def test_byte_counts_are_decimal_with_three_digits(count, text):
     assert bytes_text(count) == text
 

@@ -171,7 +171,7 @@ WRONG = {
     "model": 5, "fingerprint": ["a"], "system": 7, "kv": "../other.kv", "settings": "hot",
     "settings.stop": 5, "settings.temperature": "warm", "settings.top_k": 1.5, "settings.seed": 2**64,
     "settings.top_p": 2.5, "settings.min_p": True,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", WRONG)

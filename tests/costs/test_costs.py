@@ -16,7 +16,8 @@ from nanokv.inference import decode, prefill
 from nanokv.model import Qwen3
 from oracle import SHAPES, pair, random_ids
 
-TABLE = {  # parameters, bf16 KV bytes per token, GiB of KV at 32,768 tokens; billions as on the model cards
+# Parameters, bf16 KV bytes per token, GiB of KV at 32,768 tokens; billions as on the model cards.
+TABLE = {
     "0.6B": (596_049_920, 114_688, 3.5, 0.596),
     "1.7B": (1_720_574_976, 114_688, 3.5, 1.721),
     "4B": (4_022_468_096, 147_456, 4.5, 4.022),
@@ -69,7 +70,8 @@ def test_0_6b_by_hand(qwen3_files):
 def test_parameters_equal_the_modules_of_any_config(config):
     with torch.device("meta"):
         model = Qwen3(config)
-    assert costs.parameters(config) == sum(p.numel() for p in model.parameters())  # a tied head counts once
+    # A tied head counts once.
+    assert costs.parameters(config) == sum(p.numel() for p in model.parameters())
     layer = model.layers[0]
     assert costs.layer_parameters(config) == sum(p.numel() for p in layer.parameters())
     assert costs.attention_parameters(config) == sum(p.numel() for p in layer.self_attn.parameters())

@@ -15,7 +15,16 @@ from cli_helpers import environment, run_cli
 from nanokv import costs
 from nanokv.cache.options import KINDS
 from nanokv.config import Config
-from nanokv.costs.memory import FAMILY, MIXTURES, Estimate, binary, decimal, most_tokens, parse_rate, parse_size
+from nanokv.costs.memory import (
+    FAMILY,
+    MIXTURES,
+    Estimate,
+    binary,
+    decimal,
+    most_tokens,
+    parse_rate,
+    parse_size,
+)
 from nanokv.errors import CacheError, NanoKVError
 
 pytestmark = pytest.mark.sampled
@@ -24,7 +33,7 @@ SMALL = {
     "model_type": "qwen3", "vocab_size": 99, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128,
     "tie_word_embeddings": True, "torch_dtype": "bfloat16",
-}  # fmt: skip
+}
 
 
 @pytest.fixture
@@ -97,7 +106,7 @@ def test_check_allocates_every_cache(cli, small):
 
 
 @pytest.mark.parametrize("cache", ["paged:page=7", "quantized:k_bits=8:v_bits=4:group=16:residual=0",
-                                   "sliding:window=9:sinks=2", "batch:of=quantized:bits=2", "static"])  # fmt: skip
+                                   "sliding:window=9:sinks=2", "batch:of=quantized:bits=2", "static"])
 def test_check_with_options(cli, small, cache):
     assert cli("memory", small, "--context", 75, "--batch", 2, "--cache", cache, "--check")[0] == 0
 
@@ -121,7 +130,7 @@ def test_the_names_and_options_are_those_of_make_cache():
     "paged:pool=3", "prefix:pool=none", "batch:of=5", "batch:of=batch", "batch:of=paged:pool=1", "prefix:salt=5",
     "offloaded:folder=5", "quantized:bits=8.0", "quantized:k_bits=false", "sliding:window=-1", "paged:pages=1.5",
     "offloaded:to=tape", "batch:of=static:page=3", "quantized:rotate=2", "paged:page=true",
-])  # fmt: skip
+])
 @pytest.mark.parametrize("command", ["memory", "generate"])
 def test_both_commands_refuse_the_same_options_before_any_work(cli, monkeypatch, small, command, text):
     """`small` has no weights: a `generate` that did not look first would complain about them."""
@@ -145,11 +154,12 @@ def test_a_program_may_pass_a_pool_but_nothing_else_as_one():
 
 @given(st.sampled_from(list(FAMILY)), st.sampled_from(["float32", "bfloat16"]), st.integers(1, 9),
        st.integers(1, 50_000), st.integers(0, 1 << 38),
-       st.sampled_from(["dict", "static", "growing", "paged", "sliding"]))  # fmt: skip
+       st.sampled_from(["dict", "static", "growing", "paged", "sliding"]))
 @settings(max_examples=60, deadline=None)
 def test_what_fits_fits_and_one_more_does_not(name, dtype, batch, context, size, kind):
     estimate = Estimate(name, FAMILY[name], dtype, context, batch, kind)
-    assume(estimate.cached(context, 1) > 0)  # a window of one token keeps nothing, and any number fits
+    # A window of one token keeps nothing, and any number fits.
+    assume(estimate.cached(context, 1) > 0)
     rows, tokens = estimate.max_batch(size), estimate.max_context(size)
     room = size - estimate.weights
     assert rows == 0 or estimate.cached(context, rows) <= room
@@ -178,7 +188,8 @@ def test_a_link_by_hand(cli):
     assert found["break_even_flops_per_second"] == pytest.approx(flops / found["seconds"])
     assert [row["model"] for row in found["family"]] == list(FAMILY | MIXTURES)
     mixture = found["family"][-1]
-    experts = 48 * (2048 * 128 * (32 + 4) * 2 + 8 * 3 * 2048 * 768 + 2048 * 128)  # 8 of 128, and the router
+    # 8 of 128, and the router.
+    experts = 48 * (2048 * 128 * (32 + 4) * 2 + 8 * 3 * 2048 * 768 + 2048 * 128)
     assert mixture["prefill_flops"] == (
         2 * experts * 8192 + 4 * 48 * 32 * 128 * (8192 * 8193 // 2) + 2 * 151_936 * 2048
     )
@@ -204,13 +215,13 @@ def test_the_figures_of_the_docs_are_those_of_the_command(cli):
     for row in quoted:
         assert " ".join(row.replace("|", "").split()) in " ".join(out.split())
     for flags, figures in ((["--cache", "quantized:bits=4"], ("355.9 MB", "469.2 TFLOP/s")),
-                           (["--link", "400Gb/s"], ("1.208 GB", "5.530 PFLOP/s"))):  # fmt: skip
+                           (["--link", "400Gb/s"], ("1.208 GB", "5.530 PFLOP/s"))):
         out = cli("memory", "Qwen/Qwen3-8B", "--context", 8192, "--link", "10Gb/s", *flags)[1]
         assert all(figure in out and figure in text for figure in figures)
 
 
 @pytest.mark.parametrize("cache", ["quantized:bits=4", "sliding:window=100", "paged:page=7", "static",
-                                   "sliding:window=1"])  # fmt: skip
+                                   "sliding:window=1"])
 def test_what_is_sent_is_what_the_cache_holds(cli, cache):
     """Codes as codes, a window as a window; no empty slot, and no division by nothing."""
     _, out, _ = cli("memory", "Qwen/Qwen3-0.6B", "--context", 1000, "--cache", cache, "--link", "1GB/s", "--json")
@@ -224,13 +235,13 @@ def test_what_is_sent_is_what_the_cache_holds(cli, cache):
 @pytest.mark.parametrize(("text", "rate"), [
     ("10Gb/s", 1.25e9), ("10 Gbit/s", 1.25e9), ("100Gbps", 1.25e10), ("1.25GB/s", 1.25e9), ("900MB/s", 9e8),
     ("64b/s", 8.0),
-])  # fmt: skip
+])
 def test_rates(text, rate):
     assert parse_rate(text) == pytest.approx(rate)
 
 
 @pytest.mark.parametrize("text", ["10", "10G", "10GB", "Gb/s", "-1Gb/s", "0Gb/s", "1e9b/s", "10gb/s",
-                                  "9" * 400 + "Gb/s"])  # fmt: skip
+                                  "9" * 400 + "Gb/s"])
 def test_speeds_that_are_none_are_refused(text):
     with pytest.raises(NanoKVError, match="is not the speed of a link") as raised:
         parse_rate(text)
@@ -265,7 +276,7 @@ def test_ambiguous_sizes_are_refused(text):
     (["Qwen/Qwen3-0.6B", "--cache", "quantized:bits=3"], "bits is 3"),
     (["Qwen/Qwen3-0.6B", "--fits", "lots"], "'lots' is not an amount"),
     (["Qwen/Qwen3-0.6B", "--link", "10G"], "'10G' is not the speed of a link"),
-])  # fmt: skip
+])
 def test_refusals(cli, argv, message):
     code, out, err = cli("memory", *argv, "--offline")
     assert (code, out) == (2, "") and message in err and len(err.splitlines()) <= 2
@@ -287,7 +298,7 @@ def test_plot(cli, tmp_path):
     (114_688, "114,688 B", "112 KiB"), (1_192_099_840, "1.192 GB", "1.110 GiB"), (0, "0 B", "0 B"),
     (15_032_385_536, "15.03 GB", "14.00 GiB"), (999_999, "999,999 B", "976.6 KiB"), (10**15, "1.000 PB", "909.5 TiB"),
     (9_999_600_000, "10.00 GB", "9.313 GiB"), (2**30, "1.074 GB", "1.000 GiB"),
-])  # fmt: skip
+])
 def test_number_texts(count, ten, two):
     assert (decimal(count), binary(count)) == (ten, two)
 

@@ -180,7 +180,8 @@ def test_a_padded_cache_is_copied_only_when_a_row_ends(models, alone, monkeypatc
 def test_what_a_padded_cache_cannot_do_is_refused(models, tmp_path):
     config = models[1].config
     cache = PaddedCache(make_cache("dict", config, 2), [3, 0])
-    with pytest.raises(UnsupportedError, match="saved"):  # the file would not say where the padding is
+    # The file would not say where the padding is.
+    with pytest.raises(UnsupportedError, match="saved"):
         cache.save(tmp_path / "cache")
     with pytest.raises(UnsupportedError, match="same column"):
         cache.truncate([2, 2])
@@ -309,7 +310,8 @@ def test_chunks_bound_the_peak_memory():
         )
         assert done.returncode == 0, done.stderr
         peak, *values = done.stdout.split()
-        peaks[chunk] = int(peak) * (1 if sys.platform == "darwin" else 1024)  # ru_maxrss: bytes there, kB elsewhere
+        # ru_maxrss: bytes there, kB elsewhere.
+        peaks[chunk] = int(peak) * (1 if sys.platform == "darwin" else 1024)
         logits[chunk] = torch.tensor([float(value) for value in values])
     assert gap(logits[0], logits[256]) <= TOLERANCE
     assert peaks[0] > 100e6  # otherwise nothing was measured

@@ -50,7 +50,7 @@ def reference_beams(reference, ids, beams, new, eos, **options):
             ids, attention_mask=torch.ones_like(ids), num_beams=beams, num_return_sequences=beams, max_new_tokens=new,
             do_sample=False, eos_token_id=eos or None, pad_token_id=0, return_dict_in_generate=True, output_scores=True,
             **options,
-        )  # fmt: skip
+        )
     answers = []
     for row, value in zip(out.sequences[:, ids.shape[1] :].tolist(), out.sequences_scores.tolist(), strict=True):
         end = next((i + 1 for i, token in enumerate(row) if token in eos), len(row))
@@ -119,7 +119,7 @@ def test_one_beam_equals_transformers_for_every_penalty(models, penalty, early_s
                 ids, attention_mask=torch.ones_like(ids), num_beams=1, do_sample=False, max_new_tokens=16,
                 eos_token_id=eos or None, pad_token_id=0, return_dict_in_generate=True, output_scores=True,
                 repetition_penalty=penalty,
-            )  # fmt: skip
+            )
             steps = reference.compute_transition_scores(out.sequences, out.scores, normalize_logits=True)
         tokens = out.sequences[0, ids.shape[1] :].tolist()
         (beam,) = beam_search(model, ids, 1, 16, eos_token_ids=eos, **options)
@@ -214,7 +214,7 @@ def test_who_says_nothing_gets_four_beams_of_64_tokens():
     assert defaults(BeamGeneration) == search
     assert defaults(beam_search) == ANSWER | search | {
         "num_return": 1, "cache": None, "repetition_penalty": 1.0, "chunk": None
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize(
@@ -312,7 +312,8 @@ def test_a_beam_that_nobody_takes_to_its_end_is_forgotten(models):
     taken = [next(answer).token for _ in range(4)]
     answer.finish("loop")
     assert list(answer) == [] and answer.tokens == taken and {layer.length for layer in cache} == {9 + 3}
-    window = make_cache("sliding", model.config, window=4)  # cannot go back: empty rather than another text
+    # Cannot go back: empty rather than another text.
+    window = make_cache("sliding", model.config, window=4)
     answer = BeamGeneration(model, ids, window, max_new_tokens=12, eos_token_ids=[], beams=3)
     next(answer)
     answer.finish("loop")
@@ -426,7 +427,8 @@ def test_beams_that_do_not_fit_into_memory_are_refused(capsys, monkeypatch, tiny
     from nanokv.apps.cli.common import loading
 
     no_stdin(monkeypatch)
-    each = 512  # 2 layers · 2 (K, V) · 2 heads · 16 · 4 bytes at least: 40 tokens are more than 20 kB
+    # 2 layers · 2 (K, V) · 2 heads · 16 · 4 bytes at least: 40 tokens are more than 20 kB.
+    each = 512
     monkeypatch.setattr(loading, "available_memory", lambda device: 100 * each)
     monkeypatch.setattr(loading, "check_memory", lambda plan, available, flags=None: None)
     assert main(["generate", "x", "-m", str(tiny_folder), "-n", "40", "--beams", "9"]) == 2

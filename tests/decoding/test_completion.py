@@ -50,11 +50,11 @@ OWN = {
     "chat": ["turn", "timings", "cache", "seed"], "generate": ["timings", "cache", "seed"],
     "generate --raw": ["timings", "cache", "seed"], "beams": ["timings", "cache", "seed"],
     "batch": ["timings", "seed", "request"], "batch, a prompt": ["timings", "seed", "request"],
-}  # fmt: skip
+}
 TIMINGS = {
     "chat": [], "generate": ["load_s"], "generate --raw": ["load_s"], "beams": ["load_s", "total_s"],
     "batch": ["queue_s", "total_s", "preemptions"], "batch, a prompt": ["queue_s", "total_s", "preemptions"],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -109,7 +109,7 @@ def test_the_same_question_has_the_same_answer_in_every_command(answers, tiny_fo
     flags = {
         "a stop string": ["--stop", text_of(whole)[3:5]], "no stop string": ["--stop", "zz"],
         "context": ["--context", whole["usage"]["prompt_tokens"] + 3], "no thinking": ["--thinking", "off"],
-    }.get(case, [])  # fmt: skip
+    }.get(case, [])
     chat, generate, batch = (answers(name, *flags, folder=folder) for name in ("chat", "generate", "batch"))
     assert len(choice(generate)["logprobs"]["content"]) == chat["usage"]["completion_tokens"]
     generate["choices"][0]["logprobs"] = None  # the others keep none
@@ -136,7 +136,7 @@ def test_what_was_drawn_has_its_seed(answers):
         ("length", "", ("length", None)), ("context", "", ("length", "context")), ("loop", "", ("length", "loop")),
         ("interrupted", "", ("length", "interrupted")), ("cancelled", "", ("length", "cancelled")),
     ],
-)  # fmt: skip
+)
 def test_reasons_are_openais_with_ours_beside_them(reason, stop_string, expected):
     found = completion.choice({"text": "x"}, [1], reason, stop_string)
     assert (found["finish_reason"], found["stop_reason"]) == expected
@@ -220,7 +220,7 @@ def test_an_output_of_the_first_release_is_resumed_in_one_shape(cli, monkeypatch
     assert first["timings"] == {
         "ttft_s": 0.008317, "prefill_tok_s": 1144.31, "decode_tok_s": 338.07, "queue_s": 0.000452, "total_s": 0.014233,
         "preemptions": 0,
-    }  # fmt: skip
+    }
     before = out.read_bytes()
     code, _, err = cli("batch", source, "-o", out, "-m", tiny_folder, "-n", "3")
     assert code == 0 and "3 of them before" in err and out.read_bytes() == before

@@ -10,7 +10,14 @@ import nanokv.decoding.generation as module
 from nanokv.cache import make_cache
 from nanokv.config import GenerationConfig
 from nanokv.decoding import batching
-from nanokv.decoding.generation import Generation, LoopGuard, SamplingParams, StopStrings, TextStream, generate
+from nanokv.decoding.generation import (
+    Generation,
+    LoopGuard,
+    SamplingParams,
+    StopStrings,
+    TextStream,
+    generate,
+)
 from nanokv.errors import CapacityError, ContextError, GenerationError
 from nanokv.inference import prefill_chunk
 from nanokv.text.tokenizer import Tokenizer
@@ -54,9 +61,9 @@ class Counter:
         self.prefills, self.decodes = [], []
         real_prefill, real_decode = module.prefill, module.decode
         monkeypatch.setattr(module, "prefill", lambda m, x, c, start_pos: (
-            self.prefills.append(x.shape[1]), real_prefill(m, x, c, start_pos))[1])  # fmt: skip
+            self.prefills.append(x.shape[1]), real_prefill(m, x, c, start_pos))[1])
         monkeypatch.setattr(module, "decode", lambda m, x, c, start_pos: (
-            self.decodes.append(start_pos), real_decode(m, x, c, start_pos))[1])  # fmt: skip
+            self.decodes.append(start_pos), real_decode(m, x, c, start_pos))[1])
 
 
 @pytest.mark.parametrize("seed", range(32))
@@ -195,7 +202,7 @@ def test_ids_may_be_a_list_or_a_tensor(model):
     ([], "empty"), (torch.zeros(1, 0, dtype=torch.long), "empty"), ([1, V], "id 151 at position 1 .* 0 … 150"),
     ([-1], "id -1 at position 0"), ([1.0], "position 0 .* float"), ([True], "position 0 .* bool"),
     (torch.zeros(2, 3, dtype=torch.long), r"\(2, 3\)"), (torch.zeros(3), "float32"),
-])  # fmt: skip
+])
 def test_prompts_that_cannot_be_fed(model, ids, words):
     """At the call, not at the first token."""
     with pytest.raises(GenerationError, match=words):
@@ -204,7 +211,7 @@ def test_prompts_that_cannot_be_fed(model, ids, words):
 
 @pytest.mark.parametrize("values", [{"max_new_tokens": 0}, {"max_new_tokens": -3}, {"max_new_tokens": 2.5},
                                     {"seed": 2**64}, {"seed": 1.5}, {"temperature": -1}, {"top_p": 2.0},
-                                    {"top_k": -2}])  # fmt: skip
+                                    {"top_k": -2}])
 def test_bad_values_raise_at_the_call(model, values):
     with pytest.raises(GenerationError, match=f"{next(iter(values))} is {next(iter(values.values()))!r}"):
         generate(model, [1], **values)
@@ -453,7 +460,7 @@ def shown(tokenizer, text, stop=(), **kwargs):
     ("x\n\nUser: y", ["\nUser:", "\n\nUser:"], "x"),
     ("END", "END", ""),
     ("abc", [], "abc"),
-])  # fmt: skip
+])
 def test_stop_strings_across_tokens_never_show(tokenizer, text, stop, expected):
     """Every byte is a token here, so each stop string spans several."""
     stream, _, script = shown(tokenizer, text, stop)
@@ -488,7 +495,7 @@ def test_eos_and_control_tokens_have_no_text(tokenizer):
     ("a<eo<eos>b", ["<eos>"], "a<eo"), ("a<eo<eos>b<eos>", ["o<eos>b"], "a<e"),
     ("<eos>b", ["<eos>"], ""), ("日<eos>本", ["日<eos>"], ""), ("hello world<eos>", ["world<eos>"], "hello "),
     ("ab<eos>cd", ["bc"], "abcd"), ("a<eos>b", ["<eos>c"], "ab"), ("a<eos>", ["<eos>c"], "a"),
-])  # fmt: skip
+])
 def test_a_stop_string_may_name_control_tokens(tokenizer, text, stop, expected):
     """Where transformers' generate(stop_strings=…) stops, at the same token; the control tokens are not shown."""
     stream, _, script = shown(tokenizer, text, stop)
@@ -587,7 +594,7 @@ def test_who_says_nothing_gets_64_greedy_tokens():
 
 @pytest.mark.parametrize(("name", "tokens"), [
     ("Qwen/Qwen3-0.6B", 512), ("Qwen/Qwen3-1.7B", 128), ("Qwen/Qwen3-32B", 64),
-])  # fmt: skip
+])
 def test_a_chunk_is_as_long_as_one_product_may_take(name, tokens):
     """At most 8 GFLOP for gate and up together, but never so few rows that reading the weights decides."""
     from nanokv.costs.memory import FAMILY

@@ -19,7 +19,8 @@ from nanokv.engine import Engine
 from nanokv.engine.prefilled import taken
 from oracle import pair, random_ids
 
-SAMPLE, MANY = 12, 25  # points of each scenario in `make test` and in `make check`; all in `make night`
+# Points of each scenario in `make test` and in `make check`; all in `make night`.
+SAMPLE, MANY = 12, 25
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +29,7 @@ def model():
     return pair(
         seed=3, num_hidden_layers=2, hidden_size=16, intermediate_size=16, head_dim=8, vocab_size=31,
         max_position_embeddings=64,
-    )[1].double()  # fmt: skip
+    )[1].double()
 
 
 def prompt(seed: int, tokens: int) -> list[int]:
@@ -67,7 +68,8 @@ class EngineSteps:
     def call(self, state):
         engine, requests, _, handed = state
         for _ in range(200):
-            if len(requests[2].tokens) >= 2:  # three, where a step that was interrupted had drawn one
+            # Three, where a step that was interrupted had drawn one.
+            if len(requests[2].tokens) >= 2:
                 engine.cancel(requests[2])
             if engine.idle:
                 return
@@ -325,7 +327,7 @@ SCENARIOS = {
     "engine": EngineSteps, "prefilled": EnginePrefilled, "stream": EngineStream, "cancel": EngineCancel,
     "generate": Answer, "generate on pages": AnswerOnPages, "prompt lookup": Lookup,
     "draft model": Drafted, "beams": Beams, "session": Conversation, "session with guesses": GuessedConversation,
-}  # fmt: skip
+}
 NAMES = pytest.mark.parametrize("name", SCENARIOS)
 
 
@@ -377,7 +379,8 @@ def test_real_signals_at_any_moment(model):
     undisturbed, presses, runs = steps.go_on(steps.fresh()), 0, 0
 
     def press(_, frame):
-        if armed and frame.f_code.co_filename != __file__:  # what the test itself holds in its hands would be lost
+        # What the test itself holds in its hands would be lost.
+        if armed and frame.f_code.co_filename != __file__:
             raise KeyboardInterrupt
 
     before, moments = signal.signal(signal.SIGALRM, press), random.Random(0)

@@ -57,7 +57,7 @@ def logits_of(kind, seed=0, rows=4):
     ("top_k", [1, 2, 20, V - 1, V, V + 1, 10**9], TopKLogitsWarper),
     ("top_p", [0.0, 1e-9, 0.1, 0.5, 0.95, 0.999999, 1.0], TopPLogitsWarper),
     ("min_p", [0.0, 1e-9, 0.05, 0.5, 0.999, 1.0], MinPLogitsWarper),
-])  # fmt: skip
+])
 def test_each_step_equals_transformers(kind, name, values, reference):
     for value, seed in itertools.product(values, range(5)):
         x = logits_of(kind, seed)
@@ -82,7 +82,7 @@ def test_the_whole_chain_draws_what_transformers_draws(kind, dtype):
     """Same order of steps, same fp32, same use of the random stream: equal tokens for 200 seeded draws."""
     steps = {"temperature": 0.7, "top_k": 30, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.4}
     chain = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.4), TemperatureLogitsWarper(0.7),
-                                 TopKLogitsWarper(30), TopPLogitsWarper(0.9), MinPLogitsWarper(0.02)])  # fmt: skip
+                                 TopKLogitsWarper(30), TopPLogitsWarper(0.9), MinPLogitsWarper(0.02)])
     generator = torch.Generator().manual_seed(11)
     ours, theirs, previous = [], [], torch.tensor([[1, 2, 2, 50]] * 4)
     with torch.random.fork_rng():
@@ -128,7 +128,7 @@ def test_frequencies_follow_the_distribution():
     ("top_k", 1.5), ("top_p", 1.01), ("top_p", -0.1), ("top_p", float("nan")),
     ("min_p", 1.1), ("min_p", -1e-9), ("repetition_penalty", 0.0), ("repetition_penalty", -1.0), ("top_p", None),
     ("repetition_penalty", float("inf")),
-])  # fmt: skip
+])
 def test_values_out_of_range_are_named(name, value):
     with pytest.raises(GenerationError) as caught:
         sample(logits_of("normal"), **{name: value})
@@ -140,7 +140,7 @@ EDGES = {
     "repetition_penalty": (1e-6, 1e6), "seed": (-(2**63), 2**64 - 1), "max_new_tokens": (1, 2**63 - 1),
     "max_ngram": (1, 2**63 - 1), "tokens": (1, 2**63 - 1), "layers": (1, 2**63 - 1),
     "top_logprobs": (0, 2**63 - 1),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", sorted(RANGES))

@@ -20,7 +20,15 @@ from nanokv.cache import CACHES, PagePool, make_cache
 from nanokv.chat.session import Session
 from nanokv.decoding.generation import Generation, SamplingParams, TextStream, generate
 from nanokv.decoding.sample import probabilities
-from nanokv.decoding.speculative import Draft, DraftModel, EarlyExit, PromptLookup, Speculation, first_layers, speculate
+from nanokv.decoding.speculative import (
+    Draft,
+    DraftModel,
+    EarlyExit,
+    PromptLookup,
+    Speculation,
+    first_layers,
+    speculate,
+)
 from nanokv.errors import CapacityError, ContextError, GenerationError
 from nanokv.inference import prefill, score, verify_draft
 from nanokv.loading import load
@@ -34,7 +42,7 @@ CAPACITY = 64
 TIGHT = {  # caches that go on losing something: small enough that it happens in a short test
     "sliding": {"window": 20}, "quantized": {"bits": 4, "group": 4, "residual": 6}, "paged": {"page": 4},
     "prefix": {"page": 4},
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -251,7 +259,7 @@ def test_no_more_than_max_new_tokens_and_no_guess_that_could_not_be_used(model, 
 
 @pytest.mark.parametrize(("name", "options"), [
     ("static", {}), ("paged", {"page": 4, "pages": 5}), ("prefix", {"page": 4, "pages": 5}),
-])  # fmt: skip
+])
 def test_guesses_never_overflow_the_cache(model, name, options):
     for length in (1, 5, 18, 19, 20):
         ids = prompt(10, length)
@@ -288,7 +296,8 @@ def test_a_pool_that_others_emptied_still_gives_its_last_page(model):
     prefill(model, [prompt(1, 16)], other)
     tokens = speculate(model, ids, Scripted(ids + expected, wrong=0, tokens=12), cache, max_new_tokens=9)
     got = [next(tokens)]
-    prefill(model, [prompt(1, 5)], other, 16)  # 6 pages of 8 are gone now, and the cache has the other two
+    # 6 pages of 8 are gone now, and the cache has the other two.
+    prefill(model, [prompt(1, 5)], other, 16)
     assert len(pool.free) == 0
     got.append(next(tokens))
     assert got == expected[:2] and tokens.report.rounds == [(0, 0)] and cache.length == 8
@@ -378,7 +387,7 @@ def test_should_stop_is_read_between_the_tokens_of_a_run(model):
     (lambda m: speculate(m, [1], DraftModel(pair(vocab_size=60)[1])), "has 60 tokens, the model's 151"),
     (lambda m: speculate(m, [], PromptLookup()), "empty"),
     (lambda m: speculate(m, [1], PromptLookup(), top_p=3.0), "top_p is 3.0"),
-])  # fmt: skip
+])
 def test_wrong_values_raise_at_the_call(model, make, words):
     with pytest.raises(GenerationError, match=words):
         make(model)
@@ -399,7 +408,7 @@ def test_the_counts_are_those_of_the_forwards(model, monkeypatch):
     for name in ("verify_draft", "decode"):
         real = getattr(module, name)
         monkeypatch.setattr(module, name, lambda m, x, c, start_pos, real=real: (
-            forwards.append(x.shape[1]), real(m, x, c, start_pos))[1])  # fmt: skip
+            forwards.append(x.shape[1]), real(m, x, c, start_pos))[1])
     tokens = speculate(model, ids, Scripted(ids + expected, wrong=0.4), max_new_tokens=31)
     report = tokens.report
     assert list(tokens) == expected and forwards == [proposed + 1 for proposed, _ in report.rounds]
@@ -414,7 +423,7 @@ def test_a_draft_model_computes_what_its_cache_does_not_hold(model, monkeypatch)
     for name in ("prefill_chunks", "decode"):
         real = getattr(module, name)
         monkeypatch.setattr(module, name, lambda m, x, c, start_pos, real=real, **more: (
-            fed.append((start_pos, len(x[0]))), real(m, x, c, start_pos=start_pos, **more))[1])  # fmt: skip
+            fed.append((start_pos, len(x[0]))), real(m, x, c, start_pos=start_pos, **more))[1])
     draft = DraftModel(model, tokens=3)
 
     def guess(ids, count):
@@ -422,7 +431,8 @@ def test_a_draft_model_computes_what_its_cache_does_not_hold(model, monkeypatch)
 
     first = guess(ids, 3)
     assert fed == [(0, 6), (6, 1), (7, 1)]
-    guess(ids + first[:1] + [first[1] ^ 1, 5], 2)  # the second guess was wrong, and a token came with the check
+    # The second guess was wrong, and a token came with the check.
+    guess(ids + first[:1] + [first[1] ^ 1, 5], 2)
     assert fed[3:] == [(7, 2), (9, 1)]
 
 
@@ -478,7 +488,7 @@ def four_words():
     shape = {
         "vocab_size": 4, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2,
         "num_key_value_heads": 1, "head_dim": 8, "initializer_range": 0.5,
-    }  # fmt: skip
+    }
     return pair(seed=2, num_hidden_layers=2, **shape)[1], pair(seed=9, num_hidden_layers=1, **shape)[1]
 
 
@@ -499,12 +509,12 @@ FILTERS = {"temperature": 1.4, "top_k": 3, "top_p": 0.9, "repetition_penalty": 1
 
 @pytest.mark.parametrize(("kind", "values"), [
     ("draft", {"temperature": 1.0}), ("early-exit", FILTERS), ("lookup", FILTERS),
-], ids=["draft", "early-exit", "lookup"])  # fmt: skip
+], ids=["draft", "early-exit", "lookup"])
 def test_whole_answers_follow_the_target(four_words, kind, values):
     """600 answers of four tokens each through models, cache, filters and rule, against the enumeration."""
     target, small = four_words
     draft = {"draft": lambda: DraftModel(small), "early-exit": lambda: EarlyExit(target, 1),
-             "lookup": lambda: PromptLookup(max_ngram=1)}[kind]()  # fmt: skip
+             "lookup": lambda: PromptLookup(max_ngram=1)}[kind]()
     ids, counts, accepted, proposed = [0, 1, 2, 3, 0], torch.zeros(64), 0, 0
     for seed in range(600):
         tokens = speculate(target, ids, draft, max_new_tokens=4, seed=seed, eos_token_ids=[], **values)
@@ -531,7 +541,7 @@ def test_a_stop_string_inside_a_run_and_a_second_turn(tiny_folder):
     model, tokenizer = load(tiny_folder)
     plain = Session(model, tokenizer, params={"max_new_tokens": 24})
     ours = Session(model, tokenizer, params={"max_new_tokens": 24},
-                   make_generation=partial(Speculation, draft=DraftModel(model)))  # fmt: skip
+                   make_generation=partial(Speculation, draft=DraftModel(model)))
     for words in ("Once upon a time", "And then?"):
         assert plain.ask(words) == ours.ask(words) and plain.last.ids == ours.last.ids
         assert plain.cached_ids == ours.cached_ids and ours.cache.length == len(ours.cached_ids)
@@ -573,7 +583,7 @@ def test_the_flag_changes_the_work_and_not_the_text(cli, tiny_folder):
     ("ngarm", "did you mean ngram[:N]?"), ("ngram:0", "whole number"), ("early-exit:x", "'x' is not a whole number"),
     ("early-exit:99", "an early exit after 99 of"), ("draft:/nowhere/model", "/nowhere/model"),
     ("draft:", "draft:MODEL"),
-])  # fmt: skip
+])
 def test_a_wrong_flag_is_named(cli, how, words):
     code, out, err = cli("--speculate", how)
     assert (code, out) == (2, "") and err.startswith("nanokv: error: ") and words in err

@@ -81,7 +81,8 @@ def test_sampled_answers_equal_their_solo_runs(model):
     engine.run()
     for i, request in enumerate(requests):
         assert request.tokens == alone(model, prompt(i, 6 + i), max_new_tokens=14, seed=i, **SAMPLED)
-    assert engine.metrics.preemptions > 0 and all_free(engine)  # a preempted one continues its own random numbers
+    # A preempted one continues its own random numbers.
+    assert engine.metrics.preemptions > 0 and all_free(engine)
 
 
 REQUESTS = st.lists(
@@ -101,7 +102,8 @@ REQUESTS = st.lists(
 @settings(max_examples=25, deadline=None)
 def test_random_arrivals_in_tiny_pools(exact_model, plan, slots, page_size, step_tokens, max_running):
     """Every greedy answer is the solo one, or a beginning of it when it was cancelled; no page is lost."""
-    pages = 2 * slots // page_size + 2  # 18 … 36 slots: a request may need 31, so at most one or two fit at a time
+    # 18 … 36 slots: a request may need 31, so at most one or two fit at a time.
+    pages = 2 * slots // page_size + 2
     engine = Engine(exact_model, pages=pages, page_size=page_size, step_tokens=step_tokens, max_running=max_running)
     arrivals, step = sorted(enumerate(plan), key=lambda item: item[1][0]), 0
     requests = {}
@@ -194,13 +196,14 @@ def test_who_says_nothing_gets_64_greedy_tokens_of_a_pool_of_256_pages():
     assert defaults(Engine.submit) == ANSWER | SAMPLING | {
         "seed": None, "salt": "", "top_logprobs": 0, "constrain": None, "on_token": None,
         "prefilled": None,
-    }  # fmt: skip
+    }
 
 
 def test_a_step_feeds_as_many_tokens_as_a_long_prompts_chunk(model):
     """One prefill policy; `nanokv serve` alone has another."""
     assert Engine(model).scheduler.step_tokens == prefill_chunk(model) == 512
-    assert Engine(model, max_running=600).scheduler.max_running == 600  # and never fewer than requests run
+    # And never fewer than requests run.
+    assert Engine(model, max_running=600).scheduler.max_running == 600
 
 
 def test_an_answer_that_the_context_ends_needs_no_pages_for_more(model):
@@ -359,7 +362,8 @@ def test_times_are_those_of_the_clock(model):
     request = engine.submit(prompt(0, 5), max_new_tokens=4)
     engine.run()
     metrics = request.metrics()
-    assert metrics["queue_s"] == 1 and metrics["ttft_s"] == 2  # step 2, 3 and 4 read the clock once each, the end once
+    # Step 2, 3 and 4 read the clock once each, the end once.
+    assert metrics["queue_s"] == 1 and metrics["ttft_s"] == 2
     assert metrics["total_s"] == request.finished and math.isclose(metrics["token_s"], (request.finished - 2) / 3)
     assert (metrics["prompt_tokens"], metrics["new_tokens"], metrics["preemptions"]) == (5, 4, 0)
 
@@ -559,7 +563,7 @@ def test_any_error_of_one_request_ends_only_that_one(model, monkeypatch, wrong):
     ({"salt": None}, "salt is None"), ({"salt": 5}, "salt is 5"), ({"on_token": "print"}, "on_token is 'print'"),
     ({"eos_token_ids": 1.5}, "eos_token_ids is 1.5"), ({"eos_token_ids": [1.5]}, "eos_token_ids is"),
     ({"eos_token_ids": "2"}, "eos_token_ids is '2'"), ({"salt": "\ud800"}, "salt is"),
-])  # fmt: skip
+])
 def test_a_wrong_argument_is_refused_at_submit_and_poisons_nothing(model, wrong, message):
     engine = Engine(model, pages=64, page_size=4)
     with pytest.raises(GenerationError, match=message):

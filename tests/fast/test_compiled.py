@@ -132,10 +132,11 @@ def test_generate_and_beams_run_on_it(traced):
     prompt = ids[0, :21].tolist()
     expected = list(nanokv.generate(model, prompt, max_new_tokens=30, eos_token_ids=[]))
     assert list(nanokv.generate(fast, prompt, cache=fast.make_cache(), max_new_tokens=30, eos_token_ids=[])) == expected
-    assert list(nanokv.generate(fast, prompt, max_new_tokens=30, eos_token_ids=[])) == expected  # a dict cache
+    # A dict cache.
+    assert list(nanokv.generate(fast, prompt, max_new_tokens=30, eos_token_ids=[])) == expected
     caches = make_cache("static", model.config, capacity=CAPACITY), fast.make_cache()
     beams = [nanokv.beam_search(m, prompt, 3, 6, eos_token_ids=[], cache=c)[0]
-             for m, c in zip((model, fast), caches, strict=True)]  # fmt: skip
+             for m, c in zip((model, fast), caches, strict=True)]
     assert beams[0].ids == beams[1].ids and len(beams[0].ids) == 6
     assert len(fast.compiles) == len(set(fast.compiles))
 
@@ -173,7 +174,7 @@ def test_overflow_is_refused_before_anything_is_written(traced):
         prefill(fast, ids[:, :3], cache, 98)
     assert cache.length == 98
     assert all(torch.equal(layer.keys, k) and torch.equal(layer.values, v)
-               for layer, (k, v) in zip(cache, before, strict=True))  # fmt: skip
+               for layer, (k, v) in zip(cache, before, strict=True))
 
 
 @pytest.mark.parametrize("start_pos", [0, 4, 6])
@@ -221,7 +222,7 @@ def test_optimize_refuses_both_at_once():
     ({"capacity": 0}, "capacity is 0"), ({"capacity": 1.5}, "capacity is 1.5"), ({"batch_size": 0}, "batch_size is 0"),
     ({"buckets": ()}, "buckets is empty"), ({"buckets": (16, -1)}, "a bucket is -1"),
     ({"capacity": 100_000}, "more than the model's 512 positions"), ({"backend": "inducter"}, "'inducter' is not one"),
-])  # fmt: skip
+])
 def test_sizes_are_checked(sizes, says):
     with pytest.raises((ConfigError, CapacityError), match=says):
         Compiled(small()[0], **{"capacity": 10, "backend": "eager"} | sizes)
@@ -246,7 +247,7 @@ def test_a_recorded_step_reads_its_inputs_and_keeps_no_result(monkeypatch):
     monkeypatch.setattr(compiled, "cuda_graph", repeated)
     slab = torch.zeros(4)
     step = Recorded(lambda tokens, positions, slabs: tokens * 10 + positions + slabs[0], torch.tensor(1),
-                    torch.tensor(2), [slab])  # fmt: skip
+                    torch.tensor(2), [slab])
     first = step(torch.tensor(3), torch.tensor(4))
     slab += 0.5
     assert step(torch.tensor(5), torch.tensor(6)).tolist() == [56.5] * 4
@@ -259,7 +260,7 @@ def test_each_cache_has_a_recording_of_its_own(traced, monkeypatch):
     recordings = []
     monkeypatch.setattr(compiled, "cuda_graph", lambda step: recordings.append(step) or repeated(step))
     monkeypatch.setattr(Compiled, "run", lambda self, tokens, start, cache, slabs: self.replay(
-        tokens.clone(), torch.arange(start, start + 1), cache[0], slabs))  # fmt: skip
+        tokens.clone(), torch.arange(start, start + 1), cache[0], slabs))
     caches = [fast.make_cache(), fast.make_cache()]
     for start in range(4):
         for cache in caches:
@@ -366,7 +367,7 @@ def test_the_gpu_script_finds_every_fault():
         "parity": {"gap": 1e-6, "compiles": [16, 1]}, "attention": [{"call": "x", "kernel": "flash", "gap": 1e-3}],
         "offload": [{"context": 8, "equal": True}], "rows": [{"runner": "nanokv compiled static", "tok_s": 1.0}],
         "ranks": [{"ranks": 1}, dict(RANKS, ranks=2)],
-    }  # fmt: skip
+    }
     assert gpu.faults(good) == []
     broken = {"runner": "nanokv compiled static", "batch": 1, "context": 8, "failed": "an illegal memory access"}
     for name, value, says in (
@@ -378,7 +379,7 @@ def test_the_gpu_script_finds_every_fault():
         ("ranks", [dict(RANKS, gap=float("nan"))], "2 ranks: off by nan"),
         ("ranks", [dict(RANKS, summed_bytes=9)], "9 bytes in all_reduce, by formula 8"),
         ("ranks", [{"ranks": 4, "failed": "NCCL: unhandled system error"}], "4 ranks: NCCL: unhandled"),
-    ):  # fmt: skip
+    ):
         (fault,) = gpu.faults(good | {name: value})
         assert says in fault
 

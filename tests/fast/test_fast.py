@@ -73,7 +73,7 @@ def code(request, monkeypatch):
 @pytest.mark.parametrize("changes", [
     {}, {"num_key_value_heads": 4}, {"num_key_value_heads": 1}, {"num_attention_heads": 6, "num_key_value_heads": 2},
     {"tie_word_embeddings": False}, {"attention_bias": True}, {"head_dim": 8}, {"hidden_size": 72, "head_dim": 20},
-])  # fmt: skip
+])
 def test_fp32_is_equal_on_every_shape(code, changes):
     model, ids = small(**changes)
     expected = run(model, ids, make_cache("dict", model.config))
@@ -506,7 +506,8 @@ def test_int4_takes_the_best_of_its_scales():
     naive = ((x / plain).round().clamp(-8, 7) * plain - x).square().sum()
     assert error < naive
     codes, scale = weights.quantize_int4(torch.tensor([56.0] + [0.0] * 31))
-    assert codes.tolist() == [0] + [8] * 31 and scale == -7  # 8 · 7 would be as near: the first of equals
+    # 8 · 7 would be as near: the first of equals.
+    assert codes.tolist() == [0] + [8] * 31 and scale == -7
     zeros, scale = weights.quantize_int4(torch.zeros(1, 1, 32))
     assert bool((zeros == 8).all()) and scale == 1
 
@@ -517,7 +518,7 @@ def test_int4_takes_the_best_of_its_scales():
 @needs_kernels
 @pytest.mark.parametrize(("B", "H", "Hk", "T", "S", "D"), [
     (1, 4, 2, 70, 70, 64), (2, 4, 2, 33, 100, 128), (1, 2, 2, 200, 333, 32), (1, 3, 1, 5, 64, 16), (1, 8, 2, 1, 65, 48),
-])  # fmt: skip
+])
 def test_flash_attention(B, H, Hk, T, S, D):
     if not KERNELS.has_flash(D):
         pytest.skip("this processor does not multiply bf16")
@@ -574,7 +575,8 @@ def test_decode_attention_over_scattered_pages(dtype, G):
             keys[at, :, : part.stop - part.start], values[at, :, : part.stop - part.start] = k[:, part], v[:, part]
     pages = Pages(keys, values, lengths, table)
     y, expected = attended(pages, torch.randn(4, Hk * G, D, generator=g), Hk, dtype, dense)
-    assert gap(y, expected) <= (1e-5 if dtype == torch.float32 else 2e-5)  # sums in fp32 over the very same bf16 values
+    # Sums in fp32 over the very same bf16 values.
+    assert gap(y, expected) <= (1e-5 if dtype == torch.float32 else 2e-5)
 
 
 def attended(pages, q, Hk, dtype, dense):
@@ -586,7 +588,7 @@ def attended(pages, q, Hk, dtype, dense):
     layer = native.Layer(
         nothing.struct, identity.struct, nothing.struct, down.struct, *[ones.data_ptr()] * 4, H, Hk, D, 1e-6,
         native.FORMATS[dtype],
-    )  # fmt: skip
+    )
     x, scratch = torch.zeros(B, H * D), q.clone()
     where = ctypes.byref(native.pages_struct(pages))
     KERNELS.after_cache(ctypes.byref(layer), x.data_ptr(), B, scratch.data_ptr(), where)
@@ -722,7 +724,8 @@ def test_a_step_is_one_call_until_somebody_listens(name, monkeypatch):
         assert calls == 1 and difference < 2e-5, where.__name__
 
 
-STRETCHED = {"yarn": Yarn(factor=4.0, original_max_position_embeddings=128)}  # cos and sin have a factor
+# Cos and sin have a factor.
+STRETCHED = {"yarn": Yarn(factor=4.0, original_max_position_embeddings=128)}
 
 
 @needs_kernels
@@ -903,7 +906,8 @@ def test_half_a_file_is_noticed_before_it_is_mapped(fresh, copying, kept):
     whole = path.read_bytes()
     native.library.cache_clear()
     assert native.library()[0] and fresh.runs() == 1  # found again
-    os.replace(shutil.copy(path, path.with_suffix(".part")), path)  # another file: this process has mapped the first
+    # Another file: this process has mapped the first.
+    os.replace(shutil.copy(path, path.with_suffix(".part")), path)
     with path.open("r+b") as file:
         file.truncate(int(kept * len(whole)) if isinstance(kept, float) else kept)
     for _ in range(2):  # built, then found
@@ -934,7 +938,7 @@ def planted(fresh):
 @pytest.mark.parametrize(("place", "mode"), [
     ("folder", 0o777), ("folder", 0o770), ("folder", 0o1777), ("file", 0o602), ("file", 0o620), ("parent", 0o777),
     ("parent", 0o775),
-])  # fmt: skip
+])
 def test_code_that_others_can_write_is_not_loaded(fresh, monkeypatch, place, mode):
     fresh("exit 0")
     monkeypatch.setenv("NANOKV_CACHE", str(fresh.folder.parent / "parent"))
@@ -980,7 +984,8 @@ def test_a_file_that_is_not_whole_is_closed_again(tmp_path, monkeypatch):
 
 
 def test_folders_are_made_for_this_user_alone(tmp_path):
-    before = os.umask(0o002)  # where every user has a group of their own, ~/.cache would be made 0775 and then refused
+    # Where every user has a group of their own, ~/.cache would be made 0775 and then refused.
+    before = os.umask(0o002)
     try:
         private.make_folder(tmp_path / "a" / "b")
     finally:
@@ -1088,7 +1093,7 @@ def test_without_kernels_everything_else_here_still_holds():
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-rs", "-k", "not without_kernels", "-p", "no:cacheprovider", __file__],
         env=os.environ | {"NANOKV_KERNELS": "off"}, capture_output=True, text=True, timeout=600, check=False,
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stdout[-3000:]
     passed, skipped = (int(re.search(rf"(\d+) {word}", done.stdout)[1]) for word in ("passed", "skipped"))
     assert passed > 100 and skipped > 100

@@ -39,10 +39,11 @@ def macros() -> str:
     ("-mno-avx", "__AVX__", "portable"),
     ("-mno-avx512f", "__AVX2__", "AVX2"),
     ("-mno-avx512bf16", "__AVX512F__", "AVX-512"),
-    ("-mno-amx-bf16", "__AMX_BF16__", "AVX-512 bf16"),  # where there are no tiles, test_fast.py itself runs on this
+    # Where there are no tiles, test_fast.py itself runs on this.
+    ("-mno-amx-bf16", "__AMX_BF16__", "AVX-512 bf16"),
     ("-mamx-tile -mamx-bf16", "__AVX512BF16__", "AVX-512 bf16, tiles( refused by the system)?"),
     ("-DNANOKV_TILES=emulated", "__AVX512BF16__", "AVX-512 bf16, emulated tiles"),
-])  # fmt: skip
+])
 def test_kernels_compiled_for_another_processor(tmp_path, flags, needs, expected):
     if needs not in macros():
         pytest.skip(f"this processor and compiler have no {needs}")
@@ -51,7 +52,7 @@ def test_kernels_compiled_for_another_processor(tmp_path, flags, needs, expected
          str(Path(__file__).with_name("test_fast.py"))],
         env=os.environ | {"CXX": f"{building.find_compiler()[0]} {flags}", "NANOKV_CACHE": str(tmp_path)},
         capture_output=True, text=True, timeout=600, check=False,
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stdout[-3000:]
     assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 100
     skipped = [line for line in done.stdout.splitlines() if line.startswith("SKIPPED")]
@@ -148,7 +149,7 @@ def record_step(cases, dtype, bound):
     cases.add(
         "steps", sizes, bound, expected, *matrices, block.norm, block.q_norm, block.k_norm, block.mlp_norm, *rope,
         pages.keys, pages.values, pages.table, pages.lengths, x,
-    )  # fmt: skip
+    )
 
 
 def record_rows(cases, dtype, bound):
@@ -179,7 +180,7 @@ SANITIZED = ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover
     ("g++", [*SANITIZED, "-march=native", "-mno-amx-bf16"], [], "AVX-512 bf16|(?!.*bf16).*"),
     ("g++", [*SANITIZED, "-march=native", "-mno-avx512f"], [], "AVX2"),
     ("aarch64-linux-gnu-g++", ["-O3", "-static"], ["qemu-aarch64"], "portable"),
-])  # fmt: skip
+])
 def test_kernels_over_recorded_inputs(tmp_path, compiler, flags, runner, expected):
     """Within stated bounds of torch, on Arm too; and here no byte beyond an array is read."""
     for name in (compiler, *runner):

@@ -15,7 +15,8 @@ from nanokv.support import neighbours
 from nanokv.support.neighbours import Crowd, ShortWaits, Usage, Watch, fewer_threads, watch
 from small_model import needs_kernels, small
 
-KERNELS_ALONE = SimpleNamespace(any_threads=True)  # a model whose steps need no particular number of threads
+# A model whose steps need no particular number of threads.
+KERNELS_ALONE = SimpleNamespace(any_threads=True)
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc/stat is Linux's")
 
 
@@ -81,7 +82,7 @@ def crowded(two_threads, monkeypatch):
     (2, 2, 1, True, 1), (2, 2, 2, True, 1),  # one thread at least
     (16, 16, 1, True, 15), (16, 16, 1.3, True, 15), (16, 16, 1.5, True, 14),
     (16, 8, 1, False, 16), (16, 8, 9, True, 7),  # only cores that our threads would use
-])  # fmt: skip
+])
 def test_a_core_that_others_keep_busy_is_noticed(cores, threads, others, crowded, free):
     crowd, machine = crowd_of(cores, threads)
     crowd.look(machine.goes_on(others, own=threads))
@@ -209,7 +210,7 @@ def test_decode_takes_them_and_prefill_does_not(crowded, rows):
 @pytest.mark.parametrize(("changes", "threads", "free", "expected"), [
     ({}, 2, 1, 1), ({}, 2, 2, 2), ({}, 4, 3, 2), ({}, 4, 1, 1), ({}, 3, 2, 3),
     ({"vocab_size": 97}, 2, 1, 2), ({"intermediate_size": 144}, 2, 1, 2), ({"intermediate_size": 160}, 4, 3, 4),
-])  # fmt: skip
+])
 def test_a_plain_model_takes_a_number_of_threads_that_rounds_alike(changes, threads, free, expected):
     config = small(**{"vocab_size": 128, "intermediate_size": 256} | changes)[0].config
     assert neighbours.same_bits(config, threads, free) == expected

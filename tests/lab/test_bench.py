@@ -135,7 +135,7 @@ def test_profile_floors_are_the_best_readings_between_the_measurements(monkeypat
 @pytest.mark.parametrize(("noise", "words"), [
     ((0.1, 0.1, 0.1), []), ((0.4, 0.1, 0.1), ["spread ±20%"]), ((None, None, None), []),
     ((0.1, 0.5, 1.25), ["memory at times 50% slower", "others keep 1.2 cores busy"]),
-])  # fmt: skip
+])
 def test_noise_is_told_with_its_numbers(noise, words):
     named = dict(zip(("decode_spread", "bandwidth_spread", "other_cores"), noise, strict=True))
     assert bench.noisy(named) == words
@@ -144,7 +144,7 @@ def test_noise_is_told_with_its_numbers(noise, words):
 def test_noise_is_what_the_rows_and_the_readings_say():
     rows = [types.SimpleNamespace(spread=spread) for spread in (None, 0.2, 0.6)]
     assert bench.noise_of(rows, 1.5, [30e9, 20e9, 40e9]) == {
-        "decode_spread": 0.6, "other_cores": 1.5, "bandwidth_spread": 0.5}  # fmt: skip
+        "decode_spread": 0.6, "other_cores": 1.5, "bandwidth_spread": 0.5}
     assert set(bench.noise_of([], None, [1e9]).values()) == {None}
 
 
@@ -271,7 +271,7 @@ def test_gguf_of_the_other_dense_families_is_read_back(family, tmp_path):
 @pytest.mark.parametrize("changes", [
     {"yarn": nanokv.config.Yarn(4.0, 128)},
     {"model_type": "qwen3_moe", "experts": nanokv.config.Experts(4, 2, 32)},
-])  # fmt: skip
+])
 def test_what_is_not_written_for_llama_cpp_is_refused(changes, tmp_path):
     with pytest.raises(NanoKVError, match="is not written for"):
         gguf.write(small(torch.bfloat16, **changes)[0], tmp_path / "model.gguf")
@@ -291,12 +291,12 @@ def test_llama_cpp_gives_the_same_logits(tmp_path):
 
 @pytest.mark.parametrize(("shape", "refused"), [
     ("G2-tied", []), ("llama-G2", []), ("qwen2-G2", []), ("moe-normed", ["llama.cpp", "transformers"]),
-])  # fmt: skip
+])
 def test_a_family_that_another_runtime_would_not_get_whole_is_refused_by_name(shape, refused, tmp_path):
     """A model that lost a part on the way would be timed, and be no model at all."""
     reference, model = pair(**SHAPES[shape])
     makers = {"llama.cpp": lambda: gguf.write(model, tmp_path / "x.gguf"),
-              "transformers": lambda: Transformers(model, "dynamic", 1)}  # fmt: skip
+              "transformers": lambda: Transformers(model, "dynamic", 1)}
     for name in refused:
         with pytest.raises(NanoKVError, match=model.config.family.title):
             makers.pop(name)()
@@ -335,7 +335,7 @@ def test_bench_prints_one_json_object_and_a_picture(tmp_path):
         "bench", "--contexts", "16,40", "--weights", "plain,fast,int8", "--caches", "static,quantized:bits=4",
         "--uncached", "--batch", "1,2", "--against", "transformers", "--steps", "2", "--repeat", "1", "--threads", "1",
         "--json", "--plot", str(picture),
-    )  # fmt: skip
+    )
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
     assert found["bandwidth"] == max(found["bandwidths"]) > 1e8 and found["gemm_flops"] > 1e8 and found["threads"] == 1
@@ -367,7 +367,7 @@ def test_bench_table_never_shows_speed_without_bandwidth():
     result = run_cli(
         "bench", "--contexts", "16,16", "--steps", "1", "--repeat", "1", "--threads", "1", "--weights",
         "plain,fast,fast", "--caches", "dict,dict", "--batch", "1,1",
-    )  # fmt: skip
+    )
     assert result.returncode == 0, result.stderr
     text = result.stdout.decode()
     rows = [line for line in text.splitlines() if line.startswith("nanokv")]
@@ -381,12 +381,12 @@ def test_requests_go_through_the_engine_and_through_transformers():
     result = run_cli(
         "bench", "--requests", "5", "--contexts", "20", "--steps", "3", "--repeat", "1", "--threads", "1",
         "--against", "transformers", "--json",
-    )  # fmt: skip
+    )
     assert result.returncode == 0, result.stderr
     rows = json.loads(result.stdout)["rows"]
     assert [row["label"] for row in rows] == [
         "nanokv plain engine", "nanokv fast engine", "transformers generate_batch"
-    ]  # fmt: skip
+    ]
     for row in rows:
         assert row["generated"] == 5 * 3 and 5 * 8 <= row["prompt_tokens"] <= 5 * 20
         assert row["tok_s"] == pytest.approx(15 / row["seconds"])
@@ -408,7 +408,7 @@ def test_quality_tells_what_caches_cost_on_a_text_of_ones_own(cli, tmp_path):
     (tmp_path / "text").write_text("My name is Zorbla. What is my name? Your name is Zorbla.\n" * 20)
     caches = "dict,quantized:bits=8,quantized:bits=2,sliding:window=16"
     argv = ("bench", "--quality", "--text", tmp_path / "text", "--context", 201, "--weights", "plain", "--dtype",
-            "float32", "--caches", caches)  # fmt: skip
+            "float32", "--caches", caches)
     code, out, _ = cli(*argv, "--json")
     found = json.loads(out)
     exact, eight, two, window = found["rows"]
@@ -454,12 +454,12 @@ def test_beside_a_busy_core_stands_what_the_model_does_alone_and_in_one_thread(c
             Popen=lambda *args, **how: children.append(popen(*args, **how)) or children[-1],
             DEVNULL=subprocess.DEVNULL,
         ),
-    )  # fmt: skip
+    )
     try:
         code, out, err = cli(
             "bench", "--beside", "busy", "--weights", "plain,fast", "--contexts", "9", "--batch", "1,2",
             "--steps", "2", "--repeat", "2", "--threads", "2", "--json",
-        )  # fmt: skip
+        )
     finally:
         torch.set_num_threads(before)
     assert code == 0, err
@@ -467,7 +467,7 @@ def test_beside_a_busy_core_stands_what_the_model_does_alone_and_in_one_thread(c
     assert found["threads"] == 2 and found["beside"] == "busy"
     assert [(row["weights"], row["batch"], row["context"]) for row in found["rows"]] == [
         ("plain", 1, 9), ("fast", 1, 9), ("plain", 2, 9), ("fast", 2, 9)
-    ]  # fmt: skip
+    ]
     for row in found["rows"]:
         assert row["rounds"] == 2 and min(row["alone_tok_s"], row["beside_tok_s"], row["one_thread_tok_s"]) > 0
     assert threads == [2, 2, 1] * 3 * 4
@@ -514,7 +514,7 @@ def test_served_answers_are_those_of_generate():
     (["--requests", "3", "--uncached"], "--uncached means nothing to --requests"),
     (["--requests", "3", "--caches", "static"], "--caches means nothing to --requests"),
     (["--dtype", "float16"], "no kernels for a model in float16"),
-])  # fmt: skip
+])
 def test_bench_refuses_before_work(cli, argv, message):
     code, out, err = cli("bench", *argv)
     assert code == 2 and out == ""
@@ -548,7 +548,8 @@ def test_profile_tells_prefill_and_decode_apart():
     """The first new token comes out of the prefill: no decode step is in its time, and none of it in a step's."""
     model, _ = small()
     first, step = profile.phases(model, "static", {}, 60, 1000, torch.float32)
-    products = costs.prefill_flops(model.config, 60) - 2 * 3 * 4 * 32 * 60 * 61  # without scores and sums of values
+    # Without scores and sums of values.
+    products = costs.prefill_flops(model.config, 60) - 2 * 3 * 4 * 32 * 60 * 61
     assert first.parts[0].work == f"{products / 1e9:,.1f} GFLOP"
     assert step.parts[2].work == f"{costs.kv_bytes_per_token(model.config, 4):,} B written"
 
@@ -592,7 +593,8 @@ def test_decode_over_a_slab_copies_no_keys(fast):
     model = optimize(model) if fast else model
     written = a_step(model, make_cache("static", model.config, capacity=400), 300)
     assert written.largest < 300 * 2 * 32 / 4
-    assert a_step(model, make_cache("dict", model.config), 300).largest >= 300 * 2 * 32  # torch.cat does
+    # torch.cat does.
+    assert a_step(model, make_cache("dict", model.config), 300).largest >= 300 * 2 * 32
 
 
 @pytest.mark.parametrize("name", ["static", "growing", "paged"])
@@ -624,7 +626,8 @@ def test_q_k_and_v_are_one_product_and_so_are_gate_and_up():
     model, _ = small(torch.bfloat16)
     for weights in (None, "int8"):
         fast = optimize(model, weights)
-        many = max(m.most_rows for m in fast.modules() if isinstance(m, Matrix)) + 1  # torch does not see the kernels'
+        # torch does not see the kernels'.
+        many = max(m.most_rows for m in fast.modules() if isinstance(m, Matrix)) + 1
         ids = torch.arange(many)[None] % model.config.vocab_size
         with Written() as written:
             prefill(fast, ids, make_cache("dict", model.config))
@@ -666,13 +669,13 @@ def test_fast_stays_ahead(one_thread, size, against_plain, against_transformers)
         model, _ = small(
             torch.bfloat16, vocab_size=8192, hidden_size=512, intermediate_size=1536, num_hidden_layers=6,
             num_attention_heads=8, num_key_value_heads=4, head_dim=64,
-        )  # fmt: skip
+        )
     dtype = model.embed_tokens.weight.dtype
     ids = torch.randint(97, (1, 128), generator=torch.Generator().manual_seed(1))
     runners = [
         Ours(optimize(model), "fast", "static", {}, 1, dtype), Ours(model, "plain", "static", {}, 1, dtype),
         Transformers(model, "dynamic", 1),
-    ]  # fmt: skip
+    ]
     for _ in range(3):
         fast, plain, theirs = best_of_rounds(runners, ids)
         if plain >= against_plain * fast and theirs >= against_transformers * fast:

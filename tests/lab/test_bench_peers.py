@@ -55,7 +55,7 @@ def gone(pid: int, seconds: float = 10) -> bool:
     ("crashing", "ended by SIGILL"), ("killed", "ended by SIGKILL, as the system does when memory runs out"),
     ("leaving", "ended with exit code 3: the library says so"), ("raising", "RuntimeError: no room for"),
     ("hanging", "no answer after 2 s: ended"),
-])  # fmt: skip
+])
 def test_a_peer_that_fails_is_a_row_that_says_so(cli, fake, name, why):
     """Its finished rounds and all of ours are there, and nothing went wrong."""
     fake(name)
@@ -70,7 +70,7 @@ def test_a_peer_that_fails_is_a_row_that_says_so(cli, fake, name, why):
 
 @pytest.mark.parametrize(("name", "why"), [
     ("missing", "ModuleNotFoundError: No module named 'no_such_library'"), ("crashing_at_once", "ended by SIGSEGV"),
-])  # fmt: skip
+])
 def test_a_peer_that_never_begins_says_so_once_in_the_table(cli, fake, name, why):
     fake(name)
     code, out, _ = cli(*BENCH, "--against", "transformers")
@@ -81,10 +81,10 @@ def test_a_peer_that_never_begins_says_so_once_in_the_table(cli, fake, name, why
 def test_many_requests_survive_a_peer_as_well(cli, fake):
     fake("hanging_batch")
     code, out, _ = cli("bench", "--requests", "2", "--contexts", "16", "--steps", "2", "--repeat", "2", "--weights",
-                       "fast", "--against", "transformers", "--peer-timeout", "2", "--json")  # fmt: skip
+                       "fast", "--against", "transformers", "--peer-timeout", "2", "--json")
     found = json.loads(out)
     assert code == 0 and [(row["label"], row["rounds"]) for row in found["rows"]] == [
-        ("nanokv fast engine", 2), ("transformers generate_batch", 1)]  # fmt: skip
+        ("nanokv fast engine", 2), ("transformers generate_batch", 1)]
     (failed,) = found["failed"]
     assert failed["error"] == "no answer after 2 s: ended" and failed["rounds"] == 1
 
@@ -128,7 +128,7 @@ def bench_with_a_hanging_peer(tmp_path):
         bench = subprocess.Popen(
             [sys.executable, "-c", script, *BENCH, "--against", "transformers", "--json"], stdout=subprocess.PIPE,
             stderr=subprocess.PIPE, env=environment({"FAKE_PEER": str(where), "PYTHONPATH": path}),
-        )  # fmt: skip
+        )
         started.append(bench)
         end = time.monotonic() + 60
         while not (where.exists() and where.read_text()) and time.monotonic() < end and bench.poll() is None:
@@ -143,7 +143,7 @@ def bench_with_a_hanging_peer(tmp_path):
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="needs /proc")
 @pytest.mark.parametrize("name", ["hanging", pytest.param("hanging_with_the_lock", marks=pytest.mark.skipif(
-    sys.platform != "linux", reason="only Linux ends a process with its parent"))])  # fmt: skip
+    sys.platform != "linux", reason="only Linux ends a process with its parent"))])
 def test_a_bench_that_is_killed_leaves_no_peer(bench_with_a_hanging_peer, name):
     bench, pid = bench_with_a_hanging_peer(name)
     bench.kill()
@@ -206,7 +206,8 @@ def test_transformers_in_its_own_process_reads_the_same_weights(tmp_path):
         prefill, decode = runner.measure(97, 12, 2, seed=1)
         assert 0 < decode and 0 < prefill < 60
         assert runner.step_bytes(20) == Ours(model, "plain", "dict", {}, 1, torch.bfloat16).step_bytes(20)
-        with pytest.raises(PeerError, match="IndexError: index out of range"):  # ids that the model does not have
+        # Ids that the model does not have.
+        with pytest.raises(PeerError, match="IndexError: index out of range"):
             runner.measure(1 << 20, 12, 2, seed=1)
         assert len(runner.measure(97, 12, 2, seed=1)) == 2, "it goes on after an error"
     finally:
@@ -250,10 +251,10 @@ def test_llama_cpp_reads_a_file_of_the_same_weights_and_one_variant_may_crash(cl
     code, out, _ = cli(
         "bench", "-m", "small-random", "--dtype", "bf16", "--contexts", "16", "--steps", "1", "--repeat", "1",
         "--weights", "plain", "--against", "llama.cpp,llama.cpp:q4_0,llama.cpp:q8_0", "--json",
-    )  # fmt: skip
+    )
     found = json.loads(out)
     assert code == 0 and [(row["engine"], row["weights"]) for row in found["rows"]] == [
-        ("nanokv", "plain"), ("llama.cpp", "bf16"), ("llama.cpp", "q8_0")]  # fmt: skip
+        ("nanokv", "plain"), ("llama.cpp", "bf16"), ("llama.cpp", "q8_0")]
     assert [(row["weights"], row["error"]) for row in found["failed"]] == [("q4_0", "ended by SIGILL")]
     full, half = (row["step_bytes"] for row in found["rows"][1:])
     assert half < full < 2 * half

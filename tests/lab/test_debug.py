@@ -122,7 +122,8 @@ def test_rms_norm_eps_is_found_at_the_first_norm(models):
 
 def test_a_missing_causal_mask_is_found_at_attention(models, monkeypatch):
     reference, ours = models
-    monkeypatch.setattr(debug, "Causal", lambda: prefill_attention)  # without a mask it sees the future
+    # Without a mask it sees the future.
+    monkeypatch.setattr(debug, "Causal", lambda: prefill_attention)
     step = debug.first_divergence(ours, reference, IDS)
     assert (step.layer, step.operation) == (0, "attention")
 

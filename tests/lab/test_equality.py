@@ -219,7 +219,7 @@ WRONG = [
     (ReordersInPlace, equality.fork_reordered), (SameRowsOnly, equality.more_rows_and_fewer),
     (GrowsWrong, equality.more_rows_and_fewer), (ThreeRows, equality.batch_rows, equality.more_rows_and_fewer),
     (claims(1), equality.bytes_held), (claims(-5), equality.bytes_held), (claims(10**6), equality.bytes_held),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("layer", "cases"), [(layer, cases) for layer, *cases in WRONG])
@@ -272,7 +272,8 @@ def test_an_unknown_name_is_refused():
         equality.check("dcit")
 
 
-CATCHES = {  # each case → a fault that it must notice, and where that is not so by default, the kind of cache
+# Each case → a fault that it must notice, and where that is not so by default, the kind of cache.
+CATCHES = {
     equality.token_by_token: "wrong_axis",
     equality.prefill_then_decode: "start_pos_off_by_one",
     equality.every_split: "top_left_mask",

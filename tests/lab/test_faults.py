@@ -312,7 +312,8 @@ def test_smallest_tests_can_be_shown_and_pass_on_the_bundled_model(bundled):
 
 
 def test_the_full_equality_suite_kills_every_fault(monkeypatch):
-    monkeypatch.setattr("os.fsync", lambda descriptor: None)  # its files are not needed after a power cut
+    # Its files are not needed after a power cut.
+    monkeypatch.setattr("os.fsync", lambda descriptor: None)
 
     def suite(model):
         for kind in ("dict", "static"):
@@ -460,7 +461,7 @@ def test_a_coin_falls_the_same_way_in_every_run(draw, model):
     lambda: [None for name in faults.FAULTS for _ in [faults.inject(name).__enter__()]],
     lambda: [entry for entry in faults.injection._stack if entry.fault.name] and 1 / 0,
     lambda: 1 / len(faults.injection._stack) == 1 or 1 / 0,
-])  # fmt: skip
+])
 def test_asking_whether_a_fault_is_in_kills_nothing(spy, model):
     """What can be seen of an injection is there on right code too, and a graded test injects nothing."""
 
@@ -480,7 +481,7 @@ def test_what_a_test_replaces_is_put_back(model):
     def vandal(model):
         found.append((torch.allclose, torch.get_default_dtype(), torch.is_grad_enabled(), nanokv.score,
                       nanokv.cache.DictCache.append, hasattr(torch.Tensor, "allclose_"),
-                      hasattr(nanokv.cache.DictCache, "width_"), nanokv.cache.DictCache.mask))  # fmt: skip
+                      hasattr(nanokv.cache.DictCache, "width_"), nanokv.cache.DictCache.mask))
         torch.allclose = lambda *args, **options: True
         nanokv.score = nanokv.Session = nanokv.inference.prefill = None
         nanokv.cache.DictCache.append = nanokv.cache.DictCache.mask = None

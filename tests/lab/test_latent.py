@@ -61,7 +61,7 @@ def by_hand(layer, x):
                     q[h, : c.Dn] @ (layer.key_up[h] @ latent[b, s])
                     + turn(q[h, c.Dn :], t) @ turn(layer.k_rope(x[b, s]), s)
                     for s in range(t + 1)
-                ])  # fmt: skip
+                ])
                 p = (scores / (c.Dn + c.Dr) ** 0.5).softmax(0)
                 heads.append(sum(p[s] * (layer.value_up[h] @ latent[b, s]) for s in range(t + 1)))
             rows.append(layer.o_proj(torch.cat(heads)))
@@ -132,12 +132,14 @@ def test_fewer_kv_heads_are_the_means_and_cost_the_bytes_they_say(model):
     name = "layers.1.self_attn.v_proj.weight"
     assert torch.allclose(state[name], (before[name][:32] + before[name][32:]) / 2)
     assert state["layers.0.self_attn.k_proj.bias"].shape == (32,)
-    assert all(torch.equal(x, before[name]) for name, x in state_of(model).items())  # the input is untouched
+    # The input is untouched.
+    assert all(torch.equal(x, before[name]) for name, x in state_of(model).items())
     mqa, ids = build(config, state), random_ids(1, 1, 15)
     cache = make_cache("dict", config)
     prefill(mqa, ids, cache)
     assert 2 * cache.nbytes == costs.kv_bytes(model.config, 15, 1, 4)
-    assert gap(score(mqa, ids), score(model, ids)) > 0.01  # not the same model: it has to be trained on
+    # Not the same model: it has to be trained on.
+    assert gap(score(mqa, ids), score(model, ids)) > 0.01
 
 
 @pytest.mark.parametrize("heads", [0, 3, 8, -1, 2.0, True])

@@ -110,7 +110,7 @@ def test_attention_weights_reproduce_the_output_of_attention(loaded, ids, run):
     """Weights times the recorded values, heads merged, is what o_proj is given in a run that nobody watches."""
     model, seen = loaded[0], []
     hooks = [block.self_attn.o_proj.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-             for block in model.layers]  # fmt: skip
+             for block in model.layers]
     try:
         list(nanokv.generate(model, ids, max_new_tokens=24))
     finally:
@@ -185,7 +185,8 @@ def test_every_fault_that_a_trace_offers_can_be_recorded_and_shown(name, loaded,
     data = data_of(trace.build(model, tokenizer, run, costs, name="tiny", prompt="", fault=fault))
     assert data["fault"]["name"] == name and len(data["runs"]) == 2
     assert len(data["runs"][1]["steps"]) == len(wrong.steps) > 0
-    assert max(step.error for step in wrong.steps) < 1e-4  # also of what a fault handed to the kernel
+    # Also of what a fault handed to the kernel.
+    assert max(step.error for step in wrong.steps) < 1e-4
 
 
 def test_the_step_where_a_fault_shows(loaded, ids, run):
@@ -262,7 +263,8 @@ def test_differences_are_keys_and_values_of_the_right_cache_minus_those_of_the_w
 
 def test_the_first_difference_of_restarting_positions_is_the_first_key_of_the_answer(ids, run, restarted):
     step, layer, position, key, value, weight = places(run, restarted, torch.float32)[0]
-    assert (step, layer, position) == (1, 0, len(ids))  # the prompt is right, and so is the value: it is not rotated
+    # The prompt is right, and so is the value: it is not rotated.
+    assert (step, layer, position) == (1, 0, len(ids))
     assert key > 0.1 and value == 0 and weight > 0
     gap = (run.steps[1].attention[0] - restarted.steps[1].attention[0]).abs().max().item()
     assert weight == pytest.approx(gap)
@@ -276,7 +278,8 @@ def test_rows_left_behind_are_compared_by_token(loaded, ids, run):
     listed = places(run, wrong, torch.float32)
     first = [place for place in listed if place[:2] == (0, 0)]
     assert listed[0][:3] == (0, 0, 0) and {place[3:5] for place in first} == {(0, 0)}
-    stale = wrong.steps[0].attention[0][:, 0, :7].sum(-1).max().item()  # query 0 gives it to older rows, not to itself
+    # Query 0 gives it to older rows, not to itself.
+    stale = wrong.steps[0].attention[0][:, 0, :7].sum(-1).max().item()
     assert listed[0][5] == pytest.approx(stale, abs=1e-5)
 
 
@@ -388,7 +391,8 @@ def test_page_asks_for_nothing_and_runs_only_its_own_script(page):
     assert [attrs for tag, attrs in tags if tag in ("img", "iframe", "object", "embed", "form", "base")] == []
     assert [attrs["href"] for tag, attrs in tags if "href" in attrs] == ["data:,", "#step"]
     assert [attrs for tag, attrs in tags if "src" in attrs or any(name.startswith("on") for name in attrs)] == []
-    assert set(re.findall(r"\w+://[^\"\s]+", page)) == {"http://www.w3.org/2000/svg"}  # the name of a kind of element
+    # The name of a kind of element.
+    assert set(re.findall(r"\w+://[^\"\s]+", page)) == {"http://www.w3.org/2000/svg"}
     policy = next(attrs["content"] for _, attrs in tags if attrs.get("http-equiv") == "Content-Security-Policy")
     for tag in ("style", "script"):
         text = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
@@ -419,7 +423,7 @@ def test_a_page_of_64_tokens_is_small_and_its_size_is_known_before(loaded, ids):
 
 def test_stdout_is_the_path_and_nothing_else(tmp_path):
     done = run_cli("trace", "--chat", PROMPT, "-n", "6", "-o", tmp_path / "a.html", "--fault", "start_pos_restarts",
-                   "--layers", "5,0", "--repeat", "1", stdin=None)  # fmt: skip
+                   "--layers", "5,0", "--repeat", "1", stdin=None)
     assert (done.returncode, done.stdout.decode()) == (0, f"{tmp_path / 'a.html'}\n"), done.stderr
     data = data_of((tmp_path / "a.html").read_text())
     assert data["layers"] == [0, 5] and data["fault"]["name"] == "start_pos_restarts"
@@ -455,7 +459,7 @@ def test_refusals_say_why_and_leave_with_2(flags, message, hint, tmp_path, capsy
 def test_a_fault_that_breaks_the_prefill_is_told(tmp_path, monkeypatch, capsys):
     record = trace.record
     monkeypatch.setattr(trace, "record", lambda *args, may_fail=False: (
-        trace.Run(args[1], args[3], stopped="RuntimeError: shapes") if may_fail else record(*args)))  # fmt: skip
+        trace.Run(args[1], args[3], stopped="RuntimeError: shapes") if may_fail else record(*args)))
     assert main(["trace", "-p", "Once", "-n", "1", "--fault", "wrong_axis", "-o", str(tmp_path / "a.html")]) == 2
     assert "broke the first step" in capsys.readouterr().err
 
@@ -511,6 +515,6 @@ def test_the_parts_of_the_page_are_package_data():
     folder = Path(trace.__file__).parent
     project = tomllib.loads((folder.parents[2] / "pyproject.toml").read_text())
     declared = {path for pattern in project["tool"]["setuptools"]["package-data"]["nanokv.lab.trace"]
-                for path in folder.glob(pattern)}  # fmt: skip
+                for path in folder.glob(pattern)}
     parts = {path for path in folder.rglob("*") if path.suffix in (".html", ".css", ".js")}
     assert parts == declared and {*SCRIPTS, *STYLES, "page.html"} == {path.name for path in parts}

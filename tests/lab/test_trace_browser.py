@@ -91,12 +91,13 @@ def table(driver, figure):
     """(caption, head, rows) of a figure's table twin, opened by its button if it is not open."""
     button = figure.find_element("css selector", "button.twin")
     if button.get_attribute("aria-expanded") == "false":
-        driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", button)  # not under the sticky bar
+        # Not under the sticky bar.
+        driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", button)
         button.click()
     return driver.execute_script("""
         const table = arguments[0].querySelector("table"), texts = (row) => [...row.cells].map((c) => c.textContent);
         return [table.caption.textContent, texts(table.tHead.rows[0]), [...table.tBodies[0].rows].map(texts)];
-    """, figure)  # fmt: skip
+    """, figure)
 
 
 def visible_figures(driver):
@@ -112,7 +113,8 @@ def test_no_request_but_the_file_itself(page, address):
     for n in range(len(TABS)):
         page.execute_script(f"openTab({n}); goTo(2)")
     assert requests(page) == [address]
-    page.execute_script("fetch('http://127.0.0.1:9/').catch(() => {})")  # forbidden, and this test would notice it
+    # Forbidden, and this test would notice it.
+    page.execute_script("fetch('http://127.0.0.1:9/').catch(() => {})")
     complaints = [entry["message"] for entry in page.get_log("browser")]
     assert complaints and all("Content Security Policy" in text for text in complaints)
 
@@ -164,7 +166,8 @@ def test_a_click_on_a_token_goes_to_its_step(page):
     assert page.execute_script("return document.querySelectorAll('.token.in').length") == 1
     page.find_elements("css selector", ".token")[3].click()
     assert state(page)["step"] == 0
-    assert page.execute_script("return document.querySelectorAll('.token.in').length") == 24  # prefill: one block
+    # Prefill: one block.
+    assert page.execute_script("return document.querySelectorAll('.token.in').length") == 24
 
 
 def test_ids_on_demand_and_letters_always(page, runs):
@@ -222,7 +225,8 @@ def test_the_attention_table_is_what_was_recorded(page, runs):
     assert "layer 3, query head 4, step 2" in caption and head == ["key", "token", f"query {len(runs[2].ids) + 1}"]
     assert len(rows) == len(weights) and all(close(row[2], w) for row, w in zip(rows, weights, strict=True))
     ranked = table(page, visible_figures(page)[2])[2]
-    first = weights[[int(row[0]) for row in ranked[:5]]]  # two weights may be equal in the half precision of a page
+    # Two weights may be equal in the half precision of a page.
+    first = weights[[int(row[0]) for row in ranked[:5]]]
     assert torch.allclose(first, weights.topk(5).values, rtol=1e-3, atol=1e-6)
 
 
@@ -263,7 +267,7 @@ def test_every_picture_has_a_table(page):
             caption, head, rows = table(page, figure)
             assert caption and rows and all(len(row) == len(head) for row in rows)
             scopes = page.execute_script(
-                "return [...arguments[0].querySelectorAll('th')].map((th) => th.scope)", figure)  # fmt: skip
+                "return [...arguments[0].querySelectorAll('th')].map((th) => th.scope)", figure)
             assert scopes == ["col"] * len(head) + ["row"] * len(rows)
 
 
@@ -278,7 +282,7 @@ def test_hover_and_keyboard_tell_the_same_value(page, runs):
         const {left, top, cell, height} = cachePanel.maps[0].layout, box = arguments[0].getBoundingClientRect();
         arguments[0].scrollIntoView({block: "center"});
         return [left + 7.5 * cell - box.width / 2, top + 2.5 * height - box.height / 2];
-    """, canvas)  # fmt: skip
+    """, canvas)
     ActionChains(page).move_to_element_with_offset(canvas, round(x), round(y)).perform()
     by_hand = readout.text
     assert "layer 2, position 7" in by_hand and close(by_hand.split()[-1], norm)
@@ -357,7 +361,7 @@ def test_differences_by_keyboard(opened, runs, width):
     assert opened.execute_script("""  // the column is in sight, in a box that scrolls by itself
         const box = arguments[0].parentNode, {left, cell} = differencePanel.map.layout, x = left + arguments[1] * cell;
         return x >= box.scrollLeft && x + cell <= box.scrollLeft + box.clientWidth;
-    """, canvas, len(runs[2].ids))  # fmt: skip
+    """, canvas, len(runs[2].ids))
     assert opened.execute_script("return document.documentElement.scrollWidth") <= width
 
 
@@ -387,7 +391,7 @@ def test_show_goes_to_the_first_difference_of_its_kind(opened, runs, kind, name)
         const [select, kind] = arguments;
         select.value = kind;
         select.dispatchEvent(new Event("change"));
-    """, find(opened, "#panel-5 select"), kind)  # fmt: skip
+    """, find(opened, "#panel-5 select"), kind)
     said = find(opened, "#panel-5 .fact").text
     assert f"step {step}, layer {layer}, position {position} “" in said and name in said
 
@@ -445,7 +449,7 @@ def in_sight(driver, element):
     return driver.execute_script("""
         const {top, bottom} = arguments[0].getBoundingClientRect();
         return bottom > 0 && top < document.getElementById("tour").getBoundingClientRect().top;
-    """, element)  # fmt: skip
+    """, element)
 
 
 @pytest.mark.parametrize("width", [390, 1200])

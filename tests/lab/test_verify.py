@@ -173,7 +173,7 @@ def test_json_holds_every_operation_of_every_layer(verify, tiny_folder):
     assert len(report["operations"]) == 3 * len(OPERATIONS) + 3
     assert set(report["operations"][0]) == {
         "layer", "operation", "difference", "tolerance", "scale", "position", "note", "ok"
-    }  # fmt: skip
+    }
     assert report["reference"] == "transformers 5.23.0" and report["first_divergence"] is None
 
 

@@ -138,7 +138,7 @@ def figure_of_tiny(tiny_folder, monkeypatch):
         "greedy": [{"prompt": "My name is", "new_ids": new.tolist(), "tolerance": 1e-2}],
         "template": {"messages": messages, "ids": tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_dict=False)},
-    }  # fmt: skip
+    }
     monkeypatch.setattr(figures, "FIGURES", {"Acme/Tiny": figure})
     return figure
 
@@ -147,7 +147,7 @@ def test_published_figures_are_checked_and_can_fail(verify, tiny_folder, figure_
     report = report_of(verify, tiny_folder, "--alone")
     names = [
         "published logits, mean", "published logits, first", "published continuation", "published template ids",
-    ]  # fmt: skip
+    ]
     assert {report["status"][name] for name in [*names, "published model"]} == {"ok"}
     figure_of_tiny["logits"]["mean"][2] += 0.1
     figure_of_tiny["logits"]["first"][29] -= 0.5
@@ -167,7 +167,7 @@ def test_a_model_is_recognised_by_weights_or_by_name_and_shape(tiny_folder, figu
     figure_of_tiny["shape"] = {"hidden_size": 65}
     assert figures.recognise("Acme/Tiny", tmp_path, config) == (
         None, "named like Acme/Tiny, but with another hidden_size"
-    )  # fmt: skip
+    )
 
 
 def test_the_figures_are_the_published_ones(qwen3_files):

@@ -24,7 +24,7 @@ FAMILY = {  # layers, hidden, heads, KV heads, intermediate, tied
     "32B": (64, 5120, 64, 8, 25600, False),
 }
 SIZES = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-         "max_position_embeddings"]  # fmt: skip
+         "max_position_embeddings"]
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 
 
@@ -39,7 +39,7 @@ def fields():
         "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": True,
         "torch_dtype": "bfloat16", "transformers_version": "4.51.0", "use_cache": True,
         "use_sliding_window": False, "vocab_size": 151,
-    }  # fmt: skip
+    }
 
 
 # --- what is accepted -----------------------------------------------------------------------------------------------
@@ -64,14 +64,15 @@ def test_published_configs_of_the_dense_family(qwen3_files, size):
     {"rope_parameters": YARN | {"rope_theta": 1e6}},
     {"rope_parameters": YARN | {"rope_theta": 1e4, "attention_factor": 1.5, "beta_fast": 20, "beta_slow": 2}},
     {"rope_parameters": None},
-], ids=["default", "untied-bias", "yarn", "yarn-all-fields", "no-rope"])  # fmt: skip
+], ids=["default", "untied-bias", "yarn", "yarn-all-fields", "no-rope"])
 def test_what_save_pretrained_writes_is_read(tmp_path, changes):
     reference = tiny_reference(**changes)
     reference.save_pretrained(tmp_path)
     config = Config.from_folder(tmp_path)
     theirs = reference.config
     same = {*SIZES, "head_dim", "num_key_value_heads", "rms_norm_eps", "tie_word_embeddings", "attention_bias"}
-    for name in same - ({"max_position_embeddings"} if config.yarn else set()):  # which YaRN extends
+    # Which YaRN extends.
+    for name in same - ({"max_position_embeddings"} if config.yarn else set()):
         assert getattr(config, name) == getattr(theirs, name), name
     assert config.rope_theta == theirs.rope_parameters["rope_theta"]
     assert (config.yarn is not None) == (theirs.rope_parameters["rope_type"] == "yarn")
@@ -100,7 +101,7 @@ def test_every_field_that_transformers_knows_is_read_or_known_harmless():
     {"layer_types": ["full_attention"] * 3},
     {"id2label": {"0": "A"}, "label2id": {"A": 0}, "problem_type": None, "pruned_heads": {}},
     {"partial_rotary_factor": 1.0, "qk_norm": True, "mlp_bias": False, "use_mrope": False, "num_experts": 0},
-])  # fmt: skip
+])
 def test_fields_that_do_not_change_the_maths_are_ignored(fields, extra):
     assert Config.from_dict(fields | extra) == Config.from_dict(fields)
 
@@ -244,7 +245,7 @@ OFF = {
     "rotary_pct": (1.0, 1), "partial_rotary_factor": (1, None), "rms_norm_offset": (0, 0.0), "scale_embeddings": (0,),
     "use_rope": (True, None), "is_causal": (True,), "use_rms_norm": (True,), "rope": (True,), "mlp_bias": (0, None),
     "num_experts": (0, None, False), "use_mrope": (0, None), "pruned_heads": ([], None), "use_logit_scale": (False,),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", OFF)
@@ -284,7 +285,7 @@ def test_no_message_is_as_long_or_as_wild_as_the_file(fields, name):
     {"rope_type": "proportional"},
     {"type": "linear", "factor": 2.0},
     {"rope_type": None},
-], ids=lambda rope: str(next(iter(rope.values()))))  # fmt: skip
+], ids=lambda rope: str(next(iter(rope.values()))))
 def test_other_rope_types_are_refused(fields, spelling, rope):
     kind = rope.get("rope_type", rope.get("type"))
     with pytest.raises(ConfigError, match=f"rope_type {kind!r}"):
@@ -316,7 +317,7 @@ def test_other_rope_types_are_refused(fields, spelling, rope):
     (YARN | {"rope_theta": 1.0}, ["yarn", "rope_theta"]),
     ("yarn", ["rope_parameters", "'yarn'"]),
     ([4.0], ["rope_parameters", "4.0"]),
-], ids=str)  # fmt: skip
+], ids=str)
 def test_a_rope_that_is_not_quite_ours_is_refused(fields, rope, names):
     del fields["rope_theta"]
     with pytest.raises(ConfigError) as caught:
@@ -332,7 +333,7 @@ def test_values_that_transformers_assumes_anyway_are_accepted_in_a_rope(fields):
 
 
 @pytest.mark.parametrize("rope", [None, {}, False, {"rope_type": "default"}, {"type": "default", "factor": 1.0},
-                                  {"type": "linear", "factor": 1.0}], ids=str)  # fmt: skip
+                                  {"type": "linear", "factor": 1.0}], ids=str)
 def test_a_rope_that_extends_nothing(fields, rope):
     assert Config.from_dict(fields | {"rope_scaling": rope}) == Config.from_dict(fields)
 
@@ -344,7 +345,7 @@ def test_a_rope_that_extends_nothing(fields, rope):
     (1280, {"factor": 2.5, "original_max_position_embeddings": 1025}, 2562),
     (512, {"factor": 4.0}, 2048),  # the original is all that the file says, as in transformers
     (4096, {"factor": None, "original_max_position_embeddings": 1024}, 4096),
-], ids=str)  # fmt: skip
+], ids=str)
 @pytest.mark.parametrize("spelling", ["rope_scaling", "rope_parameters"])
 def test_yarn_extends_the_context_and_the_written_config_says_so(fields, spelling, said, rope, context):
     del fields["rope_scaling"]
@@ -365,7 +366,7 @@ def test_yarn_beside_a_context_that_is_none(fields, said, rope):
 
 def test_llama3_says_its_whole_context_itself(fields):
     rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192}  # fmt: skip
+            "original_max_position_embeddings": 8192}
     assert Config.from_dict(fields | {"rope_scaling": rope}).max_position_embeddings == 512
 
 
@@ -380,7 +381,7 @@ def test_one_rope_in_two_spellings_may_leave_out_what_the_other_says(fields):
     ({"attn_factor": 0.5}, 0.569314718), ({"attention_factor": 0.75, "attn_factor": 0.5}, 0.75),
     ({"mscale": 1.0, "mscale_all_dim": 1.0}, 1.0), ({"mscale": 0.707}, 1.138629436),
     ({"mscale": 1.0, "mscale_all_dim": 0.5, "attn_factor": 0.5}, 0.5324108), ({"factor": 1.0, "attn_factor": 0.9}, 0.9),
-], ids=str)  # fmt: skip
+], ids=str)
 def test_attention_factor_replaces_and_attn_factor_multiplies(fields, rope, scale):
     """0.1 ln 4 + 1 = 1.1386; DeepSeek-R1-0528-Qwen3-8B multiplies it by 0.8782, which makes 1."""
     config = Config.from_dict(fields | {"rope_scaling": YARN | rope})
@@ -429,7 +430,7 @@ def test_an_absurd_size_is_refused_with_its_value(fields, name, value):
     ("tie_word_embeddings", 1), ("tie_word_embeddings", "true"), ("attention_bias", 0),
     ("torch_dtype", "float8_e4m3fn"), ("dtype", "int8"), ("torch_dtype", 16),
     ("hidden_act", None), ("hidden_act", "relu"), ("model_type", None),
-], ids=lambda v: str(v)[:20])  # fmt: skip
+], ids=lambda v: str(v)[:20])
 def test_malformed_values_are_refused(fields, name, value):
     with pytest.raises(ConfigError, match=name.removeprefix("torch_")):
         Config.from_dict(fields | {name: value})
@@ -488,7 +489,7 @@ def test_without_a_file_eos_comes_from_config_json(tmp_path):
     "{", "[1]", "[" * 100_000, '{"eos_token_id": "x"}', '{"eos_token_id": [-1]}', '{"eos_token_id": [true]}',
     '{"do_sample": true, "temperature": "hot"}', '{"do_sample": true, "top_k": [1]}',
     '{"do_sample": "false"}', '{"do_sample": true, "top_k": 2.9}',
-], ids=lambda text: text[:40])  # fmt: skip
+], ids=lambda text: text[:40])
 def test_malformed_generation_config_raises_a_config_error(tmp_path, text):
     (tmp_path / "generation_config.json").write_text(text)
     with pytest.raises(ConfigError, match=r"generation_config|eos_token_id|temperature|top_k|do_sample"):
@@ -522,7 +523,7 @@ def test_every_field_of_transformers_has_its_place():
     ("exponential_decay_length_penalty", [5, 1.1]), ("max_time", 0.5), ("stop_strings", "a"),
     ("cache_implementation", "quantized"), ("sequence_bias", [[[1], -10.0]]), ("encoder_repetition_penalty", 1.2),
     ("frequency_penalty", 0.2),
-], ids=str)  # fmt: skip
+], ids=str)
 @pytest.mark.parametrize("sampled", [True, False])
 def test_a_field_that_is_not_implemented_is_named_with_its_value(name, value, sampled):
     """They were ignored in silence: the answers were others than those of transformers, and nobody could know why."""
@@ -541,7 +542,8 @@ def test_neutral_values_and_published_files_warn_of_nothing(qwen3_files, tmp_pat
     assert warned(Reference._get_default_generation_params() | {"transformers_version": "4.51.0"}) == ""
     for path in qwen3_files.glob("*/generation_config.json"):
         assert warned(json.loads(path.read_text())) == ""
-    base = {"bos_token_id": 1, "do_sample": False, "eos_token_id": 1, "max_new_tokens": 2048}  # Qwen3-0.6B-Base
+    # Qwen3-0.6B-Base.
+    base = {"bos_token_id": 1, "do_sample": False, "eos_token_id": 1, "max_new_tokens": 2048}
     assert warned(base) == ""
     (tmp_path / "config.json").write_text('{"hidden_size": 4, "num_beams": 3, "architectures": ["x"]}')
     with pytest.warns(match=r"generation_config\.json: .*: num_beams 3$"):

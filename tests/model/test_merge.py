@@ -74,7 +74,8 @@ def test_parts_are_the_whole(H, Hk, T, S, mask, n):
     q, k, v = qkv(H, Hk, T, S)
     mask = mask and mask(T, S)
     if mask is not None and mask.dim() == 4 and T == S:
-        mask = mask | torch.eye(T, dtype=torch.bool)  # a query that sees nothing has a test of its own
+        # A query that sees nothing has a test of its own.
+        mask = mask | torch.eye(T, dtype=torch.bool)
     assert gap(Split(mask, n)(q, k, v), torchs(q, k, v, mask)) <= 1e-6
 
 

@@ -41,7 +41,8 @@ from oracle import (
 
 pytestmark = pytest.mark.sampled
 
-KV_TOLERANCE = 2e-6  # measured 1e-6 with experts, whose gate and up transformers multiplies as one; 6e-7 without
+# Measured 1e-6 with experts, whose gate and up transformers multiplies as one; 6e-7 without.
+KV_TOLERANCE = 2e-6
 # Where sums run in another order than in the reference: decode groups G heads into one block, and a chunk multiplies
 # other matrix shapes than the whole. Measured 6e-6 (values up to 6); transformers' own chunks and whole differ as much.
 REORDERED = 1e-5
@@ -101,7 +102,8 @@ def test_every_layer_hands_on_the_same_hidden_state(models):
     reference, ours = models
     ids, seen = random_ids(4, 2, 17), []
     with torch.inference_mode():
-        theirs = reference(ids, output_hidden_states=True, use_cache=False).hidden_states  # embedding, L-1 blocks, norm
+        # Embedding, L-1 blocks, norm.
+        theirs = reference(ids, output_hidden_states=True, use_cache=False).hidden_states
     modules = [ours.embed_tokens, *ours.layers[:-1], ours.norm]
     hooks = [m.register_forward_hook(lambda module, args, output: seen.append(output)) for m in modules]
     score(ours, ids)
@@ -353,7 +355,8 @@ def test_prefill_attention_equals_the_formula(H, Hk):
     q, k, v = qkv(H, Hk, 3, 8)
     mask = causal_mask(3, 8)
     assert gap(prefill_attention(q, k, v, mask=mask), by_hand(q, k, v, mask)) <= 1e-6
-    assert gap(causal_attention(q, k, v), by_hand(q, k, v, mask)) <= 1e-6  # causal for T < S by itself
+    # Causal for T < S by itself.
+    assert gap(causal_attention(q, k, v), by_hand(q, k, v, mask)) <= 1e-6
     rows = torch.stack((mask, mask))[:, None].clone()
     rows[1, :, :, :2] = False  # (B,1,T,S): row 1 is padded on the left by two
     assert gap(prefill_attention(q, k, v, mask=rows), by_hand(q, k, v, rows)) <= 1e-6
@@ -393,7 +396,7 @@ def test_many_queries_go_in_blocks_and_give_the_same(T, S, monkeypatch):
     whole = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
     rows = []  # of each call
     monkeypatch.setattr(attention, "prefill_attention", lambda q, *rest: (
-        rows.append(q.shape[2]), prefill_attention(q, *rest))[1])  # fmt: skip
+        rows.append(q.shape[2]), prefill_attention(q, *rest))[1])
     assert gap(Causal()(q, k, v), whole) <= 1e-6 and gap(Masked(mask)(q, k, v), whole) <= 1e-6
     assert rows == [end - start for start, end in blocks] * 2
     if T == S:

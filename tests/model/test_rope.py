@@ -14,7 +14,15 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding, apply
 from nanokv.config import Config
 from nanokv.inference import score
 from nanokv.rope import apply_rope, rope_angles, rope_frequencies
-from oracle import copy_of, gap, pair_from_disk, random_ids, reference_logits, tiny_config, tiny_reference
+from oracle import (
+    copy_of,
+    gap,
+    pair_from_disk,
+    random_ids,
+    reference_logits,
+    tiny_config,
+    tiny_reference,
+)
 
 pytestmark = pytest.mark.sampled
 
@@ -38,7 +46,7 @@ ROPES = {
     "llama3": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0,
                "high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
     "yarn-short-context": YARN | {"original_max_position_embeddings": 64, "rope_theta": 1e4},
-}  # fmt: skip
+}
 POSITIONS = [0, 1, 255, 256, 257, 2048, 4095, 32767, 32768, 40959, 131071]
 
 
@@ -107,7 +115,7 @@ ATTN_FACTOR = YARN | {"attn_factor": 0.8782488562869419}  # as in DeepSeek-R1-05
     (ATTN_FACTOR | {"attn_factor": 0.5, "mscale": 2.0, "mscale_all_dim": 1.0},
      0.5 * (0.2 * math.log(4) + 1) / (0.1 * math.log(4) + 1)),
     (ATTN_FACTOR | {"attention_factor": 0.9}, 0.9),
-])  # fmt: skip
+])
 def test_attn_factor_multiplies_what_attention_factor_replaces(rope, replaced):
     """The reference is transformers with the product as attention_factor: it has no name for the multiplier."""
     rope = rope | {"original_max_position_embeddings": 64}

@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 import nanokv
 from nanokv.apps.cli import main
 
-CASES = {  # name: (tie_word_embeddings in config.json, lm_head.weight in the file) → is the model tied?
+# Name: (tie_word_embeddings in config.json, lm_head.weight in the file) → is the model tied?
+CASES = {
     "absent, no head": (None, None, True),
     "absent, another head": (None, "another", False),
     "false, no head": (False, None, True),

@@ -15,7 +15,14 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import nanokv
 from nanokv import costs
-from oracle import gap, new_reference_cache, random_ids, randomise_, reference_logits, reference_step
+from oracle import (
+    gap,
+    new_reference_cache,
+    random_ids,
+    randomise_,
+    reference_logits,
+    reference_step,
+)
 
 pytestmark = pytest.mark.slow
 

@@ -75,7 +75,8 @@ def test_chunks_turns_drafts_and_edits_give_transformers_logits(models, ranks):
 
     def work(group):
         cache, out = new(model.config, group, rows=2), []
-        for start, end in ((0, 1), (1, 8), (8, 10), (10, 23)):  # the first chunks leave ranks without a position
+        # The first chunks leave ranks without a position.
+        for start, end in ((0, 1), (1, 8), (8, 10), (10, 23)):
             out.append((end, prefill(model, ids[:, start:end], cache, start)))
         for t in range(23, 29):
             out.append((t + 1, decode(model, ids[:, t : t + 1], cache, t)))
@@ -94,7 +95,8 @@ def test_chunks_turns_drafts_and_edits_give_transformers_logits(models, ranks):
     for out, after, last in results:
         assert max(gap(logits, right[:, end - 1]) for end, logits in out) <= TOLERANCE
         assert gap(after, edited[:, 18]) <= TOLERANCE and gap(last, edited[:, 19]) <= TOLERANCE
-    assert all(torch.equal(results[0][2], last) for _, _, last in results)  # all ranks choose the same token
+    # All ranks choose the same token.
+    assert all(torch.equal(results[0][2], last) for _, _, last in results)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -126,7 +128,7 @@ def test_generate_and_beams_run_as_on_one_process(model, optimized):
     def work(group):
         drawn = list(nanokv.generate(this, ids, new(model.config, group), **settings))
         beams = nanokv.beam_search(this, ids[:9], cache=new(model.config, group), beams=3, max_new_tokens=8,
-                                   eos_token_ids=[])  # fmt: skip
+                                   eos_token_ids=[])
         return drawn, [beam.ids for beam in beams]
 
     one = make_cache("dict", model.config)
@@ -285,7 +287,7 @@ def test_ranks_that_sample_without_a_common_seed_are_told(model):
     def work(group):
         ids = random_ids(10, 1, 8)[0]
         return list(nanokv.generate(model, ids, new(model.config, group), temperature=5.0, eos_token_ids=[],
-                                    max_new_tokens=20, seed=group.rank))  # fmt: skip
+                                    max_new_tokens=20, seed=group.rank))
 
     with pytest.raises(ParallelError, match="sample with the same seed"):
         on_ranks(2, work)

@@ -27,10 +27,11 @@ SCRIPT = Path(__file__).parents[1] / "support" / "context_rank.py"
 def begin(size: int, *words, timeout: float = 20) -> list[subprocess.Popen]:
     """So many ranks of context_rank.py with these words."""
     port, pipes = free_port(), {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    more = {"OMP_NUM_THREADS": "1", "TIMEOUT_S": str(timeout), "MALLOC_MMAP_THRESHOLD_": "1000000"}  # see `memory`
+    # See `memory`.
+    more = {"OMP_NUM_THREADS": "1", "TIMEOUT_S": str(timeout), "MALLOC_MMAP_THRESHOLD_": "1000000"}
     return [subprocess.Popen([sys.executable, str(SCRIPT), *map(str, words)],
                              env=os.environ | environment(rank, size, port) | more, **pipes)
-            for rank in range(size)]  # fmt: skip
+            for rank in range(size)]
 
 
 def results(size: int, *words) -> list[dict]:
@@ -77,7 +78,8 @@ def test_a_rank_that_is_gone_ends_the_other_within_seconds(tiny_folder, how, sec
         at = float(ranks[1].stdout.readline().split()[1])
         _, err = ranks[0].communicate(timeout=30)
         assert ranks[0].returncode == 1 and re.search(words, err) and err.startswith("ParallelError"), err
-        assert "Traceback" not in err and time.time() - at < seconds + 3  # the clock of this test, ends included
+        # The clock of this test, ends included.
+        assert "Traceback" not in err and time.time() - at < seconds + 3
         assert float(err.split(", at ")[1]) - at < seconds
     finally:
         for rank in ranks:

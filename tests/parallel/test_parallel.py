@@ -132,7 +132,7 @@ def test_a_cache_that_every_rank_saves_goes_on_to_the_last_bit(size, folders, ra
     for checksums in others:
         assert checksums[2] == checksums[4] != checksums[3] and len(checksums) == 6
     assert sorted(file.name for file in tmp_path.iterdir()) == [
-        "talk.kv", *(f"talk.kv.rank{rank}" for rank in range(2, size))]  # fmt: skip
+        "talk.kv", *(f"talk.kv.rank{rank}" for rank in range(2, size))]
     with pytest.raises(CacheError, match=f"was saved by rank 0 of {size}, this is one process"):
         KVCache.load(path, model.config)
     with pytest.raises(CacheError, match=f"was saved by rank 0 of {size}, this is rank 1 of 2"):
@@ -215,7 +215,8 @@ def test_a_killed_rank_is_an_error_on_every_other_one_within_seconds(victim, aft
         assert ranks.processes[victim].wait(5) == -signal.SIGKILL and said[victim] is None
         others = [answer for rank, answer in enumerate(said) if rank != victim]
         assert all(answer[1] == "ParallelError" and "a rank of 4 has ended" in answer[2] for answer in others), others
-        assert time.monotonic() - began < 10  # each one that gives up tells its neighbours, a second later at most
+        # Each one that gives up tells its neighbours, a second later at most.
+        assert time.monotonic() - began < 10
 
 
 def test_a_rank_that_is_stuck_is_waited_for_as_long_as_was_said():
@@ -248,7 +249,7 @@ def test_a_hole_in_the_middle_of_one_tensor_changes_the_fingerprint(folders, tmp
 QWEN3_32B = {
     "vocab_size": 151936, "hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64,
     "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("changes", "ranks", "said"), [
@@ -256,7 +257,7 @@ QWEN3_32B = {
     ({"intermediate_size": 100}, 8, "intermediate_size 100 is no multiple of 8"),
     ({"num_attention_heads": 12, "num_key_value_heads": 4, "intermediate_size": 96}, 6, "heads 4 neither"),
     ({"vocab_size": 5}, 4, "vocab_size 5 leaves a rank of 4 without a word"),  # 2, 2, 1 and none
-])  # fmt: skip
+])
 def test_sizes_that_do_not_divide_are_named_with_what_would_do(changes, ranks, said):
     with pytest.raises(ParallelError, match=said) as error:
         check_sizes(Config(**QWEN3_32B | changes), ranks)

@@ -15,8 +15,10 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted(p for package in ("nanokv", "weights_loader") for p in (ROOT / package).rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
-LONGEST_FUNCTION = 50  # lines; one screen is 40
-LONGEST_MODEL = 175  # and no file beside it but rope.py
+LONGEST_FUNCTION = 53  # lines below its signature and docstring; one screen is 40
+LONGEST_MODEL = 185  # and no file beside it but rope.py
+FLAGS = re.compile("add_(.*_)?arguments")  # of a command: a list, one flag after another
+MARKS = 25  # of which five are this file's own examples
 
 # Strictly downward: a module may import its own room and any row below it. A name stands for all modules below it that
 # have no row of their own.
@@ -53,8 +55,10 @@ LAYERS = [
     {"nanokv.errors"},
     {"weights_loader"},
 ]
-NEIGHBOURS = {"nanokv.apps", "nanokv.lab", "nanokv.school"}  # they use the library; only their names stand in LAYERS
-PROGRAMS = {"nanokv.apps.cli", "nanokv.lab.faults", "nanokv.school.training"}  # may use the public names
+# They use the library; only their names stand in LAYERS.
+NEIGHBOURS = {"nanokv.apps", "nanokv.lab", "nanokv.school"}
+# May use the public names.
+PROGRAMS = {"nanokv.apps.cli", "nanokv.lab.faults", "nanokv.school.training"}
 # Narrower than the layers: all that these may import of the project, as (module, name) or a whole module.
 ONLY = {
     "nanokv.model": {"nanokv.config", "nanokv.checkpoint", "nanokv.rope"},
@@ -67,7 +71,8 @@ ONLY = {
     "nanokv.cache": {
         "nanokv.errors", "nanokv.config", "nanokv.cache", "nanokv.cache.options", "weights_loader",
         ("nanokv.attention", "causal_mask"),
-        ("nanokv.rope", "apply_rope"), ("nanokv.rope", "rope_frequencies"),  # sinks move: their keys are turned on
+        # Sinks move: their keys are turned on.
+        ("nanokv.rope", "apply_rope"), ("nanokv.rope", "rope_frequencies"),
     },
     "weights_loader": {"weights_loader"},
 }
@@ -111,7 +116,8 @@ def imports(source: str, module: str = "") -> set[tuple[str, str]]:
             base = node.module or ""
             if node.level:
                 base = ".".join([*module.split(".")[: -node.level], *filter(None, [base])])
-            names = [a.name for a in node.names if base != "nanokv" or not a.name.startswith("__")]  # not __version__
+            # Not __version__.
+            names = [a.name for a in node.names if base != "nanokv" or not a.name.startswith("__")]
             floors = {"nanokv", *NEIGHBOURS}
             found |= {(f"{base}.{name}", "") if base in floors else (base, name) for name in names}
     return found
@@ -183,8 +189,19 @@ def mentions(source: str, name: str) -> list[int]:
 
 def long_functions(source: str, limit: int = LONGEST_FUNCTION) -> list[str]:
     functions = (n for n in ast.walk(tree(source)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
-    sizes = ((f.name, f.end_lineno - f.lineno + 1, f.lineno) for f in functions)
+    sizes = ((f.name, f.end_lineno - below(f) + 1, f.lineno) for f in functions)
+    sizes = (found for found in sizes if not FLAGS.fullmatch(found[0]))
     return [f"line {line}: {name} has {size} lines, limit {limit}" for name, size, line in sizes if size > limit]
+
+
+def below(function) -> int:
+    """The first line of its code."""
+    return function.body[1 if ast.get_docstring(function) and len(function.body) > 1 else 0].lineno
+
+
+def marks_against_the_formatter(source: str) -> list[int]:
+    """Lines that ask `ruff format` to leave them alone."""
+    return [n for n, line in enumerate(source.splitlines(), 1) if re.search(r"# fmt: (skip|off)", line)]
 
 
 def defined_twice(source: str) -> list[str]:
@@ -244,7 +261,8 @@ def thawed(source: str) -> list[str]:
 
 def late_patching(source: str) -> list[str]:
     """What a file puts on a class or a module of ours: nobody who reads that one knows of it."""
-    functions = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef  # what they do when called is their own business
+    # What they do when called is their own business.
+    functions = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
     nodes = [n for part in tree(source).body if not isinstance(part, functions) for n in ast.walk(part)]
     named = [n for n in nodes if isinstance(n, ast.Import | ast.ImportFrom)]
     ours = [n for n in named if "nanokv" in ast.unparse(n) or "weights_loader" in ast.unparse(n)]
@@ -266,7 +284,7 @@ def cache_kind_questions(source: str) -> list[str]:
         for node in ast.walk(tree(source))
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "isinstance" and len(node.args) == 2
         and re.search(r"Cache\b", ast.unparse(node.args[1]))
-    ]  # fmt: skip
+    ]
 
 
 def unsafe_loading(source: str) -> list[str]:
@@ -338,11 +356,12 @@ def test_only_attention_calls_sdpa():
 
 
 def test_only_one_file_draws_tokens():
-    """The loop, the engine and batches call `draw` and `reason_to_end`: a second copy would end answers in its own way.
+    """The loop, the engine and batches call `draw` and `reason_to_end`: a second copy would end
+    answers in its own way.
     """
     found = {path: imports(path.read_text(), module_name(path)) for path in SOURCES}
     users = {path.name for path, names in found.items() for how in ("sample", "choose")
-             if ("nanokv.decoding.sample", how) in names}  # fmt: skip
+             if ("nanokv.decoding.sample", how) in names}
     assert users == {"draw.py"}
 
 
@@ -401,14 +420,19 @@ def test_options_travel_below_a_command_and_never_its_namespace():
     ("def run(args):\n    args.cache = 1", "line 2: writes args.cache"),
     ("def run(args):\n    args.threads += 1", "line 2: writes args.threads"),
     ("def run(args):\n    def load(): return plan(args)", "line 1: run passes args on to plan"),
-])  # fmt: skip
+])
 def test_the_rule_about_namespaces_can_fail(source, complaint):
     assert complaint in namespaces("nanokv.apps.cli.commands.x", source)
     assert namespaces("nanokv.apps.cli.commands.x", "def run(args):\n    load(model_options(args), args.out)") == []
     assert namespaces("nanokv.apps.cli.common.x", "def run(args): ...") == ["line 1: run takes the Namespace args"]
     assert thawed("class AOptions: ...\n@dataclass\nclass Plan: ...\n@dataclass(frozen=True)\nclass Loaded: ...") == [
         "line 1: AOptions is not frozen", "line 3: Plan is not frozen",
-    ]  # fmt: skip
+    ]
+
+
+def test_the_formatter_formats():
+    """A few tables may keep their form; each says why."""
+    assert sum(len(marks_against_the_formatter(path.read_text())) for path in SOURCES + TESTS) <= MARKS
 
 
 def test_no_name_is_defined_twice():
@@ -459,10 +483,11 @@ def test_the_other_rules_can_fail():
     assert cache_kind_questions("if isinstance(c, (NoCache, x.PagedCache)): pass") != []
     assert unsafe_loading("import torch\nw = torch.load('w.bin')") == ["line 2: torch.load"]
     assert unsafe_loading("from pickle import loads") == ["line 1: pickle"]
-    assert long_functions("def f():\n" + "    x = 1\n" * 50) == ["line 1: f has 51 lines, limit 50"]
+    assert long_functions("def f():\n" + "    x = 1\n" * 54) == ["line 1: f has 54 lines, limit 53"]
+    assert marks_against_the_formatter("x = 1  # fmt: skip\ny = 2  # fmt\n# fmt: off") == [1, 3]
     assert defined_twice("def f(): ...\nx = f\ndef f(): ...\nclass A:\n    def g(self): ...\n    def g(self): ...") == [
         "line 3: f again", "line 6: g again",
-    ]  # fmt: skip
+    ]
     for patch in ("A.maker = staticmethod(f)", "a.B.c += 1", "setattr(A, 'maker', f)", "if f:\n    A.maker, x = f, 1"):
         assert len(late_patching(f"import nanokv.a as a\nfrom nanokv.a import A\n{patch}")) == 1, patch
     here = "class B: ...\nB.maker = f", "def g():\n    A.maker = f", "table = A.maker", "import sys\nsys.path += [A]"

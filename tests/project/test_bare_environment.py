@@ -47,7 +47,8 @@ def run(name, folder, tmp_path, redirect="", env=None, wrap=(), limit=""):
     env = {key: value for key, value in env.items() if value is not None}
     sessions = tmp_path / "nanokv" / "sessions"
     sessions.mkdir(parents=True, exist_ok=True)
-    (sessions / "one.jsonl").write_text('{"format": "nanokv-session-1"}\n')  # something for chat --list to print
+    # Something for chat --list to print.
+    (sessions / "one.jsonl").write_text('{"format": "nanokv-session-1"}\n')
     stdin = INPUT.get(name, b"Once\n" if name in READERS else b"")
     done = subprocess.run(["bash", "-c", line], input=stdin, env=env, capture_output=True, timeout=300, check=False)
     return done.returncode, done.stdout.decode(), done.stderr.decode()

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TARGETS = [
     "help", "chat", "smollm2", "test", "check", "night", "fuzz", "mutants", "soak", "load", "compat", "lint",
     "bench", "train", "notebooks", "book", "site", "setup", "clean", "distclean",
-]  # fmt: skip
+]
 HIDDEN = ("source", "teach", "AUTHORING.md", "__pycache__")
 FAKE = """#!/bin/sh
 # Plays python for the Makefile: writes down its arguments, makes a "venv", and installs nothing.
@@ -264,7 +264,7 @@ def test_the_lab_opens_the_first_notebook_and_lists_no_solutions(tmp_path, setti
     info, env = tmp_path / "run", os.environ | {"HOME": str(tmp_path), "JUPYTER_RUNTIME_DIR": str(tmp_path / "run")}
     flags = [*lab_flags(*settings), "--no-browser", "--port=0", "--IdentityProvider.token=secret"]
     server = subprocess.Popen([sys.executable, "-m", "jupyterlab", *flags], cwd=ROOT, env=env,
-                              stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
+                              stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         end = time.monotonic() + 60
         while not (files := list(info.glob("jpserver-*.json"))):

@@ -46,14 +46,14 @@ def test_every_kind_of_fault_is_made_once_and_texts_are_left_alone():
         ("return None", "return x * 3 if y else None → return None"),
         ("negation", "x * 3 if y else None → x * 3 if not y else None"),
         ("arithmetic", "x * 3 → x + 3"), ("constant", "3 → 4"), ("constant", "3 → 2"),
-    ]  # fmt: skip
+    ]
 
 
 def test_the_list_depends_on_the_seed_alone_and_holds_every_file_with_its_tests():
     first = mutants.all_mutants(1)
     assert first == mutants.all_mutants(1) and sorted(first) == sorted(mutants.all_mutants(2)) != first
     core = {str(path.relative_to(mutants.ROOT)) for folder in ("cache", "decoding", "engine", "fast", "ranks", "remote")
-            for path in (mutants.ROOT / "nanokv" / folder).glob("*.py")}  # fmt: skip
+            for path in (mutants.ROOT / "nanokv" / folder).glob("*.py")}
     assert core | {"nanokv/attention.py", "nanokv/inference.py"} == {path for path, _ in first} | EMPTY
     tests = {name for path, _ in first for name in mutants.tests_of(path)}
     assert {name for name in tests if not (mutants.ROOT / name).is_file()} == set()
@@ -70,7 +70,8 @@ def test_a_mutant_meets_the_tests_that_run_its_line_quick_and_close_ones_first()
     }
     assert mutants.covering(lines, "nanokv/attention.py", 8) == [close, quick, slow]
     assert mutants.covering(lines, "nanokv/attention.py", 7) == [slow]
-    assert mutants.covering(lines, "nanokv/attention.py", 1) == [close, quick, slow]  # a default: nobody runs the line
+    # A default: nobody runs the line.
+    assert mutants.covering(lines, "nanokv/attention.py", 1) == [close, quick, slow]
     assert mutants.covering(lines, "nanokv/inference.py", 8) == [quick]
 
 
@@ -118,6 +119,7 @@ def test_it_says_which_faults_the_tests_do_not_notice(tmp_path):
     assert survived == {
         ("3: arithmetic", "x * 2 → x + 2"), ("7: return None", "return x - 1 → return None"),
         ("7: arithmetic", "x - 1 → x + 1"), ("7: constant", "1 → 2"), ("7: constant", "1 → 0"),
-    }  # fmt: skip
-    assert {each["tests"] for each in found if each["place"].startswith("3")} == {2}  # a fixture's line is both tests'
+    }
+    # A fixture's line is both tests'.
+    assert {each["tests"] for each in found if each["place"].startswith("3")} == {2}
     assert "3 of 8 mutants were noticed" in done.stdout

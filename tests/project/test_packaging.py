@@ -35,7 +35,7 @@ EXTRAS = {name: [Requirement(text) for text in texts] for name, texts in PROJECT
 OPTIONAL = {  # imported inside a function that says what to install when it is absent
     "transformers", "matplotlib", "gguf", "llama_cpp",
     "IPython", "jupytext", "nbclient", "nbconvert", "nbformat", "pdoc", "psutil", "pygments",
-}  # fmt: skip
+}
 HEAVY = ("torch", "numpy", "transformers", "tokenizers", "safetensors", "huggingface_hub", "jinja2", "matplotlib")
 BUNDLED = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors")
 MEGABYTE = 1_000_000
@@ -54,7 +54,8 @@ def pins() -> dict[str, str]:
     lines = [line.strip() for line in (ROOT / "constraints.txt").read_text().splitlines()]
     lines = [line for line in lines if line and not line.startswith("#")]
     found = [re.fullmatch(r"([A-Za-z0-9._-]+)==([0-9][0-9A-Za-z.]*)", line) for line in lines]
-    assert None not in found, f"not an exact public version: {lines[found.index(None)]}"  # x==1.0+cpu is on one index
+    # x==1.0+cpu is on one index.
+    assert None not in found, f"not an exact public version: {lines[found.index(None)]}"
     names = [canonicalize_name(match[1]) for match in found]
     assert len(set(names)) == len(names), "a package is pinned twice"
     return {name: match[2] for name, match in zip(names, found, strict=True)}
@@ -281,7 +282,7 @@ def commands() -> list[str]:
 HELP = [
     [], ["batch"], ["bench"], ["chat"], ["convert"], ["course"], ["env"], ["generate"], ["memory"], ["models"],
     ["profile"], ["serve"], ["trace"], ["train"], ["verify"],
-]  # fmt: skip
+]
 
 
 def run_help(command: list[str]) -> str:
@@ -343,7 +344,7 @@ def test_sdist_holds_what_the_wheel_needs_and_nothing_else(sdist):
     assert {name.split("/")[0] for name in sizes} == {
         "nanokv", "weights_loader", "nanokv.egg-info", "pyproject.toml", "setup.cfg", "MANIFEST.in", "PKG-INFO",
         "README.md", "LICENSE",
-    }  # fmt: skip
+    }
     large = {name for name, size in sizes.items() if size > MEGABYTE}
     assert large == {"weights_loader/checkpoints/tiny/model.safetensors"}
     typed = {str(p.relative_to(ROOT)) for p in ROOT.glob("nanokv/**/py.typed")}

@@ -21,7 +21,8 @@ NOT_RUN = {
     "trains for minutes or hours": r"^nanokv train\b",
     "is interactive": r"^nanokv chat$",
 }
-FOREIGN = "git cd pip uv python python3 export source apt echo printf cat".split()  # not ours to test
+# Not ours to test.
+FOREIGN = "git cd pip uv python python3 export source apt echo printf cat".split()
 
 
 def commands(text: str) -> list[str]:

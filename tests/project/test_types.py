@@ -17,8 +17,9 @@ import nanokv
 ROOT = Path(__file__).resolve().parents[2]
 MYPY = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]
 FILES = sorted(file for name in MYPY["files"] for file in ([ROOT / name] if name[-3:] == ".py" else
-               (ROOT / name).glob("*.py")))  # fmt: skip
-TYPED = [path for path in FILES if path.name != "model.py"]  # there the shapes stand in comments, for people who learn
+               (ROOT / name).glob("*.py")))
+# There the shapes stand in comments, for people who learn.
+TYPED = [path for path in FILES if path.name != "model.py"]
 PROGRAM = """
 import nanokv
 model, tokenizer = nanokv.load("tiny")
@@ -43,7 +44,7 @@ SEEN = [
     "nanokv.model.Transformer", "nanokv.text.tokenizer.Tokenizer", "torch._C.device", "nanokv.cache.base.KVCache",
     "int", "torch._tensor.Tensor", "nanokv.decoding.generation.Tokens[", "nanokv.chat.session.Session", "str",
     "typing.Iterator[str]", "list[int]", "str",
-]  # fmt: skip
+]
 
 
 def untyped(source: str) -> list[str]:
@@ -55,7 +56,8 @@ def untyped(source: str) -> list[str]:
             if not isinstance(f, ast.FunctionDef) or (f.name.startswith("_") and f.name != "__init__"):
                 continue
             arguments = [*f.args.posonlyargs, *f.args.args, *f.args.kwonlyargs]
-            arguments = arguments[isinstance(node, ast.ClassDef) and "staticmethod" not in ast.unparse(f) :]  # self
+            # Self.
+            arguments = arguments[isinstance(node, ast.ClassDef) and "staticmethod" not in ast.unparse(f) :]
             if not all(a.annotation for a in arguments) or not (f.returns or f.name == "__init__"):
                 bad.append(f"{f.lineno}: {f.name}")
     return bad

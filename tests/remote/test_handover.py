@@ -179,7 +179,7 @@ def test_too_few_pages_and_too_small_a_slab_are_told_with_their_numbers(peer, mo
     taken = make_cache("paged", model.config, pool=pool)
     prefill(model, other.ids(1, 1, 5), taken)
     refused(peer, "the page pool is exhausted: 4 pages of 4 tokens wanted, 1 of 3 free", model.config, kind="paged",
-            pool=pool)  # fmt: skip
+            pool=pool)
     assert len(pool.free) == 1 and taken.length == 5
     error = refused(peer, "13 more do not fit", model.config, name="static", capacity=12)
     assert isinstance(error, CapacityError) and "capacity=13" in error.hint
@@ -251,7 +251,7 @@ def test_what_was_changed_on_the_way_is_told(model, ends):
     (lambda header: header["tensors"][0].__setitem__(2, [-1]), "cannot be read: ValueError"),
     (lambda header: header.pop("meta"), "cannot be read: KeyError"),
     (lambda header: header["meta"].pop("config"), "is not what send writes"),
-])  # fmt: skip
+])
 def test_a_header_that_says_something_else_is_refused_before_memory_is_taken(model, ends, change, words):
     assert re.search(words, changed(model, ends, lambda data: edited(data, change)))
 
@@ -312,7 +312,7 @@ def test_a_sender_that_is_killed_ends_the_receiver_within_seconds(tiny_folder):
         subprocess.Popen([sys.executable, "-c", DIES, str(rank), str(port), str(tiny_folder)], env=env,
                          stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for rank in range(2)
-    ]  # fmt: skip
+    ]
     for process in both:
         assert process.stdout.readline() == "joined\n"
     began = time.monotonic()
@@ -328,7 +328,7 @@ def test_the_example_of_the_docs_runs_as_it_stands(tmp_path):
     (tmp_path / "two.py").write_text(code)
     env = {name: value for name, value in environment().items() if name != "OMP_NUM_THREADS"}
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port",
-               str(other.parallel.free_port()), "two.py"]  # fmt: skip
+               str(other.parallel.free_port()), "two.py"]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     sent, got = (int(count) for count in re.findall(r"Receipt\(nbytes=(\d+), ", done.stdout))

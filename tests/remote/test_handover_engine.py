@@ -156,7 +156,8 @@ def test_what_came_twice_is_kept_once(model, ask):
     assert [other.reused_tokens for other in others] == [20, 20] and engine.metrics.prefill_tokens == 2
     engine.run()
     assert others[0].tokens == others[1].tokens == first.tokens
-    assert others[0].logprobs == pytest.approx(first.logprobs, abs=1e-5)  # of steps with other neighbours
+    # Of steps with other neighbours.
+    assert others[0].logprobs == pytest.approx(first.logprobs, abs=1e-5)
     assert first.tokens == alone(model, ids, max_new_tokens=9, eos_token_ids=[]) and all_free(engine)
 
 
@@ -183,7 +184,7 @@ def test_prefixes_are_shared_under_the_same_salt_only(ask):
     (lambda found: replace(found, logits=found.logits[:, 1:]), "logits have the shape"),
     (lambda found: replace(found, logits=None), "no logits follow the 13 tokens"),
     (lambda found: replace(found, start=13, keys=found.keys[:, :, :0], values=found.values[:, :, :0]), "the shape"),
-])  # fmt: skip
+])
 def test_what_does_not_belong_to_the_prompt_is_refused(model, ask, change, words):
     ids = prompt(43, 13)
     found = change(ask(ids))
@@ -287,7 +288,8 @@ def test_taken_leaves_out_what_the_other_has(model):
 def test_it_says_what_it_has_loaded_and_ends_when_it_is_closed(model, tiny_folder):
     process, news, facts = started(partial(other.load, str(tiny_folder)))
     assert facts == {"config": model.config.to_dict(), "weights": fingerprint(model)}
-    for number in (signal.SIGINT, signal.SIGHUP):  # of the terminal: they mean the program that started it
+    # Of the terminal: they mean the program that started it.
+    for number in (signal.SIGINT, signal.SIGHUP):
         os.kill(process.pid, number)
     process.ask(1, prompt(1, 5), "", 0)
     assert until(news, lambda meta: "done" in meta or "lost" in meta)[0]["done"] == 1
@@ -303,7 +305,7 @@ def test_it_says_what_it_has_loaded_and_ends_when_it_is_closed(model, tiny_folde
     (partial(other.fails, "no such model"), "the prefill process: no such model"),
     (partial(other.ends, 3), "the prefill process has not become ready: the other process has gone"),
     (partial(other.load, "/nowhere"), "the prefill process: "),
-])  # fmt: skip
+])
 def test_one_that_cannot_load_is_an_error_and_leaves_no_process(load, words):
     process = PrefillProcess(load, SIZES, print)
     with pytest.raises(NanoKVError, match=words):

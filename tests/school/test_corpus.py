@@ -13,7 +13,18 @@ from itertools import chain, pairwise
 
 import pytest
 
-from corpus_checker import ACCENTS, BELONGING, HOME, Reader, WrongAnswer, check, introduces, kind_of, plain, says
+from corpus_checker import (
+    ACCENTS,
+    BELONGING,
+    HOME,
+    Reader,
+    WrongAnswer,
+    check,
+    introduces,
+    kind_of,
+    plain,
+    says,
+)
 from nanokv.school.training import corpus, small_talk, words
 from nanokv.school.training.cache_questions import HELD_OUT_WRAPPERS, QUESTIONS, YES_OR_NO, ask
 from nanokv.school.training.conversation import STYLES, Conversation
@@ -27,19 +38,21 @@ SPLITS = (*STAGES, "held_out")
 OFTEN = (  # kinds of exchange, as kind_of calls them: at least 100 of 16,000 in every split
     "tell", "ask", "pet", "ask pet", "object", "owner", "ask object", "list again", "list backwards", "list nth",
     "list remember", "confirm", "add", "count", "refuse", "cache", "talk", "nth", "home", "ask home", "ask owner",
-)  # fmt: skip
+)
 AT_TIMES = (  # at least 10
     "everything", "list length", "length", "again", "backwards", "member", "before", "add_item", "remove_item", "next",
     "after", "story", "greet", "no list", "confirm pet", "ask animal", "no owner", "owns nothing",
-)  # fmt: skip
-OLD, NEW = {"object", "ask object"}, {"spot", "ask spot", "ask relative", "of others"}  # in one stage only
-NAMES = {"name", "friend", "friends", "word", "song", "book", "film", "band", *words.RELATIVES}  # no pool has these
+)
+# In one stage only.
+OLD, NEW = {"object", "ask object"}, {"spot", "ask spot", "ask relative", "of others"}
+# No pool has these.
+NAMES = {"name", "friend", "friends", "word", "song", "book", "film", "band", *words.RELATIVES}
 POOLS = set("job hobby colour food drink animal sport fruit flower instrument game subject".split())
 POOLED = {word.lower() for pool in (
     words.COLOURS, words.CITIES, words.FOODS, words.DRINKS, words.ANIMALS, words.JOBS, words.HOBBIES, words.PLACES,
     words.SPORTS, words.SEASONS, words.FRUITS, words.FLOWERS, words.INSTRUMENTS, words.GAMES, words.SUBJECTS,
     words.LANGUAGES,
-) for word in pool}  # fmt: skip
+) for word in pool}
 
 
 def talks(split: str, name: str = "test", count: int = CONVERSATIONS) -> list[Conversation]:
@@ -105,7 +118,7 @@ def test_every_answer_follows_from_the_conversation(split, all_talks):
     """16,000 exchanges a split: each says what it means, and each answer is worked out again."""
     kinds = Counter(chain.from_iterable(
         check(talk.messages, talk.log, f"{split} {i}", split == "second") for i, talk in enumerate(all_talks[split])
-    ))  # fmt: skip
+    ))
     assert sum(kinds.values()) >= CONVERSATIONS * EXCHANGES
     often = {*OFTEN, *NEW} - OLD if split == "second" else {*OFTEN}
     often |= ADDED.get(split, set())
@@ -141,7 +154,8 @@ def test_what_the_kinds_do_not_show(split, all_talks):
             seen["strange place"] += name in ("object", "spot") and said.split(" the ")[-1] not in words.PLACES
             seen["strange animal"] += name == "pet" and values[0] not in words.ANIMALS
     few = {what for what, count in seen.items() if count < (5 if split == "second" else 10)}
-    assert len(seen) == 11 and few <= ({"moved"} if split == "second" else set()), seen  # few live where they lived
+    # Few live where they lived.
+    assert len(seen) == 11 and few <= ({"moved"} if split == "second" else set()), seen
 
 
 @pytest.mark.parametrize("split", SPLITS)
@@ -289,7 +303,7 @@ def test_what_is_told_is_said_again_whole_and_in_its_order(answer, right):
     """In the second stage, which says so."""
     steps = [("tell", "name", "Ada"), ("pet", "cat", "Leo"), ("tell", "city", "Rome")]
     talk = [{"role": "user", "content": "I'm Ada, my cat is called Leo and I live in Rome."},
-            {"role": "assistant", "content": answer}]  # fmt: skip
+            {"role": "assistant", "content": answer}]
     assert noticed(talk, [steps], says_again=True) == (not right)
     assert noticed(talk, [steps]) == (answer != "Nice to meet you, Ada.")
 
@@ -349,14 +363,15 @@ HANDED_ON = "Eva has the lamp now.", "Good for Eva."
         (TWO_THINGS, "Good for Tom.", "What does Ada have?", "Ada has a red lamp.", "Ada has a lamp.",
          ("ask owner", "what", "Ada")),
         (TWO_THINGS, "Good for Tom.", *HANDED_ON, "Good for Ada.", ("owner", "Eva", "red", "lamp")),
-        (TWO_THINGS, "Good for Tom.", *HANDED_ON, None, ("owner", "Eva", "", "lamp")),  # it is still red
+        # It is still red.
+        (TWO_THINGS, "Good for Tom.", *HANDED_ON, None, ("owner", "Eva", "", "lamp")),
         (HOMES, "Noted: Ada lives in Rome.", "Who lives in Oslo?", "Tom lives in Oslo.", "Ada lives in Oslo.",
          ("ask home", "Tom")),
         (HOMES, "Noted: Ada lives in Rome.", "Tom has moved to Bonn.", "So Tom lives in Bonn.", "So Tom lives in Oslo.",
          ("home", "Tom", "Bonn")),
         (PETS, "Say hello to Rex.", "What kind of pet is Rex?", "Rex is a dog.", None, ("ask animal", "Rex")),
     ],
-)  # fmt: skip
+)
 def test_the_reader_remembers_other_people(told, noted, user, right, wrong, step):
     """None as the wrong answer: there is no right one."""
     said = {"aunt": "Your aunt is called"}
@@ -437,7 +452,8 @@ def test_training_draws_no_held_out_word(trained, all_talks):
 def test_training_says_no_held_out_name(trained):
     """Not only as a value: a held-out name is nowhere, in no story, no question and no greeting."""
     texts = " ".join(m["content"] for talk in trained for m in talk.messages)
-    said = set(re.findall(r"[A-Z][^\W\d_]+", texts.replace("Mona Lisa", "")))  # a painting, and Mona is held out
+    # A painting, and Mona is held out.
+    said = set(re.findall(r"[A-Z][^\W\d_]+", texts.replace("Mona Lisa", "")))
     hidden = {name for name in words.NAMES if words.is_held_out(name)}
     assert len(hidden) >= 15 and said & hidden == set()
 
@@ -533,7 +549,8 @@ def test_only_other_arithmetic_is_refused(trained):
         if is_refused or steps[-1][0] == "add":
             (refused if is_refused else added).append(is_small_sum(line))
     assert len(refused) > 400 and not any(refused)
-    assert len(added) > 1500 and sum(added) > 0.6 * len(added)  # the rest is in words, or goes on after the question
+    # The rest is in words, or goes on after the question.
+    assert len(added) > 1500 and sum(added) > 0.6 * len(added)
 
 
 def test_numbers_stay_in_range(trained):
@@ -590,7 +607,7 @@ def test_answers_begin_with_a_capital(trained):
         (steps, answer) for _, answer, steps, talk in exchanges(trained)
         if answer[0].islower() and not answer.startswith(("nanokv", "start_pos")) and talk.style != "small"
         and steps[-1][0] not in ("again", "backwards", "count")
-    ]  # fmt: skip
+    ]
     assert plain_start == []
 
 
@@ -633,7 +650,7 @@ def test_written_turns_are_not_in_the_corpus(written):
     """A whole turn of more than five words that stands in both is chance; these three do."""
     turns = {plain(turn) for row in written for turn in row["turns"] if len(turn.split()) > 5}
     corpus_texts = {plain(text) for name in ("facts", "requests", "stories", "cache_questions")
-                    for text in leaves(phrases(name))}  # fmt: skip
+                    for text in leaves(phrases(name))}
     known = {"What do I do for work?", "What do I need to buy?", "Tell me what a token is."}
     assert len(turns) > 150 and len(corpus_texts) > 2000
     assert turns & corpus_texts <= set(map(plain, known))

@@ -23,7 +23,17 @@ from nanokv import costs
 from nanokv.costs.memory import FAMILY
 from nanokv.errors import CourseError
 from nanokv.model import Qwen3
-from nanokv.school.course import book, checking, grading, log, prose, running, session, twins, variants
+from nanokv.school.course import (
+    book,
+    checking,
+    grading,
+    log,
+    prose,
+    running,
+    session,
+    twins,
+    variants,
+)
 from nanokv.school.course.answers import Sealed, is_blank, same, seal
 from nanokv.school.course.book import slug
 from nanokv.school.course.checking import Mistake, Question, function, judged, value
@@ -54,7 +64,7 @@ def each_source(test):
         ({"K", "Q"}, Sealed("x", seal("x", {"q", "k"}))), (["K", "q"], Sealed("x", seal("x", {"q", "k"}))),
         (["V", "k"], {"K", "v"}), ([2, 0], {0, 2}), ((), set()), ("-1,024.5", -1024.5), ("1_024", 1024),
     ],
-)  # fmt: skip
+)
 def test_two_ways_to_say_the_same(answer, right):
     assert same(answer, right)
 
@@ -69,7 +79,7 @@ def test_two_ways_to_say_the_same(answer, right):
         ("K", {"K"}), (type("Yes", (), {"__eq__": lambda *a: True, "__hash__": None})(), {"K"}),
         ("c", Sealed("x", seal("x", "b"))), ("b", Sealed("y", seal("x", "b"))), (8.0001, 8), (float("inf"), 8),
     ],
-)  # fmt: skip
+)
 def test_two_different_answers(answer, right):
     assert not same(answer, right)
 
@@ -80,7 +90,7 @@ def test_tolerance_is_relative_or_absolute():
 
 
 @pytest.mark.parametrize(("answer", "blank"), [(..., True), (None, True), ((1, ...), True), (" ", True), (0, False),
-                                               ((), False), (False, False), ("0", False)])  # fmt: skip
+                                               ((), False), (False, False), ("0", False)])
 def test_an_untouched_stub_is_no_answer(answer, blank):
     assert is_blank(answer) == blank
 
@@ -90,7 +100,7 @@ def test_an_untouched_stub_is_no_answer(answer, blank):
 EXAMPLE = value(
     "x.1", right=lambda c: c.n + 1, parameters={"n": (5, 6, 7)}, otherwise="count again",
     wrong=(Mistake("off by one", lambda c: c.n, "you forgot the new one"),),
-)  # fmt: skip
+)
 
 
 def test_a_value_is_right_wrong_known_or_blank():
@@ -109,7 +119,7 @@ def test_a_variant_is_the_same_for_the_same_seed():
 SQUARE = function(
     "x.2", right=lambda n: n * n, inputs=lambda rng: (rng.randint(3, 9),),
     wrong=(Mistake("doubled", lambda n: 2 * n, "that is twice"),),
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +130,7 @@ SQUARE = function(
         (lambda n: n * n if n < 9 else 0, "wrong", "(9)\n    gives     0\n    expected  81"), (49, "wrong", "itself"),
         (..., "unanswered", ""), (lambda n: "x", "wrong", "(3)\n    gives     'x'"),
     ],
-)  # fmt: skip
+)
 def test_a_function_is_tried_on_random_inputs(answer, state, words):
     outcome = SQUARE.judge(answer, SQUARE.case())
     assert outcome.state == state and words in outcome.message
@@ -191,7 +201,7 @@ def test_a_right_function_may_change_what_it_is_given(id, answer):
         ("11.4", lambda cached, new: cached.clear() or new.__setitem__(slice(None), [1]) or 0),
         ("11.5", lambda g, b: g.clear() or b.__setitem__(slice(None), [7]) or [7]),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_function_cannot_make_itself_right_by_changing_its_input(id, answer):
     check = checking.find(id)
     assert check.judge(answer, check.case()).state == "wrong"
@@ -216,7 +226,7 @@ RECURSIVE.append(RECURSIVE)
     [Odd(), (Odd(), Odd()), lambda *_: Odd(), (10**400, 1), RECURSIVE, torch.ones(2, device="meta"), pytest.fail,
      lambda *_: pytest.skip("x"), lambda *_: exit(3), lambda *_: RECURSIVE, lambda *_: torch.ones(2, device="meta"),
      lambda *_: (_ for _ in ()).throw(KeyError(Odd()))],
-)  # fmt: skip
+)
 def test_no_answer_is_so_odd_that_check_raises(id, odd, capsys):
     result = session.answer(id, odd) if "q" in id else session.check(id, odd)
     assert result.state == "wrong" and capsys.readouterr().out.startswith(f"{id}: not yet.")
@@ -242,7 +252,7 @@ def test_two_tensors_of_one_shape_are_told_apart_in_words():
     assert one.state == "wrong" and "returned None" in one.message and "(n=0, T=1)" in one.message
     check = checking.find("03.2")
     message = check.judge(lambda x, cos, sin: rotated(x, cos, sin) + torch.tensor([0.0, 1] * (x.shape[-1] // 2)),
-                          check.case()).message  # fmt: skip
+                          check.case()).message
     assert re.search(r"yours gives (\S+) \(torch.float32\) at \[0, 0, 0, 1\], but it is (?!\1)", message)
 
 
@@ -291,7 +301,7 @@ def floored(x, bits, dim):
         (lambda x, bits, dim: rounded(x, bits, (0, 1, 2, 3)), "one scale"),
         (lambda x, bits, dim: x / 0 * 0, ""),
     ],
-)  # fmt: skip
+)
 def test_rounding_is_tried_with_more_values_than_levels(answer, mistake):
     check = checking.find("12.4")
     outcome = check.judge(answer, check.case())
@@ -324,7 +334,7 @@ class Store:
     def get(self, tokens):
         def shared(other):
             return next((i for i, (a, b) in enumerate(zip(tokens, other, strict=False)) if a != b),
-                        min(len(tokens), len(other)))  # fmt: skip
+                        min(len(tokens), len(other)))
 
         best = max(self.kept, key=shared, default=())
         n = min(shared(best), len(tokens) - 1)
@@ -362,7 +372,7 @@ def test_a_converted_model_keeps_every_other_weight(change):
     ("weights", "state"),
     [([1, 2, 3, 4] * 2, "right"), ([1e6, 2, 3, 4] * 2, "right"), ([1e-3, 2e-3, 1e-3, 3e-3] * 2, "right"),
      ([1e6, 1, 2, 3, 1e6, 5, 6, 7], "wrong"), ([1] * 7 + [1.0001], "wrong")],
-)  # fmt: skip
+)
 def test_weights_that_commute_with_the_rotation_are_told_whatever_their_size(weights, state):
     check = checking.find("03.5")
     assert check.judge(weights, check.case()).state == state
@@ -459,7 +469,7 @@ def test_a_tolerance_is_a_number_of_any_kind(number):
     ("id", "sets", "names"),
     [("04.5", [{"theta"}, {"head"}, ["eps", "head"]], "theta, eps, head"),
      ("05.5", [{"K"}, {"q", "v"}, []], "Q, K, V")],
-)  # fmt: skip
+)
 def test_only_what_is_no_set_of_the_names_is_told_the_form(id, sets, names):
     check = checking.find(id)
     for answer in sets:
@@ -658,7 +668,7 @@ def test_a_bet_may_be_collected_in_anything_and_loses_no_name_silently(kind, cap
     ("number", "words"),
     [(10920.6, "10,921"), (1.092e4, "10,920"), (123456.7, "123,457"), (48.128, "48.13"), (1234.5, "1,234"), (5, "5"),
      (0.0213, "0.0213"), (2.4e-5, "2.4e-05"), (1e20, "1e+20"), (math.inf, "inf")],
-)  # fmt: skip
+)
 def test_a_quantity_is_written_as_people_do(number, words):
     assert session.quantity(number, "times") == f"{words} times"
 
@@ -676,7 +686,7 @@ def test_a_comma_is_no_decimal_point(capsys):
      (1, 100, "100 times too low"), (0, 3, "too low by 3"), (8, 0, "too high by 8"), (-1, 1, "sign"),
      (1e9, 1, "too high by 10^9"), (1e-320, 5, "too low by 10^321"), (5, math.inf, "too low"),
      (1e300, 1e-300, "too high by 10^600"), (-2e-300, -1e-300, "the right size, 2 times too high")],
-)  # fmt: skip
+)
 def test_the_comment_on_a_prediction(guess, measured, words):
     assert words in session.comment(guess, measured)
 
@@ -816,7 +826,7 @@ x = 42 + 42
         ('# %%\ncourse.start', '# %% tags=["hide-input"]\ncourse.figure(course.reveal())\ncourse.start', "learner"),
         ('"exercise"]', '"exercise", "hide-input"]', "tags"),
     ],
-)  # fmt: skip
+)
 def test_a_malformed_source_is_refused(tmp_path, old, new, words):
     path = tmp_path / "05_t.py"
     path.write_text(PLAIN)
@@ -855,7 +865,11 @@ def test_a_book_of_one_chapter_lists_what_is_there(tmp_path, monkeypatch, capsys
     monkeypatch.setattr(book.recorded, "beneath", lambda notebook, recording: notebook)
     monkeypatch.setattr(book, "render", lambda notebook: "<h1>A page</h1>")
     command = ["course", "book", "--folder", str(NOTEBOOKS), "-o", str(tmp_path)]
-    listed = lambda: re.findall(r'<li><a href="(\d\d)_', (tmp_path / "index.html").read_text("utf-8"))  # noqa: E731
+
+    def listed():
+        page = (tmp_path / "index.html").read_text("utf-8")
+        return re.findall(r'<li><a href="(\d\d)_', page)
+
     assert main([*command, "06"]) == 0 and len(ran) == 1 and listed() == ["06"]
     written = set(capsys.readouterr().out.split())
     names = set(book.file_names(NOTEBOOKS, ["06"])) - {"style.css"}
@@ -868,9 +882,9 @@ def test_a_page_of_the_book_folds_code_on_demand_and_scrolls_tables_in_their_box
     import nbformat.v4 as form
 
     folded = form.new_code_cell("course.show(fig)", metadata={"tags": ["hide-input"]}, outputs=[
-        form.new_output("stream", name="stdout", text="In words")])  # fmt: skip
+        form.new_output("stream", name="stdout", text="In words")])
     page = book.render(form.new_notebook(cells=[
-        form.new_code_cell("decode()"), folded, form.new_markdown_cell("| a |\n|---|\n| 1 |")]))  # fmt: skip
+        form.new_code_cell("decode()"), folded, form.new_markdown_cell("| a |\n|---|\n| 1 |")]))
     hidden = re.search(r"<details.*?</details>", page, re.DOTALL)
     assert "Code of the figure</summary>" in hidden[0] and "show" in hidden[0]
     assert "decode" in page[: hidden.start()] and "In words" in page[hidden.end() :]
@@ -879,7 +893,7 @@ def test_a_page_of_the_book_folds_code_on_demand_and_scrolls_tables_in_their_box
 
 @pytest.mark.parametrize(("printed", "scrolls"), [
     ("S   without   with\n16      136     16", True), ("claim 2.9: it is 64\n    wrong. It is 128.", False),
-])  # fmt: skip
+])
 def test_printed_columns_scroll_and_printed_sentences_wrap(printed, scrolls):
     import nbformat.v4 as form
 
@@ -907,7 +921,7 @@ def test_what_is_printed_between_two_pictures_is_one_box():
         ("4", 5.0, "above", True), ("4", 3.9, "above", False), ("4", 3.9, "below", True), ("4", 5.0, "below", False),
         ("about 5", 5, "", False), ("1", math.inf, "", False),
     ],
-)  # fmt: skip
+)
 def test_a_quoted_figure_agrees_to_the_digits_written(quoted, recorded, allowed, fits):
     assert prose.agrees(quoted, recorded, allowed) == fits
 
@@ -946,7 +960,7 @@ def test_the_last_answer_counts_and_another_variant_does_not():
         {"event": "answer", "id": "05.q1", "state": "wrong", "mistake": "a"},
         {"event": "answer", "id": "05.q1", "state": "right"},
         {"event": "check", "id": "99.9", "state": "right"}, {"event": "check"},
-    ]  # fmt: skip
+    ]
     found = grading.results("05", events, seed=3)
     assert found["05.1"] == "right" and found["05.2"] == "other variant" and found["05.3"] == "wrong: old square"
     assert found["05.q1"] == "right" and found["05.4"] == "missing" and "99.9" not in found

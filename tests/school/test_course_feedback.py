@@ -45,14 +45,14 @@ FORGOTTEN = {
     "12.1": lambda prompts: None, "12.4": lambda x, bits, dim: None, "12.5": ("mqa", lambda model: None),
     "12.6": lambda engine, ids, most: None,
     "06.3": type("C", (), {"append": lambda self, k, v: None}),
-}  # fmt: skip
+}
 STUBS = FORGOTTEN | {
     "01.2": lambda pieces: ..., "02.2": lambda q, k, v: ..., "02.4": lambda forward, ids, V: ...,
     "04.2": lambda path, name: ..., "06.4": lambda model, ids, n: ..., "09.2": lambda start, clock: (..., ...),
     "10.5": lambda table, owners, free_pages: ..., "11.5": lambda guesses, best: ..., "12.1": lambda prompts: (1, ...),
     "12.4": lambda x, bits, dim: ..., "12.5": ("mqa", lambda model: ...), "12.6": lambda engine, ids, most: ...,
     "06.3": type("C", (), {"append": lambda self, k, v: ...}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("id", FORGOTTEN)
@@ -98,7 +98,7 @@ def scale(*_):
         ("07.4", "test", "line 17 of your cell, in test: assert model.lm_head is None"),
         ("12.4", "scale", "line 3 of your cell, in half: return torch.tensor(x)[7]"),
     ],
-)  # fmt: skip
+)
 def test_what_raises_is_told_with_the_line_that_raised(id, name, words):
     assert words in told(id, cell(HELPED)[name]).message
 
@@ -125,7 +125,8 @@ def test_the_line_is_the_deepest_one_of_the_learner_and_of_no_library(tmp_path, 
     check = function("x.1", right=lambda n: n, inputs=lambda rng: (rng.randint(1, 9),))
     message = check.judge(names["f"], check.case()).message
     assert "JSONDecodeError: Expecting" in message and "line 5 of my_own_helpers.py, in read: return json.l" in message
-    message = check.judge(lambda: 1, check.case()).message  # raised by the call itself: no line of theirs
+    # Raised by the call itself: no line of theirs.
+    message = check.judge(lambda: 1, check.case()).message
     assert "takes 0 positional arguments but 1 was given\n    compare what your def" in message
     assert "\n    try       your_function(" in message
 
@@ -153,7 +154,7 @@ def test_inputs_grow_and_those_that_are_short_to_type_come_first():
         ("01.3", lambda chances, p: {0, 1}, r"your_function\(chances=\[[\d., ]+\], p=[\d.]+\)"),
         ("09.4", lambda weights, per_token, context, batch, bandwidth: 1.5, r"your_function\(weights=\d0+, .+\)"),
     ],
-)  # fmt: skip
+)
 def test_the_example_of_a_wrong_function_is_small_and_is_code_that_runs(id, answer, call):
     lines = told(id, answer).message.splitlines()
     shown = {line.split(None, 1)[0]: line.split(None, 1)[1] for line in lines[-3:]}
@@ -205,7 +206,7 @@ def flat(value):
         ("02.3", lambda right: torch.ones(3), "this is a tensor (3,), wanted is a number, such as 1.5"),
         ("05.3", lambda right: {*right}, "this is a set, wanted is 2 numbers, "),
     ],
-)  # fmt: skip
+)
 def test_the_form_of_a_value_is_told_before_its_content(id, change, words):
     outcome = told(id, change(right_of(id)))
     assert (outcome.state, outcome.mistake) == ("wrong", "form") and words in outcome.message
@@ -215,7 +216,7 @@ def test_the_form_of_a_value_is_told_before_its_content(id, change, words):
 def test_where_a_pair_is_asked_for_the_right_answer_is_one():
     """Its form is what the hint asks for."""
     pairs = [(c, exam.asked(twins.read(path), c, c.case())) for path in twins.sources(NOTEBOOKS)
-             for c in checking.exercises(path.stem[:2]).CHECKS if c.key and not c.hidden]  # fmt: skip
+             for c in checking.exercises(path.stem[:2]).CHECKS if c.key and not c.hidden]
     pairs = [check for check, text in pairs if "with a pair" in text]
     assert len(pairs) >= 8
     for check in pairs:
@@ -251,7 +252,7 @@ def test_an_example_of_a_form_does_not_give_the_answer_away():
         ("03.4", lambda h, H, Hk: str(h * Hk // H), "returns the text '1': return the value itself"),
         ("12.4", lambda x, bits, dim: x.half(), "this is torch.float16"),
     ],
-)  # fmt: skip
+)
 def test_the_form_of_what_a_function_returns_is_told_before_its_content(id, answer, words):
     outcome = told(id, answer)
     assert outcome.state == "wrong" and words in outcome.message
@@ -317,7 +318,7 @@ def test_a_static_layer_may_call_its_capacity_as_it_likes():
     ("id", "words"),
     [("02.1", "within 0.5 %"), ("02.3", "within 0.5 %"), ("08.3", "within 0.2 %"), ("08.4", "within 0.1"),
      ("09.1", "within 0.35 %"), ("09.3", "within 1 %"), ("12.3", "within 0.5 %")],
-)  # fmt: skip
+)
 def test_a_wrong_number_is_told_how_exact_it_has_to_be(id, words):
     right = right_of(id)
     near = tuple(x * 1.07 for x in right) if isinstance(right, tuple) else right * 1.07
@@ -370,7 +371,7 @@ INF = float("inf")
         (attention(finish=lambda s, q, k, v: s.softmax(-1) @ k), "keys mixed"),
         (attention(finish=lambda s, q, k, v: s.softmax(0) @ v), "over queries"),
     ],
-)  # fmt: skip
+)
 def test_a_typical_attention_is_told_what_is_wrong_with_it(answer, mistake):
     outcome = told("02.2", answer)
     assert (outcome.state, outcome.mistake) == ("wrong" if mistake else "right", mistake)
@@ -387,7 +388,7 @@ def test_a_typical_attention_is_told_what_is_wrong_with_it(answer, mistake):
         (lambda h, H, Hk: h, "its own"), (lambda h, H, Hk: h if h < Hk else Hk - 1, "the last ones shared"),
         (lambda h, H, Hk: h // Hk, "divided by Hk"), (lambda h, H, Hk: h % (H // Hk), "within the group"),
     ],
-)  # fmt: skip
+)
 def test_a_typical_kv_head_is_told_what_is_wrong_with_it(answer, mistake):
     outcome = told("03.4", answer)
     assert (outcome.state, outcome.mistake) == ("wrong" if mistake else "right", mistake)
@@ -420,7 +421,7 @@ def rounding(to=torch.round, steps=lambda bits: 2**bits - 1, back=lambda codes, 
         (lambda x, bits, dim: x.round(), "fixed step"),
         (lambda x, bits, dim: (x * 2**bits).round() / 2**bits, "levels"),
     ],
-)  # fmt: skip
+)
 def test_a_typical_rounding_is_told_what_is_wrong_with_it(answer, mistake):
     outcome = told("12.4", answer)
     assert (outcome.state, outcome.mistake) == ("wrong" if mistake else "right", mistake)
@@ -476,7 +477,7 @@ EVENTS = [
     {"event": "check", "id": "05.1", "state": "right"},
     {"event": "check", "id": "05.2", "state": "wrong"}, {"event": "check", "id": "05.3", "state": "unanswered"},
     {"event": "answer", "id": "05.q1", "state": "right"}, {"event": "check", "id": "06.1", "state": "right"},
-]  # fmt: skip
+]
 
 
 def test_the_score_of_a_notebook_counts_the_last_answers():
@@ -518,7 +519,8 @@ def test_a_learners_own_notebook_keeps_its_answers_and_the_command_shows_them(tm
     assert lines[5] == scores.line("05", EVENTS) and lines[4] == "04: 0 of 8 right. Not begun." and len(lines) == 15
     assert lines[-1] == f"all: 3 of {sum(len(scores.results(f'{n:02}', [], None)) for n in range(14))} right."
     assert "figure" not in (tmp_path / "progress.jsonl").read_text()
-    monkeypatch.chdir(tmp_path)  # where a learner's notebooks lie, with nothing else of the checkout
+    # Where a learner's notebooks lie, with nothing else of the checkout.
+    monkeypatch.chdir(tmp_path)
     assert main(["course", "progress", "05_the_waste"]) == 0
     assert capsys.readouterr().out.splitlines() == [scores.line("05", EVENTS), "all: 2 of 8 right."]
 

@@ -71,7 +71,7 @@ def test_a_test_is_judged_by_what_it_kills():
     found["one"] = TEST.judge(faults.smallest_test("start_pos_restarts"), case)
     assert {name: outcome.mistake for name, outcome in found.items()} == {
         "blind": "vacuous", "runs": "vacuous", "alarm": "false alarm", "unfinished": "", "one": "survivors",
-    }  # fmt: skip
+    }
     assert found["unfinished"].state == "unanswered" and "survived: top_left_mask" in found["one"].message
 
     def everything(model):

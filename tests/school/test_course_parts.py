@@ -105,7 +105,7 @@ def test_a_part_takes_along_what_it_uses_and_nothing_else(tmp_path):
         ("class Attend:\n    def __call__(self, q, k, v):\n        return v\nattend = Attend()", "left margin"),
         ("def helper(q):\n    return model(q)\nmodel = open\ndef attend(q, k, v):\n    return helper(q)", ""),
     ],
-)  # fmt: skip
+)
 def test_what_does_not_run_alone_is_not_kept_and_told(tmp_path, text, words):
     told = kept(tmp_path, text)
     assert told.startswith("02.2: right, but not kept for later notebooks: ") and words in told
@@ -196,7 +196,8 @@ RIGHT = "import torch\n" + ATTEND + '\n__all__ = ["attend"]\n'
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (RIGHT[: RIGHT.index("** 0.5")], "my/attention.py, line 5: '(' was never closed"),  # cut off
+        # Cut off.
+        (RIGHT[: RIGHT.index("** 0.5")], "my/attention.py, line 5: '(' was never closed"),
         (RIGHT.replace(".tril()", ""), "does not pass 02.2: There is no mask"),
         (RIGHT.replace("visible = ", "visible = missing or "), "in attend: visible = missing or"),
         (RIGHT.replace("len(q), len(q)", "1 // 0"), "stopped with ZeroDivisionError"),
@@ -207,7 +208,7 @@ RIGHT = "import torch\n" + ATTEND + '\n__all__ = ["attend"]\n'
         ("__all__ = ['x']\ndef x(q, k, v):\n    return ...", "there is only the stub"), ("x" * 200_000, "larger than"),
         ("__all__ = ['x']\nx = print", "returned None"),
     ],
-)  # fmt: skip
+)
 def test_a_part_that_was_spoiled_is_told_and_the_reference_taken(tmp_path, text, words):
     assert edited(tmp_path, RIGHT).yours
     found = edited(tmp_path, text)
@@ -217,7 +218,7 @@ def test_a_part_that_was_spoiled_is_told_and_the_reference_taken(tmp_path, text,
 
 @pytest.mark.parametrize("text", ["while True: pass", RIGHT.replace("visible =", "while True: pass\n    visible ="),
                                   "import time\ntime.sleep(9)",
-                                  "try:\n    while True: pass\nexcept: pass\nwhile True: pass"])  # fmt: skip
+                                  "try:\n    while True: pass\nexcept: pass\nwhile True: pass"])
 def test_an_endless_part_is_interrupted(tmp_path, monkeypatch, text):
     monkeypatch.setattr(parts, "SECONDS", 1.0)
     begin = time.monotonic()
@@ -281,7 +282,7 @@ def test_the_table_of_parts_says_whose_each_is(working, capsys):
     session.whose()
     assert capsys.readouterr().out.splitlines() == [
         "part       exercise  whose", "attention  02.2      yours", "cache      06.3      reference",
-    ]  # fmt: skip
+    ]
     with pytest.raises(CourseError, match="no part 'atention'"):
         session.mine("atention")
 
@@ -333,7 +334,7 @@ CACHE = solution("06.3")
     [("return k, v", "return k[:, :, -1:], v[:, :, -1:]"), ("(self.key, k)", "(k, self.key)"), ("dim=2)", "dim=0)"),
      ("k.shape[2]", "1"), ("return k, v", "return v, k"), ("return k, v", "return k + 1e-2, v"),
      ("return k, v", "pass"), ("self.length = 0", "self.length = 1")],
-)  # fmt: skip
+)
 def test_a_cache_that_was_spoiled_is_noticed_quickly(old, new):
     check, names = checking.find("06.3"), cells(CACHE.replace(old, new))
     begin = time.process_time()
@@ -367,10 +368,11 @@ TURN = exam.solution(twins.read(NOTEBOOKS / "source" / "12_batches_and_eviction.
         ("return said", "return said + [7]", "tokens"), ("return said", "return 7", "form"),
         ("return said", "pass", "None"),
         ("n = keep(engine.held, ids)", "n = min(len(engine.held), len(ids)) if engine.held[:len(ids)] == ids[:"
-         "len(engine.held)] else keep(engine.held, ids)", "nothing fed"),  # all of a prompt that is held whole
+         # All of a prompt that is held whole.
+         "len(engine.held)] else keep(engine.held, ids)", "nothing fed"),
         ("said[-1:]", "[]", "nothing fed"), ("while len", "while True or len", "stop ignored"),
     ],
-)  # fmt: skip
+)
 def test_a_typical_turn_is_told_what_is_wrong_with_it(old, new, mistake):
     check = checking.find("12.6")
     answer = cells(TURN.replace(old, new) if old else TURN)["turn"]

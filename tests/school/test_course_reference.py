@@ -13,7 +13,7 @@ from nanokv.school.course.checks import nb04
 FIRST = {  # what is wrong → the first operation that reads it
     "theta": (0, "rope_k"), "eps": (0, "input_layernorm"), "head": (None, "lm_head"),
     "a": "gate_proj", "b": "q_norm", "c": "q_proj", "d": "down_proj", "e": "o_proj", "f": "input_layernorm",
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def test_one_by_one_gives_the_same_values_but_not_the_same_bits(model):
     ("atol", "mistake"),
     [(1e-4, ""), (1e-3, ""), ("0.0005", ""), (0, "zero"), (-1, "zero"), (1e-8, "below rounding"), (0.1, "too loose"),
      (100, "too loose"), ("small", "")],
-)  # fmt: skip
+)
 def test_a_tolerance_is_judged_by_what_it_lets_through(atol, mistake, model):
     check = checking.find("04.3")
     outcome = check.judge(atol, check.case(model=model))
@@ -102,7 +102,7 @@ def test_a_reader_is_judged_by_the_tensors_that_it_reads(model):
         "": read, "offset": lambda path, name: read(path, name, skip=False), "no tensor": lambda path, name: [1.0],
         "shape": lambda path, name: read(path, name, whole=False),
         "dtype": lambda path, name: read(path, name).double(), "size": lambda path, name: read(path, name)[:1],
-    }  # fmt: skip
+    }
     check = checking.find("04.2")
     for mistake, answer in answers.items():
         outcome = check.judge(answer, check.case(model=model))

@@ -135,7 +135,7 @@ def test_the_rules_can_fail():
     svg = canvas.drawing("words").svg.replace('fill="#000000">pale', 'fill="#FFFFFF">pale')
     kinds = [line.split(": ")[-1] for line in faults(svg)]
     assert kinds == ["leaves the frame", "wider than its box", "leaves the frame", "wider than its box",
-                     "over the title over Title", "contrast 2.3"]  # fmt: skip
+                     "over the title over Title", "contrast 2.3"]
 
 
 @each_drawing

@@ -14,7 +14,7 @@ NOTEBOOKS = ROOT / "notebooks"
 TEXT = (NOTEBOOKS / "README.md").read_text("utf-8")
 PARTS = dict(part.split("\n", 1) for part in re.split(r"^## ", TEXT, flags=re.MULTILINE)[1:])
 PATHS = dict(re.findall(r"^\*\*(One hour|One day|A term)\*\*(.+?)(?=^\*\*|\Z)", PARTS["One hour, one day, a term"],
-                        re.DOTALL | re.MULTILINE))  # fmt: skip
+                        re.DOTALL | re.MULTILINE))
 
 
 def rows(path):

@@ -68,7 +68,7 @@ def test_targets_are_the_promised_ones():
     assert TARGETS == {
         "recall": 0.97, "updates": 0.95, "never told": 0.95, "repeat": 0.97, "nth": 0.97, "reverse": 0.95,
         "count": 0.97, "sums": 0.97, "cache questions": 0.97, "natural": 0.80,
-    }  # fmt: skip
+    }
     assert set(TARGETS) <= set(ALL)
 
 
@@ -203,7 +203,8 @@ def test_cases_use_words_that_training_never_drew():
             assert all(words.is_held_out(word) for word in re.findall(r"[a-zA-Z]+", case.expected)), case
     for case in cases("recall", CASES, seed=5):
         if re.search(r"name|sister|friend|word|called", case.turns[-1]) and not case.expected.isdigit():
-            drawn = set(re.findall(r"\w+", case.expected.translate(ACCENTS))) - {"and"}  # friends: Ada, Tom and Lea
+            # Friends: Ada, Tom and Lea.
+            drawn = set(re.findall(r"\w+", case.expected.translate(ACCENTS))) - {"and"}
             assert all(map(words.is_held_out, drawn)), case
 
 
@@ -348,7 +349,7 @@ def test_broken_caches_are_told_apart(tokenizer):
     rows = {row["fault"]: row for row in broken_recall(stub, tokenizer, 6, seed=1)}
     assert set(rows) == {
         "right", "start_pos off by one", "start_pos restarted at 0", "start_pos doubled", "cache cleared",
-    }  # fmt: skip
+    }
     assert rows["right"] == {"fault": "right", "recalled": 1.0, "same answer": 1.0, "max |Δlogit|": 0.0}
     assert rows["cache cleared"]["recalled"] == rows["start_pos restarted at 0"]["recalled"] == 0
     assert rows["cache cleared"]["same answer"] == 0 and rows["cache cleared"]["max |Δlogit|"] == 1

@@ -34,7 +34,7 @@ def tagged(notebook):
 def released(notebook):
     """The sources of the code cells after `nbgrader generate_assignment` with our configuration."""
     texts = [("".join(c["source"]), c["metadata"].get("nbgrader", {})) for c in notebook["cells"]
-             if c["cell_type"] == "code"]  # fmt: skip
+             if c["cell_type"] == "code"]
     return [REGION.sub("", text).strip() if meta.get("solution") else text for text, meta in texts]
 
 
@@ -75,7 +75,7 @@ def test_what_is_released_is_the_students_notebook_and_no_solution(number):
 
 
 @pytest.mark.parametrize(("answer", "passes"), [("right", True), ("slip", False), (object(), False), (..., False),
-                                                (None, False), ("x" * 10**5, False), (1e400, False)])  # fmt: skip
+                                                (None, False), ("x" * 10**5, False), (1e400, False)])
 def test_a_test_cell_raises_unless_the_answer_is_right(answer, passes, capsys):
     check = checking.find("05.1")
     case, known = check.case(), {"right": check.key, "slip": check.mistakes[0].gives}
@@ -104,7 +104,7 @@ def test_code_beside_a_check_stays_and_is_not_graded():
     assert [cell.text for cell, _ in pairs] == [
         "x = 1", 'assert course.check("05.1", a), "05.1 is not right yet"', "print(x)",
         'assert course.answer(\n    "05.q1", b), "05.q1 is not right yet"',
-    ]  # fmt: skip
+    ]
     assert [meta.get("points") for _, meta in pairs] == [None, 3, None, 1]
 
 
@@ -113,7 +113,7 @@ def test_the_folder_is_laid_out_as_nbgrader_wants(tmp_path, capsys):
     assert main(["course", "nbgrader", "05", "06", "--folder", str(NOTEBOOKS), "-o", str(tmp_path)]) == 0
     written = {Path(line).relative_to(tmp_path).as_posix() for line in capsys.readouterr().out.split()}
     assert written == {f"source/{name}/{file}" for name in ("05_the_waste", "06_build_the_cache")
-                       for file in (f"{name}.ipynb", "glossary.md", "claims.md")}  # fmt: skip
+                       for file in (f"{name}.ipynb", "glossary.md", "claims.md")}
     assert (tmp_path / "nbgrader_config.py").read_text() == "# the teacher's own"
     home = tmp_path / "source" / "05_the_waste"
     notebook = json.loads((home / "05_the_waste.ipynb").read_text("utf-8"))
@@ -128,7 +128,7 @@ def test_the_configuration_is_python_that_names_what_it_sets(tmp_path, monkeypat
     monkeypatch.delenv(log.VARIABLE, raising=False)
     log.keep(tmp_path)  # as the first cell of a notebook does, whoever runs it
     config = SimpleNamespace(CourseDirectory=SimpleNamespace(), ClearSolutions=SimpleNamespace(),
-                             ExecutePreprocessor=SimpleNamespace())  # fmt: skip
+                             ExecutePreprocessor=SimpleNamespace())
     exec(nbgrader.CONFIG, {"get_config": lambda: config})
     assert config.ClearSolutions.code_stub == {"python": ""} and config.ExecutePreprocessor.timeout >= 180
     log.note("check", id="05.1", state="right")
@@ -138,7 +138,8 @@ def test_the_configuration_is_python_that_names_what_it_sets(tmp_path, monkeypat
 # --- Moodle -------------------------------------------------------------------------------------------------------
 
 ESCAPE = re.compile(r"\\(.)")
-MARK = chr(0xE000)  # a character that stands for an escaped one while the text is cut, with its code after it
+# A character that stands for an escaped one while the text is cut, with its code after it.
+MARK = chr(0xE000)
 
 
 def read_gift(text):
@@ -241,7 +242,7 @@ HOSTILE = "~a=b #c {d} e:f \\n \\\\ \\= %50%x -> y // z $CATEGORY: q ::w:: ####\
 def test_hostile_characters_come_back_as_they_were(text, option, comment):
     texts = [part.strip() for part in (text, option, comment)]
     question = checking.Question("05.q1", texts[0], {"a": [HOSTILE, texts[2]], "b": ["%50%" + texts[1], HOSTILE]},
-                                 checking.questions("05")[0].right)  # fmt: skip
+                                 checking.questions("05")[0].right)
     if gift.PLACEHOLDER.search("|".join(texts)):
         with pytest.raises(CourseError, match="GIFT cannot hold"):
             gift.choice(question)
@@ -283,7 +284,7 @@ def test_an_open_question_is_an_essay_with_its_full_answer():
     [(["05.2"], "05.2: its answer is no number"), (["04.4"], "04.4 works only at a computer"), ([], "which questions?"),
      (["05.99"], "no exercise '05.99'"), (["open.99"], "no open.99"), (["99"], "no notebook 99"),
      (["~"], "no notebook ~")],
-)  # fmt: skip
+)
 def test_what_gift_cannot_ask_is_said(words, said, tmp_path, capsys):
     out = tmp_path / "q.gift"
     assert main(["course", "gift", *words, "--folder", str(NOTEBOOKS), "-o", str(out)]) == 2

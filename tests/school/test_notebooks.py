@@ -204,7 +204,8 @@ def test_lines_added_to_the_log_count_nothing_and_are_told(tmp_path, begin):
 def test_what_prints_without_end_fails_and_the_answers_after_it_count():
     begin, right = 'from nanokv import course\ncourse.start("05")', 'course.check("05.1", (26, 8))'
     done = running.run(notebook(begin, right, "while True: print('x' * 10**6)", right), WALL, keep_going=True)
-    ours = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # Linux counts a process's starter as its peak too
+    # Linux counts a process's starter as its peak too.
+    ours = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     assert done.error.startswith("OSError: more than 5,000,000 characters") and done.peak < max(2**30, 1.1 * ours)
     assert done.states("check") == {"05.1": ["right", "right"]}
     assert "05.1: right." in done.notebook["cells"][-1]["outputs"][0]["text"]
@@ -254,7 +255,7 @@ def test_a_page_of_the_book_never_scrolls_sideways(driver, tmp_path, width):
     printed = form.new_output("stream", name="stdout", text="   ".join(["column"] * 40))
     notebook = form.new_notebook(cells=[
         form.new_code_cell("total = " + " + ".join(["something"] * 30), outputs=[printed]),
-        form.new_markdown_cell("|" + " a_wide_column |" * 30 + "\n|" + "---|" * 30 + "\n|" + " 1 |" * 30)])  # fmt: skip
+        form.new_markdown_cell("|" + " a_wide_column |" * 30 + "\n|" + "---|" * 30 + "\n|" + " 1 |" * 30)])
     (tmp_path / "style.css").write_text(book.asset("book.css") + book.highlighting(), encoding="utf-8")
     path = book.write(tmp_path / "page.html", "A page", book.render(notebook))
     size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
@@ -276,7 +277,8 @@ def test_the_book_has_a_page_for_everything_and_needs_nothing_from_elsewhere(tmp
     for page in pages:
         text = page.read_text()
         for name, anchor in re.findall(r'href="([\w.-]+\.html)(?:#([^"]*))?"', text):
-            assert name in anchors or re.match(r"\d\d_", name), name  # the next notebook may not be written yet
+            # The next notebook may not be written yet.
+            assert name in anchors or re.match(r"\d\d_", name), name
             assert not anchor or anchor in anchors[name], (name, anchor)
         assert "<title>" in text and "<script" not in text and 'src="http' not in text and 'css" href="http' not in text
         assert text.count("<img") == text.count("alt=") and "No description has been provided" not in text

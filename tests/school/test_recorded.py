@@ -39,7 +39,7 @@ def test_what_differs_is_kept_but_for_answers_and_what_is_the_readers_own(monkey
     made = source(
         twins.Cell("markdown", "# 05"), code("where"), code("same"), code("stub", "exercise"), code("own", "solution"),
         code("value"), code("picture"), code("wrong"),
-    )  # fmt: skip
+    )
     model = str(tmp_path / "big.gguf")
 
     def run(notebook, limit, env):
@@ -50,7 +50,7 @@ def test_what_differs_is_kept_but_for_answers_and_what_is_the_readers_own(monkey
             "where": [stream(f"{name}: 30 layers\ncache: the reference (none)\n05.a: you predicted 3.\nToo slow?\n")],
             "same": [stream("2\n")], "own": [stream(name)], "value": [value],
             "picture": [picture], "wrong": [stream(f"05.1: right. {name}")],
-        }  # fmt: skip
+        }
         cells = [
             form.new_code_cell(text, outputs=outputs[text])
             for text in ("".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code")
@@ -61,7 +61,7 @@ def test_what_differs_is_kept_but_for_answers_and_what_is_the_readers_own(monkey
     found = recorded.record(made, model, 9)
     assert found.cells == {
         recorded.key("where"): "big.gguf: 30 layers\n", recorded.key("value"): "value of big.gguf\n",
-    }  # fmt: skip
+    }
     assert (found.model, found.command) == ("big.gguf", "NANOKV_MODEL=big.gguf nanokv course record 05")
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", found.date)
     path = recorded.path_of("05", tmp_path)

@@ -69,7 +69,8 @@ def check_pages(out: Path) -> None:
         text = path.read_text(encoding="utf-8")
         assert '<html lang="en">' in text and re.search(r"<title>[^<]{3,}</title>", text), path
         assert text.count("<h1") == 1 and 'class="skip" href="#main-text"' in text, path
-        names = re.findall(r'<[a-z][^<>]* id="([^"]*)"', text)  # of a tag: code may hold such letters too
+        # Of a tag: code may hold such letters too.
+        names = re.findall(r'<[a-z][^<>]* id="([^"]*)"', text)
         assert "main-text" in names and len(names) == len(set(names)), path
         assert re.findall(r'<nav aria-label="Parts">.*?</nav>', text)[0].count("<a ") == len(PARTS) + 1
         assert text.count("<img") == len(re.findall(r'<img[^>]* alt="[^"]+', text)), path
@@ -167,7 +168,7 @@ def test_sections_are_cut_at_headings_and_members():
     assert search.sections(body) == [
         (0, "", "", "before"), (1, "a", "One x", "first line"),
         (2, "K", "K", "class K"), (3, "K.f", "K.f", "says after"),
-    ]  # fmt: skip
+    ]
 
 
 # --- the checker --------------------------------------------------------------------------------------------------
@@ -196,7 +197,7 @@ def test_sections_are_cut_at_headings_and_members():
     ('<meta http-equiv="refresh" content="0; url=gone.html">', "a.html: gone.html: there is no such file"),
     ('<meta http-equiv="REFRESH" content="0,URL = \'/b.html\'">', "a.html: /b.html: an absolute path"),
     ('<meta http-equiv="refresh" content="1.5 https://x.example">', "a.html: https://x.example: asks another machine"),
-])  # fmt: skip
+])
 def test_an_address_that_leads_nowhere_or_elsewhere_is_named(tmp_path, markup, why):
     (tmp_path / "sub").mkdir()
     (tmp_path / "b.html").write_text('<p id="here">')
@@ -212,7 +213,7 @@ def test_style_sheets_and_pictures_are_checked_too(tmp_path):
     )
     assert [line.split(": ")[1] for line in links.problems(tmp_path)] == [
         "https://x.example/a.css", "gone.png", "https://x.example/f.woff", "lost.png",
-    ]  # fmt: skip
+    ]
 
 
 def test_a_file_of_this_machine_is_no_file_of_the_repository(tmp_path):
@@ -320,7 +321,7 @@ def test_the_search_finds_terms_and_names_from_any_page(page):
         ("DictCache.append", "api/nanokv/cache/dict_cache.html#DictCache.append"),
         ("dictcache", "api/nanokv/cache/dict_cache.html#DictCache"), ("kv cache", "book/glossary.html#kv-cache"),
         ("alphabet", "docs/code.html#the-alphabet"), ("waste", "book/05_the_waste.html#05--the-waste"),
-    ):  # fmt: skip
+    ):
         page(f"search.html?q={question}")
         assert first in [address for _, address in results(driver)][:3], question
     for question, typed in (("kv cache", "kv-cache"), ("quantized", "quantised"), ("rope", "positional encoding")):
@@ -398,7 +399,7 @@ def test_the_dark_switch_reaches_a_recording_which_alone_follows_the_system(page
 def test_no_page_scrolls_sideways_and_the_keyboard_skips_the_header(page, width):
     for path in ("index.html", "docs/readme.html", "docs/code.html", "docs/real-models.html", "book/05_the_waste.html",
                  "book/paths.html", "teach/index.html", "teach/mistakes.html", "teach/00_plan.html",
-                 "api/nanokv/inference.html", "api/index.html", "traces/answer.html", "search.html?q=a"):  # fmt: skip
+                 "api/nanokv/inference.html", "api/index.html", "traces/answer.html", "search.html?q=a"):
         driver = page(path, width)
         assert driver.execute_script("return document.documentElement.scrollWidth <= innerWidth"), path
     driver = page("docs/model-card.html", width)
@@ -433,7 +434,7 @@ def test_the_whole_site(tmp_path, monkeypatch):
     assert {("API", "PagedCache"), ("API", "prefill"), ("Glossary", "start_pos"), ("Glossary", "RoPE")} <= heads
     assert {row[0].partition("#")[0] for row in found if "start_pos" in row[4]} >= {
         "book/06_build_the_cache.html", "docs/life-of-a-token.html", "api/nanokv/inference.html",
-    }  # fmt: skip
+    }
     assert {path.stem for path in (tmp_path / "traces").glob("*-alone.html")} == {
         f"{one.name}-alone" for one in recordings.RECORDINGS
     }

@@ -19,7 +19,19 @@ from nanokv.apps.cli import main
 from nanokv.apps.cli.commands.course import ACTIONS
 from nanokv.errors import CourseError
 from nanokv.lab.faults import FAULTS
-from nanokv.school.course import checking, exam, grading, log, mistakes, parts, prose, running, slides, twins, variants
+from nanokv.school.course import (
+    checking,
+    exam,
+    grading,
+    log,
+    mistakes,
+    parts,
+    prose,
+    running,
+    slides,
+    twins,
+    variants,
+)
 from nanokv.school.course.book import slug
 from nanokv.school.course.claims import CLAIMS
 from solved_notebooks import solved
@@ -106,7 +118,7 @@ def test_each_question_of_the_pilot_has_an_answer():
     text = (TEACH / "pilot.md").read_text("utf-8")
     parts = dict(part.split("\n", 1) for part in re.split(r"^## ", text, flags=re.MULTILINE)[1:])
     asked = [f"{when} {n}" for when in ("before", "after")
-             for n in re.findall(r"^(\d)\. ", parts[f"Questions {when}"], re.MULTILINE)]  # fmt: skip
+             for n in re.findall(r"^(\d)\. ", parts[f"Questions {when}"], re.MULTILINE)]
     assert re.findall(r"^\| ((?:before|after) \d) \| \S", parts["Answers"], re.MULTILINE) == asked
     assert len(asked) == 10
 
@@ -271,7 +283,7 @@ def test_a_sheet_needs_no_screen(number, tmp_path):
     ("02.3", ["C = 192", "H = 6", "Hk = 2", "D = 48"]),
     ("08.5", ["parameters = ", "C = ", "L = ", "H = ", "Hk = 8", "D = 128"]),
     ("09.3", ["C = ", "L = ", "H = ", "Hk = 8", "D = 128", "width of the MLP = ", "V = "]),
-])  # fmt: skip
+])
 def test_a_sheet_brings_the_sizes_of_a_model(id, numbers):
     item = exam.chosen(NOTEBOOKS, id, 7)[0]
     assert all(f"`{number}" in item.text[name] for number in numbers for name in exam.SHEETS)
@@ -321,7 +333,7 @@ def test_an_exam_of_what_does_not_exist_is_refused(word):
 def test_names_become_safe_and_are_not_lost(tmp_path):
     assert [variants.file_name(name) for name in ("-rf /", "=1+1", "Ada L.", "../x", "日本", "\ufeffBo", "?")] == [
         "rf", "1_1", "Ada_L", "x", "日本", "Bo", "student",
-    ]  # fmt: skip
+    ]
     with pytest.raises(CourseError, match="not all different"):
         variants.write([SOURCES["05"]], ["ada", "Ada"], 7, tmp_path)
 
@@ -373,7 +385,7 @@ def test_whatever_is_in_the_folder_costs_one_row_at_most(tmp_path, monkeypatch):
     rows = {row["file"]: row for row in csv.DictReader(open(tmp_path / "t.csv", newline="", encoding="utf-8"))}
     assert {name for name, row in rows.items() if row["score"] == "1"} == {
         "good.ipynb", "'=1+1.ipynb", "'--help.ipynb", "a b.ipynb", "Ada_1/05.ipynb", "UPPER.IPYNB", "bad\\udcff.ipynb",
-    }  # fmt: skip
+    }
     for name in ("dir", "dangling", "link", "pipe"):
         assert rows[f"{name}.ipynb"]["error"] == f"{name}.ipynb: not a file of its own"
     assert "RecursionError" in rows["deep.ipynb"]["error"] and "IsADirectoryError" in rows["breaks.ipynb"]["error"]
@@ -407,7 +419,7 @@ def test_a_log_that_was_tampered_with_says_so(tmp_path, monkeypatch):
         (lines, whole, 0), ([*lines, forged], whole, 1), ([*lines, "3 " + "0" * 64 + " " + forged], whole, 1),
         ([*lines, lines[0]], whole, 1), (lines[1:], whole[1:], 1), ([lines[0], lines[2]], [whole[0], whole[2]], 1),
         ([lines[0].replace("wrong", "right"), *lines[1:]], whole[1:], 2), (["", "x y", "9" * 99 + " a b"], [], 3),
-    ):  # fmt: skip
+    ):
         path.write_text("\n".join(changed))
         assert log.read_sealed(path, key) == (events, strange)
 
@@ -424,7 +436,7 @@ def test_a_killed_process_is_not_blamed_on_what_it_said_last():
         "from nanokv.school.course import log", "from nanokv.school.course import checking as c",
         "from nanokv.course import log", "course.session._tell('check')", "os.environ['NANOKV_COURSE_LOG']",
     ],
-)  # fmt: skip
+)
 def test_code_that_names_the_judgement_is_pointed_out(tmp_path, monkeypatch, code):
     monkeypatch.setattr(running, "run", lambda *args, **more: running.Run({}, [START]))
     for name, text, told in (("a", code, True), ("b", "course.check('05.1', (26, 8))", False)):
@@ -436,7 +448,7 @@ def test_code_that_names_the_judgement_is_pointed_out(tmp_path, monkeypatch, cod
     "saved",
     [b"student,notebook,seed,05.1\nBo,05,3,x\n", b"\xef\xbb\xbfstudent,notebook,seed\r\nBo,05,3\r\n",
      b"\xef\xbb\xbfstudent;notebook;seed;05.1\r\nBo;5;3;\"1,2\"\r\n", b"student\tnotebook\tseed\nBo\t5\t3\n"],
-)  # fmt: skip
+)
 def test_a_key_that_a_spreadsheet_has_saved_is_read(tmp_path, saved):
     (tmp_path / "key.csv").write_bytes(saved)
     assert grading.read_seeds(tmp_path / "key.csv") == {("Bo", "05"): 3}
@@ -448,7 +460,7 @@ def test_a_key_that_a_spreadsheet_has_saved_is_read(tmp_path, saved):
      (b"student,notebook,seed\nBo,05,1E+09\n", "line 2, column seed: '1E+09'"),
      (b"student,notebook,seed\nBo,05\n", "line 2, column seed: None"),
      (b"student,notebook,seed\nJ\xf6,05,3\n", "key.csv: not UTF-8 at byte 23")],
-)  # fmt: skip
+)
 def test_a_key_that_is_none_is_the_teachers_error(tmp_path, saved, words, capsys):
     (tmp_path / "key.csv").write_bytes(saved)
     (tmp_path / "Bo.ipynb").write_text(small("x"))
@@ -511,13 +523,13 @@ def test_a_submission_is_called_like_its_file_or_like_its_folder(tmp_path, monke
     assert {file: row["student"] for file, row in rows.items()} == {
         "05_the_waste.ipynb": "05_the_waste", "Ada/05_the_waste.ipynb": "Ada", "Bo_1/05_the_waste-Copy1.ipynb": "Bo_1",
         "Di/answer.ipynb": "answer", "group/Cy.ipynb": "Cy",
-    }  # fmt: skip
+    }
     (tmp_path / "key.csv").write_text("student,notebook,seed\nAda,05,1\nCy,05,2\nDi,05,3\nBo,05,4\n")
     rows = {row["file"].split("/")[0]: row for row in grading.grade(tmp_path, key=tmp_path / "key.csv")}
     assert {name: (row["student"], row["error"] == "") for name, row in rows.items()} == {
         "Ada": ("Ada", True), "group": ("Cy", True), "Di": ("Di", True), "Bo_1": ("Bo_1", False),
         "05_the_waste.ipynb": ("05_the_waste", False),
-    }  # fmt: skip
+    }
 
 
 def test_the_class_is_counted():
@@ -619,7 +631,7 @@ def test_long_output_goes_to_the_notes():
     ("text", "parts"),
     [("One. Two? Three", 3), ("Use `a. B` here. Done.", 2), ("**Bold. Still.** Then.", 2), ("See [a. B](c.d). E.", 2),
      ("3.5 ms, e.g. nothing.", 1)],
-)  # fmt: skip
+)
 def test_a_paragraph_is_cut_between_sentences_only(text, parts):
     assert len(slides.sentences(text)) == parts and " ".join(slides.sentences(text)) == text
 

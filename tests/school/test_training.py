@@ -381,12 +381,14 @@ def test_without_a_compiler_layers_stay_as_they_are(monkeypatch):
 
 def test_sixty_steps_on_one_batch_learn_it():
     """Loss down to a tenth: gradients, both optimizers and the choice of what counts work together."""
-    recipe = Recipe(tokens_per_batch=256, warmup=5, learning_rate=0.02)  # its first 60 steps: all of them short rows
+    # Its first 60 steps: all of them short rows.
+    recipe = Recipe(tokens_per_batch=256, warmup=5, learning_rate=0.02)
     run = Trainer(recipe, config=SMALL, tokenizer=small_tokenizer())
     batch = run.short.batch(0)
     run.short.batch = lambda step: batch
     losses = [run.train_step() for _ in range(60)]
-    assert 5.5 < losses[0] < 6.5  # ln 384 = 5.95: a fresh model knows nothing and is not sure of anything
+    # Ln 384 = 5.95: a fresh model knows nothing and is not sure of anything.
+    assert 5.5 < losses[0] < 6.5
     assert losses[-1] < losses[0] / 10
 
 
@@ -437,7 +439,8 @@ def test_a_killed_run_ends_in_the_same_bits(tmp_path, small, finished, moment, l
     assert [path.name for path in checkpoints(tmp_path)] == [f"checkpoint-{step}" for step in left]
     assert (tmp_path / "checkpoint.tmp").exists() == (moment[0] == "--die-in-save")
     steps = [record["step"] for record in run_folder.records(tmp_path / "metrics.jsonl")]
-    assert steps == list(range(1, done + 1))  # the resumed run must not write those after `left` twice
+    # The resumed run must not write those after `left` twice.
+    assert steps == list(range(1, done + 1))
     assert train(tmp_path, "--resume", "--checkpoint-every", EVERY, "--threads", 1, "-q") == 0
     assert_same_run(finished, tmp_path)
     assert not (tmp_path / "checkpoint.tmp").exists()
@@ -529,7 +532,7 @@ def test_what_a_run_leaves(finished):
     """Two checkpoints, a line a step, a plot, a model; nothing temporary."""
     assert sorted(path.name for path in finished.iterdir()) == [
         "checkpoint-12", "checkpoint-8", "loss.png", "metrics.jsonl", "model",
-    ]  # fmt: skip
+    ]
     lines = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     assert [line["tokens"] for line in lines] == [256 * step for step in range(1, STEPS + 1)]
@@ -758,7 +761,7 @@ def test_the_export_is_the_checkpoint_in_bf16(finished):
     assert sorted(path.name for path in (finished / "model").iterdir()) == [
         "README.md", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
         "tokenizer_config.json",
-    ]  # fmt: skip
+    ]
 
 
 def test_the_export_is_an_ordinary_hugging_face_folder(finished):
@@ -809,6 +812,7 @@ def test_smoke_run_of_the_real_command(tmp_path):
     model, tokenizer = nanokv.load(tmp_path / "run" / "model", dtype=torch.float32)
     assert model.config.to_dict() == trainer.TINY.to_dict() and tokenizer.vocab_size == trainer.VOCAB_SIZE
     again = run_cli("train", "--out", tmp_path / "run", "--evaluate", "--cases", 1, "--json", timeout=600)
-    assert again.returncode == 1 and json.loads(again.stdout) == report  # a bad model, measured alone: 1
+    # A bad model, measured alone: 1.
+    assert again.returncode == 1 and json.loads(again.stdout) == report
     stored = json.loads((tmp_path / "run" / "model" / "tokenizer.json").read_text())
     assert stored == json.loads(data.train_tokenizer(0, trainer.VOCAB_SIZE).to_str())

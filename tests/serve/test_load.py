@@ -8,13 +8,13 @@ import pytest
 import load
 
 TIMES = {"request_start_time": 10.0, "request_end_time": 12.0, "time_to_first_token_ms": 50.0,
-         "inter_token_latency_ms": 4.0, "prompt_tokens": 9, "output_tokens": 32}  # fmt: skip
+         "inter_token_latency_ms": 4.0, "prompt_tokens": 9, "output_tokens": 32}
 
 
 def report(*answers, errored=(), incomplete=()) -> dict:
     """As guidellm writes it; each answer: what differs from TIMES."""
     return {"requests": {"successful": [TIMES | answer for answer in answers], "errored": list(errored),
-                         "incomplete": list(incomplete)}}  # fmt: skip
+                         "incomplete": list(incomplete)}}
 
 
 def test_tokens_per_second_are_those_of_all_answers_together():
@@ -55,7 +55,7 @@ def test_prompts_are_the_same_for_a_seed_and_half_of_them_share_a_beginning():
 def test_the_table_compares_at_each_number_of_clients_and_says_why_a_row_is_missing():
     rows = [{"server": "nanokv", "clients": 8, "tokens_per_s": 90.0}, {"server": "nanokv", "clients": 1, "error": "x"},
             {"server": "transformers", "clients": 8, "tokens_per_s": 60.0}, {"server": "llama.cpp", "error": "no | it"},
-            {"server": "transformers", "clients": 1, "tokens_per_s": 5.0}]  # fmt: skip
+            {"server": "transformers", "clients": 1, "tokens_per_s": 5.0}]
     assert [row.get("ratio") for row in load.with_ratios(rows)] == [1.0, None, 1.5, None, None]
     text = load.table(load.with_ratios(rows), "clients")
     assert "no / it" in text and "| transformers | 8 |  |  |  | 60.0 |" in text and "1.50" in text
@@ -85,7 +85,7 @@ def test_a_peer_that_is_not_there_is_a_row_that_says_so(tmp_path, monkeypatch):
 @pytest.mark.parametrize("flags, word", [
     (["--servers", "vllm"], "no server vllm"), (["--clients", "0"], "at least 1"),
     (["--scenario", "many", "--model", "smollm2"], "bundled model"),
-])  # fmt: skip
+])
 def test_wrong_flags_are_refused(flags, word, capsys):
     with pytest.raises(SystemExit):
         load.parse(flags)
@@ -100,7 +100,7 @@ def test_nanokv_under_load(tmp_path, capsys):
         pytest.skip(f"no load generator: {error}")
     file = tmp_path / "rows.json"
     assert load.main(["--clients", "8,32", "--rounds", "6", "--seconds", "90", "--threads", "1",
-                      "--json", str(file)]) == 0  # fmt: skip
+                      "--json", str(file)]) == 0
     for row, requests in zip(json.loads(file.read_text())["rows"], (48, 192), strict=True):
         assert (row["ok"], row["failed"], row["unfinished"], row["ratio"]) == (requests, 0, 0, 1.0)
         assert row["prompt_tokens"] > requests * min(load.LENGTHS) and 0 < row["itl_p50_ms"] <= row["itl_p99_ms"]

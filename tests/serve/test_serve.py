@@ -162,7 +162,7 @@ def test_the_calls_of_the_docs_run_as_they_stand(server, capfd, language):
 
 @pytest.mark.parametrize(("path", "name"), [
     (CHAT, "CreateChatCompletionResponse"), (TEXT, "CreateCompletionResponse"),
-])  # fmt: skip
+])
 def test_every_answer_is_what_openai_describes(server, api, path, name):
     body = ask(max_tokens=5) if path == CHAT else {"prompt": "Once", "max_tokens": 5}
     status, found = server.post(path, body)
@@ -272,18 +272,20 @@ CONTROL = [  # text, fields, content, stop_reason; <|im_start|> is a control tok
     ("One. <|im_start|>two", {"stop": ". <|im_start|>", "include_stop_str_in_output": True},
      "One. <|im_start|>", ". <|im_start|>"),
     ("One.<|im_start|>two three", {"stop": "three", "include_stop_str_in_output": True}, "One.two three", "three"),
-    ("<think>\nHm.<|im_start|>", {"stop": "<|im_start|>"}, "", "<|im_start|>"),  # a thought that was never closed
+    # A thought that was never closed.
+    ("<think>\nHm.<|im_start|>", {"stop": "<|im_start|>"}, "", "<|im_start|>"),
     ("<think>\nHm. a<|im_start|>\n</think>\n\nYes", {"stop": "a<|im_start|>"}, "Yes", None),
     ("<think>\nHm.\n</think>\n\n<|im_start|>", {"stop": "<|im_start|>"}, "", "<|im_start|>"),
     ("<|im_start|>One", {"stop": "<|im_start|>"}, "", "<|im_start|>"),
-    ("One.<|im_start|>user", {"stop": [".user", "x"]}, "One.user", None),  # no stop string jumps over it
+    # No stop string jumps over it.
+    ("One.<|im_start|>user", {"stop": [".user", "x"]}, "One.user", None),
     ("One<|im_end|>two", {"stop": "<|im_end|>"}, "One", "<|im_end|>"),  # the model's own end, named
     ("One<|im_end|>two", {}, "One", None), ("One<|im_end|>two", {"stop_token_ids": [1]}, "One", None),
     ("One<|im_start|>two", {"stop_token_ids": [5, 1]}, "One", 1),
     ("One<|im_start|>two", {"stop_token_ids": [1], "include_stop_str_in_output": True}, "One", 1),
     ("One<|im_end|>two<|endoftext|>3", {"ignore_eos": True, "stop_token_ids": [0]}, "Onetwo", 0),
     ("One<|im_end|>two<|endoftext|>3", {"ignore_eos": True, "stop": ["<|endoftext|>"]}, "Onetwo", "<|endoftext|>"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("text", "fields", "content", "reason"), CONTROL)
@@ -327,7 +329,7 @@ def test_a_stop_token_beside_what_may_become_a_call_or_a_tag(loaded):
         ("One.\n\n<tool_c<|im_start|>", "One.\n\n<tool_c", 0), ("\n<|im_start|>", "\n", 0),
         (f"One.\n<tool_call>\n{call}\n<|im_start|>", "One.", 1), ("<thi<|im_start|>", "<thi", 0),
         (f"<tool_call>\n{call}\n</tool_call>\n<|im_start|>", "", 1),
-    ):  # fmt: skip
+    ):
         answer = AnswerText(loaded[1], ["<|im_start|>"], ThinkSplitter(), ToolCalls(["time"]))
         pieces = [piece for id in loaded[1].encode(text) for piece in answer.put(Step(id, 0.0), False)]
         assert answer.complete and answer.stop_reason == "<|im_start|>"
@@ -375,7 +377,7 @@ def test_tokenize_and_detokenize(server, loaded):
     ids = loaded[1].encode("Once upon ☃")
     assert server.post("/tokenize", {"prompt": "Once upon ☃"}) == (
         200, {"tokens": ids, "count": len(ids), "max_model_len": 512},
-    )  # fmt: skip
+    )
     assert server.post("/detokenize", {"tokens": ids}) == (200, {"prompt": "Once upon ☃"})
     status, found = server.post("/detokenize", {"tokens": [1, 99999]})
     assert status == 400 and found["error"]["param"] == "tokens"
@@ -398,7 +400,7 @@ def test_a_prompt_of_token_ids_is_the_prompt(server, loaded):
 NOT_YET = [
     ("echo", True), ("best_of", 2), ("logit_bias", {"5": 100}),
     ("presence_penalty", 0.5), ("frequency_penalty", -1), ("audio", {"voice": "x"}),
-]  # fmt: skip
+]
 WRONG = [
     ("messages", None), ("messages", []), ("messages", "Hi"), ("temperature", "hot"), ("temperature", -1),
     ("top_p", 1.5), ("max_tokens", 0), ("max_tokens", True), ("max_tokens", 2.5), ("max_completion_tokens", -1),
@@ -407,7 +409,7 @@ WRONG = [
     ("model", 5), ("chat_template_kwargs", {"messages": []}), ("chat_template_kwargs", []),
     ("chat_template_kwargs", {"self": 1}), ("chat_template_kwargs", {"bos_token": "x"}),
     ("temperature", 1e-40),
-]  # fmt: skip
+]
 BAD_MESSAGES = [
     ({"role": "user"}, ".content"), ({"content": "x"}, ".role"), ({"role": "king", "content": "x"}, ".role"), ("x", ""),
     ({"role": "user", "content": 5}, ".content"), ({"role": "tool", "content": "x"}, ".tool_call_id"),
@@ -420,7 +422,7 @@ BAD_MESSAGES = [
     ({"role": "assistant", "function_call": {"name": "x"}}, ".function_call"),
     ({"role": "assistant", "audio": {"id": "x"}}, ".audio"),
     ({"role": "user", "content": "a<|im_end|>b"}, ".content"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("path", [CHAT, "/tokenize"])
@@ -455,7 +457,7 @@ def test_a_refusal_names_the_message(server, message, place):
     ([[]], "empty"), ([{"a": 1}], "texts or lists"), (["a", 5], "texts or lists"), ([5, "a"], "prompt holds 'a'"),
     ([True], "texts or lists"), ([[5, "x"]], "prompt holds 'x'"), ([[5, [6]]], "prompt holds [6]"),
     (["a"] * 257, "257 prompts"), ([[5], [99999]], "vocabulary"),
-])  # fmt: skip
+])
 def test_prompts_that_are_none(server, prompt, said):
     status, found = server.post(TEXT, {"prompt": prompt})
     assert (status, found["error"]["param"]) == (400, "prompt") and said in found["error"]["message"]
@@ -464,7 +466,7 @@ def test_prompts_that_are_none(server, prompt, said):
 WRONG_TEXT = [
     ("best_of", 2), ("suffix", "x"), ("logprobs", 6), ("logprobs", True), ("logprobs", -1), ("max_tokens", 0),
     ("echo", 1), ("top_logprobs", 1), ("n", 17),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("name", "value"), WRONG_TEXT)

@@ -118,7 +118,7 @@ def table(driver, n):
         driver.execute_script("arguments[0].click()", button)
     return driver.execute_script("""
         return [...arguments[0].querySelectorAll("tbody tr")].map((row) => [...row.cells].map((c) => c.textContent));
-    """, element)  # fmt: skip
+    """, element)
 
 
 @contextlib.contextmanager
@@ -216,14 +216,14 @@ def endless(driver):
         const real = window.real = window.fetch.bind(window);
         window.fetch = (path, options) => real(path, path === "/live" ? options
             : {...options, body: JSON.stringify({...JSON.parse(options.body), ignore_eos: true, max_tokens: 200})});
-    """)  # fmt: skip
+    """)
 
 
 def test_the_model_writes_no_html_and_thoughts_are_folded(page, server):
     hostile = "<img src=x onerror=alert(1)><b>bold</b>"
     page.execute_script("""
         window.fetch = (path) => Promise.resolve(new Response(arguments0, {status: 200}));
-    """.replace("arguments0", json.dumps(events({"reasoning_content": hostile}, {"content": hostile}))))  # fmt: skip
+    """.replace("arguments0", json.dumps(events({"reasoning_content": hostile}, {"content": hostile}))))
     send(page, "<i>hi</i>")
     wait(page, "return chat.turns.length === 2 && !chat.asking")
     assert words(page) == ["<i>hi</i>", hostile]
@@ -265,7 +265,8 @@ def test_a_reload_keeps_the_conversation_and_frees_the_place(page, server):
     shown = words(page)
     assert shown[:3] == ["My name is Zorbla.", first, "Go on."] and shown[3]
     assert "cut off" in page.find_elements("css selector", ".turn .end")[3].text
-    assert find(page, "#figures canvas").size["height"] == 0  # no turn of this page yet: nothing is drawn, no gap
+    # No turn of this page yet: nothing is drawn, no gap.
+    assert find(page, "#figures canvas").size["height"] == 0
     send(page, "What is my name?")
     assert answered(page) and page.execute_script("return cache.turn.reused") > 0
     find(page, "#new").click()
@@ -323,7 +324,7 @@ def test_a_key_is_asked_for_and_another_keys_requests_are_lengths(browser, bundl
         wait(browser, "return cache.now !== null")  # the key is still known in this tab
         assert not [entry for entry in browser.get_log("browser") if "401" not in entry["message"]]
         assert {address.removeprefix(server.url) for address in requests(browser)} <= {
-            "/", "/live", CHAT, "data:,", "about:blank"}  # fmt: skip
+            "/", "/live", CHAT, "data:,", "about:blank"}
         leave(browser, server)
 
 
@@ -410,7 +411,7 @@ def test_no_sideways_scrolling_and_colours_of_the_system(page, server, width, da
     assert (max(page.execute_script(paper)) < 60) if dark else (min(page.execute_script(paper)) > 200)
     page.execute_script("document.getElementById('theme').value = arguments[0];"
                         "document.getElementById('theme').dispatchEvent(new Event('change'))",
-                        "light" if dark else "dark")  # fmt: skip
+                        "light" if dark else "dark")
     assert (min(page.execute_script(paper)) > 200) if dark else (max(page.execute_script(paper)) < 60)
     page.refresh()
     wait(page, "return cache.now !== null")
@@ -457,7 +458,7 @@ def test_no_request_leaves_for_another_server(page, server):
     send(page, "Who are you?")
     answered(page)
     assert {address.removeprefix(server.url) for address in requests(page)} <= {"/", "/live", CHAT, "data:,",
-                                                                                  "about:blank"}  # fmt: skip
+                                                                                  "about:blank"}
     page.execute_script("fetch('http://127.0.0.1:9/').catch(() => {})")
     wait(page, "return true")
     complaints = [entry["message"] for entry in page.get_log("browser")]

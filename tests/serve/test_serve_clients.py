@@ -48,12 +48,12 @@ def run(request, tmp_path, python_clients):
     interpreters = {
         "python": [programs / "python", "-"], "bash": ["bash", "-es", "-"],
         "js": [programs / "node", "--input-type=module", "-"],
-    }  # fmt: skip
+    }
     variables = {
         "PATH": os.pathsep.join([str(programs), os.environ["PATH"]]), "HOME": str(tmp_path), "HF_HOME": str(tmp_path),
         "LLM_USER_PATH": str(tmp_path), "LITELLM_LOCAL_MODEL_COST_MAP": "True", "HF_HUB_OFFLINE": "1",
         "OPENAI_API_KEY": "any",
-    }  # fmt: skip
+    }
 
     def call(language: str, code: str, *arguments: str) -> str:
         folder = request.getfixturevalue("node_clients") if language == "js" else tmp_path
@@ -64,7 +64,7 @@ def run(request, tmp_path, python_clients):
 
 @pytest.mark.parametrize("client", [
     "openai_node.mjs", "ai_sdk.mjs", "litellm_client.py", "langchain_client.py", "llm_client.py",
-])  # fmt: skip
+])
 def test_a_client_is_told_what_the_server_says(locked, run, client):
     def said(**fields):
         status, found = locked.post(CHAT, SHORT | fields, KEY)
@@ -82,13 +82,13 @@ def test_a_client_is_told_what_the_server_says(locked, run, client):
         "whole": text, "reason": reason, "usage": counts,
         "streamed": text, "stream_reason": reason, "stream_usage": counts,
         "stopped": cut, "stop_reason": why, "no_model": 404, "no_key": 401,
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize(("output_type", "documents"), [
     ("generate_until", [("Who are you?", ""), ("Once upon", "")]),
     ("loglikelihood", [("Who are you?", " I am"), ("Once upon", " a time")]),
-])  # fmt: skip
+])
 def test_lm_eval_scores_the_model(server, loaded, tiny_folder, run, output_type, documents):
     model, tokenizer = loaded
 
@@ -135,7 +135,7 @@ def test_curl_shows_a_stream_while_it_comes(locked, curl):
 
 @pytest.mark.parametrize(("fields", "header", "status"), [
     ({}, [], "200"), ({"model": "gpt-9"}, [], "404"), ({}, ["-H", "Authorization: Bearer wrong"], "401"),
-])  # fmt: skip
+])
 def test_curl_is_told_what_went_wrong(locked, curl, fields, header, status):
     command = [*(curl[:4] if header else curl), *header, locked.url + CHAT, "-d", json.dumps(SHORT | fields)]
     done = subprocess.run([*command, "-w", "\n%{http_code}"], capture_output=True, text=True, timeout=60, check=True)

@@ -114,7 +114,7 @@ def test_the_name_that_was_typed_is_a_name_of_the_model(tiny_folder, tmp_path):
     (["--cache", "dict"], "--cache dict with serve"), (["--cache", "static"], "--cache static with serve"),
     (["--queue", "-1"], "--queue: "),
     (["--pages", "5", "--cache", "prefix:pages=6"], "contradict each other"),
-])  # fmt: skip
+])
 def test_wrong_flags_are_told_at_once(cli, flags, said):
     code, _, err = cli("serve", *flags)
     assert code == 2 and said in errors_in(err)[0]

@@ -96,7 +96,7 @@ def test_without_top_logprobs_the_lists_are_empty_and_without_logprobs_there_are
 @pytest.mark.parametrize(("text", "stop", "shown"), [
     ("<think>\nHm.\n</think>\n\nOne🧑 two three", "two t", "One🧑 "), ("a🧑é", None, "a🧑é"), ("one two", "tw", "one "),
     ("one two", "zzz", "one two"), ("My name is", "ame", "My n"),
-])  # fmt: skip
+])
 def test_held_back_tokens_come_with_their_text(server, scripted, text, stop, shown):
     """A token that a stop string cuts is there if some of it is shown; thoughts and stop strings are not."""
     scripted(text)
@@ -188,7 +188,7 @@ def test_a_repeated_prompt_without_log_probabilities(server):
     assert "".join(one["choices"][0]["text"] for one in streamed) == found["choices"][0]["text"]
     assert streamed[0]["choices"][0]["text"] == "Once upon"
     offsets = [at for one in streamed if one["choices"][0]["logprobs"]
-               for at in one["choices"][0]["logprobs"]["text_offset"]]  # fmt: skip
+               for at in one["choices"][0]["logprobs"]["text_offset"]]
     assert offsets[0] == 0 and offsets == sorted(offsets) and len("Once upon") in offsets
 
 
@@ -289,7 +289,7 @@ def test_a_stream_of_several_answers_carries_their_indices(server, api):
         assert "".join(one["delta"].get("content", "") for one in mine) == choice["message"]["content"]
     with server.client() as client:
         with client.chat.completions.stream(model="tiny", messages=request["messages"], max_tokens=6, n=3, seed=5,
-                                            temperature=1.2, logprobs=True) as stream:  # fmt: skip
+                                            temperature=1.2, logprobs=True) as stream:
             final = stream.get_final_completion() if not [*stream] else stream.current_completion_snapshot
     assert [one.message.content for one in final.choices] == [one["message"]["content"] for one in whole["choices"]]
 
@@ -406,7 +406,7 @@ def test_every_field_of_openai_has_a_place(api):
         return set(inner.get("properties", ())).union(*map(names, inner.get("allOf", ())))
 
     for name, model in (("CreateChatCompletionRequest", requests.ChatRequest),
-                        ("CreateCompletionRequest", requests.TextRequest)):  # fmt: skip
+                        ("CreateCompletionRequest", requests.TextRequest)):
         assert len(names(schemas[name])) > 15 and names(schemas[name]) <= set(model.model_fields)
 
 
@@ -422,7 +422,7 @@ def test_the_documentation_has_every_field_and_what_becomes_of_it():
         "done, of a chat": [name for name in own if name not in text_own],
         "done, of a completion": [name for name in text_own if name not in own],
         "taken, without effect on the answer": known.HARMLESS,
-    }  # fmt: skip
+    }
     tables = {f"refused: {about}": table for about, table in known.REFUSED.items()}
     tables |= {"refused, of a chat": known.TEXT_ONLY, "refused, of a completion": known.CHAT_ONLY}
     assert rows == {about: ", ".join(f"`{name}`" for name in names) for about, names in expected.items()} | {
@@ -464,7 +464,7 @@ def bracketed(values) -> str:
         ({"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "a", "arguments": 5}}]},
          ".tool_calls[0].function.arguments is 5: a text or an object was expected"),
     ]],
-])  # fmt: skip
+])
 def test_a_refusal_says_what_was_expected(fields, said):
     found = refusal(CHAT, **fields)
     assert said in str(found) and "pydantic" not in str(found) and str(found).startswith(f"{found.param} ")
@@ -476,7 +476,7 @@ def test_a_refusal_says_what_was_expected(fields, said):
     ({"role": "assistant", "content": "a", "prefix": True}, ".prefix", "/v1/completions"),
     ({"role": "assistant", "tool_calls": [{"id": "1", "type": "custom"}]}, ".tool_calls[0].type", "functions"),
     ({"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}, ".content[0]", "type text"),
-])  # fmt: skip
+])
 def test_what_is_not_done_in_a_message_is_refused_with_what_is(message, place, hint):
     found = refusal(CHAT, messages=[message])
     assert (found.param, found.code) == (f"messages[0]{place}", "unsupported") and hint in found.hint
@@ -491,14 +491,14 @@ def test_templates_get_of_messages_what_they_know():
         {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None, "audio": None, "partial": False},
         {"role": "tool", "content": [], "tool_call_id": "1"},
         {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}], "tool_calls": [], "reasoning": "hm"},
-    ]  # fmt: skip
+    ]
     function = {"name": "time", "arguments": {"zone": None}}
     assert protocol.chat({"messages": given}).sources == [[
         {"role": "system", "content": "a\nb"}, {"role": "user", "content": ""},
         {"role": "assistant", "tool_calls": [{"type": "function", "function": function, "id": "1"}]},
         {"role": "tool", "content": "", "tool_call_id": "1"},
         {"role": "assistant", "content": "no", "reasoning": "hm"},
-    ]]  # fmt: skip
+    ]]
 
 
 def test_null_is_the_same_as_absent():
@@ -511,7 +511,7 @@ def test_null_is_the_same_as_absent():
     ({"repeat_penalty": 1.5, "repeat_last_n": -1}, 1.5), ({"repeat_penalty": 1.5, "penalty_last_n": -1}, 1.5),
     ({"repeat_penalty": 1}, 1.0), ({"repeat_penalty": 1.5, "repeat_last_n": 0}, 1.0), ({"repeat_last_n": 64}, None),
     ({"repeat_penalty": 1.5, "repeat_last_n": -1, "repetition_penalty": 1.5}, 1.5),
-])  # fmt: skip
+])
 def test_llama_cpps_penalty_is_ours_where_it_looks_at_all_tokens(fields, penalty):
     assert protocol.chat(BODIES[CHAT] | fields).sampling.get("repetition_penalty") == penalty
 
@@ -519,7 +519,7 @@ def test_llama_cpps_penalty_is_ours_where_it_looks_at_all_tokens(fields, penalty
 @pytest.mark.parametrize(("fields", "code"), [
     ({"repeat_penalty": 1.5}, "unsupported"), ({"repeat_penalty": 1.5, "repeat_last_n": 64}, "unsupported"),
     ({"repeat_penalty": 1.5, "repeat_last_n": -1, "repetition_penalty": 1.2}, None), ({"repeat_penalty": 0}, None),
-])  # fmt: skip
+])
 def test_a_penalty_of_the_last_tokens_is_refused(fields, code):
     found = refusal(CHAT, **fields)
     assert (found.param, found.code) == ("repeat_penalty", code)
@@ -553,7 +553,7 @@ def test_what_includes_the_stop_string_needs_one():
 THINKER = HERMES + "{% if not enable_thinking | default(true) %}<think>\n\n</think>\n\n{% endif %}"
 EFFORT = "{% if reasoning_effort is defined %}Effort: {{ reasoning_effort }}\n{% endif %}" + HERMES
 OFF = [{"enable_thinking": False}, {"think": False}, {"thinking": {"type": "disabled"}}, {"reasoning_effort": "none"},
-       {"reasoning": {"effort": "none"}}, {"reasoning": {"enabled": False}}]  # fmt: skip
+       {"reasoning": {"effort": "none"}}, {"reasoning": {"enabled": False}}]
 ON = [{"enable_thinking": True}, {"think": True}, {"thinking": {"type": "enabled"}}, {"reasoning": {"enabled": True}}]
 LEVELS = [{"reasoning_effort": "high"}, {"think": "high"}, {"reasoning": {"effort": "high"}}]
 
@@ -563,7 +563,7 @@ def prompts_of(tokenizer, template, model, asked) -> list:
     with Serving(model, with_template(tokenizer, template)) as server:
         answers = [server.post("/tokenize", ask() | fields) for fields in asked]
     return [found["tokens"] if status == 200 else (error(found)["param"], found["error"]["code"])
-            for status, found in answers]  # fmt: skip
+            for status, found in answers]
 
 
 def refused(asked) -> list:

@@ -33,9 +33,9 @@ SCHEMA = {
     },
     "required": ["colour", "n", "ok", "tags"], "additionalProperties": False,
     "$defs": {"tag": {"type": "string", "maxLength": 3}},
-}  # fmt: skip
+}
 LIGHT = tool("light", parameters={"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"],
-                                  "additionalProperties": False})  # fmt: skip
+                                  "additionalProperties": False})
 TIME = tool("time", parameters={"type": "object", "properties": {}, "additionalProperties": False})
 
 
@@ -69,7 +69,7 @@ def test_a_schema_is_kept(server, seed):
 def test_json_object_is_an_object(server):
     for seed in range(3):
         _, found = server.post(CHAT, ask(temperature=2.0, seed=seed, max_tokens=60,
-                                         response_format={"type": "json_object"}))  # fmt: skip
+                                         response_format={"type": "json_object"}))
         (choice,) = found["choices"]
         assert choice["message"]["content"].startswith("{")
         if choice["finish_reason"] == "stop":
@@ -87,7 +87,7 @@ def test_others_are_not_constrained_and_log_probabilities_are_the_raw_ones(serve
     _, forced = server.post(CHAT, ask(max_tokens=5, logprobs=True, top_logprobs=1, **of(SCHEMA)))
     first = forced["choices"][0]["logprobs"]["content"][0]
     assert first["top_logprobs"][0] == {k: alone["choices"][0]["logprobs"]["content"][0][k]
-                                        for k in ("token", "logprob", "bytes")}  # fmt: skip
+                                        for k in ("token", "logprob", "bytes")}
     assert first["logprob"] < first["top_logprobs"][0]["logprob"]
 
 
@@ -113,7 +113,7 @@ def test_an_answer_that_has_no_room_ends_by_length(server):
 
 @pytest.mark.parametrize(("choice", "names"), [
     ("required", {"light", "time"}), ({"type": "function", "function": {"name": "light"}}, {"light"}),
-])  # fmt: skip
+])
 @pytest.mark.parametrize("parallel", [True, False])
 def test_a_call_is_forced(server, choice, names, parallel):
     seen = set()
@@ -171,13 +171,13 @@ def test_a_schema_that_takes_too_long_is_told(server, monkeypatch):
     ("", "none", "{"), ("", "optional", "{<"), ("<think>\nHm {", "optional", None), ("Hm", "open", None),
     ("<think>x</think>\n\n", "optional", "{"), ("x</think>", "open", "\n{"), ('{"on": true}', "none", ""),
     ('{"on": ', "none", "tf"),
-])  # fmt: skip
+])
 def test_thoughts_come_first_and_are_free(loaded, text, thought, follows):
     """`follows`: the characters with which a token may begin now; None: any text, but not the end."""
     _, tokenizer = loaded
     words = grammar.vocabulary(tokenizer, tokenizer.rows, [2, 0])
     schema = {"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"],
-              "additionalProperties": False}  # fmt: skip
+              "additionalProperties": False}
     rules = grammar.compiled(grammar.source(schema, [], True, False, thought), words, "response_format")
     constraint, logits = grammar.Constraint(rules), torch.zeros(1, tokenizer.rows)
     for _ in range(2):  # a draw that was cut short is repeated
@@ -207,7 +207,7 @@ def test_whether_thoughts_are_expected(loaded, qwen3_files):
     (of({"not": {"type": "string"}})["response_format"], "response_format"),
     (of({"enum": ["x" * 99] * 1100})["response_format"], "response_format"),
     (of({"type": "array", "minItems": 3, "maxItems": 2})["response_format"], "response_format"),
-])  # fmt: skip
+])
 def test_a_format_that_cannot_be_kept_is_400(server, format, param):
     status, found = server.post(CHAT, ask(response_format=format))
     assert status == 400 and error(found)["param"].endswith(param) and len(found["error"]["message"]) < 2_100
@@ -222,12 +222,12 @@ def test_a_format_that_cannot_be_kept_is_400(server, format, param):
     {"dependentRequired": {}}, {"title": "T", "description": "d", "$comment": "c", "examples": [1], "default": {}},
     {"readOnly": True, "deprecated": False, "x-order": 1, "discriminator": {"propertyName": "on"}, "nullable": False},
     {"$id": "https://example.com/a.json", "contentEncoding": "base64", "contentMediaType": "text/plain"},
-])  # fmt: skip
+])
 def test_keywords_that_say_nothing_are_left_out(server, keywords):
     inner = {"type": "object", "properties": {"on": {"type": "boolean"} | keywords}, "required": ["on"],
-             "additionalProperties": False} | keywords  # fmt: skip
+             "additionalProperties": False} | keywords
     schema = {"type": "object", "properties": {"a": {"anyOf": [inner]}}, "required": ["a"],
-              "additionalProperties": False, **keywords}  # fmt: skip
+              "additionalProperties": False, **keywords}
     status, found = server.post(CHAT, ask(temperature=2, seed=1, max_tokens=40, **of(schema)))
     assert status == 200, found
     assert json.loads(found["choices"][0]["message"]["content"]) in [{"a": {"on": on}} for on in (True, False)]
@@ -236,7 +236,7 @@ def test_keywords_that_say_nothing_are_left_out(server, keywords):
 @pytest.mark.parametrize("name", ["password", "int64", "idn-email", "regex", "x-colour"])
 def test_an_unknown_format_is_an_annotation(server, name):
     schema = {"type": "object", "properties": {"a": {"type": "string", "maxLength": 2, "format": name}},
-              "required": ["a"], "additionalProperties": False}  # fmt: skip
+              "required": ["a"], "additionalProperties": False}
     status, found = server.post(CHAT, ask(temperature=2, seed=1, max_tokens=40, **of(schema)))
     assert status == 200, found
     jsonschema.validate(json.loads(found["choices"][0]["message"]["content"]), schema)
@@ -256,7 +256,7 @@ def test_a_format_that_is_known_is_kept(loaded):
     ({"contains": {"type": "null"}, "type": "array"}, "contains is not done"), ({"pattern": "a(?=b)"}, "look-around"),
     ({"propertyNames": {"pattern": "^a"}, "type": "object"}, "propertyNames is not done"),
     ({"oneOf": [{"maxLength": 3}, {"maxLength": 2}]}, "oneOf is done where no two"),
-])  # fmt: skip
+])
 def test_keywords_that_are_not_done_are_named_in_one_line(server, keywords, said):
     status, found = server.post(CHAT, ask(**of({"type": "object", "properties": {"a": {"type": "string"} | keywords}})))
     assert (status, error(found)["code"], error(found)["param"]) == (400, "unsupported", "response_format")
@@ -271,7 +271,7 @@ def test_keywords_that_are_not_done_are_named_in_one_line(server, keywords, said
     ({"properties": {"uniqueItems": {"const": False}}, "required": ["uniqueItems"], "type": "object",
       "additionalProperties": False}, {"uniqueItems": False}, {}),
     ({"enum": [{"uniqueItems": False}]}, {"uniqueItems": False}, {}),
-])  # fmt: skip
+])
 def test_limits_of_draft_4_and_names_like_keywords_keep_their_meaning(loaded, schema, right, wrong):
     _, tokenizer = loaded
     words = grammar.vocabulary(tokenizer, tokenizer.rows, [2, 0])
@@ -279,7 +279,7 @@ def test_limits_of_draft_4_and_names_like_keywords_keep_their_meaning(loaded, sc
     for value, taken in ((right, True), (wrong, False)):
         matcher, ids = rules.matcher.deep_copy(), tokenizer.encode(json.dumps(value))
         assert (matcher.validate_tokens(ids) == len(ids) and matcher.try_consume_tokens(ids) == len(ids)
-                and matcher.is_accepting()) == taken  # fmt: skip
+                and matcher.is_accepting()) == taken
 
 
 def test_a_json_object_obeys_its_schema(server):
@@ -287,7 +287,7 @@ def test_a_json_object_obeys_its_schema(server):
     schema = {key: value for key, value in LIGHT["function"]["parameters"].items() if key != "type"}
     answers = {key: server.post(CHAT, ask(temperature=2, seed=3, max_tokens=40, response_format=form))[1]
                for key, form in (("object", {"type": "json_object", "schema": schema}),
-                                 ("schema", of(schema | {"type": "object"})["response_format"]))}  # fmt: skip
+                                 ("schema", of(schema | {"type": "object"})["response_format"]))}
     texts = {key: one["choices"][0]["message"]["content"] for key, one in answers.items()}
     assert texts["object"] == texts["schema"] and set(json.loads(texts["object"])) == {"on"}
 

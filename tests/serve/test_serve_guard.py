@@ -245,7 +245,7 @@ def test_a_client_that_reads_nothing_does_not_keep_a_server_that_ends(loaded, mo
     ("127.0.0.1:8000", True), ("localhost", True), ("LOCALHOST:1", True), ("[::1]:8000", True), ("evil.com", False),
     ("127.0.0.1.evil.com", False), ("evil.com:8000", False), ("localhost:8000@evil.com", False), ("", False),
     ("evil.com/127.0.0.1", False), ("8.8.8.8", False), ("localhost:x", False), ("localhost.", False),
-])  # fmt: skip
+])
 def test_only_known_hosts_are_answered(server, host, allowed):
     """A page whose name was bound to 127.0.0.1 afterwards still sends its own name."""
     status, found = server.get("/v1/models", {"Host": host})
@@ -290,7 +290,7 @@ def locked(loaded):
 @pytest.mark.parametrize("header", [
     None, "", "Bearer", "Bearer ", "Bearer wrong", "Bearer one-ke", "Bearer one-key1", "Basic one-key", "one-key",
     "Bearer one-key another-key", "Bearer \xe9",
-])  # fmt: skip
+])
 @pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/v1/nothing", "//metrics/"])
 def test_nothing_without_a_key(locked, header, path):
     status, headers, data = locked.raw("GET", path, headers={} if header is None else {"Authorization": header})
@@ -351,7 +351,7 @@ HOSTILE = {
     "twice": b'{"messages": [], "messages": []}', "not UTF-8": b'{"a": "\xff"}', "UTF-16": '{"a": 1}'.encode("utf-16"),
     "half a character": b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
     "half a character as a name": b'{"\\udfff": 1}', "NUL": b"\x00",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("body", HOSTILE.values(), ids=HOSTILE)
@@ -428,7 +428,7 @@ NO_HTTP = {
     "TLS": b"\x16\x03\x01\x02\x00\r\n\r\n", "two hosts": b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n",
     "two words": b"\r\n\r\n\r\nx y\r\n\r\n",
     "no length of a chunk": b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nno\r\n",
-}  # fmt: skip
+}
 
 
 def said(server, *parts) -> bytes:
@@ -452,7 +452,8 @@ def test_a_body_that_turns_out_to_be_none_after_the_answer_ends_the_connection(s
         raw.sendall(start)
         found = raw.recv(10_000)
         raw.sendall(b"no length\r\n")
-        found += raw.makefile("rb").read()  # to the end, which comes at once and not after 5 idle seconds
+        # To the end, which comes at once and not after 5 idle seconds.
+        found += raw.makefile("rb").read()
         assert found.startswith(b"HTTP/1.1 404 ") and found.count(b"HTTP/1.1") == 1
     assert "Exception" not in caplog.text and "Fatal" not in caplog.text
 
@@ -461,7 +462,7 @@ def test_a_body_that_turns_out_to_be_none_after_the_answer_ends_the_connection(s
     (b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n", b" 200 "),
     (b"POST /x HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n", b" 404 "),
     (b"POST /tokenize HTTP/1.1\r\nHost: evil\r\nContent-Length: 1000000\r\n\r\n", b" 403 "),
-])  # fmt: skip
+])
 def test_a_body_that_goes_on_after_the_answer_does_not_hold_the_connection(server, monkeypatch, head, status):
     monkeypatch.setattr("nanokv.apps.serve.http.server.UNREAD_S", 0.3)
     with socket.create_connection(("127.0.0.1", server.port), timeout=10) as raw:
@@ -478,7 +479,8 @@ def test_a_body_that_arrives_after_the_answer_keeps_the_connection(server, monke
     monkeypatch.setattr("nanokv.apps.serve.http.server.UNREAD_S", 0.3)
     with socket.create_connection(("127.0.0.1", server.port), timeout=10) as raw:
         raw.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 4\r\n\r\n")
-        found = raw.recv(4096)  # the answer may come in several parts, its first line is in the first
+        # The answer may come in several parts, its first line is in the first.
+        found = raw.recv(4096)
         assert b" 200 " in found
         raw.sendall(b"late")
         time.sleep(0.5)
@@ -536,7 +538,7 @@ def test_headers_that_do_not_arrive_or_are_too_long_close_the_connection(server,
 @pytest.mark.parametrize(("method", "path", "status"), [
     ("POST", "/", 405), ("POST", "/live", 405), ("GET", "/v1/nothing", 404), ("GET", CHAT, 405),
     ("DELETE", "/v1/models/tiny", 405), ("GET", "/v1/../health", 404), ("POST", "/health", 405),
-])  # fmt: skip
+])
 def test_unknown_addresses_have_the_form_of_an_error_too(server, method, path, status):
     got, _, data = server.raw(method, path)
     assert got == status and error(json.loads(data))

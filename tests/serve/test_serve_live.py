@@ -245,7 +245,8 @@ def test_one_snapshot_serves_all_and_the_event_loop_never_waits_for_it(loaded):
         with server.held(), streaming(server, ask(max_tokens=2)):
             server.wait(lambda: server.requests)
             with Watcher(server) as late:
-                assert late.next() and server.get("/health")[0] == 200  # what was taken before the step
+                # What was taken before the step.
+                assert late.next() and server.get("/health")[0] == 200
 
 
 def test_watchers_are_bounded(loaded, monkeypatch):
@@ -347,7 +348,8 @@ def test_the_page_runs_its_own_script_only_and_talks_to_this_server_only(server)
         assert policy[f"{tag}-src"] == [f"'sha256-{digest}'"]
     assert headers["referrer-policy"] == "no-referrer" and headers["x-content-type-options"] == "nosniff"
     assert headers["x-frame-options"] == "DENY"
-    assert set(re.findall(r"\w+://[^\"\s]+", text)) == {"http://www.w3.org/2000/svg"}  # the name of a kind of element
+    # The name of a kind of element.
+    assert set(re.findall(r"\w+://[^\"\s]+", text)) == {"http://www.w3.org/2000/svg"}
     assert not re.findall(r"<\w[^>]*\s(on\w+|src|style)\s*=", text.split("<script>")[0])
     assert not re.findall(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b", text)
     assert "{{" not in text

@@ -47,7 +47,7 @@ def both(loaded, tiny_folder):
     """(with the process, without)"""
     torch.set_num_threads(1)
     with Serving(*loaded, prefills=with_process(tiny_folder), keys=("one", "two")) as server, \
-            Serving(*loaded, keys=("one", "two")) as plain:  # fmt: skip
+            Serving(*loaded, keys=("one", "two")) as plain:
         yield server, plain
 
 
@@ -74,7 +74,7 @@ def metrics(server, headers=None) -> dict[str, float]:
     """nanokv_X and nanokv_X_total as X."""
     text = server.raw("GET", "/metrics", headers=headers or key())[2].decode()
     return {name.removesuffix("_total"): float(value)
-            for name, value in re.findall(r"^nanokv_(\w+) ([\d.e+-]+)$", text, re.MULTILINE)}  # fmt: skip
+            for name, value in re.findall(r"^nanokv_(\w+) ([\d.e+-]+)$", text, re.MULTILINE)}
 
 
 def said(server, path, body, headers=None):
@@ -88,7 +88,7 @@ def said(server, path, body, headers=None):
     {}, {"temperature": 1.0, "top_p": 0.9, "seed": 7}, {"temperature": 0.8, "seed": 3, "n": 3},
     {"logprobs": True, "top_logprobs": 3}, {"max_tokens": 1}, {"stop": ["e"]},
     {"response_format": {"type": "json_object"}, "max_tokens": 30},
-], ids=str)  # fmt: skip
+], ids=str)
 def test_answers_are_those_of_a_server_without_the_process(both, fields):
     server, plain = both
     before = metrics(server)
@@ -104,7 +104,7 @@ def test_completions_echo_and_several_prompts(both):
         {"prompt": QUESTIONS, "max_tokens": 5, "n": 2, "seed": 1, "temperature": 1.0},
         {"prompt": "The cache", "max_tokens": 4, "echo": True, "logprobs": 2},
         {"prompt": "The cache", "max_tokens": 0, "echo": True, "logprobs": 0}, {"prompt": [5, 9, 300], "max_tokens": 3},
-    ):  # fmt: skip
+    ):
         assert said(server, TEXT, body) == said(plain, TEXT, body)
 
 
@@ -136,11 +136,12 @@ def test_beginnings_are_reused_under_one_key_and_only_what_is_missing_is_sent(bo
         usage = said(server, TEXT, {"prompt": text, "max_tokens": 3}, key(name))["usage"]
         after = metrics(server)
         counts.append((usage["prompt_tokens_details"]["cached_tokens"],
-                       after["handover_bytes"] - before["handover_bytes"]))  # fmt: skip
+                       after["handover_bytes"] - before["handover_bytes"]))
     (first, sent), (second, less), (third, more) = counts
     tokens, row = usage["prompt_tokens"], 2 * 3 * 2 * 32 * 4
     assert (first, third) == (0, 0) and second == (tokens - 1) // PAGE * PAGE
-    assert 0 < sent - tokens * row < 4_000 and abs(more - sent) < 100  # keys, values, logits of 320 ids, a header
+    # Keys, values, logits of 320 ids, a header.
+    assert 0 < sent - tokens * row < 4_000 and abs(more - sent) < 100
     assert 0 < less - (tokens - second) * row < 4_000
 
 
@@ -166,7 +167,8 @@ def test_what_is_refused_is_refused_as_without_it(both):
 # --- a slow one -------------------------------------------------------------------------------------------------------
 
 
-LONG = "one two three four five six seven eight nine ten " * 8  # over 100 tokens, 16 of them in a step
+# Over 100 tokens, 16 of them in a step.
+LONG = "one two three four five six seven eight nine ten " * 8
 
 
 @pytest.fixture
@@ -195,7 +197,8 @@ def test_a_client_that_leaves_during_the_prefill_frees_both_sides(slow):
     assert metrics(slow)["handover_prompts"] == 0
     began = time.monotonic()
     assert slow.post(CHAT, ask("Hi", max_tokens=2))[0] == 200 and metrics(slow)["prefill_tokens"] == 0
-    assert time.monotonic() - began < 2  # the others' prompts, over 400 tokens in steps of 16, were not completed
+    # The others' prompts, over 400 tokens in steps of 16, were not completed.
+    assert time.monotonic() - began < 2
 
 
 @pytest.mark.slow
@@ -214,12 +217,13 @@ def test_when_the_process_is_killed_prompts_are_prefilled_here(slow, loaded, str
     with Serving(*loaded) as plain:
         text = plain.post(CHAT, body)[1]["choices"][0]["message"]["content"]
     said = ["".join(e["choices"][0]["delta"].get("content") or "" for e in chunks(one)) if stream
-            else one["choices"][0]["message"]["content"] for one in found]  # fmt: skip
+            else one["choices"][0]["message"]["content"] for one in found]
     assert said == [text] * 2
     counts = metrics(slow)
     assert counts["prefill_worker_up"] == 0 and counts["handover_lost"] == AHEAD + 2 and counts["prefill_tokens"] > 0
     assert slow.post(CHAT, ask("Hi", max_tokens=2))[0] == 200 and slow.free
-    assert counts["handover_lost"] == metrics(slow)["handover_lost"]  # later ones never were its own
+    # Later ones never were its own.
+    assert counts["handover_lost"] == metrics(slow)["handover_lost"]
 
 
 @pytest.mark.slow
@@ -257,7 +261,7 @@ def rows(tokens=5, config=None, **changes):
     {"keys": torch.ones(3, 2, 6, 32)}, {"values": torch.ones(3, 2, 5, 32).double()}, {"logits": torch.ones(1, 7)},
     {"values": torch.full((3, 2, 5, 32), torch.nan)}, {"start": 1 << 40}, {"start": "0"}, {"done": [1]},
     {"start": -1, "keys": torch.ones(3, 2, 6, 32), "values": torch.ones(3, 2, 6, 32)}, None,
-], ids=lambda change: "-".join(change or ["nothing"]))  # fmt: skip
+], ids=lambda change: "-".join(change or ["nothing"]))
 def test_what_is_not_the_prompts_is_computed_here_and_the_process_ended(loaded, change):
     """The engine's thread ended, or a client was told that its messages have the wrong shape."""
     engine = Engine(loaded[0], **SIZES)

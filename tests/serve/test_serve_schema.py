@@ -56,7 +56,7 @@ def test_the_document_has_the_fields_that_are_read():
     (CHAT, ask(n=2, max_tokens=3)), (CHAT, ask(max_tokens=3, logprobs=True, top_logprobs=2)),
     (TEXT, {"prompt": ["Once", [5, 6]], "max_tokens": 3, "logprobs": 2, "echo": True}),
     (CHAT, ask(n=17)), (TEXT, {}), (CHAT, ask("a<|im_end|>")),
-])  # fmt: skip
+])
 def test_every_answer_is_the_one_of_the_document(server, path, body):
     verb = "get" if body is None else "post"
     status, found = server.get(path) if body is None else server.post(path, body)
@@ -110,7 +110,7 @@ ASSISTANT, RESULT = {"role": "assistant"}, {"role": "tool", "content": "12", "to
         ({"tool_calls": [{"id": "c", "function": {"name": "a", "arguments": {}}}]}, True),
         ({"tool_calls": [{"id": "c", "function": {"name": "a", "arguments": []}}]}, False),
     ]],
-])  # fmt: skip
+])
 def test_the_document_takes_what_is_taken_of_a_chat(fields, right):
     assert is_taken(protocol.chat, ask() | fields) == right
     assert is_valid(schema("ChatRequest"), ask() | fields) == right
@@ -123,7 +123,7 @@ def test_the_document_takes_what_is_taken_of_a_chat(fields, right):
     ({"echo": True, "max_tokens": 0}, True), ({"max_tokens": -1}, False), ({"n": 16}, True), ({"n": 17}, False),
     (TOOLS, False), ({"tool_choice": "required"}, False), ({"response_format": {"type": "json_object"}}, False),
     ({"tools": [], "tool_choice": "auto", "response_format": {"type": "text"}, "top_logprobs": 0}, True),
-])  # fmt: skip
+])
 def test_the_document_takes_what_is_taken_of_a_completion(fields, right):
     assert is_taken(protocol.text, {"prompt": "a"} | fields) == right
     assert is_valid(schema("TextRequest"), {"prompt": "a"} | fields) == right
@@ -157,7 +157,7 @@ def test_the_page_and_the_stream_have_their_types_and_the_header_of_a_tab(server
 @pytest.mark.parametrize(("path", "body"), [
     ("/detokenize", {"tokens": [{}]}), ("/detokenize", {"tokens": [[]]}), ("/detokenize", {"tokens": [[1]]}),
     (TEXT, {"prompt": [[[1]]]}), (TEXT, {"prompt": "Once", "max_tokens": 0, "max_completion_tokens": 1}),
-])  # fmt: skip
+])
 def test_wrong_values_that_generated_requests_found(server, path, body):
     """They were accepted: lists within a list of ids, and the older of two names."""
     status, found = server.post(path, body)
@@ -185,7 +185,7 @@ def test_generated_requests_find_no_fault(loaded, tmp_path, caplog):
         "--max-examples=20", "--phases=coverage,fuzzing", "--exclude-checks=positive_data_acceptance", "--workers=1",
         "--exclude-path=/live",  # it has no end
         "--suppress-health-check=all", "--continue-on-failure",
-    ]  # fmt: skip
+    ]
     caplog.set_level(logging.INFO, "nanokv.apps.serve.http.security")
     model, tokenizer = loaded[0], with_template(loaded[1], HERMES)
     with Serving(model, tokenizer, keys=["secret"], context=256, pages=400, max_new_tokens=4) as server:

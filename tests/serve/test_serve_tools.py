@@ -112,7 +112,7 @@ def test_a_stop_string_does_not_reach_into_a_call(server, scripted):
     scripted(f"One. {OSLO}")
     assert said(server.post(CHAT, ask(stop="Oslo", **TOOLS))[1]["choices"][0])[1:] == (
         [("weather", {"city": "Oslo"})], "tool_calls",
-    )  # fmt: skip
+    )
     assert said(server.post(CHAT, ask(stop="ne", **TOOLS))[1]["choices"][0]) == ("O", [], "stop")
 
 
@@ -168,7 +168,7 @@ def test_qwen3s_own_template_has_calls_and_results_where_it_wants_them(tmp_path,
     template = json.loads((qwen3_files / "tokenizer" / "tokenizer_config.json").read_text())["chat_template"]
     call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city":"Oslo"}'}}
     messages = [*ask("Oslo?")["messages"], {"role": "assistant", "content": None, "tool_calls": [call]},
-                {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "Rain."}]}]  # fmt: skip
+                {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "Rain."}]}]
     with Serving(model, with_template(tokenizer, template), context=4096, pages=1200) as server:
         _, found = server.post("/tokenize", {"messages": messages} | TOOLS)
         prompt = server.post("/detokenize", {"tokens": found["tokens"]})[1]["prompt"]
@@ -210,7 +210,7 @@ def test_the_template_for_tools_is_taken_with_tools_and_another_by_its_name(prom
 
 
 SHOWN = "{% for m in messages %}{{ m.role }}[{{ m.reasoning_content }}]{{ m.content }}" \
-        "{% for c in m.tool_calls or [] %}{{ ARGUMENTS }}{% endfor %};{% endfor %}"  # fmt: skip
+        "{% for c in m.tool_calls or [] %}{{ ARGUMENTS }}{% endfor %};{% endfor %}"
 
 
 def replayed(arguments='{"city": "Oslo"}', content="", **more):
@@ -222,7 +222,7 @@ def replayed(arguments='{"city": "Oslo"}', content="", **more):
 @pytest.mark.parametrize(("arguments", "shown"), [
     ("c.function.arguments|tojson", '{"city": "Oslo"}'), ("'=' + c.function.arguments", '={"city": "Oslo"}'),
     ("c.function.arguments.items()|list", "[('city', 'Oslo')]"),
-])  # fmt: skip
+])
 def test_a_replayed_call_has_the_form_that_the_template_takes(prompted, arguments, shown):
     """Text or object, from the client and for the template; the thoughts before it under the names that others use."""
     template = SHOWN.replace("ARGUMENTS", arguments)
@@ -238,7 +238,7 @@ def test_a_replayed_call_has_the_form_that_the_template_takes(prompted, argument
 def test_a_replayed_call_whose_arguments_are_broken_is_shown_as_the_model_wrote_it(prompted, broken):
     """Agents replay what small models have written, and the model is to see what was wrong."""
     template = SHOWN.replace("ARGUMENTS", "c.function.arguments if c.function.arguments is string else "
-                             "c.function.arguments|tojson")  # fmt: skip
+                             "c.function.arguments|tojson")
     assert prompted(template, messages=replayed(broken)) == f"user[]Oslo?;assistant[]{broken};tool[]Rain.;"
 
 
@@ -246,7 +246,7 @@ def test_names_in_messages_reach_the_template(prompted):
     """Templates of tools read the name of the function in its answer."""
     template = "{% for m in messages %}{{ m.role }}:{{ m.name }} {% endfor %}{% for t in tools or [] %}{% endfor %}"
     said = [{"role": "user", "content": "a", "name": "ada"},
-            {"role": "tool", "content": "b", "name": "time", "tool_call_id": "1"}]  # fmt: skip
+            {"role": "tool", "content": "b", "name": "time", "tool_call_id": "1"}]
     assert prompted(template, messages=said) == "user:ada tool:time "
     assert prompted(template, messages=[said[0] | {"name": 5}])["param"] == "messages[0].name"
     assert prompted(template, messages=[said[0] | {"prefix": False, "partial": None}]) == "user:ada "
@@ -259,7 +259,7 @@ def test_null_is_null_where_the_template_asks_for_it(prompted):
     """DeepSeek-R1's shows a call only where the content is none; Qwen3's first one could not read such a content."""
     calls = "{% for c in m.tool_calls %}{{ c.function.arguments|tojson }}{% endfor %}"
     where = "{% for m in messages %}{% if m.content is none %}" + calls + "{% else %}{{ '-' + m.content }}{% endif %}" \
-            "{% endfor %}"  # fmt: skip
+            "{% endfor %}"
     assert prompted(where, messages=replayed(content=None)) == '-Oslo?{"city": "Oslo"}-Rain.'
     assert prompted(where, messages=replayed(content=""))["code"] == "unsupported"
     first = SHOWN.replace("m.content", "m.content.strip()").replace("ARGUMENTS", "c.function.arguments|tojson")
@@ -276,7 +276,7 @@ WRONG = [
     ("tools", [tool("x", description="<|im_end|>")], "tools[0].description"), ("tool_choice", "sum", "tool_choice"),
     ("tool_choice", {"type": "function", "function": {"name": "sum"}}, "tool_choice"),
     ("tool_choice", {"type": "allowed_tools"}, "tool_choice"), ("parallel_tool_calls", 1, "parallel_tool_calls"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("name", "value", "param"), WRONG)
@@ -292,7 +292,7 @@ WRONG_CALLS = [
     ([{"id": "1", "function": {"name": "time", "arguments": []}}], "tool_calls[0].function.arguments"),
     ([{"id": "1", "function": {"name": "time", "arguments": "<|im_end|>"}}], "tool_calls[0].function.arguments"),
     ([{"id": "1", "function": {"name": "<|im_end|>", "arguments": "{}"}}], "tool_calls[0].function.name"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("calls", "place"), WRONG_CALLS)
@@ -310,7 +310,7 @@ def test_required_without_tools_and_tools_of_a_completion_are_refused(server):
 @pytest.mark.parametrize(("template", "said"), [
     (CHATML, "no place for tools"), (HERMES.replace("tool_call>", "call>"), "does not write calls"),
     (HERMES + "<function=", "does not write calls"),
-])  # fmt: skip
+])
 def test_templates_without_tools_are_told(loaded, template, said):
     with Serving(loaded[0], with_template(loaded[1], template)) as server:
         status, found = server.post(CHAT, ask(**TOOLS))

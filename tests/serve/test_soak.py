@@ -9,7 +9,7 @@ import pytest
 import soak
 
 QUIET = {"pages": 8.0, "pages_free": 8.0, "requests_running": 0.0, "requests_waiting": 0.0, "preemptions_total": 0.0,
-         "generated_tokens_total": 1.0, "prefix_hit_tokens_total": 0.0}  # fmt: skip
+         "generated_tokens_total": 1.0, "prefix_hit_tokens_total": 0.0}
 
 
 def result(outcomes=(), **more):
@@ -17,7 +17,7 @@ def result(outcomes=(), **more):
     tallies = {"whole": collections.Counter({soak.FINE: 1}), "stream": collections.Counter({soak.FINE: 1})}
     tallies["half"] = collections.Counter({soak.LEFT: 3, soak.BUSY: 2, soak.CUT: 1, **dict(outcomes)})
     facts = {"memory": [90, 110, 130, 100, 101, 99, 100, 101, 100], "metrics": QUIET, "exit_code": 143, "log": "fine\n",
-             "restart_s": 1.0, "seconds": 9.0, "answers": 2, "flat": 0.02}  # fmt: skip
+             "restart_s": 1.0, "seconds": 9.0, "answers": 2, "flat": 0.02}
     return soak.Result(tallies, **facts | more)
 
 
@@ -34,7 +34,7 @@ def test_a_soak_passes_where_nothing_went_wrong():
     ({"memory": [100] * 6 + [103] * 3}, r"memory changed by +3.0%"),
     ({"memory": [100] * 6 + [97] * 3}, r"memory changed by -3.0%"), ({"exit_code": -9}, "exit code -9 after SIGTERM"),
     ({"log": "fine\nException in ASGI application\n"}, "log: Exception in ASGI application"),
-])  # fmt: skip
+])
 def test_a_soak_fails_for_each_fault(more, said):
     assert result(**more).failures() == [said]
 

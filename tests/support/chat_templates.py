@@ -248,4 +248,4 @@ DEEPSEEK = (
 )
 
 FAMILIES = {"Llama 3.1": LLAMA, "SmolLM2": SMOLLM, "Qwen2.5": QWEN25, "Gemma 2": GEMMA, "Mistral": MISTRAL,
-            "Phi 3": PHI, "DeepSeek R1": DEEPSEEK}  # fmt: skip
+            "Phi 3": PHI, "DeepSeek R1": DEEPSEEK}

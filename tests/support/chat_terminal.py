@@ -39,7 +39,8 @@ class Terminal:
         except pexpect.EOF:
             return False
         self.raw += data
-        self.stream.feed(data.replace("\u200d".encode(), b""))  # pyte drops the rest of a chunk at a joiner
+        # Pyte drops the rest of a chunk at a joiner.
+        self.stream.feed(data.replace("\u200d".encode(), b""))
         return True
 
     @property
@@ -97,7 +98,8 @@ class Terminal:
         began = time.monotonic()
         while self.pump() and time.monotonic() - began < deadline:
             pass
-        while self.child.isalive() and time.monotonic() - began < deadline:  # close() would send it a SIGHUP
+        # close() would send it a SIGHUP.
+        while self.child.isalive() and time.monotonic() - began < deadline:
             time.sleep(0.01)
         self.child.close(force=False)
         return self.child.exitstatus if self.child.exitstatus is not None else 128 + self.child.signalstatus

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import nanokv
 
-HOME = str(Path(nanokv.__file__).resolve().parents[1])  # the very package that this test process imported
+# The very package that this test process imported.
+HOME = str(Path(nanokv.__file__).resolve().parents[1])
 
 
 class FakeStdin(io.TextIOWrapper):

@@ -79,7 +79,7 @@ def run(command: list, script: str = "", cwd: Path | None = None, **variables: s
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=cwd,
         env=kept | {"NO_PROXY": "127.0.0.1"} | variables,
-    ) as process:  # fmt: skip
+    ) as process:
         try:
             out, said = process.communicate(script, SECONDS)
         except subprocess.TimeoutExpired:

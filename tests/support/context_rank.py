@@ -46,7 +46,7 @@ def memory(group, folder) -> dict:
     """
     config = nanokv.Config(vocab_size=99, hidden_size=64, intermediate_size=64, num_hidden_layers=8,
                            num_attention_heads=16, num_key_value_heads=8, head_dim=256,
-                           max_position_embeddings=32768)  # fmt: skip
+                           max_position_embeddings=32768)
     cache, before = ContextCache(nanokv.make_cache("dict", config), group, page=16), resident()
     for _ in range(8):
         for layer in cache:
@@ -54,7 +54,7 @@ def memory(group, folder) -> dict:
             layer.append(k, v)
     del k, v
     return {"taken": resident() - before, "nbytes": cache.nbytes, "each": kv_bytes_per_token(config, 4),
-            "length": cache.length}  # fmt: skip
+            "length": cache.length}
 
 
 def decode_for_ever(group, folder) -> None:

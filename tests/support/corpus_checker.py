@@ -28,15 +28,16 @@ RECALLED = {
     "favourite": "Your favourite {thing} is {v}.", "birthplace": "You were born in {v}.",
     "childhood": "You grew up in {v}.", "workplace": "You work in {v}.", "password": "The password is {v}.",
     "played": "You play the {v}.", "language": "You speak {v}.", "code": "Your {thing} is {v}.",
-}  # fmt: skip
+}
 NOTES = {
     "colour": "{v} is a lovely colour.", "food": "Mmm, {v}.", "drink": "{v} is good.", "animal": "I like that: {v}.",
-}  # fmt: skip
+}
 RESTATED = {
     "tell": "", "pet": "Your {a} is called {b}.", "owner": "{a} has a {b} {c}.", "home": "{a} lives in {b}.",
     "object": "The {a} is in the {b}.", "spot": "The {a} is {b}.",
-}  # fmt: skip
-STATEMENTS = ("tell", "pet", "owner", "home", "object", "spot", "list")  # what else is said is answered, if anything is
+}
+# What else is said is answered, if anything is.
+STATEMENTS = ("tell", "pet", "owner", "home", "object", "spot", "list")
 SCENES = (  # what a sentence about two or three at once means, and where it stands
     ((("tell", "name", "{n}"), ("tell", "{r}", "{p}")), "together", "told"),
     ((("tell", "name", "{n}"), ("tell", "job", "{j}"), ("tell", "hobby", "{h}")), "form", "told"),
@@ -56,7 +57,8 @@ SAME = {slip: word for word, slip in SLIPS.items()}  # one spelling of each word
 SAME |= {"an": "a", "color": "colour", "favorite": "favourite", "favorit": "favourite", "favrite": "favourite"}
 
 
-NOW = {*MOVED, *"colour food drink animal sport game instrument sister brother".split()}  # what the corpus changes so
+# What the corpus changes so.
+NOW = {*MOVED, *"colour food drink animal sport game instrument sister brother".split()}
 
 
 class WrongAnswer(AssertionError):
@@ -132,7 +134,8 @@ class Reader:
     """What a careful listener knows after every exchange. Each `_step` says (is it in the words?, right answers)."""
 
     def __init__(self, says_again: bool = False):
-        self.says_again = says_again  # is what was told said again, in the words in which it is recalled?
+        # Is what was told said again, in the words in which it is recalled?
+        self.says_again = says_again
         self.facts: dict[str, str] = {}
         self.pets: dict[str, str] = {}
         self.owners: dict[str, tuple[str, str]] = {}  # person → (colour or nothing, thing)
@@ -146,7 +149,8 @@ class Reader:
         if stray := self.strays(user, steps):
             raise WrongAnswer(f"{steps}: {user!r} also says {stray}")
         self.answer, self.steps, self.corrects = answer, steps, self.latest
-        self.fresh = any(name == "list" for name, *_ in steps)  # the list stands in this very message
+        # The list stands in this very message.
+        self.fresh = any(name == "list" for name, *_ in steps)
         told, asked, statements = [], [], 0
         for name, *values in steps:
             try:
@@ -178,7 +182,8 @@ class Reader:
                 named = dict(zip(("a", "b", "c"), values, strict=False))
                 sentences.append(re.sub(" +", " ", RESTATED[name].format(**named)))
         first, *rest = sentences
-        first = re.sub("^(Your|You|The)(?= )", lambda word: word[0].lower(), first)  # a name stays as it was typed
+        # A name stays as it was typed.
+        first = re.sub("^(Your|You|The)(?= )", lambda word: word[0].lower(), first)
         return " ".join((f"So {first}", *(text[0].upper() + text[1:] for text in rest)))
 
     def strays(self, user: str, steps: list[tuple]) -> list[str]:
@@ -282,7 +287,8 @@ class Reader:
         return says(user, PET["confirm"], k=kind, v=probe), [right]
 
     def _ask_animal(self, user, name):
-        (kind,) = [kind for kind, called in self.pets.items() if called == name]  # of two Rexes none is "Rex"
+        # Of two Rexes none is "Rex".
+        (kind,) = [kind for kind, called in self.pets.items() if called == name]
         return says(user, PET["kind_asked"], v=name), [f"{name} is a {kind}."]
 
     # --- others and things -------------------------------------------------------------------------------------------

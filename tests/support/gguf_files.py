@@ -15,9 +15,9 @@ LEAVES = {
     "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
     "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "mlp.gate": "ffn_gate_inp",
-}  # fmt: skip
+}
 ENDS = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight",
-        "lm_head.weight": "output.weight"}  # fmt: skip
+        "lm_head.weight": "output.weight"}
 
 
 def write_gguf(path, reference, tokenizer_folder=None, kind: str = "F32", changes=()):
@@ -67,15 +67,15 @@ def metadata(config, architecture: str) -> dict:
         "attention.key_length": getattr(config, "head_dim", None) or config.hidden_size // heads,
         "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
         "rope.freq_base": float(config.rope_parameters["rope_theta"]), "vocab_size": config.vocab_size,
-    }  # fmt: skip
+    }
     found["attention.value_length"] = found["rope.dimension_count"] = found["attention.key_length"]
     if config.rope_parameters["rope_type"] == "yarn":
         rope = config.rope_parameters
         found |= {"rope.scaling.type": "yarn", "rope.scaling.factor": rope["factor"],
-                  "rope.scaling.original_context_length": rope["original_max_position_embeddings"]}  # fmt: skip
+                  "rope.scaling.original_context_length": rope["original_max_position_embeddings"]}
     if architecture == "qwen3moe":
         found |= {"expert_count": config.num_experts, "expert_used_count": config.num_experts_per_tok,
-                  "expert_feed_forward_length": config.moe_intermediate_size}  # fmt: skip
+                  "expert_feed_forward_length": config.moe_intermediate_size}
     return {f"{architecture}.{key}": value for key, value in found.items()}
 
 
@@ -91,7 +91,7 @@ def tokenizer(folder) -> dict:
         "tokenizer.ggml.tokens": [token for token, _ in tokens],
         "tokenizer.ggml.token_type": [3 if id in special else 1 for _, id in tokens], "tokenizer.ggml.merges": merges,
         "tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.padding_token_id": 0, "tokenizer.chat_template": template,
-    }  # fmt: skip
+    }
 
 
 def arrays(reference) -> dict:

@@ -88,7 +88,7 @@ def ragged(model, cache):
 
 
 SCENARIOS = {"whole": (whole, 1), "chunked": (chunked, 1), "turns": (turns, 1), "truncated": (truncated, 1),
-             "rows": (rows, 3), "ragged": (ragged, 3)}  # fmt: skip
+             "rows": (rows, 3), "ragged": (ragged, 3)}
 
 
 def filled(model, scenario: str, name: str, options: dict):

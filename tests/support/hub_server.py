@@ -27,16 +27,20 @@ class HubServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", port), Handler)
         self.folder = Path(folder)
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
-        self.requests: list[dict] = []  # {"method", "path", "range", "authorization", "status", "sent"}
+        # {"method", "path", "range", "authorization", "status", "sent"}
+        self.requests: list[dict] = []
         self.token: str | None = None  # demanded of every request
         self.gated: set[str] = set()  # repositories that answer 403 GatedRepo (401 without a token)
-        self.cut: dict[str, list[int]] = {}  # file name: connection is cut after so many bytes, once for each entry
+        # File name: connection is cut after so many bytes, once for each entry.
+        self.cut: dict[str, list[int]] = {}
         self.corrupt: set[str] = set()  # file names whose bytes arrive flipped
         self.broken = 0  # HTTP status for everything, 0 = healthy
         self.ignore_range = False  # answer 200 and the whole file to a Range request
-        self.lies: dict[str, dict] = {}  # file name: headers in place of the true ones; None leaves one out
+        # File name: headers in place of the true ones; None leaves one out.
+        self.lies: dict[str, dict] = {}
         self.redirect: dict[str, str] = {}  # file name: where a GET is sent
-        self.endless: set[str] = set()  # file names whose body goes on, chunked, until the client leaves or 32 MB
+        # File names whose body goes on, chunked, until the client leaves or 32 MB.
+        self.endless: set[str] = set()
 
     def __enter__(self):
         threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
@@ -81,8 +85,9 @@ class Handler(BaseHTTPRequestHandler):
     def answer(self):
         path = unquote(urlsplit(self.path).path)
         self.record = {"method": self.command, "path": path, "range": self.headers.get("Range"),
-                       "authorization": self.headers.get("Authorization"), "status": 0, "sent": 0}  # fmt: skip
-        if path == "/api/agent-harnesses":  # a registry that the client reads once a day for its user agent
+                       "authorization": self.headers.get("Authorization"), "status": 0, "sent": 0}
+        # A registry that the client reads once a day for its user agent.
+        if path == "/api/agent-harnesses":
             return self.fail(404)
         self.server.requests.append(self.record)
         api = re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/(revision|tree)/([^/]+))?/?", path)
@@ -115,7 +120,7 @@ class Handler(BaseHTTPRequestHandler):
         entries = [{"type": "file", "path": n, "size": p.stat().st_size, "oid": etag(p)} for n, p in files.items()]
         siblings = [{"rfilename": e["path"], "size": e["size"], "blobId": e["oid"]} for e in entries]
         info = {"id": repo, "modelId": repo, "sha": commit, "private": False, "tags": [], "downloads": 0,
-                "siblings": siblings}  # fmt: skip
+                "siblings": siblings}
         body = json.dumps(entries if what == "tree" else info).encode()
         self.reply(200, {"Content-Type": "application/json", "Content-Length": str(len(body))}, body)
 
@@ -175,7 +180,8 @@ class Handler(BaseHTTPRequestHandler):
             except ConnectionError:  # the client left; the record says how far we meant to go
                 self.close_connection = True
         if self.command == "GET" and len(body) < int(headers["Content-Length"] or 0):
-            self.close_connection = True  # fewer bytes than promised, then the end: a cut connection
+            # Fewer bytes than promised, then the end: a cut connection.
+            self.close_connection = True
 
 
 def etag(path: Path) -> str:

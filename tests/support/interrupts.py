@@ -33,7 +33,8 @@ def tracing(on_line, folder=FOLDER):
             on_line(frame.f_code.co_filename, frame.f_lineno)
         return local
 
-    gc.disable()  # Python 3.11 can crash where it is collected while a frame is made for the trace function
+    # Python 3.11 can crash where it is collected while a frame is made for the trace function.
+    gc.disable()
     before, hook = sys.gettrace(), sys.unraisablehook
     sys.unraisablehook = lambda unraisable: None
     sys.settrace(lambda frame, *_: local if frame.f_code.co_filename.startswith(folder) else None)
@@ -62,7 +63,8 @@ def lines(scenario) -> tuple[dict, object]:
     def count(*point):
         seen[point] = seen.get(point, 0) + 1
 
-    scenario.call(scenario.fresh())  # what is imported or compiled at the first call is not part of it
+    # What is imported or compiled at the first call is not part of it.
+    scenario.call(scenario.fresh())
     state = scenario.fresh()
     with tracing(count):
         scenario.call(state)

@@ -32,7 +32,8 @@ from nanokv.remote.link import SocketLink
 from oracle import SHAPES, pair, random_ids
 from thread_ranks import on_ranks
 
-CAPACITY, PROMPT, SHORT = 48, 11, (3, 11, 7)  # slots, tokens of a prompt, tokens of prompts of different lengths
+# Slots, tokens of a prompt, tokens of prompts of different lengths.
+CAPACITY, PROMPT, SHORT = 48, 11, (3, 11, 7)
 CACHES_TRIED = {
     "dict": {}, "static": {}, "growing": {}, "paged": {}, "paged:page=3": {"page": 3}, "prefix": {},
     "prefix:page=4": {"page": 4, "salt": "s"}, "sliding": {}, "sliding:window=6": {"window": 6},
@@ -45,7 +46,7 @@ CACHES_TRIED = {
     "batch:of=sliding": {"of": "sliding", "window": 6},
     "batch:of=quantized": {"of": "quantized", "residual": 2, "group": 4},
     "batch:of=growing": {"of": "growing"}, "batch:of=offloaded": {"of": "offloaded"},
-}  # fmt: skip
+}
 LOSSY = ("window=6", "quantized", "of=sliding")
 
 
@@ -73,7 +74,7 @@ def dequantized(fast):
     """A plain model on the weights that `fast` really holds, in fp32."""
     H, Hk, D = fast.layers[0].heads
     state = {"embed_tokens.weight": fast.embed_tokens.table.dense(), "lm_head.weight": fast.lm_head.dense(),
-             "norm.weight": fast.norm.weight}  # fmt: skip
+             "norm.weight": fast.norm.weight}
     for i, layer in enumerate(fast.layers):
         sizes, names = (H * D, Hk * D, Hk * D), ("q_proj", "k_proj", "v_proj")
         for kind, fused in (("weight", layer.qkv.dense()), ("bias", layer.qkv.bias)):
@@ -85,7 +86,7 @@ def dequantized(fast):
         mlp = {"gate_proj": gate, "up_proj": up, "down_proj": layer.down.dense()}
         state |= {f"layers.{i}.mlp.{name}.weight": weight for name, weight in mlp.items()}
         norms = {"input_layernorm": layer.norm, "post_attention_layernorm": layer.mlp_norm,
-                 "self_attn.q_norm": layer.q_norm, "self_attn.k_norm": layer.k_norm}  # fmt: skip
+                 "self_attn.q_norm": layer.q_norm, "self_attn.k_norm": layer.k_norm}
         state |= {f"layers.{i}.{name}.weight": weight for name, weight in norms.items()}
     there = {name: tensor for name, tensor in state.items() if tensor is not None}
     return build(fast.config, {name: tensor.float().clone() for name, tensor in there.items()})
@@ -120,8 +121,9 @@ NO_KERNELS = {"plain": 1e-5, "compiled": 1e-5}
 MODELS = NO_KERNELS | {"fp32": 1e-5, "bf16": 0.015, "int8": 0.03, "int4": 0.03} | {
     "plain llama": 1e-5, "fp32 llama": 1e-5, "int8 llama": 0.03, "compiled qwen2": 1e-5, "fp32 qwen2": 1e-5,
     "bf16 qwen2": 0.015, "plain moe": 1e-5,
-}  # fmt: skip
-STEP = {"8": 0.01, "4": 0.03, "2": 0.06}  # a key that is rounded otherwise may get the next code of a quantized cache
+}
+# A key that is rounded otherwise may get the next code of a quantized cache.
+STEP = {"8": 0.01, "4": 0.03, "2": 0.06}
 
 
 def tolerance(model: str, spec: str) -> float:
@@ -237,7 +239,8 @@ def continued(model, new, way=lambda cache: cache):
 
 def across(cache):
     """The cache at the other end of a connection."""
-    salt = {"salt": cache.made.options["salt"]} if "salt" in cache.made.options else {}  # a secret, which is not sent
+    # A secret, which is not sent.
+    salt = {"salt": cache.made.options["salt"]} if "salt" in cache.made.options else {}
     with contextlib.ExitStack() as stack:
         sender, receiver = (SocketLink(end, 5.0) for end in map(stack.enter_context, socket.socketpair()))
         sending = stack.enter_context(ThreadPoolExecutor(1)).submit(send, sender, cache)
@@ -339,8 +342,9 @@ SITUATIONS = {  # name → (run, rows)
     "padded": (padded, 3), "ragged": (ragged, 3), "packed": (packed, 3),
     "handed over": (handed_over, 3), "own mask": (own_mask, 1), "own attend": (own_attend, 1),
     "own cache": (own_cache, 1), "split": (split, 3), "two ranks": (two_ranks, 1),
-}  # fmt: skip
-UNSPLIT = {"split": "padded", "two ranks": "chunks"}  # their truth is torch's attention over all keys at once
+}
+# Their truth is torch's attention over all keys at once.
+UNSPLIT = {"split": "padded", "two ranks": "chunks"}
 
 IN_ONE_PROCESS = SITUATIONS | {"handed over": (continued, 3)}
 

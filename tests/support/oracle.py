@@ -45,7 +45,7 @@ SHAPES = {  # name → what it differs in; G = query heads per KV head
         "model_type": "qwen3_moe", "decoder_sparse_step": 2, "num_hidden_layers": 4, "mlp_only_layers": [3],
         "num_experts_per_tok": 3, "attention_bias": True, "tie_word_embeddings": False,
     },
-}  # fmt: skip
+}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 
 
@@ -56,7 +56,7 @@ def tiny_config(model_type: str = "qwen3", **changes):
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512,
         "tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
         "initializer_range": 0.12, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0,
-    } | changes  # fmt: skip
+    } | changes
     experts = EXPERTS if model_type == "qwen3_moe" else {}
     return AutoConfig.for_model(model_type, **experts | fields)
 
@@ -100,7 +100,7 @@ def unfused(name: str, tensor) -> dict:
     return {
         f"{prefix}.{expert}.{part}.weight": matrix
         for expert, both in enumerate(tensor) for part, matrix in zip(names, both.chunk(len(names)), strict=True)
-    }  # fmt: skip
+    }
 
 
 def pair(seed: int = 0, **changes):

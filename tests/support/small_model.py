@@ -17,7 +17,7 @@ def small(dtype=torch.float32, **changes):
     sizes = {
         "vocab_size": 97, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512, "tie_word_embeddings": True,
-    }  # fmt: skip
+    }
     config = nanokv.Config(**sizes | changes)
     generator = torch.Generator().manual_seed(5)
     with torch.device("meta"):

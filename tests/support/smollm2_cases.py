@@ -21,7 +21,7 @@ SPELLED = (  # by hand; their ids are recorded in full
     "$\\frac{1}{2}$", "100%", "£5 €6 ¥7", "it''s", "'''", '"""', "--- ... ***", "!!!???", "aaaaaaaaaaaaaaaaaaaaaaaa",
     " " * 17, "\n" * 9, "\t\t\tx", " \t \n \t x", "word" + " " * 200 + "word", "0" * 50, "=" * 81, "ĠĠ Ċ", "Ġ", "don’t",
     "CamelCaseHTTPServer2", "ALL CAPS", "ﷺ", "𝕳𝖊𝖑𝖑𝖔", "𓀀", "\u0300", "a\u0300b", "\ud7ff",
-)  # fmt: skip
+)
 WORDS = (
     "the cache holds keys and values of every token that was read so far while a small model answers questions about "
     "Paris France water planets seven days Monday Tuesday don't we'll it's I'm they've he'd can't O'Brien naïve über "
@@ -32,7 +32,7 @@ RANGES = (  # first and last code point
     (0x620, 0x66F), (0x900, 0x97F), (0xE01, 0xE5B), (0x1100, 0x11FF), (0x2000, 0x206F), (0x20A0, 0x20BF),
     (0x2150, 0x218B), (0x2200, 0x22FF), (0x2460, 0x24FF), (0x3000, 0x30FF), (0x4E00, 0x4FFF), (0xAC00, 0xADFF),
     (0xE000, 0xE0FF), (0xFE00, 0xFE0F), (0xFF01, 0xFF5E), (0x1D7CE, 0x1D7FF), (0x1F300, 0x1F64F), (0x20000, 0x200FF),
-)  # fmt: skip
+)
 SPACES = (" ", "  ", "   ", "\n", "\n\n", "\t", "\r\n", "\u00a0", " \n ", " " * 8)
 CONTROL = ("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<repo_name>", "<file_sep>", "<|im_start", "im_end|>")
 SIGNS = "()[]{}<>=+-*/%&|^~!?.,;:'\"`@#$_\\"
@@ -49,14 +49,14 @@ PIECES = (  # each draws one piece of a text
     lambda r: str(r.randint(0, 10 ** r.randint(1, 12))), lambda r: f" {r.random():.{r.randint(1, 9)}f}",
     lambda r: "".join(r.choices(SIGNS, k=r.randint(1, 5))), lambda r: r.choice(CONTROL), anything, anything,
     lambda r: "".join(anything(r) for _ in range(r.randint(2, 8))), lambda r: f"\n{'    ' * r.randint(0, 4)}",
-)  # fmt: skip
+)
 
 
 def texts() -> list[str]:
     """2,000: those above, then runs of random pieces."""
     random_ = random.Random("SmolLM2 texts")
     drawn = ["".join(random_.choice(PIECES)(random_) for _ in range(random_.randint(1, 24)))
-             for _ in range(2_000 - len(SPELLED))]  # fmt: skip
+             for _ in range(2_000 - len(SPELLED))]
     return [*SPELLED, *drawn]
 
 

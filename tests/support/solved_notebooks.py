@@ -7,7 +7,9 @@ from pathlib import Path
 
 from nanokv.school.course import twins
 from nanokv.school.course.running import Run
-from nanokv.school.course.running import run as run_notebook  # tests put others in the place of running.run
+
+# Tests put others in the place of running.run.
+from nanokv.school.course.running import run as run_notebook
 
 WALL = 900  # seconds; only a notebook that hangs takes as long
 TIMED = ("05", "09", "10", "11")  # notebooks with figures of seconds, or ratios of seconds

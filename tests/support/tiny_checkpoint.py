@@ -39,7 +39,7 @@ def write_tiny_checkpoint(folder, **config_overrides) -> Path:
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512,
         "tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
         "initializer_range": 0.12, "bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 0,
-    } | config_overrides  # fmt: skip
+    } | config_overrides
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(Qwen3Config(**fields)).eval()
@@ -69,6 +69,6 @@ def write_tokenizer(folder: Path) -> int:
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 512, "eos_token": "<|im_end|>",
         "pad_token": "<|endoftext|>", "clean_up_tokenization_spaces": False, "chat_template": CHATML,
-    }  # fmt: skip
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     return tokenizer.get_vocab_size()

@@ -35,5 +35,5 @@ def with_template(tokenizer, template):
 def said(choice) -> tuple:
     """(content, [(name, arguments)], finish_reason) of a choice of a whole answer."""
     calls = [(one["function"]["name"], json.loads(one["function"]["arguments"]))
-             for one in choice["message"].get("tool_calls", [])]  # fmt: skip
+             for one in choice["message"].get("tool_calls", [])]
     return choice["message"]["content"], calls, choice["finish_reason"]

@@ -64,8 +64,9 @@ def connect() -> None:
         run("ip", "-n", host, "addr", "add", f"{address}/24", "dev", "eth0")
         run("ip", "-n", host, "link", "set", "eth0", "up")
     run("tc", "-n", "host0", "qdisc", "add", "dev", "eth0", "root", "tbf", "rate", "1gbit", "burst", "1mb", "latency",
-        "1s")  # fmt: skip
-    run("tc", "-n", "host0", "qdisc", "del", "dev", "eth0", "root")  # shaping works, or it is told here
+        "1s")
+    # Shaping works, or it is told here.
+    run("tc", "-n", "host0", "qdisc", "del", "dev", "eth0", "root")
 
 
 def torchruns(*words) -> list[subprocess.Popen]:
@@ -78,7 +79,7 @@ def torchruns(*words) -> list[subprocess.Popen]:
     for number, address in enumerate(ADDRESSES):
         command = ["ip", "netns", "exec", f"host{number}", sys.executable, "-m", "torch.distributed.run",
                    "--nnodes", "2", "--nproc-per-node", "1", "--node-rank", str(number), "--local-addr", address,
-                   "--master-addr", ADDRESSES[0], "--master-port", "29400", *map(str, words)]  # fmt: skip
+                   "--master-addr", ADDRESSES[0], "--master-port", "29400", *map(str, words)]
         env = os.environ | {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1])}
         files = {name: open(f"/run/{name}{number}", "w+") for name in ("stdout", "stderr")}
         started.append(subprocess.Popen(command, env=env, cwd=HERE.parents[1], **files))

@@ -25,7 +25,7 @@ from weights_loader.strict import LONGEST_MESSAGE
 
 EVIL = "\x9b31m\x7f\u202eabc\u2066\x1b]0;title\x07\u2028\x85"
 STEERS = {*map(chr, range(0x20)), *map(chr, range(0x7F, 0xA0)), *map(chr, range(0x202A, 0x202F)),
-          *map(chr, range(0x2066, 0x206A))} - {"\n", "\t"}  # fmt: skip
+          *map(chr, range(0x2066, 0x206A))} - {"\n", "\t"}
 SPLITS = {"\u2028", "\u2029"}  # some readers end a line there
 
 
@@ -137,7 +137,7 @@ def test_warnings_and_errors_of_files_steer_no_terminal(run, evil_folder, tmp_pa
     assert all(len(line) < 3000 for line in out.splitlines())
     template = "{{ raise_exception('" + EVIL + "') }}"
     changes = {"config.json": {EVIL: EVIL * 1000}, "tokenizer.json": {"normalizer": {"type": EVIL}},
-               "tokenizer_config.json": {"chat_template": template}}  # fmt: skip
+               "tokenizer_config.json": {"chat_template": template}}
     for name, text in changes.items():
         folder = tmp_path / (name + EVIL.replace("/", ""))
         shutil.copytree(evil_folder, folder)

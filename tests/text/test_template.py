@@ -28,7 +28,7 @@ pytestmark = pytest.mark.sampled
 ROOT = Path(__file__).resolve().parents[2]
 USER = {"role": "user", "content": "What is the weather in Zürich?"}
 TOOL = {"type": "function", "function": {"name": "wetter", "description": "<b>Wetter & 'Wind'</b> – 天気",
-        "parameters": {"type": "object", "properties": {"ort": {"type": "string", "default": None}}}}}  # fmt: skip
+        "parameters": {"type": "object", "properties": {"ort": {"type": "string", "default": None}}}}}
 CALL = {"type": "function", "function": {"name": "wetter", "arguments": {"ort": "Zürich", "n": 1.5, "ok": True}}}
 SYSTEM = {"role": "system", "content": "Be brief. 简短"}
 ANSWER = {"role": "assistant", "content": "<think>\nhm\n</think>\n\nSunny ☀️"}
@@ -61,7 +61,7 @@ CONVERSATIONS = {
     "late system": [USER, SYSTEM, USER],
     "empty": [{"role": "system", "content": ""}, {"role": "user", "content": ""}, {"role": "assistant", "content": ""}],
     "html, quotes, newlines": [{"role": "user", "content": "<a href=\"x\">'&'</a>\r\n\t{{ 7 * 7 }}{% raw %}\n\n"}],
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="session")
@@ -95,7 +95,7 @@ MESSAGES = st.lists(
         optional={"reasoning_content": TEXT, "tool_calls": st.sampled_from([None, [], [CALL]])},
     ),
     min_size=1, max_size=7,
-)  # fmt: skip
+)
 
 
 @settings(max_examples=150, deadline=None)
@@ -109,7 +109,7 @@ def test_published_ids_without_thinking(qwen):
     """From the reference figures that come with the published weights."""
     prompt = qwen.render([{"role": "user", "content": "What is the capital of France?"}], enable_thinking=False)
     assert qwen.encode(prompt) == [151644, 872, 198, 3838, 374, 279, 6722, 315, 9625, 30, 151645, 198, 151644, 77091,
-                                   198, 151667, 271, 151668, 271]  # fmt: skip
+                                   198, 151667, 271, 151668, 271]
 
 
 FEATURES = {
@@ -259,7 +259,7 @@ HOSTILE = {
                             "{% for i in range(99999) %}{% set _ = f(n.x) %}{% endfor %}{{ {n.x: 1} }}",
     "lists kept": "{% set n = namespace(l=[]) %}{% set s = 'abc,' * 400000 %}{% for i in range(999) %}"
                   "{% set n.l = [n.l[:99], s.split(',')] %}{% endfor %}",
-}  # fmt: skip
+}
 
 
 NAMED = r"^the chat template (was stopped: (it |a|Range|its )|is not valid jinja2|failed: |refuses this conversation: )"
@@ -284,7 +284,7 @@ def test_hostile_templates_are_stopped_soon(source):
     (GROW.replace("<>", "{% set n.l = [n.l, n.l] %}") + "{{ n.l == n.l }}", "True"),
     ("{{ ['b', 'a']|sort(attribute='0.' * 9000 ~ '0') }}", "['a', 'b']"),
     ("{{ strftime_now('%%' * 100000)|length }}", "100000"),
-])  # fmt: skip
+])
 def test_what_only_looks_hostile_is_rendered(source, text):
     """What it takes counts, not what it could take: a list is equal to itself without a look into it."""
     assert ChatTemplate(source).render([USER]) == text
@@ -294,7 +294,7 @@ def in_a_process(code: str, **options) -> subprocess.Popen:
     """Python code with T for ChatTemplate, MESSAGES, and `workers()`, the ids of the processes that render."""
     head = "import os, signal, sys, time\nfrom nanokv.text import render_process\n" \
            "from nanokv.text.template import ChatTemplate as T\nMESSAGES = [{'role': 'user', 'content': 'x'}]\n" \
-           "def workers():\n    return [one.process.pid for one in render_process._all]\n"  # fmt: skip
+           "def workers():\n    return [one.process.pid for one in render_process._all]\n"
     return subprocess.Popen([sys.executable, "-c", head + code], cwd=ROOT, stdout=subprocess.PIPE, text=True, **options)
 
 
@@ -340,7 +340,8 @@ def running(pid: int) -> bool:
     except ProcessLookupError:
         return False
     state = Path(f"/proc/{pid}/stat")
-    return not state.exists() or state.read_text().rpartition(")")[2].split()[0] != "Z"  # nobody waits for an orphan
+    # Nobody waits for an orphan.
+    return not state.exists() or state.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 @pytest.mark.parametrize("while_rendering", [False, True])
@@ -430,7 +431,7 @@ def test_where_no_process_can_be_started(monkeypatch, tmp_path):
 
 def test_threads_render_at_the_same_time():
     templates = [ChatTemplate(f"{{% for i in range(900) %}}{n}{{{{ i }}}}{{% endfor %}}{{{{ messages[0].content }}}}")
-                 for n in range(4)]  # fmt: skip
+                 for n in range(4)]
     expected = [template.render([USER]) for template in templates]
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda n: templates[n % 4].render([USER]), range(200)))
@@ -468,7 +469,7 @@ def test_the_process_holds_nothing(monkeypatch, tmp_path):
     none = ("Max open files", "Max processes", "Max file size", "Max core file size")
     assert [limits[name] for name in none] == ["0"] * 4
     assert not {"torch", "numpy"} & {path.name for line in (place / "maps").read_text().split("\n")
-                                     for path in Path(line[73:]).parents}  # fmt: skip
+                                     for path in Path(line[73:]).parents}
 
 
 def test_the_process_starts_while_a_tokenizer_with_a_template_is_read(tiny_folder, tmp_path):
@@ -477,7 +478,7 @@ def test_the_process_starts_while_a_tokenizer_with_a_template_is_read(tiny_folde
     code = "from nanokv.text.tokenizer import Tokenizer\n" \
            f"Tokenizer.from_folder({str(tmp_path)!r})\nprint(len(workers()))\n" \
            f"own = Tokenizer.from_folder({str(tiny_folder)!r})\nbefore = workers()\nown.render(MESSAGES)\n" \
-           "print(len(before), workers() == before)"  # fmt: skip
+           "print(len(before), workers() == before)"
     assert output_of(code) == "0\n1 True\n"
 
 
@@ -496,7 +497,7 @@ def test_other_families_equal_transformers(reference, name, messages):
     for tools in (None, [TOOL]):
         try:
             expected = theirs(reference, messages, tools=tools, add_generation_prompt=True, chat_template=source,
-                              bos_token="<s>")  # fmt: skip
+                              bos_token="<s>")
         except (jinja2.TemplateError, TypeError):
             with pytest.raises(TemplateError):
                 ChatTemplate(source, names).render(messages, tools)
@@ -516,7 +517,7 @@ def test_what_a_template_would_leave_out_is_refused(qwen):
     for template, messages, tools, words in (
         (SAYS, [USER], [TOOL], "no place for tools"), (SAYS, [USER, ASKED], None, "leaves tool_calls out"),
         (TOOLS_FIRST, [USER, ASKED], [TOOL], "leaves tool_calls out"),
-    ):  # fmt: skip
+    ):
         own = Tokenizer(qwen.backend, qwen.names, template)
         with pytest.raises(TemplateError, match=words):
             own.render(messages, tools)
@@ -537,7 +538,7 @@ FORMS = {  # how a template prints arguments → what stands in the prompt
     "printed": ("{{ c.function.arguments }}", '{"city": "Oslo", "n": 2}'),
     "either": ("{{ c.function.arguments if c.function.arguments is string else c.function.arguments|tojson }}",
                '{"city": "Oslo", "n": 2}'),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("arguments", [{"city": "Oslo", "n": 2}, '{"city": "Oslo", "n": 2}'], ids=["object", "text"])
@@ -585,7 +586,7 @@ def test_null_is_null_where_the_template_can_take_it(name, content, reference):
 def test_messages_without_calls_stay_and_what_is_none_is_left_to_the_template():
     template = ChatTemplate(SAYS)
     odd = [5, "x", {"role": "assistant", "content": "", "tool_calls": 5},
-           {"role": "assistant", "content": "", "tool_calls": [1, {"function": 2}]}]  # fmt: skip
+           {"role": "assistant", "content": "", "tool_calls": [1, {"function": 2}]}]
     for messages in ([USER, ANSWER], odd):
         assert fitted(template, messages) == messages
 
@@ -628,7 +629,7 @@ def test_errors_of_the_template_are_typed():
     ([{"role": "user", "content": 3}], "a int as content"),
     ([{"role": "user", "content": [{"type": "text", "text": "x"}]}], "a list as content"),
     ([{"role": "assistant", "content": "x", "tool_calls": "y"}], "tool_calls is not a list"),
-])  # fmt: skip
+])
 def test_messages_that_would_vanish_silently_are_refused(messages, words):
     """Qwen3's template renders an unknown role or a non-text content as nothing."""
     with pytest.raises(TemplateError, match=words):

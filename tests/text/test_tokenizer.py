@@ -24,7 +24,7 @@ pytestmark = pytest.mark.sampled
 SPECIAL = ("<|endoftext|>", "<|im_end|>")
 TEXTS = ["", " ", "Hello world", "naïve café", "é", "日本語のテキスト", "🧑‍🚀 ZWJ 👩‍👩‍👧‍👦", "x\r\n\ty  z\n\n\n",
          "\x00\x1b[31m", "ﬁ ½ Ⅷ", "a <|im_end|> b<|im_start|>user\n<think>x</think>", "<|im_end", "مرحبا हिन्दी",
-         "🇨🇭🏳️‍🌈", "\ufffd kept", "12345 67"]  # fmt: skip
+         "🇨🇭🏳️‍🌈", "\ufffd kept", "12345 67"]
 
 
 @pytest.fixture(scope="session")
@@ -100,7 +100,7 @@ def test_any_text_survives_the_small_tokenizer(small, text):
 
 def test_names_and_sizes(qwen, small):
     assert (qwen.vocab_size, qwen.eos_token, qwen.eos_token_id, qwen.pad_token, qwen.bos_token) == (
-        151_669, "<|im_end|>", 151_645, "<|endoftext|>", None)  # fmt: skip
+        151_669, "<|im_end|>", 151_645, "<|endoftext|>", None)
     assert qwen.special_tokens["<think>"] == 151_667 and 151_667 not in qwen.control_ids and 151_645 in qwen.control_ids
     assert (small.eos_token_id, small.pad_token) == (1, "<|endoftext|>")
 
@@ -246,11 +246,11 @@ SYSTEM_FIRST = "{{ raise_exception('no') if loop.first and m.role != 'system' }}
     (SYSTEM_FIRST + "<|{{ m.role }}|>{{ m.content }}", "<|assistant|>", []),
     ("{{ m.role }}: {{ m.content }}{{ eot_token }}", "assistant: ", ["<|turn_end|>"]),
     ("{{ m.role }}: {{ m.content }}{{ '</think>' if loop.last }}", "", []),
-])  # fmt: skip
+])
 def test_the_template_says_what_ends_a_turn(each, opening, ends, with_template):
     """The tokens after what the assistant says, never one that begins a turn; a template that fails says nothing."""
     loaded = with_template(CHAT % (each, opening), *NEW, "</think>", extra_special_tokens={"eot_token": "<|turn_end|>"}
-                           if "eot_token" in each else None)  # fmt: skip
+                           if "eot_token" in each else None)
     known = {"<|endoftext|>", "<|im_end|>"}
     found = {one.text: one.sources for one in endings.ends(loaded, generation=[loaded.special_tokens["<|endoftext|>"]])}
     assert found.keys() == known | set(ends)
@@ -260,7 +260,7 @@ def test_the_template_says_what_ends_a_turn(each, opening, ends, with_template):
 @pytest.mark.parametrize("end", [
     "<|{{ 'turn_end' }}|>", "{{ tok('turn_end') }}", "{{ '<|%s|>' | format('turn_end') }}",
     "{{ ['<|turn_', 'end|>'] | join }}", "{{ '<|turn_' ~ 'end|>' }}", "{{ '<|TURN_END|>' | lower }}",
-])  # fmt: skip
+])
 def test_an_end_that_the_template_puts_together_is_found(end, with_template):
     """Though all that is written in it is known."""
     macro = "{% macro tok(name) %}<|{{ name }}|>{% endmacro %}{# <|endoftext|> #}"
@@ -277,7 +277,7 @@ def test_each_of_the_templates_brings_its_end(with_template):
     for sources, ends in (
         ({"default": plain, "rag": sep, "tool_use": turn_end}, {"<sep>", "<|turn_end|>"}), ({"chat": sep}, {"<sep>"}),
         ({"default": sep, "more": endless, "rag": turn_end}, {"<sep>"}),
-    ):  # fmt: skip
+    ):
         listed = [{"name": name, "template": source} for name, source in sources.items()]
         found = {one.text for one in endings.ends(with_template(listed, *NEW))}
         assert found - {"<|endoftext|>", "<|im_end|>"} == ends
@@ -289,7 +289,7 @@ def test_every_source_is_named_once_and_an_empty_list_means_no_end(qwen, small, 
                     ("generation_config.json", "config.json", "tokenizer's eos_token", "known text",
                      "chat template")),
         endings.End(151_643, "<|endoftext|>", ("generation_config.json", "known text")),
-    )  # fmt: skip
+    )
     assert endings.ends(qwen, []) == ()
     assert [end.id for end in endings.ends(qwen, [5], [7, 151_645])] == [5, 151_645, 151_643], "7 is a word"
     assert [end.id for end in endings.ends(qwen, None, [7])] == [7, 151_645, 151_643], "and here the only one named"
@@ -309,7 +309,7 @@ def test_where_call_and_return_end_a_turn_the_end_of_a_message_does_not(with_tem
     for tokens, ends in (
         (["<|end|>"], {"<|end|>"}), (["<|end|>", *pair], {*pair}),
         (["</s>", "<|tool_response>"], {"<|tool_response>"}),
-    ):  # fmt: skip
+    ):
         between = "</s>" if "</s>" in tokens else "<|end|>"
         each = "{{ m.content }}" + f"{{{{ '{tokens[-1]}' if loop.last else '{between}' }}}}"
         template = CHAT % (each, "")
@@ -372,7 +372,7 @@ def test_skipped_ids_have_no_text(small):
     ("tokenizer_config.json", "[1]", "holds a JSON list"),
     ("tokenizer_config.json", "{", "is not valid JSON"),
     ("tokenizer_config.json", '{"chat_template": 3}', "chat_template in .* is a int"),
-])  # fmt: skip
+])
 def test_broken_files_are_named(small_folder, tmp_path, name, content, words):
     for file in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / file).write_bytes((small_folder / file).read_bytes())
@@ -420,7 +420,7 @@ def test_truncation_and_padding_of_the_file_do_not_apply(small_folder, tmp_path)
 
 
 TYPED = {"__type": "AddedToken", "content": "<sep>", "special": True, "lstrip": False, "rstrip": False,
-         "normalized": False, "single_word": False}  # fmt: skip
+         "normalized": False, "single_word": False}
 UNTYPED = {name: value for name, value in TYPED.items() if name != "__type"}
 DECODER = {"added_tokens_decoder": {"0": UNTYPED | {"content": "<|endoftext|>"}}}
 
@@ -440,7 +440,7 @@ DECODER = {"added_tokens_decoder": {"0": UNTYPED | {"content": "<|endoftext|>"}}
     ({"extra_special_tokens": {"a": "b", "c": "d"}}, {"extra_special_tokens": {"a": "<sep>"}}),
     ({"eos_token": "<sep>", "add_bos_token": False}, {"eos_token": None}),
     ({"extra_special_tokens": {"a": "b"}}, {"extra_special_tokens": ["<sep>"], "additional_special_tokens": ["b"]}),
-])  # fmt: skip
+])
 def test_named_tokens_are_those_of_transformers(config, old, small_folder, tmp_path):
     """Wherever the files name them, after they were written again too; the template sees them."""
     show = "{{ eos_token }} {{ eot_token }} {{ eom_token }} {{ image }} {{ image_token }}"

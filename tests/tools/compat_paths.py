@@ -132,7 +132,7 @@ class Paths:
             for name, offline, code, word in (
                 ("org/tiny", "0", 0, "key"), ("org/tiny", "1", 0, "key"),
                 ("org/none", "0", 2, "no model"), ("org/none", "1", 2, "offline"),
-            ):  # fmt: skip
+            ):
                 argv = [sys.executable, "-m", "nanokv", "generate", QUESTION, "-m", name]
                 environment = os.environ | variables | {"HF_HUB_OFFLINE": offline}
                 done = subprocess.run(argv, env=environment, text=True, capture_output=True)

@@ -19,7 +19,7 @@ import nanokv.apps.serve.api.grammar as ours
 from nanokv.text.tokenizer import Tokenizer
 
 PERSON = {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
-          "required": ["name", "age"], "additionalProperties": False}  # fmt: skip
+          "required": ["name", "age"], "additionalProperties": False}
 ORDER = {
     "type": "object", "additionalProperties": False, "required": ["id", "buyer", "lines"],
     "properties": {
@@ -30,11 +30,11 @@ ORDER = {
                            "state": {"enum": ["open", "sent", "lost"]}},
         }},
     },
-}  # fmt: skip
+}
 NESTED: dict = {"type": "string"}
 for depth in range(24):
     NESTED = {"type": "object", "properties": {f"field{depth}": NESTED, f"count{depth}": {"type": "integer"}},
-              "required": [f"field{depth}", f"count{depth}"], "additionalProperties": False}  # fmt: skip
+              "required": [f"field{depth}", f"count{depth}"], "additionalProperties": False}
 
 
 def nested(depth: int = 23):
@@ -73,11 +73,12 @@ class XGrammar:
     """With the same blanks."""
 
     def __init__(self, folder: Path):
-        self.library = xgrammar = importlib.import_module("xgrammar")  # of the caller's, no package that we ask for
+        # Of the caller's, no package that we ask for.
+        self.library = xgrammar = importlib.import_module("xgrammar")
         theirs = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), eos_token="<|im_end|>")
         self.rows = len(theirs)
         self.compiler = xgrammar.GrammarCompiler(xgrammar.TokenizerInfo.from_huggingface(theirs, vocab_size=self.rows),
-                                                 max_threads=1, cache_enabled=False)  # fmt: skip
+                                                 max_threads=1, cache_enabled=False)
         self.mask = xgrammar.allocate_token_bitmask(1, self.rows)
 
     def compiled(self, schema: dict):
@@ -123,7 +124,7 @@ def main() -> None:
             ids = tokenizer.encode(json.dumps(answer))
             compiling, step, worst = measured(library, schema, ids, args.rounds)
             print(f"  {name:<24} {len(ids):>4} tokens  compile {compiling:8.2f} ms"
-                  f"  a token {step:6.1f} µs, slowest {worst:8.1f} µs")  # fmt: skip
+                  f"  a token {step:6.1f} µs, slowest {worst:8.1f} µs")
 
 
 if __name__ == "__main__":

@@ -48,7 +48,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
 import real_model
 
-PINS = ("guidellm==0.8.1", "fastapi==0.165.0", "accelerate==1.15.0")  # the generator; what transformers serve asks for
+# The generator; what transformers serve asks for.
+PINS = ("guidellm==0.8.1", "fastapi==0.165.0", "accelerate==1.15.0")
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nanokv-tests"
 TINY = Path(nanokv.__file__).resolve().parents[1] / "weights_loader" / "checkpoints" / "tiny"
 SERVERS = ("nanokv", "transformers", "llama.cpp")
@@ -56,9 +57,11 @@ WORDS = "time way year day thing world life hand part child eye place week case 
 LENGTHS = (8, 24, 48, 96)  # words of a prompt
 PREFIXES, PREFIX_WORDS = 4, 48  # half of the prompts begin with one of four texts
 LOADING_S = 300.0  # for a server to read its weights and answer once
-DECODERS, ALONE, LONG_WORDS = 7, 50, 1_000  # of `long`: clients, their tokens before the first long prompt, its words
+# Of `long`: clients, their tokens before the first long prompt, its words.
+DECODERS, ALONE, LONG_WORDS = 7, 50, 1_000
 MOST_GAP = 3.0  # p99 over the median
-QUESTION, ANSWER_TOKENS = "I am {} years old. How old am I?", 12  # the bundled model repeats the number
+# The bundled model repeats the number.
+QUESTION, ANSWER_TOKENS = "I am {} years old. How old am I?", 12
 
 
 class Unavailable(Exception):
@@ -192,7 +195,7 @@ def nanokv_server(folder: Path, source: Path, options: argparse.Namespace) -> Se
     command = [sys.executable, "-m", "nanokv", "serve", "-m", str(folder), "--alias", "load", "--port", "{port}",
                "--dtype", options.dtype, "--threads", str(options.threads), "--context", str(options.context),
                "--running", str(options.most), "--queue", str(options.most), "--pages", str(pages),
-               "--fast", "--quiet"]  # fmt: skip
+               "--fast", "--quiet"]
     return Server("nanokv", nanokv.__version__, command, "load", {"ignore_eos": True})
 
 
@@ -203,7 +206,7 @@ def transformers_server(folder: Path, source: Path, options: argparse.Namespace)
     blocks = options.most * -(-options.context // 32)
     command = [str(environment()), "-m", "transformers.cli.transformers", "serve", str(folder), "--port", "{port}",
                "--device", "cpu", "--dtype", options.dtype, "--continuous-batching", "--cb-block-size", "32",
-               "--cb-num-blocks", str(blocks)]  # fmt: skip
+               "--cb-num-blocks", str(blocks)]
     threads = {"OMP_NUM_THREADS": str(options.threads), "HF_HUB_OFFLINE": "1"}
     return Server("transformers", transformers.__version__, command, str(folder), {}, threads)
 
@@ -219,7 +222,7 @@ def llama_server(folder: Path, source: Path, options: argparse.Namespace) -> Ser
         raise Unavailable(f"its weights are bfloat16 here, not {options.dtype}")
     command = [program, "-m", str(bf16_gguf(source, folder)), "--alias", "load", "--port", "{port}", "--threads",
                str(options.threads), "--threads-batch", str(options.threads), "--parallel", str(options.most),
-               "-c", str(options.most * options.context)]  # fmt: skip
+               "-c", str(options.most * options.context)]
     return Server("llama.cpp", found[1] if found else "?", command, "load", {"ignore_eos": True, "cache_prompt": True})
 
 
@@ -235,7 +238,7 @@ def running(server: Server, log: Path) -> Iterator[str]:
     url, command = f"http://127.0.0.1:{port}", [part.format(port=port) for part in server.command]
     with open(log, "w") as out:
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, process_group=0,
-                                 env=os.environ | server.environment)  # fmt: skip
+                                 env=os.environ | server.environment)
     try:
         wait_until_healthy(url, child, log)
         warm(server, url)
@@ -311,11 +314,11 @@ def point(server: Server, url: str, count: int, options: argparse.Namespace, wor
     backend = {
         "kind": "openai_http", "target": url, "model": server.model, "request_format": "/v1/completions",
         "http2": False, "max_tokens": options.tokens, "extras": {"body": {"temperature": 0} | server.extra},
-    }  # fmt: skip
+    }
     parts = {
         "--backend": backend, "--profile": {"kind": "concurrent", "streams": count},
         "--data": {"kind": "json_file", "path": str(data)}, "--output": {"kind": "json", "path": str(report)},
-    }  # fmt: skip
+    }
     command = [environment(), "-m", "guidellm", "run", "--disable-console"]
     command += [part for name, value in parts.items() for part in (name, json.dumps(value))]
     for limit in ({"kind": "max_requests", "count": requests}, {"kind": "max_duration", "seconds": options.seconds}):
@@ -324,7 +327,7 @@ def point(server: Server, url: str, count: int, options: argparse.Namespace, wor
     row = {"server": server.name, "clients": count, "requests": requests}
     try:
         done = subprocess.run(command, env=os.environ | quiet, capture_output=True, text=True, cwd=work,
-                              timeout=options.seconds + LOADING_S)  # fmt: skip
+                              timeout=options.seconds + LOADING_S)
     except subprocess.TimeoutExpired:
         return row | {"error": f"the generator did not end within {options.seconds + LOADING_S:g} s"}
     if not report.exists():
@@ -338,7 +341,7 @@ def figures(found: dict, tokens: int) -> dict:
     answers = found["requests"]["successful"]
     whole = [one for one in answers if one["output_tokens"] == tokens]
     counts = {"ok": len(whole), "failed": len(answers) - len(whole) + len(found["requests"]["errored"]),
-              "unfinished": len(found["requests"]["incomplete"])}  # fmt: skip
+              "unfinished": len(found["requests"]["incomplete"])}
     if not whole:
         return counts | {"error": f"no complete answer: {reason(found['requests'], tokens)}"}
     seconds = max(one["request_end_time"] for one in whole) - min(one["request_start_time"] for one in whole)
@@ -349,7 +352,7 @@ def figures(found: dict, tokens: int) -> dict:
         "tokens_per_s": tokens * len(whole) / seconds, "ttft_p50_ms": quantile(first, 0.5),
         "ttft_p99_ms": quantile(first, 0.99), "itl_p50_ms": quantile(between, 0.5),
         "itl_p99_ms": quantile(between, 0.99),
-    }  # fmt: skip
+    }
 
 
 def reason(requests: dict, tokens: int) -> str:
@@ -384,7 +387,7 @@ async def beside_long_prompts(server: Server, url: str, options: argparse.Namesp
     seen: list[list[float]] = [[] for _ in range(DECODERS)]
     until, waits = time.perf_counter() + options.seconds, []
     async with client, together(decode(asked, times, f"{options.seed}-decode-{number}", until)
-                                for number, times in enumerate(seen)) as decoding:  # fmt: skip
+                                for number, times in enumerate(seen)) as decoding:
         while min(map(len, seen)) < ALONE and not any(task.done() for task in decoding):
             await asyncio.sleep(0.01)
         begun = time.perf_counter()
@@ -402,7 +405,7 @@ async def beside_long_prompts(server: Server, url: str, options: argparse.Namesp
     return {
         "tokens": len(beside), "long_prompts": len(waits), "long_ttft_p50_ms": statistics.median(waits) * 1e3,
         "alone_p50_ms": quantile(alone, 0.5), "itl_p50_ms": p50, "itl_p99_ms": p99, "p99_over_p50": p99 / p50,
-    }  # fmt: skip
+    }
 
 
 @contextlib.asynccontextmanager
@@ -446,7 +449,7 @@ def many(server: Server, url: str, options: argparse.Namespace, work: Path) -> l
         "server": server.name, "clients": options.most, "requests": len(wanted), "distinct": len(others),
         "ok": len(wanted) - len(wrong), "lost": len(lost), "mixed_up": len(mixed),
         "other": len(wrong) - len(lost) - len(mixed), "seconds": seconds, "requests_per_s": len(wanted) / seconds,
-    }  # fmt: skip
+    }
     return [row | ({"first_wrong": str(wrong[0])} if wrong else {})]
 
 
@@ -456,7 +459,7 @@ def known_answers(count: int, dtype: str) -> list[str]:
 
     model, tokenizer = nanokv.load(TINY, dtype=getattr(torch, dtype))
     prompts = [tokenizer.encode(tokenizer.render(message(number), add_generation_prompt=True))
-               for number in range(count)]  # fmt: skip
+               for number in range(count)]
     answers = []
     for first in range(0, count, 128):
         rows = nanokv.generate_padded(model, prompts[first : first + 128], max_new_tokens=ANSWER_TOKENS)
@@ -509,14 +512,14 @@ COLUMNS = {  # scenario → field → heading, digits
         "ok": ("ok",), "lost": ("lost",), "mixed_up": ("mixed up",), "other": ("other",),
         "seconds": ("seconds", 1), "requests_per_s": ("requests/s", 1),
     },
-}  # fmt: skip
+}
 
 
 def with_ratios(rows: list[dict]) -> list[dict]:
     """How many times as many tokens per second nanokv has, at each number of clients."""
     ours = {row["clients"]: row["tokens_per_s"] for row in rows if row["server"] == "nanokv" and "tokens_per_s" in row}
     return [row | {"ratio": ours[row["clients"]] / row["tokens_per_s"]}
-            if "tokens_per_s" in row and row.get("clients") in ours else row for row in rows]  # fmt: skip
+            if "tokens_per_s" in row and row.get("clients") in ours else row for row in rows]
 
 
 def table(rows: list[dict], scenario: str) -> str:

@@ -79,11 +79,11 @@ TESTS = {
 COMPARED = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
-}  # fmt: skip
+}
 COMPUTED = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.FloorDiv: ast.Mult, ast.Div: ast.Mult,
     ast.Mod: ast.Mult, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd, ast.LShift: ast.RShift, ast.RShift: ast.LShift,
-}  # fmt: skip
+}
 REMOVED = ast.Assign | ast.AugAssign | ast.Raise | ast.Expr
 
 
@@ -196,7 +196,8 @@ class Recorder:
 
     def trace(self, frame: types.FrameType, event: str, arg: object):
         code = frame.f_code
-        if code.co_filename not in self.paths or not code.co_flags & inspect.CO_OPTIMIZED:  # a module, or a class body
+        # A module, or a class body.
+        if code.co_filename not in self.paths or not code.co_flags & inspect.CO_OPTIMIZED:
             return None
         if event == "line":
             self.lines.add((code.co_filename, frame.f_lineno))
@@ -337,7 +338,7 @@ def one(copy: Path, path: str, number: int, lines: dict, argv: list[str], stamp:
     shutil.copy2(ROOT / path, copy / path)
     by = reason(copy) if outcome == "failed" else ""
     return {"file": path, "number": number, "place": place, "what": what, "outcome": outcome, "s": seconds, "by": by,
-            "tests": len(chosen), "expected": round(expected, 1)}  # fmt: skip
+            "tests": len(chosen), "expected": round(expected, 1)}
 
 
 def recorded(copy: Path, paths: list[str], argv: list[str], out: Path) -> dict:
@@ -345,7 +346,8 @@ def recorded(copy: Path, paths: list[str], argv: list[str], out: Path) -> dict:
     if not out.exists():
         files = sorted({file for path in paths for file in tests_of(path)})
         pytest_in_child(copy, [*argv, *files], Recorder(copy, out), 7200)
-        print((copy / "log.txt").read_text("utf-8", "replace").splitlines()[-1])  # what fails by itself tells nothing
+        # What fails by itself tells nothing.
+        print((copy / "log.txt").read_text("utf-8", "replace").splitlines()[-1])
     return json.loads(out.read_text("utf-8")) or sys.exit("no test passes without a fault")
 
 
@@ -382,7 +384,7 @@ def main() -> int:
         for n, (path, number) in enumerate(chosen):
             result = one(copy, path, number, lines, argv, 1_000_000_000 + n)
             print(f"{n + args.skip:4} {result['outcome']:8}{result['s']:6} s  {path}:{result['place']}: "
-                  f"{result['what'][:90]}  {result['by']}", flush=True)  # fmt: skip
+                  f"{result['what'][:90]}  {result['by']}", flush=True)
             results.append(result)
             if args.out:
                 with args.out.open("a") as out:

@@ -26,7 +26,8 @@ def checksum(thing) -> str:
 
 def serve(path: str):
     """ask(place, question) → answer of llama.cpp's own server."""
-    llama = importlib.import_module("xllamacpp")  # not by an import statement: it is nothing that this project needs
+    # Not by an import statement: it is nothing that this project needs.
+    llama = importlib.import_module("xllamacpp")
     parameters = llama.CommonParams()
     parameters.model.path, parameters.n_ctx, parameters.cpuparams.n_threads = path, 512, 1
     server = llama.Server(parameters)

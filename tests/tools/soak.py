@@ -40,7 +40,8 @@ START_S = 120.0
 SAMPLES = 9  # of the memory, at least
 FLAGS = ("--dtype", "float32", "--running", "16", "--queue", "6", "--pages", "28", "--port")
 BROKEN = (httpx2.TransportError, OSError, anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError)
-OUTCOMES = ("as expected", "left", "busy", "cut", "wrong", "lost", "hung")  # the last three are failures
+# The last three are failures.
+OUTCOMES = ("as expected", "left", "busy", "cut", "wrong", "lost", "hung")
 FINE, LEFT, BUSY, CUT, WRONG, LOST, HUNG = OUTCOMES
 
 
@@ -103,7 +104,8 @@ class Server:
         flags = [part for key in KEYS for part in ("--api-key", key)]
         command = [sys.executable, "-m", "nanokv", "serve", "-m", "tiny", *flags, *FLAGS, str(port)]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        environment |= {"NANOKV_KERNELS": "explicit"}  # the same code from the first request to the last
+        # The same code from the first request to the last.
+        environment |= {"NANOKV_KERNELS": "explicit"}
         with open(log, "wb") as errors:
             self.process = subprocess.Popen(command, stderr=errors, stdout=subprocess.DEVNULL, env=environment)
         self.port = self._ready()
@@ -282,7 +284,7 @@ def busy(response) -> str:
 KINDS = {  # how often each comes
     Clients.whole: 60, Clients.stream: 60, Clients.cancels: 30, Clients.leaves: 40, Clients.half: 6,
     Clients.garbage: 20, Clients.large: 2, Clients.stranger: 10, Clients.tokenizes: 10, Clients.unread: 4,
-}  # fmt: skip
+}
 Kind = Callable[[Clients, random.Random], Awaitable[str]]
 
 
@@ -349,7 +351,7 @@ class Result:
             f"{self.growth():+.2%}",
             f"pages: {pages:,}, leaked: {pages - free:,}, preemptions: {preempted:,}",
             f"tokens: {generated:,} generated, {reused:,} reused",
-        ])  # fmt: skip
+        ])
 
 
 class Soak:
@@ -419,7 +421,7 @@ class Soak:
         answers = len({question.text for question in self.clients.known})
         log = "".join((self.folder / name).read_text(errors="replace") for name in ("first.log", "second.log"))
         return Result(self.tallies, self.memory, metrics, exit_code, log, restart_s, time.monotonic() - began, answers,
-                      self.notes[:5])  # fmt: skip
+                      self.notes[:5])
 
     def quiet(self) -> dict[str, float]:
         """The metrics, once nothing runs any more; those of a request that never ends show it."""

@@ -32,7 +32,7 @@ JSON_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "generat
 ODD = (  # values in place of any other
     None, True, False, 0, 1, -1, 2, 7, 10**9, 10**30, -(10**30), 1.5, 1e-30, 1e300, "", "x", "0", "\x9b\u202e\x00",
     "a" * 10_000, [], {}, [[]], {"a": 1}, [0], "NaN", ["full_attention"],
-)  # fmt: skip
+)
 RAW = (b"NaN", b"-Infinity", b"1e999", b"1" * 6000, b"[" * 3000, b'"\xff"', b'"\\ud800"', b"", b"[1,]", b"{'a': 1}")
 
 
@@ -102,7 +102,7 @@ def tensors_changed(folder, rng):
         del tensors[one]
     elif kind == 1:
         tensors[rng.choice(("model.layers.3.mlp.up_proj.weight", "x", "lm_head.bias", "model.rotary_emb.inv_freq",
-                            "model.layers.0.self_attn.rotary_emb.inv_freq", "\x9b"))] = torch.ones(4)  # fmt: skip
+                            "model.layers.0.self_attn.rotary_emb.inv_freq", "\x9b"))] = torch.ones(4)
     elif kind == 2:
         tensors[one], tensors[other] = tensors[other], tensors[one]
     elif kind == 3:
@@ -254,7 +254,7 @@ def steps(folder, rng):
     """A pipeline in tokenizer.json that nobody publishes."""
     fields = json.loads((folder / "tokenizer.json").read_text())
     split = {"type": "Split", "pattern": {"Regex": rng.choice(("(a+)+$|x", "(?:", "", ".*.*.*x", "(?<=a)+"))},
-             "behavior": rng.choice(("Isolated", "x")), "invert": False}  # fmt: skip
+             "behavior": rng.choice(("Isolated", "x")), "invert": False}
     replace = {"type": "Replace", "pattern": {"String": rng.choice(("", "a"))}, "content": "a" * 300}
     bytes_step = fields["pre_tokenizer"]
     part, value = rng.choice((
@@ -269,7 +269,7 @@ def steps(folder, rng):
                      "pad_type_id": 0, "pad_token": "x"}),
         ("added_tokens", [{"id": 0, "content": "a" * 100_000}]), ("added_tokens", [{"id": -1}]),
         ("model", {"type": "BPE"}), ("added_tokens", [fields["added_tokens"][0] | {"id": 10**6}]), ("version", "9.9"),
-    ))  # fmt: skip
+    ))
     fields[part] = value
     (folder / "tokenizer.json").write_text(json.dumps(fields))
 
@@ -290,7 +290,7 @@ DAMAGES = [
     of(extend, "config.json"),
     flip_header, flip_header, tensors_changed, tensors_changed, tensors_changed, header_lies, header_lies, header_lies,
     header_broken, header_broken, shards_damaged, shards_damaged, shards_damaged, steps, steps, steps,
-]  # fmt: skip
+]
 
 
 # --- what must come out -----------------------------------------------------------------------------------------------
@@ -346,7 +346,8 @@ def compare(folder, what, ours, ids, text):
         if "expected float, got int" in str(error):  # "rms_norm_eps": 1 is a number to us
             return
         raise
-    if info["missing_keys"]:  # tie_word_embeddings false and no head: we tie and warn, transformers draws a random one
+    # tie_word_embeddings false and no head: we tie and warn, transformers draws a random one.
+    if info["missing_keys"]:
         assert set(info["missing_keys"]) == {"lm_head.weight"}, what
         return
     reference.eval()

@@ -85,7 +85,7 @@ def run(data):
     ("exit", "SystemExit in target_bad.py:run: 3"), ("panic", "BaseException in target_bad.py:run"),
     ("abort", "died with SIGABRT"), ("hang", "no answer after 0.5 s"),
     pytest.param("memory", "MemoryError", marks=pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS")),
-])  # fmt: skip
+])
 def test_the_harness_can_fail(tmp_path, monkeypatch, data, told):
     (tmp_path / "target_bad.py").write_text(BAD)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

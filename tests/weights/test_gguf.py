@@ -40,8 +40,9 @@ SHAPES = {
     "moe": SIZES | {"model_type": "qwen3_moe", "norm_topk_prob": True, "moe_intermediate_size": 64},
     "yarn": SIZES | {"rope_parameters": {
         "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}},
-}  # fmt: skip
-TYPES = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"]  # what the gguf package can write
+}
+# What the gguf package can write.
+TYPES = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"]
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +85,7 @@ def test_every_type_gives_the_numbers_that_transformers_reads(kind, make):
 
 
 @pytest.mark.parametrize(("kind", "stored"), [("F32", "float32"), ("F16", "float16"), ("BF16", "bfloat16"),
-                                              ("Q8_0", "bfloat16")])  # fmt: skip
+                                              ("Q8_0", "bfloat16")])
 def test_the_dtype_that_a_chat_takes(kind, stored, make):
     _, path = make("qwen3", kind)
     config, _ = weights_loader.load(path)
@@ -143,7 +144,7 @@ BOS = ("tokenizer.ggml.bos_token_id", 1)
 @pytest.mark.parametrize(("changes", "first"), [
     ([BOS, ("tokenizer.ggml.add_bos_token", True)], [1]), ([BOS, ("tokenizer.ggml.add_bos_token", False)], []),
     ([BOS], []), ([BOS, ("tokenizer.ggml.pre", "llama-bpe")], [1]), ([("tokenizer.ggml.pre", "llama-bpe")], []),
-])  # fmt: skip
+])
 def test_bos_comes_as_the_file_says_and_never_twice(changes, first, make):
     """Where the file is silent, as Llama 3's rule has it; a chat template brings its own."""
     _, path = make(changes=changes)
@@ -159,7 +160,7 @@ def test_bos_comes_as_the_file_says_and_never_twice(changes, first, make):
     ([("tokenizer.ggml.eot_token_id", 1)], {0, 1, 2}), ([("tokenizer.ggml.eom_token_id", 300)], {0, 2, 300}),
     ([("tokenizer.ggml.eos_token_id", None)], {0, 2}), ([("tokenizer.ggml.eos_token_id", 300)], {0, 2, 300}),
     ([("tokenizer.ggml.fim_pad_token_id", 301)], {0, 2, 301}),
-])  # fmt: skip
+])
 def test_the_ends_are_those_that_the_file_names_and_those_that_are_known(changes, ends, make):
     _, path = make(changes=changes)
     model, _ = nanokv.load(path)
@@ -173,7 +174,7 @@ def test_an_end_is_one_whatever_its_type(kind, eos, make, tmp_path):
     write_tokenizer(tmp_path)
     types = gguf_files.tokenizer(tmp_path)["tokenizer.ggml.token_type"]
     _, path = make(changes=[("tokenizer.ggml.token_type", [*types[:2], kind, *types[3:]]),
-                            ("tokenizer.ggml.eos_token_id", eos)])  # fmt: skip
+                            ("tokenizer.ggml.eos_token_id", eos)])
     model, tokenizer = nanokv.load(path)
     assert set(model.generation_config.eos_token_ids) == {0, 2} and {0, 2} <= tokenizer.control_ids
     assert tokenizer.encode("a<|im_end|>")[-1] == 2 and tokenizer.text_of([2]) == ""
@@ -225,7 +226,7 @@ def test_without_a_folder_that_can_be_written(make, monkeypatch, tmp_path):
     ("tokenizer.ggml.token_type", None, "token_type"), ("tokenizer.chat_template", 7, "chat_template"),
     ("tokenizer.chat_template.rag", 7, r"chat_template\.rag"),
     ("tokenizer.ggml.add_bos_token", 1, "add_bos_token"), ("general.alignment", 12, "general.alignment"),
-])  # fmt: skip
+])
 def test_what_is_not_implemented_or_contradicts_itself_is_refused_by_name(key, value, words, make):
     changes = [("llama.rope.scaling.factor", 2.0)] if value == "linear" else []
     _, path = make(changes=[*changes, (key, value)])
@@ -244,7 +245,7 @@ READ_BY_NOBODY = [
     ("llama.rope.scaling.type", "none"), ("llama.rope.scaling.factor", 1.0), ("llama.rope.scaling.finetuned", True),
     ("llama.rope.scaling.attn_factor", 1.0), ("llama.rope.scaling.yarn_ext_factor", 1.0), ("general.anything", [1, 2]),
     ("quantize.imatrix.file", "x.dat"), ("general.quantization_version", 2), ("mradermacher.quantize_version", "2"),
-]  # fmt: skip
+]
 
 
 def test_keys_that_generation_does_not_read_change_nothing(make):
@@ -258,14 +259,14 @@ def test_keys_that_generation_does_not_read_change_nothing(make):
     ([("qwen3.rope.scaling.yarn_attn_factor", 0.8782488562869419)], 1.0),
     ([("qwen3.rope.scaling.attn_factor", 0.5)], 0.5 * (0.1 * math.log(4) + 1)),
     ([("qwen3.rope.scaling.yarn_beta_fast", 16.0), ("qwen3.rope.scaling.yarn_beta_slow", 2.0)], None),
-])  # fmt: skip
+])
 def test_yarn_of_a_file_is_yarn_of_a_config(changes, factor, make):
     """attn_factor multiplies 0.1 ln 4 + 1, as in llama.cpp; the context is factor × original."""
     reference, path = make("yarn", changes=changes)
     betas = {"beta_fast": 16.0, "beta_slow": 2.0} if factor is None and changes else {}
     rope = reference.config.rope_parameters | ({"attention_factor": factor} if factor else {}) | betas
     told = AutoModelForCausalLM.from_config(type(reference.config)(**reference.config.to_dict() | {
-        "rope_parameters": dict(rope)})).eval()  # fmt: skip
+        "rope_parameters": dict(rope)})).eval()
     told.load_state_dict(reference.state_dict())
     model, _ = nanokv.load(path)
     assert model.config.max_position_embeddings == 512
@@ -334,7 +335,7 @@ TEXTS = [
     "Hello world  twice\n\n \t x", "I'll SAY'S it's we'VE 12 345678 ²٣ 1st",
     "def f(x):\n    return x**2  # 'comment'\r\n", "e\u0301 \u00e9 naïve CamelCaseWORDS 世界你好 हिन्दी में שלום 🙂🧑",
     "a/b/c// ...\n//\n!?\n", "\r\n  \n x\u3000y\u00a0z",
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("name", gguf_rules.RULES)
@@ -343,7 +344,7 @@ def test_every_rule_is_one_that_a_tokenizer_json_may_have(name, make):
     _, tokenizer = nanokv.load(path)
     for text in TEXTS:
         assert tokenizer.decode(tokenizer.encode(text)) == (unicodedata.normalize("NFC", text) if
-                                                            gguf_rules.RULES[name].nfc else text)  # fmt: skip
+                                                            gguf_rules.RULES[name].nfc else text)
 
 
 def cuts(steps, text: str) -> list[str]:
@@ -445,7 +446,7 @@ HOSTILE = {
     "an offset that is not aligned": b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + KEY
     + struct.pack("<IQIQ", 1, 4, 0, 7) + bytes(99),
     "a tensor beyond the end": b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + KEY + struct.pack("<IQIQ", 1, 4096, 0, 0),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("data", HOSTILE.values(), ids=HOSTILE)
@@ -479,7 +480,7 @@ def test_what_the_library_reads_is_what_was_written(make):
         info = ours.tensors[tensor.name]
         assert (info.start, info.nbytes, list(info.shape)) == (
             tensor.data_offset, tensor.n_bytes, tensor.shape.tolist()[::-1],
-        )  # fmt: skip
+        )
     assert json.loads((weights_loader.resolve(path) / "gguf.json").read_text())["path"] == str(path)
 
 
@@ -495,7 +496,7 @@ def test_the_published_qwen_tokenizer_survives_the_way_through_gguf(qwen3_files,
         "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "qwen2", "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.token_type": [kinds.get(id, 1) for id in range(len(tokens))], "tokenizer.ggml.merges": merges,
         "tokenizer.ggml.eos_token_id": ids["<|im_end|>"], "tokenizer.ggml.add_bos_token": False,
-    }  # fmt: skip
+    }
     found = GgufFile(tmp_path / "qwen.gguf", metadata, {}, 0)
     for name, content in tokenizer_files(found).items():
         (tmp_path / name).write_text(json.dumps(content))

@@ -17,7 +17,14 @@ from hypothesis import strategies as st
 
 import nanokv
 from nanokv.config import Config, GenerationConfig
-from nanokv.errors import CacheError, ConfigError, NanoKVError, SessionError, TokenizerError, foreign
+from nanokv.errors import (
+    CacheError,
+    ConfigError,
+    NanoKVError,
+    SessionError,
+    TokenizerError,
+    foreign,
+)
 from nanokv.fast import private
 from nanokv.text.tokenizer import Tokenizer
 from nanokv.text.tokenizer_file import REGEXES, read_backend
@@ -54,7 +61,7 @@ def test_a_repeated_key_is_found_in_linear_time(tmp_path):
         (b"\xff\xfe{\0}\0", "codec can't decode"), (b"\xef\xbb\xbf{}", "BOM"), ("", "Expecting value"),
     ],
     ids=lambda value: str(value)[:20],
-)  # fmt: skip
+)
 def test_json_that_no_honest_file_holds(text, words):
     with pytest.raises(ValueError, match=words) as caught:
         strict.loads(text)
@@ -148,7 +155,7 @@ def test_a_cache_file_with_a_right_checksum_and_wrong_facts(tmp_path):
     wrong = [("rows", "abc"), ("rows", "2"), ("rows", "1000000000000"), ("rows", "null"), ("length", "[[[["),
              ("options", "[]"), ("options", '{"a": 1}'), ("cache", "nothing"), ("tokens", '{"a": 1}'),
              ("tokens", '[1, "x", 2]'), ("capacity", '"9"'), ("salted", "{"),
-             ("config", "[1]"), ("length", "1" * 5000)]  # fmt: skip
+             ("config", "[1]"), ("length", "1" * 5000)]
     for field, value in wrong:
         changed = meta | {field: value}
         save_file(tensors, tmp_path / "d", metadata=changed | {"sha256": saving.digest(changed, tensors)})
@@ -283,7 +290,7 @@ SPLIT = {"type": "Split", "behavior": "Isolated", "invert": False}
         ({"model__merges": [["a", "nowhere"]]}, "cannot be read"),
     ],
     ids=lambda value: str(value)[:40],
-)  # fmt: skip
+)
 def test_a_tokenizer_that_could_run_for_ever_is_refused(write, parts, words):
     began = time.perf_counter()
     with pytest.raises(TokenizerError, match=words) as caught:
@@ -303,7 +310,7 @@ def test_a_tokenizer_that_could_run_for_ever_is_refused(write, parts, words):
         {"model__continuing_subword_prefix": "", "model__end_of_word_suffix": None},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_what_published_tokenizers_use_is_read(write, parts):
     path = write(**parts)
     ids = read_backend(path)[0].encode("The cache 42").ids

@@ -29,7 +29,7 @@ CONFIG = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 31, "hidden_size": 16,
     "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "head_dim": 6, "max_position_embeddings": 64, "tie_word_embeddings": True, "torch_dtype": "float32",
-}  # fmt: skip
+}
 UP = "model.layers.1.mlp.up_proj.weight"
 
 
@@ -285,7 +285,8 @@ def test_a_pickle_is_never_opened(tmp_path):
     witness = tmp_path / "witness"
     (folder / "pytorch_model.bin").write_bytes(f"cos\nsystem\n(S'touch {witness}'\ntR.".encode())
     refused(folder, "pytorch_model.bin is a pickle")
-    os.rename(folder / "pytorch_model.bin", folder / "model.safetensors")  # nor under the right name
+    # Nor under the right name.
+    os.rename(folder / "pytorch_model.bin", folder / "model.safetensors")
     refused(folder, "model.safetensors", "does not fit")
     assert not witness.exists()
 
@@ -342,7 +343,7 @@ def test_a_header_longer_than_the_file(length, tmp_path):
      (b'{"a": NaN}', "NaN is no finite number"), (b'{"a": 1, "a": 2}', '"a" appears twice'),
      (b"[" * 100000, "nested more than 64 levels"), ("{}".encode("utf-16"), "not valid JSON"),
      (b'{"__metadata__": 3}', "__metadata__ is 3"), (b'{"a": ' + b"1" * 5000 + b"}", "an integer of 5,000 digits")],
-)  # fmt: skip
+)
 def test_a_broken_header(header, words, tmp_path):
     write_raw(write(tmp_path) / "model.safetensors", header, b"")
     refused(tmp_path, "header of", "model.safetensors", words)
@@ -364,7 +365,7 @@ def test_a_broken_header(header, words, tmp_path):
      ({"data_offsets": [-8, 1528]}, ["[begin, end]"]),
      ({"data_offsets": [1536, 0]}, ["span -1,536"]),
      ({"extra": 1}, ["expected dtype, shape and data_offsets"])],
-)  # fmt: skip
+)
 def test_a_tensor_that_is_described_wrongly(change, words, tmp_path):
     path = write(tmp_path) / "model.safetensors"
     header, values = read_raw(path)
@@ -420,7 +421,7 @@ def test_missing_tensor(gone, tmp_path):
 
 @pytest.mark.parametrize("extra", [
     "model.layers.2.mlp.up_proj.weight", "layers.0.mlp.up_proj.weight", "x\x1b[31m", "x\x9b31m\u202e",
-])  # fmt: skip
+])
 def test_extra_tensor(extra, tmp_path):
     """A layer too many is a config of another model; a control sequence in a name must not reach the terminal."""
     tensors = make_tensors(CONFIG) | {extra: torch.zeros(24, 16)}
@@ -503,7 +504,7 @@ def test_index_that_is_broken(text, tmp_path):
 
 @pytest.mark.parametrize("shard", ["../model-2.safetensors", "/tmp/model-2.safetensors", "sub/../../x.safetensors",
                                    "..\\x.safetensors", "C:x.safetensors", "x\0.safetensors", "..", "", "x.bin",
-                                   "sub/model-2.safetensors"])  # fmt: skip
+                                   "sub/model-2.safetensors"])
 def test_a_shard_that_leaves_the_folder(shard, tmp_path):
     """A readable, perfectly good file lies at the other end: the name alone must be refused."""
     folder = write_shards(tmp_path / "model")
@@ -574,7 +575,8 @@ def test_a_pipe_does_not_hang_the_loader(name, tmp_path):
     folder = write(tmp_path)
     (folder / name).unlink(missing_ok=True)
     os.mkfifo(folder / name)
-    if name == "tokenizer.json":  # not a regular file: as good as absent here, nanokv.text.tokenizer complains
+    # Not a regular file: as good as absent here, nanokv.text.tokenizer complains.
+    if name == "tokenizer.json":
         assert weights_loader.load(folder)
     else:
         refused(folder, name)
@@ -585,7 +587,7 @@ def test_a_pipe_does_not_hang_the_loader(name, tmp_path):
 
 def tokenizer(last_vocab, last_added):
     return {"model": {"type": "BPE", "vocab": {"a": 0, "z": last_vocab}},
-            "added_tokens": [{"id": last_added, "content": "<|im_end|>"}]}  # fmt: skip
+            "added_tokens": [{"id": last_added, "content": "<|im_end|>"}]}
 
 
 @pytest.mark.parametrize(("ids", "token"), [((31, 5), '"z" has id 31'), ((5, 40), '"<|im_end|>" has id 40')])
@@ -599,7 +601,7 @@ def test_tokenizer_beyond_the_embedding(ids, token, tmp_path):
 
 
 @pytest.mark.parametrize("fields", [{}, {"model": 1}, {"model": {"vocab": {"a": "b"}}}, {"model": {"vocab": [1]}},
-                                    {"model": {"vocab": {}}, "added_tokens": [{"id": 1}]}])  # fmt: skip
+                                    {"model": {"vocab": {}}, "added_tokens": [{"id": 1}]}])
 def test_tokenizer_that_is_malformed(fields, tmp_path):
     folder = write(tmp_path)
     (folder / "tokenizer.json").write_text(json.dumps(fields))
@@ -654,7 +656,7 @@ def large(tmp_path_factory):
 def write_large(folder, head):
     """About 200 MB of bf16, its embedding the largest tensor, as in the published 0.6B (which stores an equal head)."""
     config = CONFIG | {"vocab_size": 20000, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 5,
-                       "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}  # fmt: skip
+                       "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
     shapes = {name: shape for name, shape in names.expected(config).items() if head or name != names.HEAD}
     write(folder, config, {name: torch.full(shape, 0.5, dtype=torch.bfloat16) for name, shape in shapes.items()})
     assert (folder / "model.safetensors").stat().st_size > 195e6
@@ -678,7 +680,7 @@ def test_peak_memory_is_the_models_own_size(dtype, large, capsys):
     with capsys.disabled():
         print(f"\n  dtype {dtype}: tensors {seen['own'] / 1e6:.0f} MB, peak above start "
               f"{(seen['peak'] - seen['base']) / 1e6:.0f} MB (extra {extra:+.1%}), private {anonymous / 1e6:.0f} MB, "
-              f"load {seen['seconds'] * 1e3:.0f} ms")  # fmt: skip
+              f"load {seen['seconds'] * 1e3:.0f} ms")
     assert seen["peak"] - seen["base"] > 0.95 * seen["own"], "the measurement did not see the model"
     assert extra <= 0.05
     if dtype == "None":
@@ -717,11 +719,11 @@ def test_time_against_safetensors(head, limit, large, capsys):
     """
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", TIME, str(ROOT), str(large(head))], capture_output=True, text=True,
-                          timeout=120, env=environment, check=True)  # fmt: skip
+                          timeout=120, env=environment, check=True)
     ours, theirs = map(float, done.stdout.split())
     with capsys.disabled():
         print(f"\n  head stored {head}: load + touch {ours * 1e3:.0f} ms, safetensors.torch.load_file "
-              f"{theirs * 1e3:.0f} ms, ratio {ours / theirs:.2f}")  # fmt: skip
+              f"{theirs * 1e3:.0f} ms, ratio {ours / theirs:.2f}")
     assert ours < limit * theirs + 0.05
 
 

@@ -74,7 +74,7 @@ def client(hub, tmp_path):
     def call(source, revision=None, **variables):
         environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
         environment |= {"HF_HOME": str(tmp_path / "home"), "HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1",
-                        "PYTHONPATH": str(ROOT), "NO_PROXY": "*"} | variables  # fmt: skip
+                        "PYTHONPATH": str(ROOT), "NO_PROXY": "*"} | variables
         command = [sys.executable, "-c", CLIENT, json.dumps([source, revision])]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
@@ -132,7 +132,8 @@ def test_a_cut_connection_is_resumed_where_it_broke(hub, client, repos):
 def test_a_second_run_goes_on_where_the_first_one_died(hub, client, repos, tmp_path):
     """The client alone would delete the partial file when it gives up: the second process must not begin at zero."""
     size = (repos / "org" / "tiny" / "model.safetensors").stat().st_size
-    hub.cut["model.safetensors"] = [size // 2] + [0] * 6  # then six dead ends: more than the client retries
+    # Then six dead ends: more than the client retries.
+    hub.cut["model.safetensors"] = [size // 2] + [0] * 6
     answer = client("org/tiny")
     kept = size // 2 // KEPT * KEPT
     assert f"org/tiny/model.safetensors stopped at {kept:,} of {size:,} bytes" in answer["error"]
@@ -176,7 +177,8 @@ def test_a_full_cache_makes_no_file_request_and_offline_none_at_all(hub, client)
     commit = Path(client("org/tiny")["folder"]).name
     hub.requests.clear()
     client("org/tiny")
-    assert {r["method"] for r in hub.requests} == {"HEAD"} and len(hub.requests) <= 2  # "has the branch moved?"
+    # "has the branch moved?".
+    assert {r["method"] for r in hub.requests} == {"HEAD"} and len(hub.requests) <= 2
     hub.requests.clear()
     client("org/tiny", HF_HUB_OFFLINE="1")
     client("org/tiny", commit)
@@ -308,7 +310,8 @@ def test_files_that_a_model_cannot_do_without(hub, client, repos):
     shard = sorted((repos / "org" / "sharded").glob("model-*.safetensors"))[-1]
     shard.unlink()
     assert f"org/sharded has no {shard.name}" in client("org/sharded")["error"]
-    assert not [r for r in hub.gets() if r["path"].endswith(".safetensors")]  # known before the first big file
+    # Known before the first big file.
+    assert not [r for r in hub.gets() if r["path"].endswith(".safetensors")]
 
 
 def test_optional_files_may_be_absent(client, repos):
@@ -376,7 +379,8 @@ def test_the_disk_is_asked_before_any_shard_travels(hub, repos, tmp_path):
     code = (
         "import shutil, collections, weights_loader\n"
         "usage = collections.namedtuple('usage', 'total used free')\n"
-        "shutil.disk_usage = lambda folder: usage(10**6, 0, 150_000)\n"  # more than any shard, less than all
+        # More than any shard, less than all.
+        "shutil.disk_usage = lambda folder: usage(10**6, 0, 150_000)\n"
         "try: weights_loader.resolve('org/sharded')\n"
         "except weights_loader.CheckpointError as error: print(error)\n"
     )
@@ -393,7 +397,7 @@ def test_the_disk_is_asked_before_any_shard_travels(hub, repos, tmp_path):
      ("smollm2:360m", "did you mean smollm2-360m?"), ("SmolLM2-135", "did you mean smollm2-135m?"),
      ("./no/such/folder", ""), ("a--b/c", ""), ("", ""),
      ("x" * 5000, ""), ("~nobody-of-that-name/x/y", ""), ("a\0b", "")],
-)  # fmt: skip
+)
 def test_a_name_that_is_nothing_costs_no_request(hub, client, source, nearest):
     if "\0" in source or len(source) > 1000:  # not a command-line argument: asked in this process
         from weights_loader import CheckpointError, resolve
@@ -465,7 +469,7 @@ def inside(hub, tmp_path, monkeypatch):
         ("X-Repo-Commit", None), ("X-Repo-Commit", "main"), ("X-Linked-Etag", '"../../../../x"'),
     ],
     ids=lambda value: str(value)[:20],
-)  # fmt: skip
+)
 def test_a_header_never_becomes_a_path_outside_the_cache(hub, inside, tmp_path, header, value):
     """A mirror's etag "../../../../x" made the download write a file there, and report success."""
     for name in WANTED:

@@ -59,7 +59,7 @@ ELSEWHERE = {  # commands of other programs → what does it here
     "perplexity": "nanokv bench --quality compares quantized weights and caches with exact ones",
     "quantize": "--quantize int8 or int4 with nanokv chat, generate, batch, serve; writes no file",
     "llama-bench": "nanokv bench", "tokenize": "in Python: nanokv.load(NAME)[1].encode(TEXT)",
-}  # fmt: skip
+}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -72,7 +72,8 @@ def main(argv: list[str] | None = None) -> int:
         warnings.showwarning = lambda message, *where, **more: terminal.warning(message)
     try:
         code = finish(dispatch(words))
-    except BaseException as error:  # also KeyboardInterrupt and SystemExit: every way out has its exit code
+    # Also KeyboardInterrupt and SystemExit: every way out has its exit code.
+    except BaseException as error:
         terminal.release_interrupt()
         code = finish(report(error, words))
         ranks.let_rank_0_speak()

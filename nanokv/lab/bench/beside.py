@@ -59,7 +59,7 @@ class Beside:
             "batch": runner.batch, "context": self.context, "rounds": len(ratios),
             "alone_tok_s": median(self.alone), "beside_tok_s": median(self.beside),
             "one_thread_tok_s": median(self.one_thread), "ratio": median(ratios),
-        }  # fmt: skip
+        }
 
 
 @contextlib.contextmanager

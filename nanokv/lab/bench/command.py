@@ -35,8 +35,9 @@ class Command(Runner):
         super().__init__("nanokv generate", ours.weights, ours.cache, 1, ours.weight_bytes, ours.kv_bytes)
         self.tokenizer = Tokenizer.from_folder(folder)
         self.words = [sys.executable, "-m", "nanokv", "generate", "-", "--raw", "--json", "--quiet", "-m", str(folder),
-                      "-t", "0", *FLAGS[ours.weights], *flags]  # fmt: skip
-        self.waits: dict[int, list[dict]] = {}  # context → what each round waited for, the warm-up first
+                      "-t", "0", *FLAGS[ours.weights], *flags]
+        # Context → what each round waited for, the warm-up first.
+        self.waits: dict[int, list[dict]] = {}
 
     def measure(self, vocab_size: int, context: int, steps: int, seed: int) -> tuple[float, float]:
         prompt = prompt_text(self.tokenizer, context, seed)
@@ -49,14 +50,14 @@ class Command(Runner):
         self.waits.setdefault(context, []).append({
             "prompt_tokens": tokens["prompt_tokens"], "load_s": arrived - speed["ttft_s"] - decoding,
             "ttft_s": speed["ttft_s"],
-        })  # fmt: skip
+        })
         return context / speed["prefill_tok_s"], decoding / steps
 
     def answered(self, prompt: str, words: list[str], began: float) -> tuple[dict, float]:
         """(the JSON object, seconds until it came). PeerError with the command's own words if there is none."""
         with tempfile.TemporaryFile() as errors, subprocess.Popen(
             words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=environment()
-        ) as child:  # fmt: skip
+        ) as child:
             guard = threading.Timer(max(LEAST, self.patience), child.kill)
             guard.start()
             try:
@@ -120,7 +121,7 @@ def stand_in(vocab_size: int) -> Tokenizer:
 def comparison(rows) -> list[dict]:
     """Each finished row of a Command, what it waited for, and its speeds beside those of the bench's own row."""
     own = {(row.runner.weights, row.runner.cache, row.context): row for row in rows if isinstance(row.runner, Ours)
-           and row.runner.batch == 1}  # fmt: skip
+           and row.runner.batch == 1}
     found = []
     for row in (row for row in rows if isinstance(row.runner, Command)):
         key = row.runner.weights, row.runner.cache, row.context
@@ -133,5 +134,5 @@ def comparison(rows) -> list[dict]:
             | row.runner.waited(row.context) | speeds | {f"bench_{name}": ours[name] for name in speeds}
             | {"prefill_ratio": speeds["prefill_tok_s"] / ours["prefill_tok_s"],
                "decode_ratio": speeds["decode_tok_s"] / ours["decode_tok_s"]}
-        )  # fmt: skip
+        )
     return found

@@ -19,7 +19,7 @@ def write(model, path) -> Path:
     config = model.config
     if config.experts or config.yarn or config.llama3:
         raise NanoKVError(f"{config} is not written for llama.cpp: experts or an extended context",
-                          "leave llama.cpp out of --against")  # fmt: skip
+                          "leave llama.cpp out of --against")
     writer = gguf.GGUFWriter(str(path), ARCHITECTURES[config.model_type])
     writer.add_name("nanokv")
     for key, field in KEYS.items():

@@ -34,7 +34,18 @@ from nanokv.fast import torch_ops
 from nanokv.fast.compiled import Compiled
 from nanokv.inference import decode, prefill, prefill_chunk, prefill_chunks
 from nanokv.lab.bench import gpu_ranks
-from nanokv.lab.bench.gpu_steps import FULL, SMALL, TINY, Nano, Plan, add_share, decode_row, gap, part_of, random_ids
+from nanokv.lab.bench.gpu_steps import (
+    FULL,
+    SMALL,
+    TINY,
+    Nano,
+    Plan,
+    add_share,
+    decode_row,
+    gap,
+    part_of,
+    random_ids,
+)
 from nanokv.lab.bench.machine import Bandwidth, gemm_peak, now, timed
 from nanokv.lab.bench.runners import Transformers
 from nanokv.loading import random_model
@@ -130,7 +141,7 @@ def attention_kernels(config: Config, dtype, device: str) -> list[dict]:
     rows = []
     for name, (attend, queries, keys) in calls.items():
         q, k, v = (torch.randn(1, heads, n, D, dtype=dtype, device=device)
-                   for heads, n in ((H, queries), (Hk, keys), (Hk, keys)))  # fmt: skip
+                   for heads, n in ((H, queries), (Hk, keys), (Hk, keys)))
         with profile(activities=[ProfilerActivity.CPU]) as profiler:
             y = attend(q, k, v)
         with sdpa_kernel(SDPBackend.MATH):
@@ -166,7 +177,8 @@ class Peer(Transformers):
                 super().forward(part)
             return
         torch.compiler.cudagraph_mark_step_begin()
-        logits = self.compiled(ids, past_key_values=self.store, use_cache=True, logits_to_keep=1).logits  # (B,1,V)
+        # (B,1,V).
+        logits = self.compiled(ids, past_key_values=self.store, use_cache=True, logits_to_keep=1).logits
         self.token = logits[:, -1].argmax(-1, keepdim=True)
 
 
@@ -175,7 +187,7 @@ def decode_rows(model, plan: Plan, bandwidth: Bandwidth) -> list[dict]:
     kinds = (  # (whose, cache, backend of torch.compile)
         (Nano, "static", plan.backend), (Nano, "static", None), (Nano, "dict", None),
         (Peer, "static", plan.backend), (Peer, "static", None), (Peer, "dynamic", None),
-    )  # fmt: skip
+    )
     rows = []
     for batch in plan.batches:
         for context in plan.contexts:
@@ -210,7 +222,7 @@ def offload(model, plan: Plan) -> list[dict]:
         rows.append({
             "context": context, "equal": torch.equal(*logits), "near_s": seconds[0], "far_s": seconds[1],
             "moved_bytes": moved, "transfer_s": moved / pinned, "pinned_rate": pinned, "pageable_rate": pageable,
-        })  # fmt: skip
+        })
     return rows
 
 
@@ -239,7 +251,7 @@ def faults(report: dict) -> list[str]:
     found += [f"offload differs at context {row['context']:,}" for row in report["offload"] if not row["equal"]]
     found += [f"{row['runner']}, batch {row['batch']}, context {row['context']:,}: {row['failed']}"
               for row in report["rows"] if "failed" in row and row["runner"].startswith("nanokv compiled")
-              and "need" not in row["failed"]]  # fmt: skip
+              and "need" not in row["failed"]]
     return found
 
 
@@ -251,7 +263,7 @@ def markdown(report: dict) -> str:
     lines += [f"{report['date']} · {where} · {names}", ""]
     rate, flops = report["bandwidth"] / 1e9, report["gemm_flops"] / 1e12
     lines += [f"Read bandwidth {rate:,.0f} GB/s, bf16 products {flops:,.1f} TFLOP/s, measured in this run. "
-              f"Compiled against plain, fp32: {report['parity']['gap']:.1e}.", ""]  # fmt: skip
+              f"Compiled against plain, fp32: {report['parity']['gap']:.1e}.", ""]
     lines += ["Faults: " + ("; ".join(report["faults"]) or "none"), ""]
     rows = [(row["runner"], row["batch"], f"{row['context']:,}", *decode_cells(row)) for row in report["rows"]]
     lines += table(("runner", "batch", "context", "ms per step", "tok/s", "of the limit", "±"), rows)
@@ -259,7 +271,7 @@ def markdown(report: dict) -> str:
     lines += table(("attention", "kernel", "gap"), rows)
     rows = [(f"{row['context']:,}", row["equal"], f"{row['near_s'] * 1e3:.2f}", f"{row['far_s'] * 1e3:.2f}",
              f"{row['transfer_s'] * 1e3:.2f}", f"{row['pinned_rate'] / 1e9:.1f} / {row['pageable_rate'] / 1e9:.1f}")
-            for row in report["offload"]]  # fmt: skip
+            for row in report["offload"]]
     head = ("context", "offload equal", "ms near", "ms in host memory", "ms of transfer", "GB/s pinned / pageable")
     return "\n".join(lines + table(head, rows) + ranks_table(report))
 
@@ -279,7 +291,7 @@ def ranks_table(report: dict) -> list[str]:
         (row["ranks"], row.get("batch", ""), f"{row['context']:,}" if "context" in row else "", *decode_cells(row),
          f"{row['summed_bytes']:,}" if "summed_bytes" in row else "", f"{row['gap']:.1e}" if "gap" in row else "")
         for row in report["ranks"]
-    ]  # fmt: skip
+    ]
     head = ("ranks", "batch", "context", "ms per step", "tok/s", "of the limit", "±", "all_reduce bytes", "gap")
     return table(head, rows)
 

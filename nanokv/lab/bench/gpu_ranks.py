@@ -20,7 +20,16 @@ from nanokv.cache import make_cache
 from nanokv.config import Config
 from nanokv.errors import NanoKVError
 from nanokv.inference import decode, prefill
-from nanokv.lab.bench.gpu_steps import FULL, SMALL, Nano, Plan, add_share, decode_row, gap, random_ids
+from nanokv.lab.bench.gpu_steps import (
+    FULL,
+    SMALL,
+    Nano,
+    Plan,
+    add_share,
+    decode_row,
+    gap,
+    random_ids,
+)
 from nanokv.lab.bench.machine import Bandwidth
 from nanokv.loading import random_model
 from nanokv.parallel import group
@@ -40,7 +49,7 @@ def tensor_parallel(model, plan: Plan, bandwidth: Bandwidth) -> tuple[list[dict]
     if not sizes:
         return [], f"{count} GPU here: a model is cut for 2 at least"
     rows = [{"ranks": 1} | decode_row(Nano(model, "static", batch), context, plan, bandwidth)
-            for batch in plan.batches for context in plan.contexts]  # fmt: skip
+            for batch in plan.batches for context in plan.contexts]
     for row in rows:
         add_share(row, bandwidth)
     return rows + [row for size in sizes for row in on_ranks(size, plan)], ""
@@ -81,7 +90,7 @@ def faults(rows: list[dict]) -> list[str]:
                 found.append(f"{where}: off by {row['gap']:.1e} of the largest logit")
             if row["summed_bytes"] != row["expected_bytes"]:
                 found.append(f"{where}: {row['summed_bytes']:,} bytes in all_reduce, by formula "
-                             f"{row['expected_bytes']:,}")  # fmt: skip
+                             f"{row['expected_bytes']:,}")
     return found
 
 
@@ -170,7 +179,7 @@ def sent(ranks: Counted, config: Config, runner: Nano) -> dict:
     runner.step()
     expected = (2 * config.num_hidden_layers + 1) * runner.batch * config.hidden_size * 2
     return {"sums": ranks.sums, "summed_bytes": ranks.summed, "expected_bytes": expected,
-            "gathered_bytes": ranks.gathered}  # fmt: skip
+            "gathered_bytes": ranks.gathered}
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from nanokv.lab.bench.runners import Ours
 TINY = Config(
     vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
     num_key_value_heads=2, head_dim=32, max_position_embeddings=256, tie_word_embeddings=True,
-)  # fmt: skip
+)
 WARM_UP = 3  # steps before the clock runs: the first compiles and records
 ALIGNED = 64  # slots of a slab come in multiples of this
 SPARE = 6 << 30  # bytes of the GPU that are left for activations and the allocator
@@ -92,14 +92,15 @@ def decode_row(runner, context: int, plan: Plan, bandwidth: Bandwidth) -> dict:
         steps(runner, WARM_UP, plan.device)
         for _ in range(plan.rounds):
             times.append(steps(runner, plan.steps, plan.device) / plan.steps)
-    except (RuntimeError, NanoKVError) as error:  # out of memory, a compiler that gives up: a row of its own
+    # Out of memory, a compiler that gives up: a row of its own.
+    except (RuntimeError, NanoKVError) as error:
         return row | {"failed": (str(error).splitlines() or [type(error).__name__])[0][:200]}
     seconds, read = statistics.median(times), runner.step_bytes(context + plan.room // 2)
     bandwidth.probe(read)
     return row | {
         "prefill_s": prefill_s, "decode_s": seconds, "spread": (max(times) - min(times)) / seconds,
         "tok_s": runner.batch / seconds, "step_bytes": read,
-    }  # fmt: skip
+    }
 
 
 def steps(runner, count: int, device: str) -> float:

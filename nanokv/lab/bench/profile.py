@@ -114,7 +114,8 @@ def phase(name: str, found: tuple[float, dict[str, float]], floors: dict) -> Pha
 def parts_of(run, cache) -> dict[str, float]:
     """Seconds in weights, attention, cache update and what the kernels tell apart, of one run."""
     kernels, _ = native.library()
-    clock = kernels.times().contents if kernels else [0.0] * 6  # qkv, attention, o, mlp, head, between
+    # Qkv, attention, o, mlp, head, between.
+    clock = kernels.times().contents if kernels else [0.0] * 6
     clock[:] = [0.0] * 6
     with watched(cache) as update, Clock() as torch_clock:
         run()

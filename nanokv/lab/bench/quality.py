@@ -25,7 +25,7 @@ def changes(plain, models: dict, ids, caches: dict) -> Iterator[dict]:
                 "weights": name, "cache": label, "bytes": read, "kv_bytes_per_token": held,
                 "mean_change": float(change.abs().mean()), "bias": float(change.mean()),
                 "perplexity": math.exp(-float(found.mean())),
-            }  # fmt: skip
+            }
 
 
 def likelihood(model, ids, kind):

@@ -24,7 +24,7 @@ LEAST = 60.0  # and at least to answer; see Rotation.patience
 PEERS = {  # name → what makes it, module:function
     "transformers": "nanokv.lab.bench.peer:transformers", "llama.cpp": "nanokv.lab.bench.peer:llama_cpp",
     "generate_batch": "nanokv.lab.bench.peer:generate_batch",
-}  # fmt: skip
+}
 
 
 class PeerError(NanoKVError):
@@ -47,11 +47,12 @@ class Process:
     def __init__(self, make: str, facts: dict, timeout: float | None = None):
         self.timeout, self.should_stop, self.ended = timeout, never, ""
         self.errors = tempfile.TemporaryFile()
-        group = {"process_group": 0} if os.name == "posix" else {}  # Ctrl-C is for the bench, which ends its peers
+        # Ctrl-C is for the bench, which ends its peers.
+        group = {"process_group": 0} if os.name == "posix" else {}
         self.child = subprocess.Popen(
             [sys.executable, "-m", "nanokv.lab.bench.peer"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=self.errors, env=environment(), **group,
-        )  # fmt: skip
+        )
         self.answers: queue.SimpleQueue = queue.SimpleQueue()
         threading.Thread(target=self._listen, daemon=True).start()
         self.setup = {"make": make, "facts": facts}
@@ -137,5 +138,5 @@ class Remote(Runner):
     def measure(self, vocab_size: int, context: int, steps: int, seed: int) -> tuple[float, float]:
         prefill, decode = self.process.ask(
             self.patience, vocab_size=vocab_size, context=context, steps=steps, seed=seed
-        )  # fmt: skip
+        )
         return prefill, decode

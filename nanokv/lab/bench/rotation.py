@@ -57,13 +57,13 @@ class Row:
             "prefill_tok_s": batch * self.context / self.prefill_s, "decode_tok_s": batch / self.decode_s,
             "step_bytes": self.bytes, "gigabytes_per_second": self.bytes / self.decode_s / 1e9, "share": self.share,
             "bandwidth": self.bandwidth, "rounds": len(self.decodes),
-        }  # fmt: skip
+        }
 
     def failure(self) -> dict:
         """What the table says of a peer that failed."""
         runner = self.runner
         return {"engine": runner.engine, "weights": runner.weights, "cache": runner.cache, "batch": runner.batch,
-                "context": self.context, "rounds": len(self.decodes), "error": self.error}  # fmt: skip
+                "context": self.context, "rounds": len(self.decodes), "error": self.error}
 
 
 class Rotation:

@@ -71,7 +71,8 @@ class Ours(Runner):
 
     def __init__(self, model, weights: str, cache: str, options: dict, batch: int, dtype):
         held = sum(t.nbytes for t in {t.data_ptr(): t for t in (*model.parameters(), *model.buffers())}.values())
-        table = model.embed_tokens.weight  # of it a step reads one row; tied, it is the head as well
+        # Of it a step reads one row; tied, it is the head as well.
+        table = model.embed_tokens.weight
         read = held if model.config.tie_word_embeddings else held - table.nbytes
         super().__init__(
             "nanokv", weights, cache, batch, read, costs.kv_bytes_per_token(model.config, dtype.itemsize)
@@ -82,7 +83,8 @@ class Ours(Runner):
         self.store = make_cache(
             self.cache, self.model.config, batch_size=self.batch, capacity=ids.shape[1] + room, **self.options
         )
-        logits = prefill_chunks(self.model, ids, self.store, chunk=prefill_chunk(self.model))  # as every command does
+        # As every command does.
+        logits = prefill_chunks(self.model, ids, self.store, chunk=prefill_chunk(self.model))
         self.token = logits.argmax(-1, keepdim=True)  # (B,1)
 
     def step(self):
@@ -101,7 +103,8 @@ class Uncached(Ours):
         self.step()
 
     def step(self):
-        cache = make_cache("dict", self.model.config)  # thrown away: what a model without a cache would compute
+        # Thrown away: what a model without a cache would compute.
+        cache = make_cache("dict", self.model.config)
         token = prefill_chunks(self.model, self.ids, cache, chunk=self.ids.shape[1]).argmax(-1, keepdim=True)
         self.ids = torch.cat((self.ids, token), 1)
 
@@ -117,7 +120,7 @@ class Transformers(Runner):
         family = model.config.family
         if family.experts:  # transformers keeps those of a layer in one tensor
             raise NanoKVError(f"transformers is compared on dense models only, this one is a {family.title}",
-                              "leave out --against")  # fmt: skip
+                              "leave out --against")
         fields = {**model.config.to_dict(), "dtype": None}
         config = transformers.AutoConfig.for_model(**fields)
         own = model.embed_tokens.weight
@@ -142,7 +145,7 @@ class Transformers(Runner):
         self.store = (
             transformers.DynamicCache() if dynamic
             else transformers.StaticCache(self.model.config, max_cache_len=length)
-        )  # fmt: skip
+        )
         self.forward(ids)
 
     @torch.inference_mode()
@@ -177,5 +180,6 @@ class LlamaCpp(Runner):
     def feed(self, ids):
         """Evaluate, then the likeliest token of the last position's logits."""
         self.llama.eval(ids)
-        self.logits = numpy.ctypeslib.as_array(self.llama._ctx.get_logits(), (self.vocab_size,))  # not copied
+        # Not copied.
+        self.logits = numpy.ctypeslib.as_array(self.llama._ctx.get_logits(), (self.vocab_size,))
         self.token = int(self.logits.argmax())

@@ -20,7 +20,8 @@ class Served:
     """Seconds of every round for the same requests; `tokens` = generated in each."""
 
     label: str
-    measure: Callable[[float], tuple[float, int]]  # (seconds that it may take) → (seconds, generated tokens)
+    # (seconds that it may take) → (seconds, generated tokens).
+    measure: Callable[[float], tuple[float, int]]
     prompt_tokens: int
     tokens: int = 0
     seconds: list[float] = field(default_factory=list)
@@ -32,7 +33,7 @@ class Served:
         return {
             "label": self.label, "seconds": seconds, "rounds": len(self.seconds), "prompt_tokens": self.prompt_tokens,
             "generated": self.tokens, "tok_s": self.tokens / seconds,
-        }  # fmt: skip
+        }
 
 
 def timed(serve) -> tuple[float, int]:
@@ -88,7 +89,7 @@ def generate_batch(reference, prompts, new_tokens: int):
             page_size=PAGE, num_blocks=pages, max_batch_tokens=256, use_cuda_graph=False
         ),
         "progress_bar": False,
-    }  # fmt: skip
+    }
 
     def serve():
         answers = reference.generate_batch(prompts, **settings)

@@ -19,4 +19,4 @@ from nanokv.lab.faults.smallest import smallest_test
 
 __all__ = [
     "FAULTS", "SCENARIOS", "Diagnosis", "Fault", "Grade", "Outcome", "diagnose", "grade", "inject", "smallest_test",
-]  # fmt: skip
+]

@@ -62,7 +62,7 @@ def fault(title, cause, thread, seen_by, scenario="solo"):
     "The loop counts the newest token before it is fed, so all of the answer is rotated one position on. Distances "
     "inside the answer stay right; only the gap to the prompt is wrong.",
     "karpathy/nanochat#855", "logits",
-)  # fmt: skip
+)
 def start_pos_off_by_one():
     """start + 1 wherever something is cached."""
     return positions(lambda at, start: at + (start > 0))
@@ -73,7 +73,7 @@ def start_pos_off_by_one():
     "Cache and loop both add what was fed, so after a prompt of 6 tokens the offset says 12, and it grows by two from "
     "there.",
     "skyzh/tiny-llm#46", "words",
-)  # fmt: skip
+)
 def start_pos_advanced_twice():
     """2·start."""
     return positions(lambda at, start: at + start.clamp(min=0))
@@ -84,7 +84,7 @@ def start_pos_advanced_twice():
     "The angles are sliced [:T] where [start_pos:start_pos+T] was meant: the prompt is right, and each new token is "
     "rotated as if it were the first.",
     "karpathy/nanochat#855", "words",
-)  # fmt: skip
+)
 def start_pos_restarts():
     """start forgotten."""
     return positions(lambda at, start: torch.where(start > 0, at - start, at))
@@ -95,7 +95,7 @@ def start_pos_restarts():
     f"The table has {TABLE} rows, or T if one call brings more: its size is checked against T where T0+T was meant. "
     "Later positions all take the last row, so short texts are right.",
     "karpathy/nanochat#520", "words", "long",
-)  # fmt: skip
+)
 def rope_table_too_short():
     """Positions end at the last row of the table."""
     return positions(lambda at, start: at.clamp(max=max(TABLE, at.shape[-1]) - 1))
@@ -106,7 +106,7 @@ def rope_table_too_short():
     "The cache stores k first and RoPE turns only the new keys afterwards, so every key that comes back from the cache "
     "stands at position 0.",
     "EleutherAI/gpt-neox#363", "words",
-)  # fmt: skip
+)
 def cached_before_rope():
     """Nothing is rotated on its way into the cache; queries and new keys are, on their way to attention."""
     right = Attention.forward
@@ -114,7 +114,8 @@ def cached_before_rope():
     def forward(self, x, rope, cache, attend):
         def rotate_late(q, k, v):
             T = q.shape[2]
-            k = torch.cat((k[:, :, :-T], apply_rope(k[:, :, -T:], rope)), dim=2)  # (B,Hk,S,D): the past stays unturned
+            # The past stays unturned.
+            k = torch.cat((k[:, :, :-T], apply_rope(k[:, :, -T:], rope)), dim=2)  # (B,Hk,S,D)
             return attend(apply_rope(q, rope), k, v)
 
         not_turned = torch.ones_like(rope[0]), torch.zeros_like(rope[1])  # cos 1, sin 0
@@ -131,7 +132,7 @@ def cached_before_rope():
     "cat(dim=0) stacks tokens as if they were rows of the batch. Token by token the shapes fit and scores come out; "
     "here the reshape after attention notices, or cat itself.",
     "deepspeedai/Megatron-DeepSpeed#112", "error",
-)  # fmt: skip
+)
 def wrong_axis():
     """cat along the batch."""
 
@@ -149,7 +150,7 @@ def wrong_axis():
     "The write begins at slot 1, so key and value of position 0 stay zero for ever. Attention gives a zero key some "
     "weight like any other, and no shape is wrong.",
     "TrenTorch/TrenTorch#192", "logits",
-)  # fmt: skip
+)
 def first_token_unwritten():
     """Slot 0 stays zero."""
 
@@ -167,7 +168,7 @@ def first_token_unwritten():
     "`[{}] * L` makes one dict L times: each layer writes its own new rows over those of the layer before, so the past "
     "that every layer reads is the last layer's.",
     "lucidrains/x-transformers#219", "words",
-)  # fmt: skip
+)
 def one_dict_for_all_layers():
     """One slab a cache."""
     slabs = PerObject()
@@ -185,7 +186,7 @@ def one_dict_for_all_layers():
     "Functions made in a loop share the loop's variable: when they are called, all of them run the last block. Only "
     "the cached path is wrapped like this, so the uncached one stays right.",
     "TrenTorch/TrenTorch#141", "words",
-)  # fmt: skip
+)
 def last_layer_closure():
     """`[lambda …: block(…) for block in layers]`, called after the loop."""
     right = Transformer.forward
@@ -193,7 +194,8 @@ def last_layer_closure():
     def forward(self, tokens, cache, start_pos, attend):
         if not has_cache(cache):
             return right(self, tokens, cache, start_pos, attend)
-        bound = object.__new__(type(self))  # the same weights, other layers; the model itself is not touched
+        # The same weights, other layers; the model itself is not touched.
+        bound = object.__new__(type(self))
         bound.__dict__ = self.__dict__ | {"_modules": dict(self._modules)}
         bound.layers = nn.ModuleList([self.layers[-1]] * len(self.layers))
         return right(bound, tokens, cache, start_pos, attend)
@@ -206,7 +208,7 @@ def last_layer_closure():
     "Everything is rounded to bfloat16 on its way into the cache of a float32 model. Whether that is a bug or rounding "
     "is the most repeated question of all; the size of the difference answers it.",
     "karpathy/nanoGPT#613", "logits",
-)  # fmt: skip
+)
 def rounded_to_bf16():
     """8 bits of mantissa are kept."""
     return between(lambda cache, i, k, v: cache[i].append(k.bfloat16().to(k.dtype), v.bfloat16().to(v.dtype)))
@@ -217,7 +219,7 @@ def rounded_to_bf16():
     "Capacity is never checked: a write behind the last slot is a write into an empty slice, which torch allows. The "
     "position moves on, and the newest tokens cannot be seen by anyone.",
     "rasbt/LLMs-from-scratch#925", "logits", "overflow",
-)  # fmt: skip
+)
 def static_overflow():
     """The static cache counts tokens that it does not keep."""
     capacity = CacheCapabilities.capacity
@@ -232,7 +234,8 @@ def static_overflow():
         layer.length += T - room
         return layer.keys, layer.values  # (B,Hk,N,D): N slots, whatever S should be
 
-    unlimited = property(lambda cache: None if capacity.fget(cache) else capacity.fget(cache))  # 0 = NoCache, as it was
+    # 0 = NoCache, as it was.
+    unlimited = property(lambda cache: None if capacity.fget(cache) else capacity.fget(cache))
     return [*between(append), (CacheCapabilities, "capacity", unlimited)]
 
 
@@ -244,7 +247,7 @@ def static_overflow():
     "A (T,T) mask where the chunk sees T0+T keys: right for a first prompt, a shape error for the next chunk of a "
     "conversation.",
     "meta-llama/llama#899", "error", "chunked",
-)  # fmt: skip
+)
 def square_mask():
     """History forgotten in the mask's width."""
     return masks(lambda right, T, S: right(T, T))
@@ -255,7 +258,7 @@ def square_mask():
     "SDPA's is_causal=True counts from the first key: query t of a chunk sees keys ≤ t, so most of the cache is hidden "
     "from it. Equal to the right mask only while nothing is cached.",
     "lucidrains/x-transformers#187", "words", "chunked",
-)  # fmt: skip
+)
 def top_left_mask():
     """tril(0) instead of tril(S − T)."""
     return masks(lambda right, T, S: None if T == 1 else torch.ones(T, S, dtype=torch.bool).tril())
@@ -266,7 +269,7 @@ def top_left_mask():
     "is_causal=(T == S) is false as soon as something is cached, and nothing else masks: the tokens of a chunk see "
     "those that come after them.",
     "huggingface/nanoVLM#90", "logits", "chunked",
-)  # fmt: skip
+)
 def no_mask_on_chunk():
     """Causal only while T == S."""
     return masks(lambda right, T, S: right(T, S) if T in (1, S) else torch.ones(T, S, dtype=torch.bool))
@@ -295,7 +298,7 @@ def masks(wrong) -> list:
     "The last column of logits is read for every row, but in the shorter ones it follows padding, which is also "
     "cached and never masked.",
     "huggingface/transformers#25420", "words", "batch",
-)  # fmt: skip
+)
 def right_padding():
     """Rows are turned so that their padding comes last, and nothing hides it."""
     pads = []
@@ -317,7 +320,7 @@ def right_padding():
     "The mask is built for one prompt and broadcast: rows with more padding see it, rows with less lose their first "
     "tokens. Row 0, which is looked at first, is right.",
     "huggingface/candle#3582", "logits", "batch",
-)  # fmt: skip
+)
 def mask_of_row_0():
     """(B,1,T,S) from its first row."""
 
@@ -336,7 +339,7 @@ def mask_of_row_0():
     "Beam search keeps the best continuations and moves their tokens, but every row of the cache stays where it was: "
     "beams go on with the past of others.",
     "huggingface/transformers#46612", "logits", "beams",
-)  # fmt: skip
+)
 def reorder_ignored():
     """Rows stay where they are, as long as their number does."""
 
@@ -357,7 +360,7 @@ def reorder_ignored():
     "the cache is not cleared between requests",
     "A new request starts at position 0, but the rows of the last one are still there and can be seen.",
     "EricLBuehler/candle-vllm#6", "words", "two_requests",
-)  # fmt: skip
+)
 def not_cleared():
     """Whatever starts empty sees the rows of the request before it."""
     last, stale = {}, PerObject()
@@ -377,7 +380,7 @@ def not_cleared():
     "The buffers hang on the model, or are a default argument that is made once: whoever writes last owns the slots, "
     "and the other request goes on with a foreign past.",
     "MemTensor/MemOS#2301", "words", "interleaved",
-)  # fmt: skip
+)
 def shared_between_requests():
     """One slab per layer, for all caches."""
     slabs = {}
@@ -395,7 +398,7 @@ def shared_between_requests():
     "After a rejected draft or an undone turn the forgotten keys can still be seen; positions go on from the right "
     "place, so nothing looks odd.",
     "ml-explore/mlx-lm#1486", "logits", "undo",
-)  # fmt: skip
+)
 def truncate_keeps_rows():
     """What truncate should forget is seen by all that comes later."""
     held, stale = PerObject(), PerObject()
@@ -422,7 +425,7 @@ def truncate_keeps_rows():
     "Q is stored beside K and V although no later token ever asks for an old query: every value is right, and the "
     "cache is (H + 2·Hk) / (2·Hk) times as large.",
     "jingyaogong/minimind#156", "bytes",
-)  # fmt: skip
+)
 def cached_queries():
     """Queries are kept beside every layer."""
     held, now = PerObject(), []
@@ -446,7 +449,7 @@ def cached_queries():
     "repeat_kv comes before the cache instead of after it, so each of the Hk heads is stored G times: the saving of "
     "grouped-query attention is gone, and no value tells.",
     "FYYFU/HeadKV#3", "bytes",
-)  # fmt: skip
+)
 def repeated_before_caching():
     """The other G − 1 copies of every head are kept beside every layer."""
     held = PerObject()
@@ -515,4 +518,5 @@ def counted(held) -> list:
 
         return property(nbytes)
 
-    return [swap for swap in in_all(KVCache, "nbytes", make) if swap[0] is not PaddedCache]  # which asks its inner one
+    # Which asks its inner one.
+    return [swap for swap in in_all(KVCache, "nbytes", make) if swap[0] is not PaddedCache]

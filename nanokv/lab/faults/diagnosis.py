@@ -15,7 +15,8 @@ from nanokv.lab.faults.scenarios import SCENARIOS, Outcome, solo
 from nanokv.lab.study.debug import compare, earliest, watch
 
 SHORTEST = 10  # tokens of a prompt: a chunk of 8 and one that needs a mask
-SEEN = 1e-3  # max |Δ logits| that is no rounding: equal code on another path differs by 1e-4 at most
+# Max |Δ logits| that is no rounding: equal code on another path differs by 1e-4 at most.
+SEEN = 1e-3
 TALK = (  # conversations that the bundled model answers well; the first one is watched
     ["My name is Zorbla.", "So your name is Zorbla.", "What is my name?"],
     ["My name is Tilda.", "So your name is Tilda.", "Reverse the list: cat, dog, fish, bird"],
@@ -70,7 +71,8 @@ def diagnose(name: str, model, tokenizer=None, prompts=None) -> Diagnosis:
             f"three prompts of {SHORTEST} tokens or more, not all of one length, are needed: these have {lengths}",
             hint="some bugs show in a second request, in padding, or in a second chunk of 8 tokens only",
         )
-    right_one = solo if fault.scenario == "overflow" else SCENARIOS[fault.scenario]  # what there is to say, with room
+    # What there is to say, with room.
+    right_one = solo if fault.scenario == "overflow" else SCENARIOS[fault.scenario]
     right = right_one(model, prompts)
     truth, passes, _ = watched(right_one, model, prompts, right.answers)
     with inject(name):
@@ -84,13 +86,13 @@ def diagnose(name: str, model, tokenizer=None, prompts=None) -> Diagnosis:
     return Diagnosis(
         fault, seen_by(right.answers, answers, deltas, sizes, error), [text(ids) for ids in right.answers],
         [text(ids) for ids in answers], layer, token, step, deltas, sizes, error,
-    )  # fmt: skip
+    )
 
 
 def seen_by(right, wrong, deltas, sizes, error: str) -> str:
     """What the weakest observer needs: nothing but the words, or logits, or a byte counter."""
     seen = {"error": bool(error), "words": right != wrong, "logits": max(deltas, default=0) > SEEN,
-            "bytes": sizes[0] != sizes[1]}  # fmt: skip
+            "bytes": sizes[0] != sizes[1]}
     return next((observer for observer, sees in seen.items() if sees), "nothing")
 
 
@@ -99,7 +101,8 @@ def watched(scenario, model, prompts, forced=None) -> tuple[Outcome | None, list
     with watch(model) as passes:
         try:
             return scenario(model, prompts, forced), passes, ""
-        except (RuntimeError, ValueError) as error:  # torch's complaint about shapes, or one of ours
+        # torch's complaint about shapes, or one of ours.
+        except (RuntimeError, ValueError) as error:
             return None, passes, f"{type(error).__name__}: {str(error).splitlines()[0]}"
 
 
@@ -112,7 +115,8 @@ def first_difference(right, wrong, failed=False):
             layer = max(layer for layer, _ in b.values if layer is not None)
             return "the pass that failed", layer, position(b, (0, 0))
         if step is not None:
-            late = b.tokens.shape[1] - a.values[step.layer, step.operation].shape[1]  # logits of the last ones only
+            # Logits of the last ones only.
+            late = b.tokens.shape[1] - a.values[step.layer, step.operation].shape[1]
             at, row = first or (0, 0)
             return step.operation, step.layer, position(b, (at + late, row))
     return "", None, None

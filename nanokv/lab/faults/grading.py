@@ -22,7 +22,8 @@ from nanokv.lab.faults.injection import find, substituted
 from nanokv.lab.faults.restoring import globals_restored
 from nanokv.lab.study.equality import small_model
 
-NOTHING = Fault("nothing", "no fault", "Right code.", "", "nothing", "solo", swaps=list)  # put in like the others
+# Put in like the others.
+NOTHING = Fault("nothing", "no fault", "Right code.", "", "nothing", "solo", swaps=list)
 
 
 @dataclass(frozen=True)

@@ -109,7 +109,8 @@ def go_on(model, cache, logits, forced=None) -> Outcome:
     longest = LONGEST if forced is None else len(forced[0])
     while True:
         answer.append(int(logits.argmax()) if forced is None else forced[0][len(answer)])
-        if len(answer) == longest or (forced is None and answer[-1] in ends):  # the last token is never fed
+        # The last token is never fed.
+        if len(answer) == longest or (forced is None and answer[-1] in ends):
             return Outcome(torch.cat(rows), [answer], cache.nbytes)
         logits = decode(model, [answer[-1:]], cache, start_pos=cache.length)
         rows.append(logits)

@@ -40,9 +40,11 @@ OPERATIONS = {
     "down_proj": ("mlp.down_proj", "output"),
     "mlp_residual": ("", "output"),  # the layer's output
 }
-EXPERTS = {"experts": ("mlp", "output")}  # of a layer that has a router, in the place of gate_proj … down_proj
+# Of a layer that has a router, in the place of gate_proj … down_proj.
+EXPERTS = {"experts": ("mlp", "output")}
 ENDS = {"embed_tokens": -1, "norm": 1, "lm_head": 2}  # before and after all layers
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float64: 1e-9}  # × scale, see Step
+# × scale, see Step.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float64: 1e-9}
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,8 @@ def record(model, ids) -> dict:
         cached = _run_ours(model, ids) if body is model else _run_transformers(model, ids)
     for i, (key, value) in enumerate(cached):
         found[i, "rope_k"], found[i, "cached_v"] = _token_major(key), _token_major(value)
-        if len(spy.queries) == len(cached):  # an attention that calls another kernel is compared by its output only
+        # An attention that calls another kernel is compared by its output only.
+        if len(spy.queries) == len(cached):
             found[i, "rope_q"] = _token_major(spy.queries[i])
     return found
 
@@ -175,7 +178,8 @@ def earliest(a: dict, b: dict, step: Step) -> tuple[int, int] | None:
     key = step.layer, step.operation
     if key not in a or key not in b or a[key].shape != b[key].shape:
         return None
-    above = (_ratio(a[key], b[key])[2] > step.tolerance / step.scale).T.nonzero().tolist()  # by position
+    # By position.
+    above = (_ratio(a[key], b[key])[2] > step.tolerance / step.scale).T.nonzero().tolist()
     return tuple(above[0]) if above else None
 
 

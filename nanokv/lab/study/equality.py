@@ -44,7 +44,8 @@ class Case:
     layer: int | None = None
     token: int | None = None
     delta: float = 0.0
-    raised: BaseException | None = field(default=None, repr=False, compare=False)  # by the learner's code
+    # By the learner's code.
+    raised: BaseException | None = field(default=None, repr=False, compare=False)
 
     def __str__(self):
         return f"{self.status:<12} {self.name}{': ' * bool(self.detail)}{self.detail}"
@@ -130,7 +131,7 @@ def small_model(seed: int = 0) -> Transformer:
     config = Config.from_dict({
         "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "head_dim": 12,
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "rms_norm_eps": 1e-6,
-    })  # fmt: skip
+    })
     generator = torch.Generator().manual_seed(seed)
     model = Transformer(config)
     for name, weight in model.named_parameters():
@@ -370,4 +371,4 @@ CASES = (
     token_by_token, prefill_then_decode, every_split, long_text, batch_rows, padded_rows, truncate_and_go_on,
     second_request, emptied, two_at_once, fork, fork_taken_back, fork_reordered, reorder, more_rows_and_fewer,
     save_and_load, more_than_fits, bytes_held,
-)  # fmt: skip
+)

@@ -72,9 +72,11 @@ class LatentAttention(nn.Module):
         self.q_proj = nn.Linear(c.C, c.H * (c.Dn + c.Dr), bias=False)
         self.down = nn.Linear(c.C, c.R, bias=False)  # what is cached …
         self.norm = nn.RMSNorm(c.R, 1e-6)
-        self.key_up = nn.Parameter(torch.randn(c.H, c.Dn, c.R) * c.R**-0.5)  # … and what rebuilds each head's keys
+        # … and what rebuilds each head's keys.
+        self.key_up = nn.Parameter(torch.randn(c.H, c.Dn, c.R) * c.R**-0.5)
         self.value_up = nn.Parameter(torch.randn(c.H, c.Dv, c.R) * c.R**-0.5)
-        self.k_rope = nn.Linear(c.C, c.Dr, bias=False)  # one for all heads, as in multi-query attention
+        # One for all heads, as in multi-query attention.
+        self.k_rope = nn.Linear(c.C, c.Dr, bias=False)
         self.o_proj = nn.Linear(c.H * c.Dv, c.C, bias=False)
 
     def forward(self, x, cache, attend):

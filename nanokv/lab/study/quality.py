@@ -25,7 +25,8 @@ class Scheme:
     k_scale: str = "channel"
     rotate: bool = False
     group: int = 32
-    outliers: tuple[int, ...] = ()  # channels of the keys that are made `factor` times larger, and queries smaller
+    # Channels of the keys that are made `factor` times larger, and queries smaller.
+    outliers: tuple[int, ...] = ()
     factor: float = 20.0
 
     def keys(self, k):
@@ -99,7 +100,8 @@ def log_likelihood_through(model, ids, cache, chunk: int = 8):
     enough that most of what attention reads was stored before. The logits of one chunk are in memory, never all."""
     parts, start = [], 0
     while start < ids.shape[1] - 1:
-        part = ids[:, start : min(start + chunk, ids.shape[1] - 1)]  # (B,t): the last token is asked for, never fed
+        # The last token is asked for, never fed.
+        part = ids[:, start : min(start + chunk, ids.shape[1] - 1)]  # (B,t)
         logits = verify_draft(model, part, cache, start)  # (B,t,V)
         start += part.shape[1]
         targets = ids[:, start - part.shape[1] + 1 : start + 1, None]  # (B,t,1)

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 
 from nanokv.lab.trace.recorder import Run
 
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2, torch.float64: 1e-8}  # × the largest
+# × the largest.
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2, torch.float64: 1e-8}
 TOP = 5  # logits of each run that are compared
 
 

@@ -25,7 +25,8 @@ from nanokv.lab.trace.difference import TOLERANCE, divergence, places, top_logit
 from nanokv.lab.trace.recorder import Costs, Run, angle_positions
 from nanokv.rope import rope_frequencies
 
-VIEWS = ("cache.js", "attention.js", "positions.js", "logits.js", "cost.js", "difference.js")  # a tab each
+# A tab each.
+VIEWS = ("cache.js", "attention.js", "positions.js", "logits.js", "cost.js", "difference.js")
 SCRIPTS = ("text.js", "data.js", "figure.js", "pictures.js", "view.js", *VIEWS, "tour.js", "page.js")
 STYLES = ("base.css", "page.css")
 ASSETS = files("nanokv.lab.trace") / "assets"
@@ -42,7 +43,7 @@ class Fault:
 
 
 def build(model, tokenizer, run: Run, costs: Costs, *, name: str, prompt: str, roles=None, fault: Fault | None = None,
-          threads: int = 1) -> str:  # fmt: skip
+          threads: int = 1) -> str:
     """The page. `roles`: a letter for each token of the prompt, s(ystem), u(ser), a(ssistant) or p(rompt), the default.
 
     `name` and `prompt` are shown, whatever they contain.
@@ -69,7 +70,7 @@ def build(model, tokenizer, run: Run, costs: Costs, *, name: str, prompt: str, r
         },
         "runs": [pack_run(model, tokenizer, one, roles) for one in ([run, fault.run] if fault else [run])],
         "fault": None if fault is None else pack_fault(tokenizer, run, fault, dtype),
-    }  # fmt: skip
+    }
     return fill(f"nanokv trace of {visible(name)}: {visible(prompt)} (nanokv {__version__}, recorded)", data)
 
 
@@ -133,7 +134,7 @@ def pack_run(model, tokenizer, run: Run, roles: str) -> dict:
             "kind": step.kind, "fed": len(step.fed), "start": step.start_pos, "nbytes": step.nbytes,
             "chosen": step.chosen, "positions": angle_positions(model, step), "error": number(step.error),
             "top": [[i, visible(piece)] for i, piece in zip(ids.tolist(), tokenizer.pieces(ids.tolist()), strict=True)],
-        })  # fmt: skip
+        })
     logs = [run.caches[layer] for layer in run.layers]
     rows = [torch.cat(log.rows) for log in logs]  # each (n,2,Hk,D)
     counts, weights = pack_attention(run)
@@ -147,7 +148,8 @@ def pack_run(model, tokenizer, run: Run, roles: str) -> dict:
         "seen": counts,
         "arrays": {
             "rows": pack(rows),
-            "norms": pack([layer.norm(dim=-1) for layer in rows if layer.numel()]),  # (n,2,Hk), of the exact values
+            # Of the exact values.
+            "norms": pack([layer.norm(dim=-1) for layer in rows if layer.numel()]),  # (n,2,Hk)
             "attention": pack(weights),
             "cos": pack([step.cos for step in run.steps]),
             "sin": pack([step.sin for step in run.steps]),
@@ -169,7 +171,8 @@ def pack_attention(run: Run):
         for layer in run.layers:
             weights = step.attention.get(layer, torch.zeros(0, 0, 0))  # (H,T,S)
             places = torch.arange(1, weights.shape[-1] + 1)
-            seen = ((weights != 0).any(0) * places).amax(-1).tolist() if weights.numel() else []  # T numbers
+            # T numbers.
+            seen = ((weights != 0).any(0) * places).amax(-1).tolist() if weights.numel() else []
             pieces += [weights[:, t, :n] for t, n in enumerate(seen)]
             counts[-1].append([weights.shape[-1], *seen])
     return counts, pieces
@@ -197,7 +200,7 @@ def pack(tensors, kind="f2") -> dict:
     return {
         "kind": kind, "count": len(values), "scale": scale, "largest": largest, "error": float(moved.max(initial=0)),
         "data": base64.b64encode(stored.tobytes()).decode(),
-    }  # fmt: skip
+    }
 
 
 def pack_fault(tokenizer, right: Run, fault: Fault, dtype: torch.dtype) -> dict:
@@ -211,7 +214,7 @@ def pack_fault(tokenizer, right: Run, fault: Fault, dtype: torch.dtype) -> dict:
                    for *where, key, value, weight in places(right, fault.run, dtype)],
         "logits": [[[i, visible(tokenizer.pieces([i])[0]), number(a), number(b)] for i, a, b in step]
                    for step in top_logits(right, fault.run)],
-    }  # fmt: skip
+    }
 
 
 def short(value: float) -> float | None:
@@ -225,5 +228,6 @@ def page_bytes(config, prompt: int, new: int, layers: int, runs: int = 1) -> int
     """About how many bytes a page of prompt + new tokens over so many layers has: 2 bytes per number, 4/3 in base64."""
     S, H, Hk, D = prompt + new - 1, config.num_attention_heads, config.num_key_value_heads, config.head_dim
     each = S * layers * 2 * Hk * (D + 1) + S * (S + 1) // 2 * layers * H + S * D
-    compared = (runs - 1) * (450 * new + 35 * S * layers)  # top logits of both runs, places that differ
+    # Top logits of both runs, places that differ.
+    compared = (runs - 1) * (450 * new + 35 * S * layers)
     return len(fill("", {})) + runs * (each * 2 * 4 // 3 + 700 * new + 40 * S) + compared

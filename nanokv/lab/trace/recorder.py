@@ -34,7 +34,8 @@ class Step:
     logits: torch.Tensor  # (V,), after the last of the T tokens
     chosen: int  # the id that the logits gave
     nbytes: int  # of the whole cache, measured after the step
-    attention: dict[int, torch.Tensor] = field(default_factory=dict)  # layer → (H,T,S); no entry: another kernel ran
+    # Layer → (H,T,S); no entry: another kernel ran.
+    attention: dict[int, torch.Tensor] = field(default_factory=dict)
     error: float = 0.0  # max |attention · V − the kernel's output| over the layers
 
     @property
@@ -50,7 +51,8 @@ class CacheLog:
 
     def __init__(self):
         self.rows: list[torch.Tensor] = []  # each (n,2,Hk,D): keys and values of n positions
-        self.steps: list[tuple[int, list[int]]] = []  # (rows read, those of them that are the next in `rows`)
+        # (rows read, those of them that are the next in `rows`).
+        self.steps: list[tuple[int, list[int]]] = []
         self._before = None  # (S,2,Hk,D)
 
     def note(self, now: torch.Tensor):
@@ -151,7 +153,8 @@ class Watch(TorchFunctionMode):
     def _next_layer(self, block, args):
         self.layer += 1
         if self.layer == 0:
-            for name, x in zip(("cos", "sin"), args[1], strict=True):  # (T,D), the same pair in i and i + D/2
+            # The same pair in i and i + D/2.
+            for name, x in zip(("cos", "sin"), args[1], strict=True):  # (T,D)
                 self.seen[name] = x[..., : x.shape[-1] // 2].float().cpu()
 
     def _logits(self, head, args, out):
@@ -168,7 +171,8 @@ class Watch(TorchFunctionMode):
         T = len(self.seen["fed"])
         self.seen["attention"][self.layer] = weights.reshape(-1, T, weights.shape[-1]).cpu()  # (H,T,S)
         self.seen["error"] = max(self.seen["error"], error)
-        self.read[self.layer] = torch.stack((k[0], v[0])).float().cpu().permute(2, 0, 1, 3)  # (S,2,Hk,D), a copy
+        # A copy.
+        self.read[self.layer] = torch.stack((k[0], v[0])).float().cpu().permute(2, 0, 1, 3)  # (S,2,Hk,D)
 
 
 def attention_weights(out, q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):

@@ -29,7 +29,7 @@ ALONE_TOO = ("cached = uncached, logits", "cached = uncached, keys and values")
 NEEDS_REFERENCE = (
     "config", "rope", "hidden states", "keys and values", "keys and values, in steps", "logits",
     "greedy tokens", "tokenizer encode", "tokenizer decode", "chat template",
-)  # fmt: skip
+)
 
 
 @dataclass
@@ -41,7 +41,8 @@ class Report:
     dtype: str
     checks: list[Check] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
-    hints: dict = field(default_factory=dict)  # config fields that differ: {name: (ours, reference's)}
+    # Config fields that differ: {name: (ours, reference's)}
+    hints: dict = field(default_factory=dict)
 
     @property
     def equal(self) -> bool:
@@ -60,7 +61,7 @@ class Report:
 
 
 def verify(source: str, folder: Path, against: Path | None = None, against_name: str | None = None,
-           dtype=torch.float32, alone: bool = False, say=lambda text: None) -> Report:  # fmt: skip
+           dtype=torch.float32, alone: bool = False, say=lambda text: None) -> Report:
     """Run every check that is possible here, on the CPU. `source` is the name that was asked for, `folder` its files.
 
     `against` is another checkpoint's folder, read by nanokv; without it the reference is transformers. `say` gets a

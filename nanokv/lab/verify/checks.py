@@ -14,7 +14,8 @@ from nanokv.lab.verify.evidence import Evidence, Questions
 # Cached against uncached: other matrix shapes, so other sums. Measured at the shapes of Qwen3-0.6B with random weights
 # of size 0.06, the worst of 28 layers: 9e-6 × the values' size in fp32, 6e-2 in bf16.
 CACHED = 5
-HINT_ONLY = {"torch_dtype", "tie_word_embeddings"}  # how weights are stored; what they compute shows in the tensors
+# How weights are stored; what they compute shows in the tensors.
+HINT_ONLY = {"torch_dtype", "tie_word_embeddings"}
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,8 @@ def check_greedy(a: Evidence, b: Evidence) -> Check:
             continue
         row = a.forced[i][n]  # (V,): up to here both saw the same tokens
         known = theirs[n] < len(row)  # another checkpoint may have a larger vocabulary
-        gap = abs(row[ours[n]] - row[theirs[n]]).item() if known else float("inf")  # abs: decode may have erred
+        # Abs: decode may have erred.
+        gap = abs(row[ours[n]] - row[theirs[n]]).item() if known else float("inf")
         limit = 2 * unit * max(1.0, row.abs().max().item())
         if not gap <= limit:
             detail = f"prompt {i + 1}, new token {n + 1}: {ours[n]} against {theirs[n]}, their logits {gap:.3g} apart"

@@ -27,13 +27,13 @@ TEXTS = (
     "한국어 텍스트", "हिन्दी में", "שלום עולם", "مرحبا بالعالم", "e\u0301 \u00e9 \u212b \ufb01", "🙂🧑‍🚀👩‍👩‍👧 🇩🇪",
     "\x00\x1b[31m\x7f\u200b\ufeff", "a" * 200,
     "<think>\n\n</think>", "<|im_start|>user\nhi<|im_end|>\n", "<|im_end", "https://example.org/?q=a%20b&c=d#e", PROMPT,
-)  # fmt: skip
+)
 TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {
-    "type": "object", "properties": {"a": {"type": "number"}}, "required": ["a"]}}}  # fmt: skip
+    "type": "object", "properties": {"a": {"type": "number"}}, "required": ["a"]}}}
 USER, ANSWER = {"role": "user", "content": "What is my name?"}, {"role": "assistant", "content": "Zorbla."}
 THOUGHT = {"role": "assistant", "content": "<think>\nThe user said it.\n</think>\n\nZorbla."}
 CALL = {"role": "assistant", "content": "", "tool_calls": [
-    {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]}  # fmt: skip
+    {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]}
 CONVERSATIONS = (
     {"messages": [USER]},
     {"messages": [{"role": "system", "content": "Be brief. 世界"}, USER], "enable_thinking": False},
@@ -90,7 +90,7 @@ def ask(tokenizer, vocabulary: int, context: int) -> Questions:
     return Questions(
         prompts, min(32, context - max(p.shape[1] for p in prompts)), texts,
         [*lists, *([id] for id in tokenizer.special_tokens.values())], list(CONVERSATIONS), torch.tensor(positions),
-    )  # fmt: skip
+    )
 
 
 def answers_of_ours(name: str, model, tokenizer, questions: Questions) -> Evidence:

@@ -21,7 +21,8 @@ FIGURES = {
         "shape": SHAPE_06B,
         "logits": {
             "ids": [1, 306, 4658, 278, 6593, 310, 2834, 338],
-            "mean": [-1.4577, 1.3261, 3.8498, 3.4229, 2.9009, 1.8813, 2.1530, 2.1431],  # over V, at each position
+            # Over V, at each position.
+            "mean": [-1.4577, 1.3261, 3.8498, 3.4229, 2.9009, 1.8813, 2.1530, 2.1431],
             "first": [
                 5.9062, 6.0938, 5.5625, 3.8594, 2.6094, 1.9531, 4.3125, 4.9375, 3.8906, 3.1094, 3.6719, 5.1562, 6.9062,
                 5.7500, 5.4062, 7.0625, 8.7500, 8.7500, 8.1250, 7.9375, 8.0625, 7.5312, 7.3750, 7.2188, 7.2500, 5.8750,
@@ -39,7 +40,8 @@ FIGURES = {
         "weights_bytes": 1_503_300_328,
         "weights_sha256": "f47f71177f32bcd101b7573ec9171e6a57f4f4d31148d38e382306f42996874b",
         "greedy": [
-            {"prompt": "LifeAI is", "new_ids": [264, 5339, 429, 5707], "tolerance": 1e-2},  # bf16 weights, fp32 compute
+            # bf16 weights, fp32 compute.
+            {"prompt": "LifeAI is", "new_ids": [264, 5339, 429, 5707], "tolerance": 1e-2},
             {
                 "prompt": "The capital of France is",
                 "text": " Paris. The capital of France is also the capital",
@@ -55,7 +57,7 @@ FIGURES = {
             ],
         },
     },
-}  # fmt: skip
+}
 QWEN3_TOKENS = {"size": 151669, "special": ("<|im_end|>", 151645), "text": "Hello world", "ids": [9707, 1879]}
 
 

@@ -85,7 +85,8 @@ def load(folder: Path, dtype):
         raise NanoKVError(
             f"transformers {version()} cannot read {folder}: {error}", "--alone checks it without transformers"
         ) from error
-    model.generation_config = GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)  # plain greedy
+    # Plain greedy.
+    model.generation_config = GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
     return model.requires_grad_(False).eval(), tokenizer
 
 

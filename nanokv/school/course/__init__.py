@@ -35,7 +35,7 @@ _FIGURES = ("COLORS", "show", "subplots")  # the other names are in session.py
 __all__ = [
     "COLORS", "answer", "case", "check", "chosen", "claim", "confirm", "drawings", "figure", "mine", "predict",
     "progress", "quiz", "reveal", "show", "sized", "start", "subplots", "whose",
-]  # fmt: skip
+]
 
 if not TYPE_CHECKING:  # it would hide a name that is mistyped
 

@@ -15,7 +15,8 @@ from types import FunctionType, ModuleType
 
 from nanokv.school.course import feedback
 
-MODULES = ("torch", "math", "torch.nn.functional", "nanokv")  # where functions stand that do not say where they stand
+# Where functions stand that do not say where they stand.
+MODULES = ("torch", "math", "torch.nn.functional", "nanokv")
 PLAIN = (int, float, complex, str, bytes, bool, type(None))
 
 
@@ -118,7 +119,8 @@ def _used(text: str) -> set[str]:
     while tables:
         table = tables.pop()
         outside = (s for s in table.get_symbols() if s.is_global() or table.get_type() == "module")
-        found |= {s.get_name() for s in outside if s.is_referenced() or s.is_declared_global()}  # `global n; n += 1`
+        # `global n; n += 1`.
+        found |= {s.get_name() for s in outside if s.is_referenced() or s.is_declared_global()}
         tables += table.get_children()
     return found
 
@@ -143,7 +145,8 @@ def _import(name: str, value) -> str:
 
 
 def _is_plain(value) -> bool:
-    if type(value) in (list, tuple, set, frozenset):  # not a named tuple: its class would be missing
+    # Not a named tuple: its class would be missing.
+    if type(value) in (list, tuple, set, frozenset):
         return len(value) <= 100 and all(_is_plain(x) and repr(x) not in ("inf", "-inf", "nan") for x in value)
     if type(value) is dict:
         return _is_plain(list(value)) and _is_plain(list(value.values()))

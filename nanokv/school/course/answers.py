@@ -69,12 +69,12 @@ def same(answer, right, rel: float = 1e-6, atol: float = 0.0) -> bool:
         return (
             isinstance(answer, list) and len(answer) == len(right)
             and all(same(a, b, rel, atol) for a, b in zip(answer, right, strict=True))
-        )  # fmt: skip
+        )
     if isinstance(right, dict):
         return (
             isinstance(answer, dict) and set(answer) == set(right)
             and all(same(answer[key], right[key], rel, atol) for key in right)
-        )  # fmt: skip
+        )
     if isinstance(right, set):
         answer = as_set(answer)
         return isinstance(answer, set) and answer == right
@@ -118,7 +118,8 @@ def named(value):
 def as_number(value) -> float | None:
     """A number, also one written as "1,024"; None if it is none. NaN and what no float can hold are none."""
     if isinstance(value, str):
-        value = value.replace(",", "") if THOUSANDS.fullmatch(value) else value  # "0,5" is no number: 5 or a half?
+        # "0,5" is no number: 5 or a half?
+        value = value.replace(",", "") if THOUSANDS.fullmatch(value) else value
     elif not isinstance(value, numbers.Real) or isinstance(value, bool):
         return None
     try:

@@ -14,7 +14,8 @@ from urllib.parse import unquote
 from nanokv.errors import CourseError
 from nanokv.school.course import claims, recorded, running, twins
 
-CODE = (".highlight", ".pdoc-code")  # boxes in which code is coloured: of notebooks and texts, of the API
+# Boxes in which code is coloured: of notebooks and texts, of the API.
+CODE = (".highlight", ".pdoc-code")
 SENTENCE = 60  # characters: a cell with more has sentences
 
 
@@ -120,9 +121,8 @@ def highlighting() -> str:
         for theme in (":not([data-theme=light])", "[data-theme=dark]")
     )
     plain = ".highlight, .highlight pre, .pdoc-code { background: var(--soft) !important; color: var(--text) }"
-    return (
-        f"{light.get_style_defs(list(CODE))}\n@media (prefers-color-scheme: dark) {{\n{system}\n}}\n{chosen}\n{plain}\n"
-    )
+    dark = f"@media (prefers-color-scheme: dark) {{\n{system}\n}}"
+    return "\n".join([light.get_style_defs(list(CODE)), dark, chosen, plain]) + "\n"
 
 
 def contents(sources) -> str:

@@ -21,7 +21,16 @@ from types import SimpleNamespace
 
 from nanokv.errors import CourseError
 from nanokv.school.course import trials as tried
-from nanokv.school.course.answers import Sealed, as_set, has_nan, is_blank, is_stub, named, plain, same
+from nanokv.school.course.answers import (
+    Sealed,
+    as_set,
+    has_nan,
+    is_blank,
+    is_stub,
+    named,
+    plain,
+    same,
+)
 from nanokv.school.course.feedback import call, example, stopped
 from nanokv.school.course.forms import misfit
 
@@ -99,13 +108,15 @@ class Check:
     id: str
     judge: Callable  # (answer, case) → Outcome
     parameters: dict = field(default_factory=dict)
-    key: Callable | None = None  # case → the right answer, for a teacher's key; None: there is no single one
+    # Case → the right answer, for a teacher's key; None: there is no single one.
+    key: Callable | None = None
     mistakes: tuple = ()
     hidden: bool = False
     near: tuple = EXACT  # rel, atol
     otherwise: str = ""
     reference: Callable | None = None  # of a function exercise: nanokv's function
-    given: Callable | None = None  # case → {name: number} that paper has to show beside the parameters
+    # Case → {name: number} that paper has to show beside the parameters.
+    given: Callable | None = None
 
     def case(self, seed: int | None = None, model=None) -> Case:
         """The course's own numbers without a seed, a draw of them with one: the same for the same seed."""
@@ -136,7 +147,8 @@ def guarded(judge):
             return told.outcome
         except KeyboardInterrupt:  # of the one who waits
             raise
-        except BaseException as error:  # SystemExit, and what pytest.fail and pytest.skip raise, are no Exception
+        # SystemExit, and what pytest.fail and pytest.skip raise, are no Exception.
+        except BaseException as error:
             kind = type(arguments[0]).__name__
             called = isinstance(error, TypeError) and str(error) == f"{kind!r} object is not callable"
             return wrong(CALLED.format(arguments[0]) if called else stopped(error))
@@ -160,7 +172,7 @@ def result_of(function, *arguments, like=None):
 FIELDS = {  # the glossary's letters → fields of a config
     "C": "hidden_size", "L": "num_hidden_layers", "H": "num_attention_heads", "Hk": "num_key_value_heads",
     "D": "head_dim", "V": "vocab_size", "width of the MLP": "intermediate_size",
-}  # fmt: skip
+}
 
 
 def sizes(config, letters) -> dict[str, int]:
@@ -171,7 +183,7 @@ def sizes(config, letters) -> dict[str, int]:
 def value(
     id: str, right, wrong=(), rel=EXACT[0], atol=EXACT[1], parameters=None, otherwise="", names=(), hidden=False,
     given=None,
-) -> Check:  # fmt: skip
+) -> Check:
     """An exercise whose answer is a value. `right`: case → value, or a Sealed; `otherwise`: for an unknown mistake.
 
     `names`: the answer is a set of some of these, and is told so if it is none. `given`: what paper shows besides.

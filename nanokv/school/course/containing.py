@@ -27,7 +27,8 @@ def namespace() -> tuple[str, ...]:
     program = shutil.which("unshare") if sys.platform == "linux" else None
     if program is None:
         return ()
-    for user in ((), ("--user", "--map-current-user")):  # root needs none, and would lose its rights in one
+    # Root needs none, and would lose its rights in one.
+    for user in ((), ("--user", "--map-current-user")):
         command = (program, *user, "--pid", "--fork", "--kill-child", "--mount-proc", "--")
         if subprocess.run([*command, "true"], capture_output=True).returncode == 0:
             return command
@@ -84,5 +85,6 @@ def _killed(process) -> str:
         process.kill()
         os.waitpid(process.pid, 0)
         return name
-    except (psutil.Error, OSError):  # it has ended, or it is not our own child: its parent is killed too
+    # It has ended, or it is not our own child: its parent is killed too.
+    except (psutil.Error, OSError):
         return ""

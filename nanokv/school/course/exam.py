@@ -121,10 +121,11 @@ def _question(question, number: int) -> Item:
     right = right_letter(question)
     rng = random.Random(f"{number} {question.id}")
     first = rng.sample(list(question.options), len(question.options))
-    orders = {SHEETS[0]: first, SHEETS[1]: first[1:] + first[:1]}  # turned by one: no option keeps its letter
+    # Turned by one: no option keeps its letter.
+    orders = {SHEETS[0]: first, SHEETS[1]: first[1:] + first[:1]}
     text = {name: f"{question.text}\n\n" + "\n".join(
         f"- **{chr(97 + i)})** {question.options[letter][0]}" for i, letter in enumerate(order)
-    ) for name, order in orders.items()}  # fmt: skip
+    ) for name, order in orders.items()}
     answer = {name: f"**{chr(97 + order.index(right))}**" for name, order in orders.items()}
     return Item(question.id, "question", text, answer)
 

@@ -22,7 +22,8 @@ def line(error: BaseException) -> str:
         file, name = frame.f_code.co_filename, frame.f_code.co_name
         text = linecache.getline(file, number, frame.f_globals).strip()
         if text and not of_a_library(file):
-            home = Path(file).name if os.path.exists(file) else "your cell"  # the file of a cell does not exist
+            # The file of a cell does not exist.
+            home = Path(file).name if os.path.exists(file) else "your cell"
             return f"line {number} of {home}{'' if name.startswith('<') else f', in {name}'}: {text}"
     return ""
 
@@ -38,7 +39,8 @@ def stopped(error: BaseException) -> str:
     except Exception:  # its text is the learner's code too
         said = ""
     where = line(error)
-    if not where and isinstance(error, TypeError) and "argument" in said:  # it was called, and none of its lines ran
+    # It was called, and none of its lines ran.
+    if not where and isinstance(error, TypeError) and "argument" in said:
         where = "compare what your def or class takes with the text of the exercise"
     return f"it stopped with {type(error).__name__}{said}" + (f"\n    {where}" if where else "")
 

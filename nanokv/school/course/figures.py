@@ -6,12 +6,13 @@ matplotlib is imported when the first plot is made.
 from nanokv.errors import CourseError
 from nanokv.school.course import log
 
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito 2008
+# Okabe and Ito 2008.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 STYLE = {
     "figure.dpi": 100, "savefig.dpi": 144, "figure.constrained_layout.use": True, "font.size": 10.5,
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25,
     "axes.titlesize": 11, "axes.titlelocation": "left", "image.cmap": "cividis", "legend.frameon": False,
-}  # fmt: skip
+}
 
 
 def subplots(rows: int = 1, columns: int = 1, width: float = 8.0, height: float = 3.2, **options):

@@ -25,7 +25,8 @@ def misfit(answer, right) -> str:
     own = _refilled(answer, right)
     example = f"written as {own!r}" if own is not None else f"such as {_example(right)!r}"
     this, wanted = _described(answer), "a list" if right == [] else _described(right)
-    if this == wanted and isinstance(right, tuple) and isinstance(answer, list | tuple):  # they differ further inside
+    # They differ further inside.
+    if this == wanted and isinstance(right, tuple) and isinstance(answer, list | tuple):
         at = next(i for i, pair in enumerate(zip(answer, right, strict=True)) if not fits(*pair))
         where, this, wanted = f"the form of item {at}", _described(answer[at]), _described(right[at])
     else:

@@ -19,8 +19,10 @@ from nanokv.school.course.answers import plain
 from nanokv.school.course.checking import EXACT
 
 RESERVED = str.maketrans({c: f"\\{c}" for c in "\\~=#{}:"} | {"\n": "\\n", "\r": ""})
-PLACEHOLDER = re.compile(r"&&0\d\d")  # what Moodle puts in the place of an escaped character while it reads
-RELATIVE = re.compile(r"\[([^\]]*)\]\((?!https?:)[^)]*\)")  # a link to a page that Moodle does not have
+# What Moodle puts in the place of an escaped character while it reads.
+PLACEHOLDER = re.compile(r"&&0\d\d")
+# A link to a page that Moodle does not have.
+RELATIVE = re.compile(r"\[([^\]]*)\]\((?!https?:)[^)]*\)")
 COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
 DIGITS = 10  # of a number; checks allow a millionth
 
@@ -95,7 +97,8 @@ def essay(id: str, text: str, full: str) -> Entry:
 def exercise(source, check, number: int) -> list[Entry]:
     """One entry for each variant and each part of its answer; none where the answer is not made of numbers."""
     cases = exam.draw(check, number) if check.key else {}
-    cases = dict(list(cases.items())[:1]) if not check.parameters else cases  # nothing to draw: one variant
+    # Nothing to draw: one variant.
+    cases = dict(list(cases.items())[:1]) if not check.parameters else cases
     found = []
     for sheet, case in cases.items():
         right, task = parts(check.key(case)), exam.asked(source, check, case)
@@ -166,7 +169,7 @@ def _shapes(right, known) -> list[str]:
             wrong.setdefault(str(tuple(shape)), message)
     lines = [f"={escaped(text)}" for text in _spellings(str(tuple(right)))]
     return lines + [f"=%0%{escaped(text)}#{formatted(wrong[shape], 'plain')}" for shape in wrong
-                    for text in _spellings(shape)]  # fmt: skip
+                    for text in _spellings(shape)]
 
 
 def _spellings(shape: str) -> tuple[str, ...]:

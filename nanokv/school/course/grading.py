@@ -21,8 +21,9 @@ from nanokv.school.course.scores import results
 LARGEST = 20_000_000  # bytes of a submission; outputs count
 # What no answer needs: the judgement, and where it is written down.
 INSIDE = re.compile(r"NANOKV_COURSE\w*|course\.log\b|course import log\b|\blog\.note\b|\b_tell\b|\bchecking\b|"
-                    r"course\.session\b|setsid|PR_SET_\w+|os\.kill\b")  # fmt: skip
-FIXED = ("student", "file", "notebook", "score", "of", "error", "seconds")  # columns before those of the exercises
+                    r"course\.session\b|setsid|PR_SET_\w+|os\.kill\b")
+# Columns before those of the exercises.
+FIXED = ("student", "file", "notebook", "score", "of", "error", "seconds")
 
 
 def grade(folder: Path, limit: float = running.TIME_LIMIT, key: Path | None = None) -> Iterator[dict]:
@@ -61,7 +62,7 @@ def row(path: Path, limit: float, seeds: dict | None, folder: Path | None = None
     fixed |= {"notebook": number, "of": len(states), "score": sum(state == "right" for state in states.values())}
     unknown = seeds is not None and seed is None
     found = [done.error, done.doubt, "not in the key: nobody knows which numbers are theirs" if unknown else "",
-             doubts(notebook, done.events)]  # fmt: skip
+             doubts(notebook, done.events)]
     return fixed | {"error": "; ".join(filter(None, found)), "seconds": round(done.seconds, 1)} | states
 
 
@@ -115,7 +116,8 @@ def read_seeds(key: Path) -> dict[tuple[str, str], int]:
     seeds = {}
     for line in lines:
         try:
-            seeds[line["student"], line["notebook"].zfill(2)] = int(line["seed"])  # a spreadsheet makes 5 of 05
+            # A spreadsheet makes 5 of 05.
+            seeds[line["student"], line["notebook"].zfill(2)] = int(line["seed"])
         except (ValueError, TypeError, AttributeError) as error:
             message = f"{key}, line {lines.line_num}, column seed: {line['seed']!r} is no whole number"
             raise CourseError(message, "a spreadsheet may have rounded it: use the file as it was written") from error

@@ -114,7 +114,8 @@ def contents(path, largest: int) -> bytes:
     for more than `largest` bytes; FileNotFoundError."""
     if not stat.S_ISREG(os.lstat(path).st_mode):
         raise CourseError(f"{os.path.basename(path)}: not a file of its own")
-    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)  # it may have changed meanwhile
+    # It may have changed meanwhile.
+    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
     with open(os.open(path, flags), "rb") as file:
         data = file.read(largest + 1)
     if len(data) > largest:

@@ -121,7 +121,7 @@ def judged(cell) -> dict:
 
 def _metadata(id: str, **more) -> dict:
     return {"schema_version": SCHEMA, "grade_id": id, "grade": False, "solution": False, "locked": False,
-            "task": False, **more}  # fmt: skip
+            "task": False, **more}
 
 
 def _plain(id: str) -> str:

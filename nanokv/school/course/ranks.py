@@ -53,7 +53,7 @@ def on_ranks(work: Callable, size: int = 2, timeout: float = 30.0, **arguments: 
         port, common = free_port(), os.environ | {"OMP_NUM_THREADS": "1"}
         ranks = [subprocess.Popen(command, env=common | environment(rank, size, port), text=True, encoding="utf-8",
                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-                 for rank in range(size)]  # fmt: skip
+                 for rank in range(size)]
         try:
             said = [rank.communicate(timeout=LIMIT_S) for rank in ranks]
         except subprocess.TimeoutExpired as error:

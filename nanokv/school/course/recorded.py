@@ -21,7 +21,8 @@ from nanokv.errors import CourseError
 from nanokv.school.course import figures, running, twins
 
 FOLDER = Path(__file__).parent / "assets"
-OWN = re.compile(  # 05.a: you predicted 3; cache: the reference; what `course.start` says to a reader
+# 05.a: you predicted 3; cache: the reference; what `course.start` says to a reader.
+OWN = re.compile(
     r"^(?:\d\d\.\w+: |\w+: (?:yours|the reference) \(|The figures in|Too slow\?|It takes the bundled|Or read on)"
     r".*\n?",
     re.MULTILINE,
@@ -90,7 +91,7 @@ def words(cell: dict) -> str:
     texts = [
         output["text"] if output["output_type"] == "stream" else output["data"].get("text/plain", "") + "\n"
         for output in cell["outputs"] if output["output_type"] in ("stream", "execute_result")
-    ]  # fmt: skip
+    ]
     return OWN.sub("", "".join(texts))
 
 
@@ -108,7 +109,8 @@ def follow(shell, recording: Recording | None) -> None:
     global _shown
     _shown = recording
     if shell and recording:
-        shell.events.register("post_run_cell", _below)  # the same function a second time changes nothing
+        # The same function a second time changes nothing.
+        shell.events.register("post_run_cell", _below)
 
 
 def _below(result) -> None:

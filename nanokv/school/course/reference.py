@@ -29,7 +29,8 @@ def in_transformers(source, dtype=torch.float32):
     if oracle.version() is None:
         return None
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="IProgress not found")  # tqdm misses widgets in a notebook
+        # Tqdm misses widgets in a notebook.
+        warnings.filterwarnings("ignore", message="IProgress not found")
         with oracle.readable(weights_loader.resolve(source)) as folder:  # of a GGUF file a copy
             return oracle.load(folder, dtype)[0]
 

@@ -19,8 +19,10 @@ from pathlib import Path
 from nanokv.school.course import containing, log, offline
 
 TIME_LIMIT = 180.0  # seconds for a notebook
-MEMORY_LIMIT = 8 * 2**30  # bytes for all its processes: an endless list shall not take the machine with it
-LARGEST = 200_000_000  # bytes of an executed notebook: what was printed, with escapes, and its pictures
+# Bytes for all its processes: an endless list shall not take the machine with it.
+MEMORY_LIMIT = 8 * 2**30
+# Bytes of an executed notebook: what was printed, with escapes, and its pictures.
+LARGEST = 200_000_000
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ def run(notebook: dict, limit: float = TIME_LIMIT, keep_going: bool = False, env
         command = [
             *containing.namespace(), sys.executable, "-m", "nanokv.school.course.running", str(folder),
             str(limit), str(int(keep_going)),
-        ]  # fmt: skip
+        ]
         begin = time.monotonic()
         with containing.adopting() as left:
             stopped, code, usage, tail = _supervise(command, work, limit, _environment(folder, env or {}))
@@ -90,13 +92,14 @@ def _environment(folder: Path, extra: dict) -> dict:
     root = str(Path(__file__).resolve().parents[3])
     path = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH")]))
     model = env.get("NANOKV_MODEL", "")
-    if model not in ("", "tiny") and os.path.exists(model):  # it runs elsewhere; tiny is the bundled one everywhere
+    # It runs elsewhere; tiny is the bundled one everywhere.
+    if model not in ("", "tiny") and os.path.exists(model):
         env["NANOKV_MODEL"] = os.path.abspath(model)
     private = {name: str(folder / name.lower()) for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR")}
     return env | private | {
         "PYTHONPATH": path, "PYDEVD_DISABLE_FILE_VALIDATION": "1", "HF_HUB_OFFLINE": "1", "PYTHONHASHSEED": "0",
         log.VARIABLE: str(folder / "events.jsonl"), log.KEY_FILE: str(folder / "key"), **extra,
-    }  # fmt: skip
+    }
 
 
 def _supervise(command, work, limit, env) -> tuple:
@@ -107,7 +110,7 @@ def _supervise(command, work, limit, env) -> tuple:
         child = subprocess.Popen(
             command, cwd=work, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr,
             start_new_session=True,
-        )  # fmt: skip
+        )
         family, kernels, stopped, deadline = {}, {}, "", time.monotonic() + limit
         while True:
             pid, status, usage = os.wait4(child.pid, os.WNOHANG)
@@ -120,14 +123,16 @@ def _supervise(command, work, limit, env) -> tuple:
             elif _memory(psutil, family.values()) > MEMORY_LIMIT:
                 stopped = f"stopped at {MEMORY_LIMIT / 2**30:g} GiB of memory"
             if stopped:
-                os.kill(child.pid, signal.SIGSTOP)  # it shall not start others, nor react, while they are ended
+                # It shall not start others, nor react, while they are ended.
+                os.kill(child.pid, signal.SIGSTOP)
                 _end(psutil, child.pid)
                 os.kill(child.pid, signal.SIGKILL)
                 _, status, usage = os.wait4(child.pid, 0)
                 break
             time.sleep(0.1)
         child.returncode = os.waitstatus_to_exitcode(status)
-        left_to_us = kernels if sys.platform == "linux" else family  # there `adopting` ends the others, and tells
+        # There `adopting` ends the others, and tells.
+        left_to_us = kernels if sys.platform == "linux" else family
         for process in left_to_us.values():  # a kernel has a session of its own and would live on
             try:
                 process.kill()
@@ -224,7 +229,7 @@ def _execute(folder: Path, limit: float, keep_going: bool) -> None:
     client = NotebookClient(
         notebook, timeout=a_cell, interrupt_on_timeout=keep_going, kernel_name="python3", allow_errors=keep_going,
         extra_arguments=[f"--IPKernelApp.extensions={offline.__name__}"], resources={"metadata": {"path": os.getcwd()}},
-    )  # fmt: skip
+    )
     try:
         client.execute()
     except CellExecutionError:

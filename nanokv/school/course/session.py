@@ -55,7 +55,8 @@ def start(notebook: str, seed: int | None = None, model: str = ""):
     source = model or wanted
     recording = recorded.read(notebook) if wanted != "tiny" else None
     try:
-        model, tokenizer = load(model or located(wanted), dtype="float32", device="cpu")  # the figures of the text
+        # The figures of the text.
+        model, tokenizer = load(model or located(wanted), dtype="float32", device="cpu")
     except (ValueError, OSError) as error:  # CheckpointError is no NanoKVError
         if source == "tiny":
             raise
@@ -232,7 +233,8 @@ def comment(guess: float, measured: float) -> str:
         return f"too {'high' if guess > measured else 'low'} by {quantity(abs(guess - measured))}"
     if (guess > 0) != (measured > 0):
         return "even the sign differs"
-    decades = math.log10(abs(guess)) - math.log10(abs(measured))  # a ratio may leave the range of floats
+    # A ratio may leave the range of floats.
+    decades = math.log10(abs(guess)) - math.log10(abs(measured))
     side = "high" if decades > 0 else "low"
     if abs(decades) >= 6:
         return f"too {side} by 10^{abs(decades):.0f}"

@@ -21,8 +21,10 @@ WORDS = 80  # of text on a slide; room for some lines of output is left
 REST = 25  # words that are not worth a slide of their own
 CAPTION = 40  # words under a plot
 LINES = 12  # of output
-UNSHOWN = re.compile(r"In words: |\d\d\.\w+: (you predicted|it is) |\w+: the reference \(")  # said to one learner
-SILENT = re.compile(r"course\.(check|answer|predict)\(")  # cells that print a judgement of the solution's answers
+# Said to one learner.
+UNSHOWN = re.compile(r"In words: |\d\d\.\w+: (you predicted|it is) |\w+: the reference \(")
+# Cells that print a judgement of the solution's answers.
+SILENT = re.compile(r"course\.(check|answer|predict)\(")
 HEADING = re.compile(r"^(?:#{1,3} (?P<heading>.+)|(?=\*\*(?P<exercise>\d\d\.\d+)\*\*))", re.MULTILINE)
 BLOCK = re.compile(r"```.*?```|(?:(?!\n\s*\n).)+", re.DOTALL)
 

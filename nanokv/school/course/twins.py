@@ -13,13 +13,16 @@ from pathlib import Path
 from nanokv.errors import CourseError
 from nanokv.school.course import claims
 
-SECTIONS = (  # second-level headings that every notebook has, in this order; others may stand between them
+# Second-level headings that every notebook has, in this order; others may stand between them.
+SECTIONS = (
     "What you will be able to do", "Predict", "What the articles say", "Exercises", "Quiz", "Further reading", "Next",
-)  # fmt: skip
+)
 TAGS = {"exercise", "solution"}
 SLIDE_TAGS = {"slide", "skip"}  # of the deck: with its code, or not at all
-FOLDED = "hide-input"  # the name that Jupyter Book gave it: its outputs are shown, its code on demand
-BOOKKEEPING = re.compile(r"^\s*course\.(show|figure|confirm)\(", re.MULTILINE)  # what a learner need not read
+# The name that Jupyter Book gave it: its outputs are shown, its code on demand.
+FOLDED = "hide-input"
+# What a learner need not read.
+BOOKKEEPING = re.compile(r"^\s*course\.(show|figure|confirm)\(", re.MULTILINE)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from nanokv.errors import CourseError
 from nanokv.school.course import checking, twins
 from nanokv.school.course.answers import plain
 
-RESERVED = re.compile(r"CON|PRN|AUX|NUL|(COM|LPT)[0-9]", re.IGNORECASE)  # devices on Windows, with any suffix
+# Devices on Windows, with any suffix.
+RESERVED = re.compile(r"CON|PRN|AUX|NUL|(COM|LPT)[0-9]", re.IGNORECASE)
 
 
 def seed_of(number: int, notebook: str, student: str) -> int:
@@ -44,7 +45,8 @@ def write(sources: list[Path], students: list[str], number: int, out: Path) -> P
 def file_names(students: list[str]) -> list[str]:
     """One file for each name; CourseError where two names would have the same."""
     files = [file_name(name.strip()) for name in students if name.strip()]
-    if len({file.casefold() for file in files}) != len(files) or not files:  # some file systems know no case
+    # Some file systems know no case.
+    if len({file.casefold() for file in files}) != len(files) or not files:
         raise CourseError("the names are not all different, or there is none", "one name per line")
     return files
 

@@ -305,7 +305,7 @@ def recall_owner(talk: Conversation):
         ("what", f"{person} has a {coloured}."),
         ("who", f"{person} has the {coloured}."),
         ("colour", f"The {thing} of {person} is {colour}."),
-    )[: 3 if colour else 2])  # fmt: skip
+    )[: 3 if colour else 2])
     texts = BELONGING["who_asked"] if which == "who" and not colour else OWNER[f"{which}_asked"]
     question = talk.one_of(texts, p=person, c=colour, t=thing)
     talk.say(asked(talk, question), upper_first(answer), ("ask owner", which, person))

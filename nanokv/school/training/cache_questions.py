@@ -8,7 +8,8 @@ from nanokv.school.training.phrases import phrases
 
 _TEXTS = phrases("cache_questions")
 QUESTIONS = tuple((question["answer"], question["asked"]) for question in _TEXTS["question"])
-PLURAL = ("more ", "fewer ", "many ", "twice ", "half ", "larger heads", "smaller heads")  # Do, not Does
+# Do, not Does.
+PLURAL = ("more ", "fewer ", "many ", "twice ", "half ", "larger heads", "smaller heads")
 WRAPPERS, LATER_WRAPPERS, HELD_OUT_WRAPPERS = map(tuple, _TEXTS["wrappers"].values())
 
 
@@ -22,7 +23,7 @@ def depending() -> dict[str, list[str]]:
             for value in thing[letter] for way in ways
         ]
         for thing in depends["thing"]
-    }  # fmt: skip
+    }
 
 
 def yes_or_no() -> tuple[tuple[str, list[str]], ...]:
@@ -41,7 +42,8 @@ YES_OR_NO = yes_or_no()
 
 def ask(rng, phrasing: str, wrappers=WRAPPERS) -> str:
     """A phrasing as somebody would type it."""
-    keep = sum(letter.isupper() for letter in phrasing.split()[0]) > 1 or phrasing.split()[0] == "K"  # RoPE, KV, GQA
+    # RoPE, KV, GQA.
+    keep = sum(letter.isupper() for letter in phrasing.split()[0]) > 1 or phrasing.split()[0] == "K"
     lowered = phrasing if keep else phrasing[0].lower() + phrasing[1:]
     if phrasing.endswith(".") and rng.random() < 0.5:
         lowered = lowered[:-1]

@@ -78,7 +78,7 @@ def card(config, recipe, report: dict) -> str:
     text = HEAD.format(
         parameters=parameters(config), kv=kv_bytes_per_token(config, 4), cases=cases, first=seeds[0], count=len(seeds),
         tokens=recipe.steps * recipe.tokens_per_batch / 1e6, **vars(config), **vars(recipe),
-    )  # fmt: skip
+    )
     for task, shares in report["tasks"].items():
         target = f"{TARGETS[task]:.0%}" if task in TARGETS else "none"
         covers = COVERS[task].format(cases=cases)

@@ -10,14 +10,14 @@ from nanokv.school.training import words
 
 STYLES = {  # how users type → how often
     "written": 58, "no mark": 12, "casual": 20, "small": 10,
-}  # fmt: skip
+}
 SLIPS = {  # how some spell the commonest words
     "you": "u", "your": "ur", "are": "r", "please": "pls", "thanks": "thx", "what": "waht", "the": "teh",
     "remember": "remeber", "which": "wich", "favourite": "favorit", "favorite": "favrite", "because": "cuz",
     "tomorrow": "tmrw", "people": "ppl", "does": "dose", "called": "caled", "name": "nmae", "want": "wanna", "and": "n",
     "again": "agian", "friend": "freind", "number": "nubmer", "where": "were", "list": "lsit", "is": "si",
     "tell": "tel",
-}  # fmt: skip
+}
 AN = re.compile(r"\b([Aa])(?= (?!uni|one\b|eu|use)[aeiou])")  # "a engineer", not "a unicorn"
 
 
@@ -28,9 +28,11 @@ class Conversation:
         self.rng, self.held_out, self.stage = rng, held_out, stage
         self.style, self.american = rng.choices(list(STYLES), list(STYLES.values()))[0], rng.random() < 0.3
         self.messages: list[dict] = []
-        self.before: tuple[str, tuple] | None = None  # said in the same message as the next request, with its meaning
+        # Said in the same message as the next request, with its meaning.
+        self.before: tuple[str, tuple] | None = None
         self.log: list[list[tuple]] = []  # of every exchange: what it means, in one or more steps
-        self.capitals: set[str] = set()  # words of names and cities, which a casual user still begins with a capital
+        # Words of names and cities, which a casual user still begins with a capital.
+        self.capitals: set[str] = set()
         self.facts: dict[str, str] = {}  # kind → value, in the order of telling
         self.pets: dict[str, str] = {}  # kind → name
         self.owners: dict[str, tuple[str, str]] = {}  # person → (colour or nothing, thing)

@@ -9,7 +9,16 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from nanokv.school.training import about_user, hard, lists, nearby, small_talk, strangers, sums, words
+from nanokv.school.training import (
+    about_user,
+    hard,
+    lists,
+    nearby,
+    small_talk,
+    strangers,
+    sums,
+    words,
+)
 from nanokv.school.training.cache_questions import LATER_WRAPPERS, WRAPPERS
 from nanokv.school.training.conversation import Conversation
 
@@ -37,9 +46,11 @@ SEGMENTS = {  # exchange → how often
     lists.repeat: 4, lists.reverse: 6, lists.nth: 7, lists.length: 1, lists.remember: 3, lists.edit: 2, lists.ask: 7,
     sums.count: 5, sums.neighbour: 1, sums.add: 14, sums.refuse: 3,
     small_talk.cache_question: 12, small_talk.story: 1, small_talk.small_talk: 6, small_talk.unknown: 5,
-}  # fmt: skip
+}
 FIRST = Stage(SEGMENTS, words.list_word, WRAPPERS)
-EVERYTHING = {  # what strangers type, what resembles something else, what is hard; the order too decides what is drawn
+# What strangers type, what resembles something else, what is hard; the order too decides what is
+# drawn.
+EVERYTHING = {
     about_user.tell: 16, about_user.update: 18, about_user.recall: 44, about_user.tell_and_ask: 2,
     about_user.tell_before: 2, about_user.confirm: 8, about_user.everything: 3, about_user.tell_pet: 3,
     about_user.recall_pet: 22, about_user.tell_owner: 2, about_user.recall_owner: 12, about_user.tell_home: 3,
@@ -57,7 +68,7 @@ EVERYTHING = {  # what strangers type, what resembles something else, what is ha
     hard.backwards: 75,
     nearby.codes: 45, nearby.moved: 36, nearby.count: 70, nearby.refuse: 14, nearby.edit: 45, nearby.yes_or_no: 60,
     hard.introduce_at_once: 80,
-}  # fmt: skip
+}
 SECOND = Stage(
     EVERYTHING,
     hard.word,

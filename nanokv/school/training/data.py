@@ -9,7 +9,16 @@ import random
 from pathlib import Path
 
 import torch
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
 
 from nanokv.school.training.corpus import FIRST, Stage, begin, conversation, grow, plain_story
 from nanokv.text.tokenizer_file import write_tokenizer
@@ -17,19 +26,23 @@ from nanokv.text.tokenizer_file import write_tokenizer
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 # Qwen's split: contractions, words with their leading space, single digits, punctuation, line breaks, spaces.
 SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-CHAT_TEMPLATE = (  # a space before a user's text: his first word has the token that it has inside of a sentence
+# A space before a user's text: his first word has the token that it has inside of a sentence.
+CHAT_TEMPLATE = (
     "{%- for message in messages %}"
     "{{- '<|im_start|>' + message.role + '\\n' + (' ' if message.role == 'user' else '') + message.content }}"
     "{{- '<|im_end|>\\n' }}"
     "{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
-USER_SHARE = 0.1  # of the user's tokens count in the loss: the model is to answer, not to guess what users say
+# Of the user's tokens count in the loss: the model is to answer, not to guess what users say.
+USER_SHARE = 0.1
 TOKENS_AN_EXCHANGE = 36  # about: more exchanges are drawn where a row is not full
 PLAIN_SHARE = 0.03  # of the rows are stories without a chat
-ROW_LENGTHS = ((64, 2), (128, 5), (256, 8), (512, 3), (1024, 1.5), (2048, 0.5))  # (tokens per row, how often)
+# (tokens per row, how often).
+ROW_LENGTHS = ((64, 2), (128, 5), (256, 8), (512, 3), (1024, 1.5), (2048, 0.5))
 
 
 def render(messages) -> str:
@@ -70,7 +83,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder):
         "unk_token": None, "errors": "replace", "clean_up_tokenization_spaces": False, "split_special_tokens": False,
         "chat_template": CHAT_TEMPLATE, "additional_special_tokens": ["<|im_start|>", "<|im_end|>"],
         "added_tokens_decoder": {str(tokenizer.token_to_id(t)): {"content": t} | special for t in SPECIAL_TOKENS},
-    }  # fmt: skip
+    }
     write_tokenizer(Path(folder), tokenizer, config)
 
 
@@ -119,11 +132,13 @@ class Rows:
         ids: list[int] = []
         said: list[bool] = []
         header = len(self.assistant)
-        encoded = self.tokenizer.encode_batch_fast([render([message]) for message in messages])  # a thread a core
+        # A thread a core.
+        encoded = self.tokenizer.encode_batch_fast([render([message]) for message in messages])
         for message, new in zip(messages, (encoding.ids for encoding in encoded), strict=True):
             ids += new
             answer = message["role"] == "assistant"
-            said += [False] * header + [answer] * (len(new) - header - 1) + [False]  # the last one is a line break
+            # The last one is a line break.
+            said += [False] * header + [answer] * (len(new) - header - 1) + [False]
         return ids, said
 
     @staticmethod

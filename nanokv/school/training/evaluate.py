@@ -17,7 +17,17 @@ import torch
 from nanokv.cache import KVCache, make_cache
 from nanokv.chat.session import Session
 from nanokv.inference import decode, prefill
-from nanokv.school.training import about_user, corpus, facts, hard, lists, nearby, small_talk, sums, words
+from nanokv.school.training import (
+    about_user,
+    corpus,
+    facts,
+    hard,
+    lists,
+    nearby,
+    small_talk,
+    sums,
+    words,
+)
 from nanokv.school.training.cache_questions import HELD_OUT_WRAPPERS, QUESTIONS, YES_OR_NO, ask
 from nanokv.school.training.conversation import Conversation, upper_first
 from nanokv.school.training.facts import FACTS
@@ -25,7 +35,7 @@ from nanokv.school.training.facts import FACTS
 TARGETS = {
     "recall": 0.97, "updates": 0.95, "never told": 0.95, "repeat": 0.97, "nth": 0.97, "reverse": 0.95, "count": 0.97,
     "sums": 0.97, "cache questions": 0.97, "natural": 0.80,
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -249,7 +259,8 @@ TASKS: dict[str, Callable] = {
     "cache questions": cache_case,
     "cache questions, new phrasing": new_phrasing_case,
 }
-LONGEST = {"other counts": 400}  # tokens of an answer, where 100 are not enough: a count to 100 takes 300
+# Tokens of an answer, where 100 are not enough: a count to 100 takes 300.
+LONGEST = {"other counts": 400}
 WRITTEN = {"natural": "natural", "natural, paraphrased": "paraphrased"}  # task → file
 
 
@@ -393,5 +404,5 @@ def examples(model, tokenizer) -> list[tuple[str, str]]:
     turns = (
         "Hello!", "My name is Zorbla.", "I have a cat called Miso.", "What is my name?", "What is 27 + 48?",
         "What is a KV cache?", "What is my cat called?",
-    )  # fmt: skip
+    )
     return [(turn, session.ask(turn)) for turn in turns]

@@ -11,7 +11,8 @@ from nanokv.school.training.facts import CODES, FACTS, PET, draw
 from nanokv.school.training.phrases import phrases
 
 SENTENCES = " ".join(str(phrases(name)) for name in ("facts", "requests", "nearby"))
-EVERY_WORD = sorted(set(re.findall("[a-z]{4,}", SENTENCES.lower())))  # "withme" begins with a token that no list has
+# "withme" begins with a token that no list has.
+EVERY_WORD = sorted(set(re.findall("[a-z]{4,}", SENTENCES.lower())))
 ASKED_LATER = phrases("requests")["remembered"]["nth"]
 OTHERS = (sums.add, sums.count, small_talk.cache_question, lists.repeat, small_talk.small_talk, small_talk.unknown)
 LENGTHS = (3, 4, 5, 5, 6, 6, 7, 7, 8, 8)
@@ -26,7 +27,7 @@ PET_FIRST = [text for text in PET["told"] if text.startswith("{v}")]
 INTRODUCED = ["This is {v}.", "It's {v} here, by the way.", *FIRST_TEXTS["name"]]
 PROPER = {  # kinds whose values have a capital
     "name", "friend", "city", "song", "book", "film", "band", "birthplace", "childhood", "workplace", *words.RELATIVES,
-}  # fmt: skip
+}
 POOLED = ("age", "number", "friends", "season")
 BEGINNING = [kind for kind, texts in FIRST_TEXTS.items() if texts and kind not in POOLED]
 

@@ -155,4 +155,4 @@ QUESTIONS = (  # positions twice as often as the others
     _ask_nth, _ask_nth, _ask_member, _ask_next, _ask_length,
     lambda talk: ("again", (), again(talk), ("again",)),
     lambda talk: ("backwards", (), backwards(talk), ("backwards",)),
-)  # fmt: skip
+)

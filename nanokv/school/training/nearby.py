@@ -16,7 +16,7 @@ from nanokv.school.training.small_talk import ARITHMETIC
 _TEXTS = phrases("nearby")
 MOVED, SETTLING, COUNTING, EDITS = (_TEXTS[name] for name in ("moved", "settling", "counting", "edits"))
 MOVING = ("city", "city", "city", "name", "name", "job", "job", "hobby", "colour", "food", "drink", "animal", "sport",
-          "sister", "brother", "game", "instrument")  # fmt: skip
+          "sister", "brother", "game", "instrument")
 ROUND = (20, 25, 30, 40, 50, 60, 100)
 STEPS = {2: "twos", 3: "threes", 5: "fives", 10: "tens"}
 

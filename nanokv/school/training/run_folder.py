@@ -55,7 +55,8 @@ def new_checkpoint(folder: Path, name: str):
             for path in temporary.iterdir():
                 with open(path, "rb") as file:
                     os.fsync(file.fileno())
-            shutil.rmtree(folder / name, ignore_errors=True)  # an incomplete one: save() leaves a whole one alone
+            # An incomplete one: save() leaves a whole one alone.
+            shutil.rmtree(folder / name, ignore_errors=True)
             os.replace(temporary, folder / name)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)

@@ -10,7 +10,8 @@ from nanokv.school.training.phrases import phrases
 
 _TEXTS = phrases("stories")
 PARTS = tuple(_TEXTS["parts"].values())
-TALK = [(talk["said"], talk["answered"]) for talk in _TEXTS["talk"]]  # (what users say, what nanokv answers)
+# (what users say, what nanokv answers).
+TALK = [(talk["said"], talk["answered"]) for talk in _TEXTS["talk"]]
 GREETINGS, ARITHMETIC, SYSTEM_PROMPTS = _TEXTS["greetings"], _TEXTS["arithmetic"], _TEXTS["system"]["prompts"]
 STRANGERS = ("a fox", "an owl", "a small bear", "a friend")
 PLACES = (*words.PLACES, "river", "forest", "market", "harbour", "lake", "hill")

@@ -250,7 +250,7 @@ def list_at_once(talk: Conversation):
     answer, meaning = {
         "reverse": (lists.backwards(talk), ("backwards",)), "repeat": (lists.again(talk), ("again",)),
         "nth": (f"The {where} is {item}.", ("nth", where)),
-    }[how]  # fmt: skip
+    }[how]
     listed, place = lists.typed(talk.rng, items), lists.digits(talk.rng, where)
     talk.say(talk.rng.choice(_TEXTS["list"][how]).format(l=listed, o=place), answer, ("list", *items), meaning)
 

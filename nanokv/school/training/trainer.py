@@ -23,13 +23,21 @@ from nanokv.errors import NanoKVError
 from nanokv.model import Transformer
 from nanokv.school.training.corpus import SECOND
 from nanokv.school.training.data import Rows, save_tokenizer, train_tokenizer
-from nanokv.school.training.run_folder import checkpoints, damaged, drop_old, new_checkpoint, read_state, saving
+from nanokv.school.training.run_folder import (
+    checkpoints,
+    damaged,
+    drop_old,
+    new_checkpoint,
+    read_state,
+    saving,
+)
 from weights_loader import writing
 
 VOCAB_SIZE = 2048
 BLOCK = 128  # queries whose scores are in memory at once
 COMPILED_FROM = 500  # steps of a run for which a minute of compiling pays
-TINY = Config(  # head_dim · heads = 288 ≠ hidden 192 on purpose: code that derives one from the other fails loudly
+# head_dim · heads = 288 ≠ hidden 192 on purpose: code that derives one from the other fails loudly.
+TINY = Config(
     vocab_size=VOCAB_SIZE,
     hidden_size=192,
     intermediate_size=512,
@@ -163,7 +171,8 @@ class Trainer:
     def save(self, folder):
         """Write checkpoint-STEP next to its predecessors, complete or not at all; keep the last two."""
         folder, name = Path(folder), f"checkpoint-{self.step}"
-        if folder / name not in checkpoints(folder):  # the same step of the same run has the same bits
+        # The same step of the same run has the same bits.
+        if folder / name not in checkpoints(folder):
             with new_checkpoint(folder, name) as temporary:
                 save_file(self.weights(), temporary / "weights.safetensors")
                 save_file(self._optimizer_tensors(), temporary / "optimizer.safetensors")
@@ -237,11 +246,13 @@ def causal_in_blocks(q, k, v):
     """
     B, H, T, D = q.shape
     mixed = []
-    with torch.autocast(q.device.type, enabled=False):  # which would make a copy of the scores in fp32
+    # Which would make a copy of the scores in fp32.
+    with torch.autocast(q.device.type, enabled=False):
         grouped, k = (q * D**-0.5).to(v.dtype).reshape(B, k.shape[1], -1, T, D), k.to(v.dtype)  # (B,Hk,G,T,D)
         for start in range(0, T, BLOCK):
             end = min(T, start + BLOCK)
-            queries = grouped[:, :, :, start:end].flatten(2, 3)  # (B,Hk,G·N,D): a group shares its keys
+            # A group shares its keys.
+            queries = grouped[:, :, :, start:end].flatten(2, 3)  # (B,Hk,G·N,D)
             hidden = torch.full((end - start, end), -torch.inf, dtype=v.dtype, device=v.device).triu(start + 1)
             scores = (queries @ k[:, :, :end].transpose(-1, -2)).unflatten(2, (-1, end - start)) + hidden
             mixed.append(scores.softmax(-1).flatten(2, 3) @ v[:, :, :end])  # (B,Hk,G·N,D)

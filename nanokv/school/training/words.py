@@ -67,11 +67,11 @@ CODES = (  # what has a number that a user tells
     "room number", "flat number", "house number", "locker number", "bus number", "seat number", "wifi password",
     "laptop password", "customer number", "lock code", "card PIN", "postcode", "code", "alarm", "locker", "tablet code",
     "suitcase lock", "shed code", "mailbox code", "garage code", "ticket number", "table number", "garden lock",
-)  # fmt: skip
+)
 TITLES = ("Dr.", "Captain", "Professor", "Mr.", "Mrs.", "Doctor", "Sir", "Lady")
 BESIDE = (  # where things lie
     "under", "behind", "on", "next to", "beside", "above", "in front of", "in", "on top of", "near",
-)  # fmt: skip
+)
 ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth")
 _TO_NINETEEN = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen
 seventeen eighteen nineteen""".split()

@@ -32,4 +32,4 @@ print(json.dumps({
     "stream_reason": streamed.response_metadata["finish_reason"], "stream_usage": usage(streamed.usage_metadata),
     "stopped": stopped.content, "stop_reason": stopped.response_metadata["finish_reason"],
     "no_model": status(model="gpt-9"), "no_key": status(api_key="wrong"),
-}))  # fmt: skip
+}))

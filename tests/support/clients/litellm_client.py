@@ -13,7 +13,7 @@ litellm.suppress_debug_info = True
 
 def ask(model="tiny", api_key=key, **fields):
     return litellm.completion(f"openai/{model}", message, api_base=f"{url}/v1", api_key=api_key, max_tokens=12,
-                              max_retries=0, **fields)  # fmt: skip
+                              max_retries=0, **fields)
 
 
 def status(**fields) -> int:
@@ -38,4 +38,4 @@ print(json.dumps({
     "stream_usage": usage(next(chunk.usage for chunk in chunks if getattr(chunk, "usage", None))),
     "stopped": stopped.choices[0].message.content, "stop_reason": stopped.choices[0].finish_reason,
     "no_model": status(model="gpt-9"), "no_key": status(api_key="wrong"),
-}))  # fmt: skip
+}))

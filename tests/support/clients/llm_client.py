@@ -9,7 +9,8 @@ import openai
 url, key, stop = sys.argv[1:]
 entry = {"api_base": f"{url}/v1", "api_key_name": "nanokv"}
 models = [entry | {"model_id": name, "model_name": name} for name in ("tiny", "gpt-9")]
-(llm.user_dir() / "extra-openai-models.yaml").write_text(json.dumps(models), encoding="utf-8")  # JSON is YAML
+# JSON is YAML.
+(llm.user_dir() / "extra-openai-models.yaml").write_text(json.dumps(models), encoding="utf-8")
 
 
 def ask(model="tiny", key=key, stream=False, **options):
@@ -39,4 +40,4 @@ print(json.dumps({
     "streamed": "".join(stream), "stream_reason": reason(stream), "stream_usage": usage(stream),
     "stopped": stopped.text(), "stop_reason": reason(stopped),
     "no_model": status(model="gpt-9"), "no_key": status(key="wrong"),
-}))  # fmt: skip
+}))

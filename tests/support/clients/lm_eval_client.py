@@ -16,7 +16,7 @@ with tempfile.TemporaryDirectory() as folder:
         "task": "ours", "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(lines)}},
         "test_split": "test", "output_type": output_type, "doc_to_text": "{{question}}", "doc_to_target": "{{answer}}",
         "metric_list": [{"metric": "perplexity" if output_type == "loglikelihood" else "bypass"}],
-    }  # fmt: skip
+    }
     if output_type == "generate_until":
         task |= {"generation_kwargs": {"until": ["zz"], "max_gen_toks": 12}}
     found = simple_evaluate(
@@ -25,5 +25,5 @@ with tempfile.TemporaryDirectory() as folder:
             "model": "tiny", "base_url": f"{url}/v1/completions", "num_concurrent": 1, "max_retries": 1,
             "tokenizer_backend": "huggingface", "tokenizer": tokenizer,
         },
-    )  # fmt: skip
+    )
 print(json.dumps([sample["resps"][0][0] for sample in found["samples"]["ours"]]))

@@ -12,7 +12,7 @@ TINY = ROOT / "weights_loader" / "checkpoints" / "tiny"
 REGRESSIONS = Path(__file__).with_name("regressions")
 TARGETS = sorted(path.stem.removeprefix("target_") for path in Path(__file__).parent.glob("target_*.py"))
 ODD = (None, True, False, 0, -1, 1, 2**31, 2**63, 10**25, 1.5, -0.0, 1e308, "", "a", "\x00", "\ud800", "../x", [], {},
-       [[]], "\u202e", "9" * 5000, {"type": "x"})  # fmt: skip
+       [[]], "\u202e", "9" * 5000, {"type": "x"})
 
 
 @functools.cache

@@ -30,7 +30,7 @@ def file(architecture: str, kind: int) -> bytes:
     writer = gguf.GGUFWriter(str(path), architecture)
     sizes = {"block_count": 1, "context_length": 64, "embedding_length": 64, "feed_forward_length": 64,
              "attention.head_count": 2, "attention.head_count_kv": 1, "attention.key_length": 32} | (
-        {"expert_count": 2, "expert_used_count": 1, "expert_feed_forward_length": 32} if kind == 2 else {})  # fmt: skip
+        {"expert_count": 2, "expert_used_count": 1, "expert_feed_forward_length": 32} if kind == 2 else {})
     for key, value in sizes.items():
         writer.add_uint32(f"{architecture}.{key}", value)
     writer.add_float32(f"{architecture}.attention.layer_norm_rms_epsilon", 1e-5)
@@ -46,7 +46,7 @@ def file(architecture: str, kind: int) -> bytes:
            "ffn_gate_inp": (2, 64)} if kind == 2 else {"ffn_gate": (64, 64), "ffn_up": (64, 64), "ffn_down": (64, 64)}
     norms = {"attn_q_norm": (32,), "attn_k_norm": (32,)} if kind else {}
     layer = {"attn_norm": (64,), "ffn_norm": (64,), "attn_q": (64, 64), "attn_k": (32, 64), "attn_v": (32, 64),
-             "attn_output": (64, 64)} | norms | mlp  # fmt: skip
+             "attn_output": (64, 64)} | norms | mlp
     shapes = {"token_embd.weight": (len(tokens), 64), "output_norm.weight": (64,)}
     shapes |= {f"blk.0.{leaf}.weight": shape for leaf, shape in layer.items()}
     type_ = (gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16, gguf.GGMLQuantizationType.Q4_0)[kind]
@@ -70,7 +70,7 @@ def mutate(data: bytes, rng) -> bytes:
         for _ in range(rng.randint(1, 3)):
             at = rng.randrange(4, min(len(data), 6_000) - 8)
             form, value = rng.choice((("<I", rng.choice((0, 1, 7, 8, 9, 77, 2**31, 2**32 - 1))),
-                                      ("<Q", rng.choice((0, 1, 33, 2**20, 2**40, 2**63, 2**64 - 1)))))  # fmt: skip
+                                      ("<Q", rng.choice((0, 1, 33, 2**20, 2**40, 2**63, 2**64 - 1)))))
             struct.pack_into(form, data, at, value)
         return bytes(data)
     return common.byte_mutator(bytes(data), rng)

@@ -19,7 +19,7 @@ def seeds() -> dict[str, bytes]:
     head = transcript.header("tiny", "0" * 16, kv="a.kv")
     turn = {"user": "hi", "answer": "Hello!", "finish_reason": "stop", "seconds": 0.1}
     history = {"history": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "system": "s",
-               "settings": {"temperature": 0.5, "stop": ["x"], "seed": 1}}  # fmt: skip
+               "settings": {"temperature": 0.5, "stop": ["x"], "seed": 1}}
     lines = {"turns": [head, turn, turn], "history": [head, history, turn], "head": [head]}
     return {name: "".join(json.dumps(line) + "\n" for line in each).encode() for name, each in lines.items()}
 

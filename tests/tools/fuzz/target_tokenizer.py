@@ -25,12 +25,12 @@ def seeds() -> dict[str, bytes]:
     for id, token in enumerate(whole["added_tokens"], len(small)):
         token["id"] = id
     more = whole | {"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFC"}, {
-        "type": "Replace", "pattern": {"Regex": "a+"}, "content": "b"}]}}  # fmt: skip
+        "type": "Replace", "pattern": {"Regex": "a+"}, "content": "b"}]}}
     split = whole | {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [
         {"type": "Split", "pattern": {"Regex": r"\p{N}| ?\p{L}+"}, "behavior": "Isolated", "invert": False},
-        {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}]}}  # fmt: skip
+        {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}]}}
     return {name: json.dumps(value).encode() for name, value in
-            {"tiny": whole, "normalizer": more, "split": split}.items()}  # fmt: skip
+            {"tiny": whole, "normalizer": more, "split": split}.items()}
 
 
 def run(data: bytes) -> None:

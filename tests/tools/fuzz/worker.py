@@ -60,7 +60,7 @@ class Worker:
 
     def _start(self) -> None:
         self.process = subprocess.Popen([sys.executable, __file__, *self.targets], stdin=subprocess.PIPE,
-                                        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)  # fmt: skip
+                                        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
         if problem := self._answer(120):
             raise RuntimeError(f"the worker for {self.targets} did not start: {problem}")
 

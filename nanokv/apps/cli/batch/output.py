@@ -20,7 +20,8 @@ from nanokv.errors import NanoKVError
 from weights_loader.strict import loads
 
 NOTICE_S = 10.0  # seconds between two progress lines where there is no terminal
-FIRST_RELEASE = ("text", "ids", "finish_reason", "seed", "metrics")  # what an answer of version 0.1.0 says
+# What an answer of version 0.1.0 says.
+FIRST_RELEASE = ("text", "ids", "finish_reason", "seed", "metrics")
 
 
 class OrderedOutput:
@@ -98,12 +99,14 @@ class ResumableOutput(OrderedOutput):
         answers = read_output(self.path)
         if answers is None:
             raise NanoKVError(f"{path} is not an output of nanokv batch", "choose another file, or remove it")
-        self.old = defaultdict(list)  # request → its answers, more than one where a line occurs more than once
+        # Request → its answers, more than one where a line occurs more than once.
+        self.old = defaultdict(list)
         for answer in answers:
             self.old[answer.get("request")].append(answer)
 
     def begin(self) -> None:
-        replace(self.path, [*self.results.values(), *chain(*self.old.values())])  # no torn line, no errors
+        # No torn line, no errors.
+        replace(self.path, [*self.results.values(), *chain(*self.old.values())])
         self.file = open(self.path, "a", encoding="utf-8")
 
     @property

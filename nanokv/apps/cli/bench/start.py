@@ -28,7 +28,7 @@ PARTS = {  # stamp → what lies before it
     "plan": "Python, flags, config.json, banner", "torch": "import torch", "code": "import the model's code",
     "tokenizer": "tokenizer", "weights": "weights", "kernels": "kernels, fusing", "prompt": "prompt to ids",
     "token": "prefill, first token",
-}  # fmt: skip
+}
 FLOORS = {  # stamp → the least that has to be done for it
     "plan": "pass",
     "torch": "import torch",

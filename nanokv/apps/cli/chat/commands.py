@@ -30,12 +30,12 @@ CHOICES = {
 OFF = {  # setting → (the value with which it does nothing, what that means)
     "temperature": (0, "greedy"), "top_k": (0, "all"), "top_p": (1, "all"), "min_p": (0, "none"),
     "repetition_penalty": (1, "off"),
-}  # fmt: skip
+}
 OF_SESSION = ("overflow", "loop_guard")  # the others belong to the view
 LONGEST_FILE = 16_000_000  # bytes that /read takes
 KEYS = (
     "Enter send", "Alt-Enter, Ctrl-J newline", '""" block', "Ctrl-R search", "Ctrl-X Ctrl-E editor", "Ctrl-D leave",
-)  # fmt: skip
+)
 WHOLE_TEXT = ("/system", "/edit")  # what follows them may have several lines
 
 
@@ -348,17 +348,17 @@ COMMANDS = {
     "/copy": Command(copy, "last answer to the clipboard"),
     "/exit": Command(leave, "leave (also exit, quit, Ctrl-D)"),
     "/bye": Command(leave), "/quit": Command(leave),
-}  # fmt: skip
+}
 OLLAMA = {  # settings of its chat → what to type here; {} is the value
     "system": "/system {}", "num_ctx": "a chat keeps its context: /exit, then nanokv chat --context {}",
     "num_predict": "/set max_new_tokens {}", "repeat_penalty": "/set repetition_penalty {}",
     "think": "/think", "nothink": "/nothink", "verbose": "/stats on", "quiet": "/stats off",
     "stop": "a chat keeps its stop strings: /exit, then nanokv chat --stop STR",
-}  # fmt: skip
+}
 _MODEL = "a chat keeps its model: /exit, then nanokv chat -m NAME (nanokv models lists names)"
 ELSEWHERE = {  # commands of other programs → what does it here
     "model": _MODEL, "models": _MODEL, "new": "did you mean /clear?", "redo": "did you mean /retry?",
     "history": "/tokens shows the last prompt, /save FILE writes the conversation",
     "show": "/set shows the settings, /system the system prompt, /cache the cache; nanokv memory the model's sizes",
-}  # fmt: skip
+}
 ALONE = (show_help, clear, think, no_think, show_cache, show_tokens, undo, retry, resume, copy, leave)

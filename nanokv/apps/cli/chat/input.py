@@ -116,7 +116,8 @@ class Input:
         plain = {} if color else {"color_depth": ColorDepth.DEPTH_1_BIT}
         with create_app_session(output=plain_output() if os.environ.get("TERM") == "dumb" else None):
             self.session = self._prompt_session(plain, bar)
-        self.session.app.renderer.cpr_not_supported_callback = lambda: None  # a line of noise in simple terminals
+        # A line of noise in simple terminals.
+        self.session.app.renderer.cpr_not_supported_callback = lambda: None
 
     def _prompt_session(self, plain, bar):
         return PromptSession(
@@ -128,7 +129,8 @@ class Input:
 
     def read(self, default="") -> str:
         default = self.folds.fold(default)
-        if default and os.environ.get("TERM") == "dumb":     # its prompt does not show what is already in the line
+        # Its prompt does not show what is already in the line.
+        if default and os.environ.get("TERM") == "dumb":
             self.say("in the input line: " + sanitize(default))
         self.lost = ""
         try:
@@ -141,7 +143,8 @@ class Input:
             if not text:
                 self.say(LEAVING)
             return ""
-        except KeyboardInterrupt:                        # a signal before prompt_toolkit takes them, or after it
+        # A signal before prompt_toolkit takes them, or after it.
+        except KeyboardInterrupt:
             self.lost = self.folds.unfold(self.session.default_buffer.text)
             raise
         text = self.folds.unfold(text).replace("\r\n", "\n")
@@ -184,7 +187,8 @@ class Input:
     def _interrupt(self, event):
         """Text: clear it. Empty: say how to leave; the second press within 2 s leaves."""
         try:
-            interrupt_at_prompt(None, None)              # returns if this Ctrl-C is the one that stopped the answer
+            # Returns if this Ctrl-C is the one that stopped the answer.
+            interrupt_at_prompt(None, None)
             return
         except KeyboardInterrupt:
             pass

@@ -24,7 +24,8 @@ except ImportError:  # Windows
     termios = None
 
 LFLAG = 3  # index of the local flags in what tcgetattr returns
-LEAVING = (Keys.ControlC, Keys.ControlD, Keys.ControlZ)  # keys that would do something by themselves in a prompt
+# Keys that would do something by themselves in a prompt.
+LEAVING = (Keys.ControlC, Keys.ControlD, Keys.ControlZ)
 
 
 def open_keyboard():
@@ -76,14 +77,17 @@ class PosixKeyboard(Keyboard):
         self.shell = termios.tcgetattr(self.fd)
         with self.input.raw_mode():
             self.raw, self.own = termios.tcgetattr(self.fd), termios.tcgetattr(self.fd)
-        self.own[LFLAG] |= termios.ISIG | termios.NOFLSH  # NOFLSH: Ctrl-C does not throw away what was typed before it
+        # NOFLSH: Ctrl-C does not throw away what was typed before it.
+        self.own[LFLAG] |= termios.ISIG | termios.NOFLSH
         for number, handler in ((signal.SIGTSTP, self._stop), (signal.SIGQUIT, self._stop), (signal.SIGCONT, self._on)):
             if signal.getsignal(number) != signal.SIG_IGN:
                 self.handlers[number] = signal.signal(number, handler)
-                signal.siginterrupt(number, False)  # a tcsetattr that waited in the background goes on
+                # A tcsetattr that waited in the background goes on.
+                signal.siginterrupt(number, False)
         self._take()
         self.poll()
-        keys = get_typeahead(self.input)  # typed before this: the kernel had made newlines of the Enters
+        # Typed before this: the kernel had made newlines of the Enters.
+        keys = get_typeahead(self.input)
         store_typeahead(self.input, [KeyPress(Keys.Enter) if key.key == Keys.ControlJ else key for key in keys])
         return self
 
@@ -154,7 +158,8 @@ class PosixKeyboard(Keyboard):
 
     def _stop(self, number, frame):
         """Ctrl-Z, Ctrl-\\: the shell's modes first, then what the signal does to every other program."""
-        if self.reading:  # the parser of keys cannot be entered twice: `poll` stops when it has read them all
+        # The parser of keys cannot be entered twice: `poll` stops when it has read them all.
+        if self.reading:
             self.stopping = number
             return
         mode = self.mode

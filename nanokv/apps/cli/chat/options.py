@@ -63,4 +63,4 @@ def command_options(args) -> ChatOptions:
         options.model_options(args, speed, template), options.cache_options(args), sampling,
         options.output_options(args), options.rank_options(args), args.resume, args.no_save, args.overflow, args.stats,
         args.markdown, args.jsonl, args.no_loop_guard,
-    )  # fmt: skip
+    )

@@ -61,7 +61,8 @@ class Chat:
 
         self.given, self.view, self.keyboard, self.loaded, self.session = given, view, keyboard, loaded, session
         self.draft, self.recorded, self.file = "", [], None
-        self.went_well = True                            # only then what was typed ahead is sent by itself
+        # Only then what was typed ahead is sent by itself.
+        self.went_well = True
         self.marks = loaded.fingerprints()
         self.input = Input(
             keyboard, chat_commands.COMMANDS, lambda text: len(session.tokenizer.encode(text)), self.toolbar,
@@ -90,8 +91,10 @@ class Chat:
         if draft or not self.went_well:
             self.keyboard.hold(draft)
         try:
-            return self.input.read(draft).rstrip("\n")    # an Enter that was held back may stand at the end
-        except KeyboardInterrupt:                        # a signal before prompt_toolkit takes them, or after it
+            # An Enter that was held back may stand at the end.
+            return self.input.read(draft).rstrip("\n")
+        # A signal before prompt_toolkit takes them, or after it.
+        except KeyboardInterrupt:
             self.draft = self.input.lost
             self.view.say("interrupted")
             return ""
@@ -126,7 +129,8 @@ class Chat:
         if self.command_refused(text) or self.control_token_refused(text):
             self.draft = text
             return False
-        self.draft = text                                # stays in the input line unless an answer begins
+        # Stays in the input line unless an answer begins.
+        self.draft = text
         return self.answer(lambda stop: self.session.stream(text, stop))
 
     def answer(self, make) -> bool:

@@ -31,4 +31,4 @@ def kept(given: ChatOptions) -> list[tuple]:
         ("--chat-template", template.choice, None), ("--overflow", given.overflow, "stop"),
         ("--thinking", template.thinking, None), ("--allow-special", template.allow_special, False),
         ("--no-loop-guard", given.no_loop_guard, False),
-    ]  # fmt: skip
+    ]

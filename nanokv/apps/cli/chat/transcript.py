@@ -51,7 +51,8 @@ class Transcript:
 
     def __init__(self, path, head):
         self.path, self.pending = Path(path), [head]
-        self.saved = False                               # at least one turn of this run is on the disk
+        # At least one turn of this run is on the disk.
+        self.saved = False
 
     @classmethod
     def reopen(cls, path):
@@ -88,7 +89,8 @@ def write_at_end(path, data: bytes):
             try:
                 os.fsync(descriptor)
             except OSError as error:
-                if error.errno != errno.EINVAL:          # a pipe or a device has no fsync; a full disk may say it here
+                # A pipe or a device has no fsync; a full disk may say it here.
+                if error.errno != errno.EINVAL:
                     raise
         except OSError:
             with contextlib.suppress(OSError):
@@ -103,7 +105,8 @@ def write_whole(path, lines):
     path = Path(path)
     data = "".join(json.dumps(line, ensure_ascii=True) + "\n" for line in lines).encode()
     try:
-        if path.exists() and not path.is_file():         # /dev/stdout, a pipe, /dev/full: never replace those
+        # /dev/stdout, a pipe, /dev/full: never replace those.
+        if path.exists() and not path.is_file():
             write_at_end(path, data)
             return len(data)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -178,7 +181,7 @@ def _check_fields(entry, place):
 FIELDS = {  # field of a header or a line → (types, in words); absent and null are always right
     "model": ((str,), "a text"), "fingerprint": ((str,), "a text"), "system": ((str,), "a text"),
     "kv": ((str,), "a file name"), "ranks": ((int,), "a number"), "settings": ((dict,), "an object"),
-}  # fmt: skip
+}
 
 
 def _check_setting(name, value, place):

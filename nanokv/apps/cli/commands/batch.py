@@ -13,8 +13,21 @@ import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from nanokv.apps.cli.batch.lines import SAMPLING, check_fields, digest, parse_line, read_lines, texts
-from nanokv.apps.cli.batch.output import FIRST_RELEASE, OrderedOutput, Progress, ResumableOutput, summary
+from nanokv.apps.cli.batch.lines import (
+    SAMPLING,
+    check_fields,
+    digest,
+    parse_line,
+    read_lines,
+    texts,
+)
+from nanokv.apps.cli.batch.output import (
+    FIRST_RELEASE,
+    OrderedOutput,
+    Progress,
+    ResumableOutput,
+    summary,
+)
 from nanokv.apps.cli.common import options, pool, terminal
 from nanokv.apps.cli.common.files import add_force, ask_to_lose
 from nanokv.apps.cli.common.loading import load_model
@@ -77,7 +90,7 @@ def add_arguments(parser) -> None:
     form.add_argument(
         "--raw", action="store_true",
         help="each prompt is raw text (the default, with a warning if the model is a chat model)",
-    )  # fmt: skip
+    )
     pool.add_arguments(parser)
 
 
@@ -88,7 +101,7 @@ def command_options(args) -> BatchOptions:
         args.file, args.output, args.force, args.chat, args.raw, pool.pool_options(args), model,
         pool.sized(options.cache_options(args), "batch"), options.sampling_options(args),
         options.output_options(args),
-    )  # fmt: skip
+    )
 
 
 @dataclass
@@ -309,11 +322,12 @@ class Answer:
 def result(loaded, job: Job) -> dict:
     """The line of the output."""
     request = job.request
-    cut = request.finish_reason == "length" and len(request.tokens) < job.wanted  # `room` allowed fewer
+    # `room` allowed fewer.
+    cut = request.finish_reason == "length" and len(request.tokens) < job.wanted
     return line_of(
         loaded, job, job.answer.text, request.tokens, "context" if cut else request.finish_reason,
         completion.seed(request), request.metrics(), job.answer.shown.stop_string,
-    )  # fmt: skip
+    )
 
 
 def line_of(loaded, job: Job, text, ids, finish_reason, seed, metrics, stop_string="") -> dict:

@@ -33,7 +33,9 @@ DESCRIPTION = (
 RANKS = "alike"  # every rank measures the same; rank 0 says when it is over, and prints
 WEIGHTS = ("plain", "fast", "int8", "int4")
 AGAINST = ("transformers", "transformers:static", "llama.cpp", "llama.cpp:q8_0", "llama.cpp:q4_0")
-NOISY = 0.15  # spread of decode times or bandwidth, or cores that others keep busy, from which on the table says so
+# Spread of decode times or bandwidth, or cores that others keep busy, from which on the table says
+# so.
+NOISY = 0.15
 
 
 @dataclass(frozen=True)
@@ -69,37 +71,37 @@ def add_arguments(parser) -> None:
         "--weights", metavar="W,W",
         help="plain = the model that is read, fast = nanokv.optimize, int8, int4 (default: plain,fast; of several "
         "ranks plain)",
-    )  # fmt: skip
+    )
     parser.add_argument("--batch", default="1", metavar="N,N", help="rows decoded together (default: %(default)s)")
     parser.add_argument("--uncached", action="store_true", help="also without a cache: every token again at every step")
     parser.add_argument("--against", metavar="X,X", help=f"other runtimes in the same rotation: {', '.join(AGAINST)}")
     parser.add_argument(
         "--through", choices=("cli",), metavar="cli",
         help="also as `nanokv generate`, started anew for every measurement: what a user waits for",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--peer-timeout", type=real(0, above=True), metavar="S",
         help="end a runtime of --against that takes longer to load, or for one measurement (default: 10 minutes to "
         "load; 20 × the slowest measurement so far, at least 60 s)",
-    )  # fmt: skip
+    )
     parser.add_argument("--steps", type=integer(1), default=16, help="decode steps a measurement (default: 16)")
     parser.add_argument("--repeat", type=integer(1), default=5, help="rounds; medians are shown (default: %(default)s)")
     parser.add_argument(
         "--requests", type=integer(1), metavar="N",
         help="instead: N prompts of 8 … the largest of --contexts tokens through the engine, --steps new ones each",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--beside", choices=("busy",), metavar="busy",
         help="instead: decode tok/s alone, beside a process that keeps a core busy, and with one thread there",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--quality", action="store_true",
         help="instead: what each of --weights, and of --caches, does to the likelihood of a text",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--text", metavar="FILE", type=Path,
         help="the text of --quality, up to --context tokens (default: conversations that tiny never saw)",
-    )  # fmt: skip
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.add_argument("--plot", metavar="FILE", help="a picture as well: .png or .svg")
     add_force(parser)
@@ -113,7 +115,7 @@ def command_options(args) -> BenchOptions:
         args.through, args.peer_timeout, args.steps, args.repeat, args.requests, args.quality,
         args.text, args.beside, args.json, args.plot, options.model_options(args), options.cache_options(args),
         options.output_options(args),
-    )  # fmt: skip
+    )
 
 
 def run(args, ranks: Ranks = ALONE) -> int:
@@ -154,7 +156,8 @@ def measure(given: BenchOptions, loaded: Loaded, contexts, batches, weights, aga
         runners += peers.runners(against, max(contexts) + given.steps)
         peak, others = gemm_peak(loaded.dtype, loaded.device), Others([*peers.pids(), *rank_pids(loaded.ranks)])
         rotation = Rotation(runners, contexts, loaded.config.vocab_size, loaded.device, given.repeat, given.steps)
-        stop = carry_out(rotation.run(), rotation.total, given.output, loaded.ranks, peers)  # until here Ctrl-C leaves
+        # Until here Ctrl-C leaves.
+        stop = carry_out(rotation.run(), rotation.total, given.output, loaded.ranks, peers)
         busy = others.cores()
     if not loaded.ranks.rank:
         report(given, loaded, rotation, peak, busy)
@@ -189,7 +192,7 @@ def check_flags(given: BenchOptions, against) -> None:
         "--against": against and mode != "--requests", "--plot": given.plot, "--uncached": given.uncached,
         "--caches": given.caches and mode == "--requests", "--batch": given.batch != "1" and mode != "--beside",
         "--through": given.through,
-    } | {flag: wanted and flag != mode for flag, wanted in modes.items()}  # fmt: skip
+    } | {flag: wanted and flag != mode for flag, wanted in modes.items()}
     for flag, wanted in unused.items():
         if mode and wanted:
             raise NanoKVError(f"{flag} means nothing to {mode}", hint=f"leave {flag} out")
@@ -209,10 +212,10 @@ def check_ranks(given: BenchOptions, ranks: int) -> None:
         "--against": given.against, "--requests": given.requests, "--quality": given.quality,
         "--through": given.through,
         "--beside": given.beside,
-    } | dict.fromkeys(others, True)  # fmt: skip
+    } | dict.fromkeys(others, True)
     for flag in (flag for flag, wanted in one_process.items() if wanted):
         raise NanoKVError(f"{flag} with --tensor-parallel: it is measured in one process, this would be on "
-                          f"{ranks}", f"leave out {flag}")  # fmt: skip
+                          f"{ranks}", f"leave out {flag}")
     checked(given, ranks)
 
 
@@ -250,6 +253,13 @@ def serve(given: BenchOptions, loaded, weights, against, longest: int) -> int:
         stop = carry_out(serving.rounds(served, given.repeat), total, given.output, loaded.ranks, peers)
     rows = [one.figures() for one in served if one.seconds]
     failed = [{"label": one.label, "rounds": len(one.seconds), "error": one.error} for one in served if one.error]
+    tell_served(given, loaded, rows, failed)
+    stop.finish()
+    return 130 if stop.requested else 0
+
+
+def tell_served(given: BenchOptions, loaded, rows: list[dict], failed: list[dict]) -> None:
+    """The table of `serve`, or one JSON object."""
     if given.json:
         facts = {"model": loaded.name, "dtype": loaded.dtype_name, "threads": loaded.threads}
         facts |= {"requests": given.requests}
@@ -259,10 +269,8 @@ def serve(given: BenchOptions, loaded, weights, against, longest: int) -> int:
         show(head, ("", "prompt tokens", "new tokens", "seconds", "new tok/s"), [
             (f["label"], f"{f['prompt_tokens']:,}", f"{f['generated']:,}", f"{f['seconds']:.2f}", f"{f['tok_s']:,.1f}")
             for f in rows
-        ])  # fmt: skip
+        ])
         show_failed((f["label"], f["error"], "") for f in failed)
-    stop.finish()
-    return 130 if stop.requested else 0
 
 
 def beside(given: BenchOptions, loaded, runners, contexts) -> int:
@@ -284,7 +292,7 @@ def beside(given: BenchOptions, loaded, runners, contexts) -> int:
         show(head, ("", "context", "alone", "beside a busy core", "one thread there", "of one thread"), [
             (f["label"], f"{f['context']:,}", f"{f['alone_tok_s']:,.1f}", f"{f['beside_tok_s']:,.1f}",
              f"{f['one_thread_tok_s']:,.1f}", f"{f['ratio']:.0%}") for f in found
-        ])  # fmt: skip
+        ])
     stop.finish()
     return 130 if stop.requested else 0
 
@@ -325,7 +333,7 @@ def quality_table(loaded, text: str, rows, caches) -> None:
     columns |= {
         "mean |Δ log p|": lambda row: f"{row['mean_change']:.5f}", "mean Δ log p": lambda row: f"{row['bias']:.5f}",
         "perplexity": lambda row: f"{row['perplexity']:.4f}",
-    }  # fmt: skip
+    }
     show(head, columns, [[cell(row) for cell in columns.values()] for row in rows], (0, 1) if caches else (0,))
 
 
@@ -385,7 +393,7 @@ def make_runners(given: BenchOptions, loaded, weights, batches) -> list:
     runners = [
         Ours(models[name], name, kind, how, batch, loaded.dtype)
         for batch in batches for name in weights for kind, how in caches
-    ]  # fmt: skip
+    ]
     if given.uncached:
         runners += [Uncached(models[name], name, 1, loaded.dtype) for name in weights]
     return runners
@@ -458,7 +466,7 @@ def report(given: BenchOptions, loaded, rotation, peak: float, others: float | N
             "bandwidths": rotation.bandwidth.rates, "gemm_flops": peak, "other_cores": others,
             "noise": noise, "noisy": bool(noisy(noise)),
             "code": "plain" if loaded.ranks.size > 1 else native.library()[1], "peak_bytes": peak_bytes(),
-        }  # fmt: skip
+        }
         facts |= {"rows": [row.figures() for row in rows], "failed": [row.failure() for row in rotation.failed()]}
         terminal.write_out(to_json(facts | ({"through": through} if through else {})) + "\n")
     else:
@@ -480,7 +488,7 @@ def print_through(through) -> None:
         show(head, names, [
             (f"{f['weights']} {f['cache']}", f"{f['context']:,}", f"{f['load_s']:.2f}", f"{f['ttft_s']:.2f}",
              f"{f['prefill_ratio']:.0%}", f"{f['decode_ratio']:.0%}") for f in through
-        ])  # fmt: skip
+        ])
 
 
 def threads_text(loaded) -> str:
@@ -505,7 +513,7 @@ def noise_of(rows, others: float | None, rates) -> dict:
     return {
         "decode_spread": max(spreads, default=None), "other_cores": others,
         "bandwidth_spread": (max(rates) - min(rates)) / max(rates) if len(rates) > 1 else None,
-    }  # fmt: skip
+    }
 
 
 def noisy(noise: dict) -> list[str]:
@@ -514,7 +522,7 @@ def noisy(noise: dict) -> list[str]:
         "decode_spread": lambda value: f"spread ±{value / 2:.0%}",
         "bandwidth_spread": lambda value: f"memory at times {value:.0%} slower",
         "other_cores": lambda value: f"others keep {value:.1f} cores busy",
-    }  # fmt: skip
+    }
     return [text(noise[name]) for name, text in texts.items() if (noise[name] or 0) > NOISY]
 
 
@@ -522,7 +530,7 @@ def print_table(head: str, rows, noise: dict, code: str) -> None:
     """tok/s never without GB/s and the share of the limit."""
     peak = peak_bytes()
     parts = [*head.split(" · "), *([f"peak memory {peak / 1e9:.1f} GB"] if peak else []),
-             *([f"noisy: {', '.join(noisy(noise))}"] if noisy(noise) else [])]  # fmt: skip
+             *([f"noisy: {', '.join(noisy(noise))}"] if noisy(noise) else [])]
     names = ("", "context", "prefill tok/s", "decode tok/s", "ms/step", "±", "MB/step", "GB/s", "% of limit")
     lines = []
     for row in rows:
@@ -531,5 +539,5 @@ def print_table(head: str, rows, noise: dict, code: str) -> None:
             row.runner.label, f"{row.context:,}", f"{f['prefill_tok_s']:,.0f}", f"{f['decode_tok_s']:,.1f}",
             f"{row.decode_s * 1e3:.2f}", spread, f"{row.bytes / 1e6:,.1f}", f"{f['gigabytes_per_second']:.2f}",
             f"{row.share:.1%}",
-        ))  # fmt: skip
+        ))
     show([*parts, code], names, lines)

@@ -8,7 +8,13 @@ import sys
 
 from nanokv.apps.cli.chat.options import add_arguments, command_options
 from nanokv.apps.cli.common import layout
-from nanokv.apps.cli.common.terminal import is_interactive, loading, sanitize_line, write_err, write_out
+from nanokv.apps.cli.common.terminal import (
+    is_interactive,
+    loading,
+    sanitize_line,
+    write_err,
+    write_out,
+)
 from nanokv.parallel.group import ALONE, Ranks
 
 EXAMPLES = (

@@ -8,7 +8,13 @@ from pathlib import Path
 
 from nanokv.apps.cli.common import terminal
 from nanokv.apps.cli.common.files import add_force, ask_to_replace
-from nanokv.apps.cli.common.options import DTYPES, CacheOptions, ModelOptions, dtype_name, output_options
+from nanokv.apps.cli.common.options import (
+    DTYPES,
+    CacheOptions,
+    ModelOptions,
+    dtype_name,
+    output_options,
+)
 from nanokv.costs import ITEMSIZE, weight_bytes
 from nanokv.costs.free_memory import available_memory
 from nanokv.errors import NanoKVError
@@ -31,7 +37,7 @@ def add_arguments(parser) -> None:
     parser.add_argument(
         "--dtype", choices=DTYPES, default="auto", metavar="TYPE", type=dtype_name,
         help="float32, bfloat16 or float16 (default: the checkpoint's own, bfloat16 for quantized GGUF)",
-    )  # fmt: skip
+    )
     add_force(parser)
     parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a hub MODEL")
     parser.add_argument("--offline", action="store_true", help="never ask the network")

@@ -88,7 +88,7 @@ def command_options(args) -> CourseOptions:
     return CourseOptions(
         args.action, tuple(args.words), args.folder, args.out, args.force, args.limit, args.seed,
         args.students, args.book, args.key, output_options(args),
-    )  # fmt: skip
+    )
 
 
 def run(args) -> int:

@@ -14,7 +14,12 @@ from pathlib import Path
 from nanokv import __version__
 from nanokv.apps.cli.common import layout, speed, terminal
 from nanokv.apps.cli.common.arguments import environment
-from nanokv.apps.cli.common.loading import check_address_space, check_device, display_name, thread_count
+from nanokv.apps.cli.common.loading import (
+    check_address_space,
+    check_device,
+    display_name,
+    thread_count,
+)
 from nanokv.apps.cli.common.options import (
     CACHE,
     CacheOptions,
@@ -37,7 +42,7 @@ DESCRIPTION = (
 PACKAGES = (
     "torch", "numpy", "tokenizers", "safetensors", "huggingface_hub", "jinja2", "rich", "prompt_toolkit",
     "transformers",
-)  # fmt: skip
+)
 VARIABLES = (
     "NANOKV_MODEL", "NANOKV_THREADS", "NANOKV_NO_HISTORY", "NANOKV_DEBUG", "NANOKV_KERNELS", "NANOKV_CACHE", "CXX",
     "NANOKV_STAMPS", "NANOKV_API_KEY", "NANOKV_RANK_TIMEOUT", "NANOKV_LAUNCHED", "NANOKV_STORE_FD",
@@ -46,7 +51,7 @@ VARIABLES = (
     "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "NO_COLOR", "FORCE_COLOR", "TERM", "COLUMNS", "PYTHONIOENCODING",
     "VISUAL", "EDITOR", "XDG_STATE_HOME", "XDG_CACHE_HOME", "LOCALAPPDATA", "HF_HOME", "HF_HUB_CACHE", "HF_TOKEN",
     "HF_ENDPOINT", "HF_HUB_OFFLINE", "HF_HUB_DISABLE_PROGRESS_BARS", "HTTPS_PROXY", "NO_PROXY", "SSL_CERT_FILE",
-)  # fmt: skip
+)
 MAKE = ("PYTHON", "ARGS", "OUT", "JOBS", "TORCH")  # what the Makefile takes from the environment
 SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD")
 
@@ -67,7 +72,7 @@ def run(args) -> int:
         "ends of an answer": ends(model.source), "paths": paths(),
         "environment": {name: (shown(name), "") for name in VARIABLES},
         "environment of make": {name: (shown(name), "") for name in MAKE},
-    }  # fmt: skip
+    }
     if args.json:
         from nanokv.apps.cli.common.text import to_json
 
@@ -78,7 +83,7 @@ def run(args) -> int:
     column = max(len(name) for rows in sections.values() for name in rows) + 4
     for title, rows in sections.items():
         texts = {n: terminal.sanitize_line(v) + (f"   ({terminal.sanitize_line(o)})" if o else "")
-                 for n, (v, o) in rows.items()}  # fmt: skip
+                 for n, (v, o) in rows.items()}
         lines = layout.definitions(texts.items(), width, column=column)
         terminal.write_out("\n".join([style.bold(title), *lines]) + "\n")
     return 0
@@ -105,7 +110,7 @@ def settings(model: ModelOptions, cache: CacheOptions, output: OutputOptions) ->
     origin = "flag" if given else "NANOKV_MODEL" if environment("NANOKV_MODEL") else "built-in"
     threads = "flag" if model.threads else next(
         (name for name in ("NANOKV_THREADS", "OMP_NUM_THREADS") if environment(name)), "cores this process may use"
-    )  # fmt: skip
+    )
     free = available_memory("cpu")
     device, device_origin = device_in_use(model.device)
     return {
@@ -133,7 +138,8 @@ def settings(model: ModelOptions, cache: CacheOptions, output: OutputOptions) ->
 
 
 def ends(model: str) -> dict:
-    """Token → its id and what says that it ends an answer; of a model on this disk. UnknownModel for no model's name.
+    """Token → its id and what says that it ends an answer; of a model on this disk. UnknownModel
+    for no model's name.
     """
     try:
         from nanokv.text import endings
@@ -160,7 +166,8 @@ def device_in_use(wanted: str) -> tuple[str, str]:
     try:
         check_address_space()
         import torch
-    except Exception as error:  # a broken install raises anything: this command is for finding that out
+    # A broken install raises anything: this command is for finding that out.
+    except Exception as error:
         return "none", f"torch cannot be imported: {terminal.sanitize_line(error)}"
     return ("cuda", torch.cuda.get_device_name(0)) if torch.cuda.is_available() else ("cpu", "torch sees no GPU")
 

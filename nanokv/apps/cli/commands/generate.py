@@ -139,7 +139,8 @@ class TextOutput:
     def __init__(self, prompt: PromptOptions, output: OutputOptions, loaded: Loaded, ids: list[int]):
         style = terminal.Style(sys.stderr, output.color)
         self.writer = AnswerWriter(thoughts(prompt.template.thinking, output.quiet), style)
-        if templated(prompt, loaded.tokenizer):  # the template may have opened <think> at the prompt's end
+        # The template may have opened <think> at the prompt's end.
+        if templated(prompt, loaded.tokenizer):
             self.writer.begin(opens_thinking(loaded.tokenizer, ids))
 
     def put(self, chunk: str) -> None:

@@ -25,7 +25,17 @@ from nanokv.apps.cli.common.options import (
 from nanokv.apps.cli.common.text import to_json
 from nanokv.cache.options import check_options
 from nanokv.config import Config
-from nanokv.costs.memory import FAMILY, MIXTURES, SHORT, Estimate, binary, decimal, flop_text, parse_rate, parse_size
+from nanokv.costs.memory import (
+    FAMILY,
+    MIXTURES,
+    SHORT,
+    Estimate,
+    binary,
+    decimal,
+    flop_text,
+    parse_rate,
+    parse_size,
+)
 from nanokv.errors import NanoKVError
 
 EXAMPLES = (
@@ -181,7 +191,7 @@ def link_text(estimate: Estimate, link: float, style) -> str:
         (("▸ " if row.config == estimate.config else "  ") + row.name.removeprefix("Qwen/")[:14], decimal(row.sent),
          terminal.seconds_text(row.sent / link), flop_text(row.prefill), f"{flop_text(row.break_even(link))}/s")
         for row in family(estimate, FAMILY | MIXTURES)
-    ]  # fmt: skip
+    ]
     note = f"one sequence of {estimate.context:,} tokens, {SHORT[estimate.dtype]}, {estimate.cache} cache, {speed}"
     lines = [layout.paragraph(about, width), "", style.dim(layout.paragraph(note, width))]
     return "\n".join(["", *lines, *layout.table(head, rows, width)]) + "\n"
@@ -200,7 +210,7 @@ def table(estimate: Estimate, memory, style, width: int) -> list[str]:
             decimal(row.per_token), binary(one), binary(whole),
             "never" if row.crossover is None else f"{row.crossover:,}",
             f"{row.max_batch(memory):,}" if memory else "",
-        )  # fmt: skip
+        )
         rows.append(cells if memory else cells[:-1])
     lines = layout.table(head if memory else head[:-1], rows, width)
     return [style.dim(layout.paragraph(about, width)), *lines]
@@ -213,18 +223,18 @@ def report(estimate: Estimate, memory, checked, link) -> dict:
     """The same numbers, in bytes and tokens."""
     fits = {} if memory is None else {
         "fits": {"bytes": memory, "max_batch": estimate.max_batch(memory), "max_context": estimate.max_context(memory)}
-    }  # fmt: skip
+    }
     rows = [numbers(row) for row in family(estimate)]
     sent = {} if link is None else {"link": {"bytes_per_second": link} | transfer(estimate, link) | {
         "family": [{"model": row.name} | transfer(row, link) for row in family(estimate, FAMILY | MIXTURES)]
-    }}  # fmt: skip
+    }}
     return numbers(estimate) | fits | {"family": rows} | sent | ({} if checked is None else {"check": checked})
 
 
 def transfer(row: Estimate, link: float) -> dict:
     """One sequence over a link."""
     return {"bytes": row.sent, "seconds": row.sent / link, "prefill_flops": row.prefill,
-            "break_even_flops_per_second": row.break_even(link)}  # fmt: skip
+            "break_even_flops_per_second": row.break_even(link)}
 
 
 def numbers(row: Estimate) -> dict:
@@ -245,7 +255,7 @@ def numbers(row: Estimate) -> dict:
         },
         "total_bytes": row.total,
         "crossover_tokens": row.crossover,
-    }  # fmt: skip
+    }
 
 
 # --- drawing ------------------------------------------------------------------------------------------------------

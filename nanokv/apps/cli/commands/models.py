@@ -105,7 +105,7 @@ def on_disk(found: inventory.Found, where: str) -> Model:
         problem = problem or str(error)
     memory = count * ITEMSIZE[dtype] if count and dtype in ITEMSIZE else None
     return Model(found.name, f"-m {shlex.quote(found.name)}", where, count, dtype, found.nbytes, memory,
-                 () if problem else ANY, str(found.folder.absolute()), problem)  # fmt: skip
+                 () if problem else ANY, str(found.folder.absolute()), problem)
 
 
 def in_file(found: inventory.Found) -> Model:
@@ -120,7 +120,7 @@ def in_file(found: inventory.Found) -> Model:
     except (NanoKVError, CheckpointError, OSError) as error:
         problem = str(error)
     return Model(found.name, f"-m {shlex.quote(found.name)}", "folder", count, dtype, found.nbytes, memory,
-                 () if problem else ANY, str(found.folder.absolute().parent), problem)  # fmt: skip
+                 () if problem else ANY, str(found.folder.absolute().parent), problem)
 
 
 def in_package(name: str) -> Model:
@@ -131,7 +131,7 @@ def in_package(name: str) -> Model:
         name, f"-m {name}", "package", package.parameters, package.dtype, package.nbytes,
         package.parameters * ITEMSIZE["bfloat16"], commands, str(path.parent) if path else None, problem,
         package.licence, f"{package.distribution} {package.version}",
-    )  # fmt: skip
+    )
 
 
 def random_shape(name: str) -> Model:
@@ -216,7 +216,7 @@ def row(model: Model) -> tuple[str, ...]:
     return (
         "  " + terminal.sanitize_line(model.argument), count_text(model.parameters),
         SHORT.get(model.dtype, terminal.sanitize_line(model.dtype)), terminal.bytes_text(size),
-    )  # fmt: skip
+    )
 
 
 def broken_name(model: Model) -> str:

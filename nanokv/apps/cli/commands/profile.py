@@ -21,7 +21,7 @@ from nanokv.errors import NanoKVError
 EXAMPLES = (
     "nanokv profile", "nanokv profile --weights plain", "nanokv profile -m qwen3-0.6b-random --tokens 1024",
     "nanokv profile --start",
-)  # fmt: skip
+)
 DESCRIPTION = (
     "Where one prefill and one decode step spend their time, beside the least that this machine allows. With --start: "
     "where `nanokv generate` spends its time from the command to the first token."
@@ -49,7 +49,7 @@ def run(args) -> int:
 
         if shape:
             raise NanoKVError(f"{wanted.source} is no folder that a start could read",
-                              "nanokv profile --start -m FOLDER")  # fmt: skip
+                              "nanokv profile --start -m FOLDER")
         plan = plan_model(wanted, cache, output)
         return profile_start(plan, wanted.device, args.weights, args.repeat, args.json)
     loaded = load_random(wanted, cache) if shape else load_model(wanted, cache, output)

@@ -68,32 +68,32 @@ def add_arguments(parser) -> None:
     parser.add_argument(
         "--api-key", metavar="KEY", action="append", default=[], type=key,
         help="refuse requests without this key (repeatable; default: $NANOKV_API_KEY, else none is needed)",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--allow-host", metavar="NAME", action="append", default=[],
         help="answer requests to this host name too (repeatable)",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--alias", metavar="NAME", action="append", default=[],
         help="another name of the model, for clients that ask for gpt-4o (repeatable)",
-    )  # fmt: skip
+    )
     parser.add_argument("--pages", metavar="N", type=arguments.integer(1), help="pages in the pool of the cache")
     parser.add_argument(
         "--queue", metavar="N", type=arguments.integer(0, 100_000), default=64,
         help="requests that may wait; one more is refused with 429 (default: 64)",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--timeout", metavar="S", type=arguments.real(0, above=True), default=600.0,
         help="seconds for one answer, its wait in the queue included (default: 600)",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--prefill-worker", action="store_true",
         help="prefill in a process of its own, which takes the weights a second time; this one only decodes",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--grace", metavar="S", type=arguments.real(0), default=10.0,
         help="seconds for running answers when the server is ended (default: 10)",
-    )  # fmt: skip
+    )
     pool.add_arguments(parser, step_tokens=256)
 
 
@@ -113,7 +113,7 @@ def command_options(args) -> ServeOptions:
         args.host, args.port, keys, tuple(args.allow_host), tuple(args.alias), args.queue,
         args.timeout, args.prefill_worker, args.grace, pool.pool_options(args), model, cache,
         options.sampling_options(args), options.output_options(args),
-    )  # fmt: skip
+    )
 
 
 def run(args, ranks: Ranks = ALONE) -> int:
@@ -153,7 +153,7 @@ def check_ranks(given: ServeOptions, ranks: int) -> None:
     """What several ranks cannot do."""
     if given.prefill_worker:
         raise NanoKVError("--prefill-worker sends the pages of a whole model, and with --tensor-parallel each rank has "
-                          "pages for its own heads", "leave one of them out")  # fmt: skip
+                          "pages for its own heads", "leave one of them out")
 
 
 def with_pages(cache: CacheOptions, pages: int | None) -> CacheOptions:
@@ -185,7 +185,7 @@ def make_server(given: ServeOptions, loaded: Loaded, stop: "Stop", ready):
         engine, loaded.tokenizer, model_names(given, loaded), context,
         sampling.resolve(loaded.model.generation_config), sampling.max_new_tokens, sampling.stop,
         given.model.template.values(), given.model.template.allow_special,
-    )  # fmt: skip
+    )
     if not given.api_keys and not is_loopback(given.host):
         terminal.warning(f"--host {given.host} without --api-key: whoever reaches this machine can use the model")
     client = EngineClient(engine, given.queue, prefills(given, loaded, engine, served.context))
@@ -209,7 +209,7 @@ def prefills(given: ServeOptions, loaded: Loaded, engine, context: int):
         return Here()
     size, pages = engine.pool.page_size, len(engine.pool.references)
     sizes = {"pages": min(pages, AHEAD * (-(-context // size) + 1)), "page_size": size,
-             "step_tokens": given.pool.step_tokens, "max_running": given.pool.running}  # fmt: skip
+             "step_tokens": given.pool.step_tokens, "max_running": given.pool.running}
     elsewhere = Elsewhere(engine, partial(load_again, given), sizes, loaded.fingerprints()[0])
     elsewhere.load()
     return elsewhere
@@ -256,7 +256,8 @@ class Stop(terminal.Interrupt):
         now = time.monotonic()
         if not self.requested:
             self.since = now
-        self.again = self.again or now - self.since >= terminal.SWALLOW_S  # a wrapper may pass one press on twice
+        # A wrapper may pass one press on twice.
+        self.again = self.again or now - self.since >= terminal.SWALLOW_S
         super()._note(signum, frame)
 
     def twice(self) -> bool:

@@ -32,9 +32,11 @@ EXAMPLES = (
     'nanokv trace "Reverse: moon, kettle, blorf" --fault start_pos_restarts -o fault.html',
 )
 DESCRIPTION = "Record a greedy run and write one self-contained HTML page, with a tour. stdout carries its path only."
-MOST_TOKENS = 512  # attention weights grow with the square: at 512 the bundled model's page has about 15 MB
+# Attention weights grow with the square: at 512 the bundled model's page has about 15 MB.
+MOST_TOKENS = 512
 NEW_TOKENS = 48
-SCENARIOS = ("solo", "long", "two_requests")  # situations of nanokv.lab.faults that a trace of one prompt can be in
+# Situations of nanokv.lab.faults that a trace of one prompt can be in.
+SCENARIOS = ("solo", "long", "two_requests")
 ANOTHER = "Count from one to five."  # the request before, where a fault needs one
 
 
@@ -64,11 +66,11 @@ def add_arguments(parser) -> None:
     add_force(group)
     group.add_argument("--open", action="store_true", help="show it in the browser")
     group.add_argument("-n", "--max-new-tokens", metavar="N", type=integer(1, 100_000_000), default=NEW_TOKENS,
-                       help=f"stop after this many tokens (default: {NEW_TOKENS})")  # fmt: skip
+                       help=f"stop after this many tokens (default: {NEW_TOKENS})")
     group.add_argument("--layers", metavar="I,J", help="keep cache and attention of these layers only (default: all)")
     group.add_argument("--fault", metavar="NAME", help="record the run again, with this bug: right minus wrong")
     group.add_argument("--repeat", metavar="N", type=integer(1, 100), default=3,
-                       help="time every step N times and take the median (default: 3)")  # fmt: skip
+                       help="time every step N times and take the median (default: 3)")
     group.add_argument("--no-uncached", action="store_true", help="do not time the run without a cache, which is slow")
     options.add_model_arguments(parser)
 
@@ -80,7 +82,7 @@ def command_options(args) -> TraceOptions:
     return TraceOptions(
         prompt, args.out, args.max_new_tokens, args.layers, args.fault, args.repeat,
         not args.no_uncached, model, options.cache_options(args), options.output_options(args),
-    )  # fmt: skip
+    )
 
 
 def run(args) -> int:
@@ -116,7 +118,7 @@ def make_page(given: TraceOptions, loaded: Loaded, prompt: str, ids: list[int], 
     page = trace.build(
         model, loaded.tokenizer, right, costs, name=loaded.name, prompt=prompt,
         roles=roles(given.prompt, loaded, prompt, ids), fault=wrong, threads=loaded.threads,
-    )  # fmt: skip
+    )
     terminal.notice(terminal.bytes_text(len(page)), given.output)
     return page
 

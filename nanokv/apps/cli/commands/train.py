@@ -23,7 +23,8 @@ DESCRIPTION = (
     "With --evaluate alone: measure a model on held-out words, through the greedy chat path; exit code 1 when it "
     "misses a target."
 )
-RECIPE_FLAGS = {"steps": "--steps", "tokens_per_batch": "--batch-tokens", "seed": "--seed"}  # field of Recipe → flag
+# Field of Recipe → flag.
+RECIPE_FLAGS = {"steps": "--steps", "tokens_per_batch": "--batch-tokens", "seed": "--seed"}
 
 CASES, FEWEST = 100, 5  # cases per task of the evaluation: of a whole run, and of the shortest
 SEEDS = 5  # of the evaluation of a whole run
@@ -60,7 +61,7 @@ def add_arguments(parser) -> None:
     parser.add_argument(
         "--checkpoint-every", type=integer(1), default=100, metavar="N",
         help="steps between checkpoints, each with a validation loss and a sample answer (default: %(default)s)",
-    )  # fmt: skip
+    )
     again = parser.add_mutually_exclusive_group()
     again.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in --out")
     again.add_argument("--force", action="store_true", help="delete the run that --out holds, and start anew")
@@ -73,12 +74,12 @@ def add_arguments(parser) -> None:
     parser.add_argument(
         "--cases", type=integer(1),
         help=f"cases per task of the evaluation (default: {CASES}, after a shorter run fewer, at least {FEWEST})",
-    )  # fmt: skip
+    )
     parser.add_argument("--seed", type=integer(0), help="of the run and of the first cases (default: 0)")
     parser.add_argument(
         "--seeds", type=integer(1), metavar="N",
         help=f"evaluate on so many seeds and show the lowest (default: 1; {SEEDS} after a whole run)",
-    )  # fmt: skip
+    )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto")
     parser.add_argument("--threads", type=integer(1), help="CPU threads (default: all)")
     parser.add_argument("--json", action="store_true", help="the evaluation as one JSON object on stdout")
@@ -89,7 +90,7 @@ def command_options(args) -> TrainOptions:
     return TrainOptions(
         args.steps, args.minutes, args.batch_tokens, args.seed, args.checkpoint_every, args.resume,
         args.force, args.evaluate, args.device, output_options(args),
-    )  # fmt: skip
+    )
 
 
 def run(args) -> int:
@@ -245,7 +246,8 @@ def take_step(trainer, every: int, out: Path, metrics, progress) -> None:
         record["validation"] = round(trainer.validate(), 4)
     record |= {"step": trainer.step, "tokens": trainer.step * trainer.recipe.tokens_per_batch}
     metrics.write(json.dumps(record) + "\n")
-    metrics.flush()  # before the checkpoint: a run that is killed in between does the step again and drops the line
+    # Before the checkpoint: a run that is killed in between does the step again and drops the line.
+    metrics.flush()
     if milestone:
         trainer.save(out)
     progress.show(record)

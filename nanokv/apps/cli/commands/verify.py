@@ -21,7 +21,8 @@ DESCRIPTION = (
     "Compare a checkpoint with transformers (if installed), operation by operation; or with another checkpoint "
     "(--against). Names the first layer and operation that differ. Here exit code 1 means: it differs."
 )
-CONTEXT = 512  # all prompts and answers are shorter: only so much cache is asked of the memory check
+# All prompts and answers are shorter: only so much cache is asked of the memory check.
+CONTEXT = 512
 
 
 def add_arguments(parser) -> None:
@@ -35,7 +36,7 @@ def add_arguments(parser) -> None:
     parser.add_argument(
         "--dtype", choices=DTYPES, default="float32", metavar="TYPE",
         help="auto, float32, bfloat16 or float16 (default: float32, where equal means 1e-5)",
-    )  # fmt: skip
+    )
     parser.add_argument("--threads", metavar="N", type=integer(1, 4096), help="CPU threads (default: all cores)")
     parser.add_argument("--offline", action="store_true", help="never ask the network")
 
@@ -66,7 +67,7 @@ def run(args) -> int:
     report = verify(
         plans[0].name, plans[0].folder, plans[1].folder if args.against else None, args.against,
         getattr(torch, plans[0].dtype_name), args.alone, say=lambda text: terminal.notice(f"{text} …", output),
-    )  # fmt: skip
+    )
     style, width = terminal.Style(sys.stdout, output.color), layout.columns(sys.stdout, None)
     terminal.write_out(as_json(report) if args.json else as_text(report, style, width))
     return 0 if report.equal else 1
@@ -89,7 +90,7 @@ def as_json(report) -> str:
         "checks": [asdict(check) for check in report.checks],
         "config_differences": {name: [str(x), str(y)] for name, (x, y) in report.hints.items()},
         "operations": [row(step) for step in report.steps],
-    }) + "\n"  # fmt: skip
+    }) + "\n"
 
 
 def as_text(report, style, width: int | None = None) -> str:

@@ -19,11 +19,11 @@ from nanokv.errors import CacheError, NanoKVError
 EXIT_CODES = (
     "0 done", "1 our bug", "2 flag, model, file, network, memory", "130 Ctrl-C", "141 reader closed the pipe",
     "143 SIGTERM",
-)  # fmt: skip
+)
 ALIASES = {  # flags of llama.cpp, mlx-lm and the OpenAI interface → ours
     "--temp": "--temperature", "--ctx-size": "--context", "--n-predict": "--max-new-tokens",
     "--max-tokens": "--max-new-tokens",
-}  # fmt: skip
+}
 SYNONYMS = {  # not accepted, but clear: what is typed, without dashes → the flag to suggest
     "n-ctx": "context", "num-ctx": "context", "max-model-len": "context", "num-predict": "max-new-tokens",
     "max-length": "max-new-tokens", "max-completion-tokens": "max-new-tokens", "verbose": "debug", "silent": "quiet",
@@ -35,7 +35,7 @@ SYNONYMS = {  # not accepted, but clear: what is typed, without dashes → the f
     "quantization": "quantize", "torch-dtype": "dtype", "served-model-name": "alias", "max-num-seqs": "running",
     "max-num-batched-tokens": "step-tokens", "gpu-memory-utilization": "pages",
     "tensor-parallel-size": "tensor-parallel", "tp": "tensor-parallel", "cnv": "chat", "conversation": "chat",
-}  # fmt: skip
+}
 SAID = {  # flags of other programs without one of ours → how it is here
     "stream": "nanokv chat and generate stream an answer by default",
     "no-stream": "--json writes an answer when it is whole",
@@ -43,7 +43,7 @@ SAID = {  # flags of other programs without one of ours → how it is here
     "no-conversation": "nanokv generate PROMPT --raw continues a text, without a chat template",
     "i": "nanokv chat talks with the model", "interactive": "nanokv chat talks with the model",
     "trust-remote-code": "no code of a checkpoint is run",
-}  # fmt: skip
+}
 
 
 # --- the parser ---------------------------------------------------------------------------------------------------
@@ -52,16 +52,19 @@ SAID = {  # flags of other programs without one of ours → how it is here
 class Parser(argparse.ArgumentParser):
     """argparse with three repairs: no abbreviations, one-line errors, and `did you mean`."""
 
-    intermixed = False  # may flags stand between the words of one positional? Before Python 3.12 argparse asks
+    # May flags stand between the words of one positional? Before Python 3.12 argparse asks.
+    intermixed = False
 
     def __init__(self, **options):
-        color = {"color": False} if sys.version_info >= (3, 14) else {}  # 3.14 colours help without asking our --color
+        # 3.14 colours help without asking our --color.
+        color = {"color": False} if sys.version_info >= (3, 14) else {}
         super().__init__(allow_abbrev=False, add_help=False, **color, **options)
         self.examples: tuple[str, ...] = ()
         self.shape = ""  # the line of usage
 
     def format_help(self) -> str:
-        self.formatter_class = Formatter  # only here: argparse makes one for each flag that is added
+        # Only here: argparse makes one for each flag that is added.
+        self.formatter_class = Formatter
         self.usage = layout.paragraph(self.shape, help_width() - len("usage: "), rest=" " * len("usage: "))
         return f"{examples_text(self.examples)}{super().format_help()}\n{exit_codes_text()}\n"
 
@@ -91,7 +94,8 @@ class Parser(argparse.ArgumentParser):
     def parse(self, argv: list[str]) -> argparse.Namespace:
         """parse_args, but a flag that nobody knows gets the nearest one instead of the usage lines."""
         words = [_shape(action) for action in self._actions if not action.option_strings]
-        self.shape = " ".join([self.prog, "[flags]", *words])  # now: parsing intermixed words hides them
+        # Now: parsing intermixed words hides them.
+        self.shape = " ".join([self.prog, "[flags]", *words])
         if foreign := next(filter(self.is_foreign, itertools.takewhile("--".__ne__, argv)), None):
             raise self.unknown_flag(foreign)
         args, extra = (self.parse_known_intermixed_args if self.intermixed else self.parse_known_args)(argv)

@@ -47,7 +47,7 @@ def search(sampling: SamplingOptions, prompt: PromptOptions, loaded, ids: list[i
         loaded.source, choices, completion.usage(len(ids), sum(len(beam.ids) for beam in beams)),
         timings=completion.timings(load_s=loaded.load_s, total_s=seconds), cache=completion.cache(generation.cache),
         seed=None,
-    )  # fmt: skip
+    )
     return Found(found, ends[0][0], generation.finish_reason == "interrupted")
 
 

@@ -18,7 +18,8 @@ def columns(stream, otherwise: int | None = 80) -> int | None:
     if given.isdecimal() and int(given) > 0:
         return max(NARROWEST, int(given))
     try:
-        return max(NARROWEST, os.get_terminal_size(stream.fileno()).columns or 80)  # 0: a terminal that does not say
+        # 0: a terminal that does not say.
+        return max(NARROWEST, os.get_terminal_size(stream.fileno()).columns or 80)
     except (AttributeError, OSError, ValueError):
         return otherwise
 

@@ -41,7 +41,8 @@ from weights_loader import default_dtype
 from weights_loader.strict import quote, read_object
 
 PAGE = 16  # tokens per page where --cache does not say
-SHARE = 2_000_000  # bytes of weights that a thread reads in a step: with fewer it waits about as long as it works
+# Bytes of weights that a thread reads in a step: with fewer it waits about as long as it works.
+SHARE = 2_000_000
 TORCH_BYTES = 600_000_000  # address space that importing torch takes on a CPU; measured, 2.13
 NOTHING_FITS = "no context fits; -m tiny does"
 
@@ -80,7 +81,8 @@ class Loaded(Plan):
     tokenizer: Any
     dtype: Any  # torch.dtype
     load_s: float
-    plain: Any = None  # the model as read, whose weights are views of the fused ones; None where that is `model`
+    # The model as read, whose weights are views of the fused ones; None where that is `model`.
+    plain: Any = None
 
     def make_cache(self):
         """An empty cache of the kind that --cache asked for, with room for the whole context."""
@@ -148,7 +150,8 @@ def _load_model(model, cache, output, ranks, announce) -> Loaded:
     if not early:
         plan = decide(plan, model.speed, output, announce)
     dtype = getattr(torch, plan.dtype_name)
-    _make_cache(plan, dtype)  # what this model cannot have is told before the weights are read; empty, 0 bytes
+    # What this model cannot have is told before the weights are read; empty, 0 bytes.
+    _make_cache(plan, dtype)
     torch.set_num_threads(plan.threads)
     from nanokv.loading import load_folder
 
@@ -173,7 +176,7 @@ def carried_out(plan: Plan, read, made, tokenizer, dtype, seconds: float) -> Loa
     return Loaded(
         **vars(plan) | changes, model=made, tokenizer=tokenizer, dtype=dtype, load_s=seconds,
         plain=None if made is read or plan.code.quantize else read,
-    )  # fmt: skip
+    )
 
 
 def choose_template(template: TemplateOptions | None, tokenizer) -> None:
@@ -215,7 +218,7 @@ def decide(plan: Plan, wanted: SpeedOptions | None, output: OutputOptions, annou
     taken = weight_bytes(plan.config, ITEMSIZE[plan.dtype_name]) + cache_memory(plan) + guessing
     plan = replace(plan, code=speed.choose(
         plan, wanted, lambda more: available is None or taken + more <= available
-    ))  # fmt: skip
+    ))
     if announce:
         announce(plan)
     elif speed.NEXT_START in plan.code.text:
@@ -246,7 +249,7 @@ def plan_model(
     return Plan(
         model.source, display_name(model.source), folder, config, dtype_name, threads, "cpu",
         choose_context(cache.context, config), cache.name, cache.options, fields=fields, ranks=ranks,
-    )  # fmt: skip
+    )
 
 
 @contextmanager
@@ -342,7 +345,7 @@ def _make_cache(plan: Plan, dtype):
     return make_cache(
         plan.cache_name, plan.config, batch_size=1, capacity=plan.context, dtype=dtype, device=plan.device,
         **plan.cache_options,
-    )  # fmt: skip
+    )
 
 
 def check_address_space() -> None:
@@ -371,7 +374,7 @@ def check_memory(plan: Plan, available: int | None, flags: dict[str, int] | None
     raise NanoKVError(
         f"{plan.name} needs {bytes_text(weights)} for weights + {bytes_text(cached)} for {holder}{rest} in "
         f"{SHORT[plan.dtype_name]}; {bytes_text(available)} are free", memory_hint(plan, available - more) or without,
-    )  # fmt: skip
+    )
 
 
 def cache_memory(plan: Plan, tokens: int | None = None) -> int:

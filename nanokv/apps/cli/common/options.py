@@ -53,7 +53,7 @@ def add_speed_arguments(parser) -> None:
     group.add_argument(
         "--quantize", choices=("int8", "int4"), metavar="TYPE",
         help="weights in int8 or int4; implies --fast",
-    )  # fmt: skip
+    )
 
 
 def speed_options(args) -> SpeedOptions:
@@ -71,7 +71,7 @@ def add_speculate_argument(group) -> None:
         help="guess tokens and check them together: ngram[:N] copies what followed the same N "
         "words (default 2), early-exit:K asks the first K layers, draft:MODEL a smaller model of "
         "the same vocabulary",
-    )  # fmt: skip
+    )
 
 
 def guess(text: str) -> tuple[str, int | str]:
@@ -113,7 +113,7 @@ def add_template_argument(parser) -> None:
     parser.add_argument(
         "--chat-template", metavar="NAME|FILE",
         help="one of the checkpoint's templates by its name, or a file with one",
-    )  # fmt: skip
+    )
 
 
 def add_thinking_argument(parser, words: str = WORDS) -> None:
@@ -122,7 +122,7 @@ def add_thinking_argument(parser, words: str = WORDS) -> None:
     parser.add_argument(
         "--thinking", choices=THINKING, type=lambda word: {"on": "show"}.get(word, word),
         metavar="{show,fold,off}", help=words,
-    )  # fmt: skip
+    )
 
 
 def add_special_argument(parser, words: str) -> None:
@@ -181,39 +181,39 @@ def add_model_arguments(parser, cache: str = "dict") -> None:
         "-m", "--model", metavar="NAME", default=environment("NANOKV_MODEL") or "tiny",
         help="tiny (bundled), a folder, FILE.gguf, a short name (nanokv models), or a hub name: "
         "Qwen/Qwen3-0.6B, owner/name:FILE.gguf (default: $NANOKV_MODEL, else tiny)",
-    )  # fmt: skip
+    )
     group.add_argument("--revision", metavar="REV", help="branch, tag or commit of a hub model")
     group.add_argument(
         "--dtype", choices=DTYPES, default="auto", metavar="TYPE", type=dtype_name,
         help="float32, bfloat16, float16, or auto: the checkpoint's own (default)",
-    )  # fmt: skip
+    )
     group.add_argument(
         "--device", metavar="NAME", default="auto",
         help="cpu, cuda, cuda:1 (default: cuda if there is one)",
-    )  # fmt: skip
+    )
     group.add_argument(
         "--threads", metavar="N", type=integer(1, 4096),
         help="CPU threads (default: $NANOKV_THREADS, else the cores, at most one for 2 MB of weights)",
-    )  # fmt: skip
+    )
     group.add_argument(
         "--cache", metavar="KIND", type=cache_name, default=(cache, {}),
         help=f"NAME or NAME:option=value (default: {cache})",
-    )  # fmt: skip
+    )
     group.add_argument(
         "--context", metavar="N", type=integer(2, 100_000_000),
         help="at most N tokens in the cache (default: the model's limit)",
-    )  # fmt: skip
+    )
     group.add_argument(
         "--tensor-parallel", metavar="N", type=integer(1, 1024),
         help="split each layer over N processes of this machine (torchrun starts them on several; "
         "docs/parallel.md)",
-    )  # fmt: skip
+    )
     group.add_argument("--offline", action="store_true", help="never ask the network")
     group.add_argument(
         "--check-finite", action="store_true",
         help="refuse weights that hold NaN or infinity: reads them all first, 0.1 to 0.2 s per GB "
         "in memory",
-    )  # fmt: skip
+    )
 
 
 def dtype_name(text: str) -> str:
@@ -228,7 +228,7 @@ def model_options(
     return ModelOptions(
         args.model, args.revision, args.dtype, args.device, args.threads, args.offline,
         args.check_finite, speed, template,
-    )  # fmt: skip
+    )
 
 
 def cache_options(args) -> CacheOptions:
@@ -290,11 +290,11 @@ def add_sampling_arguments(parser) -> None:
         group.add_argument(
             *flags, metavar="N" if name != "temperature" else "T", type=setting(name),
             help=RANGES[name].help + default.get(name, ""),
-        )  # fmt: skip
+        )
     group.add_argument(
         "--stop", metavar="STR", action="append", default=[], type=_stop,
         help="end the answer before STR (repeatable)",
-    )  # fmt: skip
+    )
 
 
 def _stop(text: str) -> str:
@@ -308,7 +308,7 @@ def sampling_options(args, beams: BeamOptions | None = None) -> SamplingOptions:
     return SamplingOptions(
         args.temperature, args.top_k, args.top_p, args.min_p, args.repetition_penalty,
         args.max_new_tokens, args.seed, tuple(args.stop), beams,
-    )  # fmt: skip
+    )
 
 
 def add_beam_arguments(parser) -> None:
@@ -317,11 +317,11 @@ def add_beam_arguments(parser) -> None:
     group.add_argument(
         "--beams", metavar="K", type=integer(1, 1000),
         help="keep the K likeliest answers, print the best",
-    )  # fmt: skip
+    )
     group.add_argument(
         "--length-penalty", metavar="X", type=real(-5, 5),
         help="divide log-probabilities by length^X: above 0 favours long answers (default: 1)",
-    )  # fmt: skip
+    )
 
 
 def beam_options(args) -> BeamOptions | None:
@@ -333,7 +333,7 @@ def beam_options(args) -> BeamOptions | None:
             )
         return None
     shaping = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p,
-               "min_p": args.min_p, "seed": args.seed}  # fmt: skip
+               "min_p": args.min_p, "seed": args.seed}
     for name, value in shaping.items():
         refuse_draw(name, value, "--" + name.replace("_", "-"))
     for flag, given in (("--stop", args.stop), ("--speculate", args.speculate)):
@@ -346,7 +346,7 @@ def beam_options(args) -> BeamOptions | None:
 
 NO_DRAW: dict[str, tuple] = {  # settings of a draw → values with which there is none anyway
     "temperature": (0,), "top_k": (0, -1), "top_p": (1,), "min_p": (0,), "seed": (),
-}  # fmt: skip
+}
 
 
 def refuse_draw(name: str, value, flag: str) -> None:

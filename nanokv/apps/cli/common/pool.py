@@ -29,7 +29,7 @@ def add_arguments(parser, step_tokens: int | None = None) -> None:
     parser.add_argument(
         "--step-tokens", metavar="N", type=arguments.integer(1), default=step_tokens,
         help=f"tokens per step (default: {default})",
-    )  # fmt: skip
+    )
     options.add_thinking_argument(
         parser, "off: ask the model not to think; otherwise thoughts are in reasoning_content"
     )

@@ -46,7 +46,7 @@ def add_prompt_arguments(parser) -> None:
     parser.add_argument(
         "prompt", nargs="?", metavar="PROMPT",
         help="the text; - reads stdin; piped stdin is put after it, with a blank line between",
-    )  # fmt: skip
+    )
     group = parser.add_argument_group("prompt")
     group.add_argument(
         "-p", "--prompt", dest="prompt_flag", metavar="TEXT", help="the same as PROMPT"
@@ -59,11 +59,11 @@ def add_prompt_arguments(parser) -> None:
         "--raw", action="store_true",
         help="continue the text as it is; otherwise it is a message in the chat template of a "
         "model that has one",
-    )  # fmt: skip
+    )
     form.add_argument(
         "--chat", action="store_true",
         help="insist on the chat template: an error where there is none",
-    )  # fmt: skip
+    )
     add_system_argument(group)
     add_template_argument(group)
     add_thinking_argument(group)
@@ -118,7 +118,7 @@ def encode(options: PromptOptions, loaded: Loaded, prompt: str) -> list[int]:
     if not templated(options, tokenizer):
         without = "leave out --raw" if options.raw else f"{loaded.name} has none"
         for flag, given in (("--system", template.system), ("--thinking", template.thinking),
-                            ("--chat-template", template.choice)):  # fmt: skip
+                            ("--chat-template", template.choice)):
             if given:
                 raise NanoKVError(f"{flag} needs a chat template", f"{without}, or leave {flag} out")
         return tokenizer.encode(prompt, add_special_tokens=True)
@@ -154,7 +154,8 @@ def messages(options: PromptOptions, prompt: str) -> list[dict]:
 
 def room(wanted: int, loaded: Loaded, ids: list[int]) -> int:
     """How many of the wanted tokens may follow; refuses a prompt that leaves none, before any work."""
-    left = loaded.context - len(ids) + 1  # the last token is never fed: it needs no place in the cache
+    # The last token is never fed: it needs no place in the cache.
+    left = loaded.context - len(ids) + 1
     if left < 1:
         limit = loaded.config.max_position_embeddings
         hint = f"--context {limit} allows more" if loaded.context < limit else "shorten the prompt"

@@ -6,7 +6,14 @@
 import time
 from pathlib import Path
 
-from nanokv.apps.cli.common.loading import Loaded, Plan, check_address_space, check_memory, choose_context, thread_count
+from nanokv.apps.cli.common.loading import (
+    Loaded,
+    Plan,
+    check_address_space,
+    check_memory,
+    choose_context,
+    thread_count,
+)
 from nanokv.apps.cli.common.options import CacheOptions, ModelOptions
 from nanokv.apps.cli.common.terminal import loading
 from nanokv.config import Config
@@ -18,7 +25,7 @@ SMOLLM2 = Config(  # from the published config.json of HuggingFaceTB/SmolLM2-135
     model_type="llama", vocab_size=49_152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30,
     num_attention_heads=9, num_key_value_heads=3, head_dim=64, max_position_embeddings=8192, rope_theta=100_000.0,
     rms_norm_eps=1e-5, tie_word_embeddings=True, torch_dtype="bfloat16",
-)  # fmt: skip
+)
 RANDOM = {f"{name.removeprefix('Qwen/').lower()}-random": config for name, config in FAMILY.items()}
 RANDOM["smollm2-135m-random"] = SMOLLM2
 
@@ -37,7 +44,7 @@ def _build(wanted: ModelOptions, cache: CacheOptions, ranks: Ranks) -> Loaded:
     plan = Plan(
         name, name, Path("."), config, dtype_name, wanted.threads or thread_count(ranks.size), "cpu",
         choose_context(cache.context, config), cache.name, cache.options, ranks=ranks,
-    )  # fmt: skip
+    )
     check_address_space()
     import torch
 

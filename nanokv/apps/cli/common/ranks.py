@@ -26,7 +26,7 @@ FIRST_S = 1.0  # ranks that fail for one reason do so within this time
 ALIKE = (  # flags that shape a forward
     "cache", "dtype", "context", "speculate", "beams", "length_penalty",
     "contexts", "caches", "weights", "batch", "uncached", "steps", "repeat",
-)  # fmt: skip
+)
 
 
 def run(module, args, words) -> int:

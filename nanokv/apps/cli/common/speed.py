@@ -38,7 +38,7 @@ def check(wanted: SpeedOptions | None, ranks: int) -> None:
         raise NanoKVError(f"--plain and {flag} contradict each other", f"leave out --plain, or {flag}")
     if ranks > 1:
         raise NanoKVError(f"{flag} with --tensor-parallel: the kernels compute with whole weights, a rank has parts",
-                          f"leave out {flag}")  # fmt: skip
+                          f"leave out {flag}")
 
 
 def choose(plan, wanted: SpeedOptions | None, fits) -> Choice:

@@ -34,12 +34,14 @@ def _visible() -> dict[int, str]:
     table[0x7F] = "\u2421"
     table |= {c: f"\\x{c:02x}" for c in range(0x80, 0xA0)}
     table |= {c: f"\\u{c:04x}" for c in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))}
-    return table | {c: f"\\u{c:04x}" for c in range(0xD800, 0xE000)}  # lone surrogates cannot be encoded
+    # Lone surrogates cannot be encoded.
+    return table | {c: f"\\u{c:04x}" for c in range(0xD800, 0xE000)}
 
 
 VISIBLE = _visible()
 VISIBLE_LINE = VISIBLE | {ord("\n"): "\u240a", ord("\t"): "\u2409"}
-VISIBLE_LINE |= {c: f"\\u{c:04x}" for c in (0x2028, 0x2029)}  # line and paragraph separator: some readers split there
+# Line and paragraph separator: some readers split there.
+VISIBLE_LINE |= {c: f"\\u{c:04x}" for c in (0x2028, 0x2029)}
 
 
 def sanitize(text: str) -> str:
@@ -82,7 +84,8 @@ class Sanitizer:
 def prepare_streams() -> None:
     """UTF-8 into pipes and files, the terminal's own encoding on a tty; a character it lacks becomes `?`, no crash."""
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # None when the descriptor is closed, a plain buffer inside tests
+        # None when the descriptor is closed, a plain buffer inside tests.
+        if hasattr(stream, "reconfigure"):
             keep = stream.isatty() or os.environ.get("PYTHONIOENCODING")
             stream.reconfigure(encoding=None if keep else "utf-8", errors="replace")
 
@@ -155,7 +158,7 @@ def writing(path, need: int | None = None):
         needs = "" if need is None else f", {bytes_text(need)} are needed"
         free = bytes_text(shutil.disk_usage(folder).free)
         raise NanoKVError(f"{path} cannot be written: {error.strerror}: {folder} has {free} free{needs}",
-                          "free some space on that disk, or choose another place") from error  # fmt: skip
+                          "free some space on that disk, or choose another place") from error
 
 
 def silence_stdout() -> None:
@@ -248,7 +251,8 @@ class Terminated(SystemExit):
         super().__init__(143)
 
 
-_presses = {"last": -SWALLOW_S, "term": -SWALLOW_S}  # when the last signal that an answer took came, monotonic seconds
+# When the last signal that an answer took came, monotonic seconds.
+_presses = {"last": -SWALLOW_S, "term": -SWALLOW_S}
 
 
 def interrupt_at_prompt(signum, frame) -> None:
@@ -259,7 +263,8 @@ def interrupt_at_prompt(signum, frame) -> None:
 
 
 def _terminate(signum, frame) -> None:
-    if time.monotonic() - _presses["term"] >= SWALLOW_S:  # a repeated one must not cut short the saving
+    # A repeated one must not cut short the saving.
+    if time.monotonic() - _presses["term"] >= SWALLOW_S:
         raise Terminated
 
 

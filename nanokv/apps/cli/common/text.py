@@ -66,7 +66,8 @@ def refuse_special(text: str, tokenizer, allow: bool) -> None:
         )
 
 
-UNSEEN = re.compile(  # json escapes C0; these are DEL, C1, bidi marks and overrides, separators, BOM, lone surrogates
+# Json escapes C0; these are DEL, C1, bidi marks and overrides, separators, BOM, lone surrogates.
+UNSEEN = re.compile(
     "[\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff]"
 )
 

@@ -14,7 +14,8 @@ from nanokv.apps.cli.common.options import OutputOptions
 from nanokv.school.training.run_folder import records
 
 EVERY_S = 10  # seconds between two lines where there is no terminal
-LATEST = 50  # steps whose speed is shown: the first steps compile, which says nothing of those that follow
+# Steps whose speed is shown: the first steps compile, which says nothing of those that follow.
+LATEST = 50
 
 
 class Progress:
@@ -25,7 +26,8 @@ class Progress:
         self.output, self.every = output, every
         self.trainer, self.first = trainer, trainer.step
         self.times = deque([time.perf_counter()], LATEST + 1)  # when the latest steps ended
-        self.validation, self.printed, self.bar = None, -math.inf, None  # no validation loss before the first
+        # No validation loss before the first.
+        self.validation, self.printed, self.bar = None, -math.inf, None
 
     def __enter__(self):
         if terminal.is_tty(sys.stderr) and not self.output.quiet:
@@ -92,7 +94,8 @@ class EvaluationProgress:
         self.printed = now
         left = (now - self.began) / self.done * (self.total - self.done)
         parts = ["evaluating", f"{self.done:,}/{self.total:,} conversations", f"{left:,.0f} s left"]
-        text = layout.joined(parts, layout.columns(sys.stderr, None)).split("\n")[0]  # two lines cannot be written over
+        # Two lines cannot be written over.
+        text = layout.joined(parts, layout.columns(sys.stderr, None)).split("\n")[0]
         terminal.write_err(f"\r{text}\x1b[K" if self.tty else f"{text}\n")
 
     def clear(self) -> None:

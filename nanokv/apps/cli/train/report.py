@@ -23,7 +23,14 @@ def evaluate(given: EvaluationOptions, name: str, seeds: list[int]) -> dict:
     """The table of tasks and of broken caches, or one JSON object; returns what that object holds."""
     import nanokv
     from nanokv.apps.cli.train.log import EvaluationProgress
-    from nanokv.school.training.evaluate import TARGETS, TASKS, WRITTEN, broken_recall, evaluate, examples
+    from nanokv.school.training.evaluate import (
+        TARGETS,
+        TASKS,
+        WRITTEN,
+        broken_recall,
+        evaluate,
+        examples,
+    )
 
     model, tokenizer = nanokv.load(name, dtype="float32", device="cpu")
     total = (len(TASKS) + len(WRITTEN)) * given.cases * len(seeds) + given.cases

@@ -16,7 +16,8 @@ from nanokv.decoding.draw import Step
 from nanokv.decoding.generation import StopStrings
 from nanokv.text.tokenizer import StreamDecoder, Tokenizer
 
-Placed = tuple[Step, int]  # a token, and where its text begins: characters from the beginning of what was generated
+# A token, and where its text begins: characters from the beginning of what was generated.
+Placed = tuple[Step, int]
 
 
 class Piece(NamedTuple):
@@ -58,7 +59,7 @@ class AnswerText:
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], splitter: Splitter, calls: NoCalls | ToolCalls,
-                 eos: Sequence[int] = (), stop_ids: Sequence[int] = (), include: bool = False):  # fmt: skip
+                 eos: Sequence[int] = (), stop_ids: Sequence[int] = (), include: bool = False):
         self.stops, self.splitter, self.calls = StopStrings(stop, include), splitter, calls
         hidden = {*eos, *(() if include else stop_ids)}
         self.decoder = StreamDecoder(tokenizer, skip=tokenizer.control_ids | hidden)
@@ -66,7 +67,8 @@ class AnswerText:
         self._stop_id: int | None = None
         self._length = 0  # characters generated, tags and all
         self._begin: int | None = None  # where the answer begins among them
-        self._unshown: deque[tuple[Step, int, int]] = deque()  # tokens with the first and the last place of their text
+        # Tokens with the first and the last place of their text.
+        self._unshown: deque[tuple[Step, int, int]] = deque()
         self._next = 0  # place of the next character of the answer that is shown
 
     @property

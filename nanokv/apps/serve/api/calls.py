@@ -70,7 +70,8 @@ class ToolCalls:
     def __init__(self, names: Iterable[str], parallel: bool = True):
         self.names, self.parallel = frozenset(names), parallel
         self.count = 0
-        self._held, self._at = "", 0  # what may become a call, with the blanks before it, and where it begins
+        # What may become a call, with the blanks before it, and where it begins.
+        self._held, self._at = "", 0
         self._body = 0  # where the body of a call begins in what is held; 0: there is none
         self._search = 0  # and where its end is looked for
         self._blank = False  # a call was the last thing
@@ -114,7 +115,8 @@ class ToolCalls:
     def _close(self, found: list[Part]) -> bool:
         """A call, or what is none after all; whether its end is there."""
         end = self._held.find(CLOSE, self._search)
-        while end >= 0 and in_string(self._held[self._body : end]):  # an argument talks about the tag
+        # An argument talks about the tag.
+        while end >= 0 and in_string(self._held[self._body : end]):
             self._search = end + 1
             end = self._held.find(CLOSE, self._search)
         if end < 0:

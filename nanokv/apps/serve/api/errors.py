@@ -19,7 +19,7 @@ class ApiError(Exception):
     """A refusal or a failure that the client is told. `param` names the field of the request that caused it."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None, hint: str = "",
-                 headers: dict[str, str] | None = None):  # fmt: skip
+                 headers: dict[str, str] | None = None):
         super().__init__(bounded(message))
         self.status, self.param, self.code, self.hint, self.headers = status, param, code, hint, headers or {}
 

@@ -65,7 +65,8 @@ def refusal(error: ValidationError) -> ApiError:
     name, kind, facts = place(first["loc"]), first["type"], first.get("ctx", {})
     if kind == "missing":
         return ApiError(400, f"{name} is missing", name)
-    wrong = facts["error"] if kind == "value_error" else Wrong(kind, first["msg"])  # of a Discriminator
+    # Of a Discriminator.
+    wrong = facts["error"] if kind == "value_error" else Wrong(kind, first["msg"])
     if wrong.kind == "told":
         return ApiError(400, str(wrong), name)
     if wrong.kind == "unsupported":
@@ -78,7 +79,7 @@ EXPECTED = {  # pydantic's type of error → what was expected
     "string_type": "a text", "bool_type": "true or false", "int_type": "an integer", "float_type": "a number",
     "dict_type": "an object", "model_type": "an object", "model_attributes_type": "an object", "list_type": "a list",
     "too_short": "a list of at least {min_length:,}", "too_long": "a list of at most {max_length:,}",
-}  # fmt: skip
+}
 
 
 def unsupported(name: str, value: Any, hint: str = "") -> ApiError:
@@ -89,7 +90,8 @@ def unsupported(name: str, value: Any, hint: str = "") -> ApiError:
 
 def place(steps: tuple) -> str:
     """("messages", 2, "content") → messages[2].content"""
-    named = [step for step in steps if isinstance(step, int) or not step.startswith("<")]  # <…>: a Tag
+    # <…>: a Tag.
+    named = [step for step in steps if isinstance(step, int) or not step.startswith("<")]
     return "".join(f"[{one}]" if isinstance(one, int) else f".{one}" for one in named).removeprefix(".")
 
 
@@ -166,7 +168,7 @@ class Ranged(Checked):
         self.range, self.more = RANGES[name], more
         also = [*more] if self.range.also is None else [self.range.also, *more]
         span = {"type": "integer" if self.range.kind is int else "number", "minimum": self.range.low,
-                "maximum": self.range.high, "description": self.range.words}  # fmt: skip
+                "maximum": self.range.high, "description": self.range.words}
         super().__init__(self.holds, {"anyOf": [span, {"enum": also}]} if also else span)
 
     def holds(self, value: Any) -> Any:

@@ -29,7 +29,8 @@ class ChatForm:
 
     def __init__(self, model: str, include_usage: bool = False, shown: logprobs.Shown = logprobs.none):
         self.id, self.created, self.model = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time()), model
-        self.nothing = {"usage": None} if include_usage else {}  # OpenAI: null in each chunk but the last
+        # OpenAI: null in each chunk but the last.
+        self.nothing = {"usage": None} if include_usage else {}
         self.shown = shown  # tokens → `logprobs`
 
     def _event(self, choices: list[dict], **more) -> bytes:

@@ -31,8 +31,10 @@ LONGEST = 100_000  # characters of a grammar
 # Of one answer. llguidance's own limits are ten times as high: 14 ms of fuel for a token, 250,000 states of 1 to 2 kB.
 LIMITS: dict[str, Any] = {
     "step_lexer_fuel": 20_000, "step_max_items": 10_000, "max_lexer_states": 20_000, "verbose_errors": False,
-}  # fmt: skip
-MASKS_S = 2.0  # seconds of masks that an answer may take: they are computed between two steps of everybody's answers
+}
+# Seconds of masks that an answer may take: they are computed between two steps of everybody's
+# answers.
+MASKS_S = 2.0
 PROBED = 4  # places of an answer, and tokens at each, that are tried before its first token
 LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 THOUGHTS = {  # how an answer may begin
@@ -91,7 +93,8 @@ class Words:
     def __init__(self, tokenizer: Tokenizer, rows: int, eos: Sequence[int]):
         self.tokenizer, self.eos_token_id = tokenizer, eos[0]
         self.tokens = [tokenizer.token_bytes(id) if id < tokenizer.rows else b"" for id in range(rows)]
-        self.special_token_ids = sorted(tokenizer.control_ids | set(eos))  # an end inside of a string would cut it
+        # An end inside of a string would cut it.
+        self.special_token_ids = sorted(tokenizer.control_ids | set(eos))
 
     def __call__(self, text: bytes) -> list[int]:
         return self.tokenizer.encode(text.decode("utf-8", "replace"))
@@ -120,9 +123,9 @@ def compiled(grammar: str, words: "LLTokenizer", param: str) -> Compiled:
 
     if len(grammar) > LONGEST:
         raise ApiError(400, f"{param} makes a grammar of {len(grammar):,} characters, at most {LONGEST:,} are taken",
-                       param)  # fmt: skip
+                       param)
     matcher = LLMatcher(words, LLMatcher.grammar_from_lark(grammar), log_level=0,
-                        limits=LLParserLimits(**LIMITS))  # fmt: skip
+                        limits=LLParserLimits(**LIMITS))
     if matcher.is_error():
         raise ApiError(400, f"{param} cannot be turned into a grammar: {reason(matcher)}", param, "unsupported")
     probe(Compiled(matcher.deep_copy(), param))
@@ -149,7 +152,7 @@ def check_limits(grammar: Compiled) -> None:
     """ApiError where llguidance has given up."""
     if grammar.matcher.is_error():
         raise ApiError(400, f"{grammar.param}: the schema leads beyond the limits of llguidance: "
-                       f"{reason(grammar.matcher)}", grammar.param, "unsupported")  # fmt: skip
+                       f"{reason(grammar.matcher)}", grammar.param, "unsupported")
 
 
 def reason(matcher: "LLMatcher") -> str:
@@ -182,6 +185,7 @@ class Constraint:
         if self.seconds > MASKS_S:
             raise ApiError(400, f"{self.param}: the schema is too slow: {len(tokens):,} tokens took "
                            f"{self.seconds:.1f} s of masks, {MASKS_S:g} are allowed",
-                           self.param, "unsupported")  # fmt: skip
-        allowed = torch.from_numpy(np.unpackbits(bits, bitorder="little")[: logits.shape[-1]].astype(bool))  # (V,)
+                           self.param, "unsupported")
+        # (V,).
+        allowed = torch.from_numpy(np.unpackbits(bits, bitorder="little")[: logits.shape[-1]].astype(bool))
         return logits.masked_fill(~allowed.to(logits.device), -torch.inf)

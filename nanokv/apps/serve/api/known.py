@@ -34,12 +34,13 @@ HARMLESS: dict[str, Any] = dict.fromkeys((
     "guided_whitespace_pattern",
     # what a program is started with
     "num_gpu", "num_thread", "num_batch", "main_gpu", "use_mmap", "use_mlock", "numa", "low_vram",
-), (Any, None))  # fmt: skip
+), (Any, None))
 
 _FORMAT = "response_format takes a JSON schema"
 _TOP = "the fields stand at the top of the request"
 _LENGTH = "nanokv serve --context N is the length for all requests"
-REFUSED: dict[str, dict[str, Off]] = {  # what they are about → fields that are done at neither address
+# What they are about → fields that are done at neither address.
+REFUSED: dict[str, dict[str, Off]] = {
     "which token is drawn": {
         "logit_bias": Off(({}, [])), "presence_penalty": Off((0,), "repetition_penalty is done"),
         "frequency_penalty": Off((0,), "repetition_penalty is done"),
@@ -139,7 +140,7 @@ REFUSED: dict[str, dict[str, Off]] = {  # what they are about → fields that ar
         "plugins": Off(([],)), "safe_prompt": Off((False,)), "prompt_mode": Off(),
         "enable_search": Off((False,)), "prefill": Off(("",)),
     },
-}  # fmt: skip
+}
 NOT_DONE = {name: one for table in REFUSED.values() for name, one in table.items()}
 
 _TEXTS = "a chat template is what /v1/chat/completions uses"
@@ -149,10 +150,10 @@ CHAT_ONLY: dict[str, Off] = {  # not done by completions
     "chat_template": Off((), _TEXTS), "chat_template_kwargs": Off(({},), _TEXTS), "enable_thinking": Off((), _TEXTS),
     "reasoning_effort": Off((), _TEXTS), "reasoning": Off(({},), _TEXTS), "thinking": Off((), _TEXTS),
     "think": Off((), _TEXTS),
-}  # fmt: skip
+}
 TEXT_ONLY: dict[str, Off] = {  # not done by chats
     "prompt": Off((), "messages is what a chat has"), "echo": Off((False,)), "add_special_tokens": Off((False,)),
-}  # fmt: skip
+}
 def refused(*tables: dict[str, Off]) -> dict[str, Any]:
     """The fields of these tables, for pydantic.create_model."""
     rows = [row for table in tables for row in table.items()]

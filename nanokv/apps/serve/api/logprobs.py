@@ -59,13 +59,14 @@ class Legacy:
             "tokens": [self._name(step.token) for step in steps],
             "token_logprobs": [None if step.logprob is None else bounded(step.logprob) for step in steps],
             "top_logprobs": [self._top(step) for step in steps], "text_offset": [before + at for _, at in tokens],
-        }  # fmt: skip
+        }
 
     def _top(self, step: Step) -> dict | None:
         if step.logprob is None:
             return None
         likely = [(token, value) for token, value in (*step.top[: self.top], (step.token, step.logprob))]
-        return {self._name(token): bounded(value) for token, value in reversed(likely)}  # of one name the likeliest
+        # Of one name the likeliest.
+        return {self._name(token): bounded(value) for token, value in reversed(likely)}
 
     def _name(self, token: int) -> str:
         """Its text; bytes that are no text as OpenAI has them, `bytes:\\xf0\\x9f`, so that two do not get one name."""
@@ -112,7 +113,8 @@ def prompt_steps(model: Model, ids: list[int], top: int) -> Iterator[list[Step]]
     cache = make_cache("static", model.config, capacity=len(ids))
     for start in range(0, len(ids) - 1, size):
         part, follow = ids[start : min(start + size, len(ids) - 1)], ids[start + 1 : start + size + 1]
-        logits = verify_draft(model, [part], cache, start)[0]  # (T,V): each row knows what follows its token
+        # Each row knows what follows its token.
+        logits = verify_draft(model, [part], cache, start)[0]  # (T,V)
         values = logprob(logits, torch.tensor(follow, device=logits.device)).tolist()
         tops: Iterable = likeliest(logits, top) if top else [()] * len(part)
         yield [Step(*step) for step in zip(follow, values, tops, strict=True)]

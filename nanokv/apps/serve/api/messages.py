@@ -79,7 +79,7 @@ class ToolCall(Fields):
 # --- messages ---------------------------------------------------------------------------------------------------------
 
 Unfinished = Annotated[Any, Nothing(False, hint="/v1/completions goes on with a text, a chat starts a new message"),
-                       Field(exclude=True)]  # fmt: skip
+                       Field(exclude=True)]
 
 
 class Message(Fields):

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 TEXT_TOKENS = 16  # of a completion whose request does not say how many: OpenAI's number
-ECHOED = 100_000  # prompt tokens of a request with log-probabilities of their own, up to 1 kB of memory each
+# Prompt tokens of a request with log-probabilities of their own, up to 1 kB of memory each.
+ECHOED = 100_000
 
 
 @dataclass(frozen=True)
@@ -62,14 +63,14 @@ class Served:
             return asked or self.names[0]
         known = ", ".join(self.names)
         raise ApiError(404, f"no model {quote(asked)}: this server has {known}", "model", "model_not_found",
-                       hint="nanokv serve --alias NAME gives the model another name")  # fmt: skip
+                       hint="nanokv serve --alias NAME gives the model another name")
 
     def stop_ids(self, ids: Sequence[int]) -> Sequence[int]:
         """`stop_token_ids` of a request: ids of this model."""
         size = self.engine.config.vocab_size
         if wrong := [id for id in ids if not 0 <= id < size]:
             raise ApiError(400, f"stop_token_ids holds {wrong[0]}: ids from 0 to {size - 1:,} were expected",
-                           "stop_token_ids")  # fmt: skip
+                           "stop_token_ids")
         return ids
 
     def room(self, prompt: int, param: str) -> int:
@@ -77,7 +78,7 @@ class Served:
         if prompt > self.context:
             what = "messages" if param == "messages" else "prompt"
             raise ApiError(400, f"This model's maximum context length is {self.context} tokens. However, your {what} "
-                           f"resulted in {prompt} tokens.", param, "context_length_exceeded")  # fmt: skip
+                           f"resulted in {prompt} tokens.", param, "context_length_exceeded")
         return self.context - prompt + 1
 
 
@@ -204,7 +205,7 @@ def check_calls(template: ChatTemplate) -> None:
     """Is a call written as calls.py reads it?"""
     if OPEN not in template.source or "<function=" in template.source:
         raise ApiError(400, f"this model does not write calls as JSON between {OPEN} and {CLOSE}, which is what this "
-                       "server reads", "tools", "unsupported")  # fmt: skip
+                       "server reads", "tools", "unsupported")
 
 
 def texts(value: Any, place: str) -> Iterator[tuple[str, str]]:
@@ -225,7 +226,7 @@ def refuse_control(tokenizer: Tokenizer, text: str, param: str) -> None:
     for token in tokenizer.special_tokens_in(text):
         if tokenizer.special_tokens[token] in tokenizer.control_ids:
             raise ApiError(400, f"{param} contains {token}, a control token", param,
-                           hint="nanokv serve --allow-special lets it through")  # fmt: skip
+                           hint="nanokv serve --allow-special lets it through")
 
 
 def text_ids(served: Served, prompt: Any, add_special_tokens: bool = True) -> list[int]:

@@ -46,12 +46,14 @@ class Asked:
     stream: bool = False
     include_usage: bool = False
     n: int = 1  # answers to each
-    logprobs: int | None = None  # None: not asked for; else so many of the likeliest tokens at each place
+    # None: not asked for; else so many of the likeliest tokens at each place.
+    logprobs: int | None = None
     echo: bool = False  # the prompt before its continuation
     special: bool = True  # what the checkpoint puts around a text, as in `encode`
     template: dict = field(default_factory=dict)
     chat_template: str | None = None  # which of the model's; None: the usual one
-    contrast: dict[str, dict] = field(default_factory=dict)  # field → variables with which the template must differ
+    # Field → variables with which the template must differ.
+    contrast: dict[str, dict] = field(default_factory=dict)
     tools: Tools = field(default_factory=Tools)
     schema: dict | None = None  # of the JSON that the answer must be
 
@@ -91,7 +93,7 @@ def chat(fields: dict) -> Asked:
     if likely and not request.logprobs:
         raise ApiError(400, f"top_logprobs is {likely}: it needs logprobs: true", "top_logprobs")
     asked = replace(chat_prompt(request, fields), logprobs=likely if request.logprobs else None,
-                    schema=schema(request), **common(request))  # fmt: skip
+                    schema=schema(request), **common(request))
     if asked.constrained and asked.ignore_eos:
         raise ApiError(400, "ignore_eos does not go together with an answer that has an end", "ignore_eos")
     return asked
@@ -111,7 +113,7 @@ def text(fields: dict) -> Asked:
             raise ApiError(400, f"{name} is 0: {RANGES['max_new_tokens'].words} was expected, or echo", name)
     logprobs = None if request.logprobs is False else request.logprobs
     return Asked(request.prompt, "prompt", logprobs=logprobs, echo=bool(request.echo),
-                 special=request.add_special_tokens is not False, **common(request))  # fmt: skip
+                 special=request.add_special_tokens is not False, **common(request))
 
 
 def common(request: Common) -> dict:
@@ -126,7 +128,7 @@ def common(request: Common) -> dict:
         "stop_token_ids": tuple(request.stop_token_ids or ()), "include_stop": include,
         "max_new_tokens": most_tokens(request), "ignore_eos": bool(request.ignore_eos), "stream": bool(request.stream),
         "include_usage": bool(request.stream_options and request.stream_options.include_usage),
-    }  # fmt: skip
+    }
 
 
 def note_unknown(fields: dict, model: type[Common]) -> None:
@@ -141,7 +143,7 @@ def sampling(request: Common) -> dict:
     found = {name: getattr(request, name) for name in SAMPLING}
     if request.repeat_penalty is not None:
         found["repetition_penalty"] = same("repetition_penalty", found["repetition_penalty"],
-                                           "repeat_penalty", penalty(request))  # fmt: skip
+                                           "repeat_penalty", penalty(request))
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -181,7 +183,7 @@ def chat_prompt(request: ChatPrompt, fields: dict) -> Asked:
     """What makes the prompt of a chat."""
     own, contrast = thinking(request)
     return Asked([for_template(request.messages)], "messages", template=own | (request.chat_template_kwargs or {}),
-                 contrast=contrast, chat_template=request.chat_template, tools=tools(request, fields))  # fmt: skip
+                 contrast=contrast, chat_template=request.chat_template, tools=tools(request, fields))
 
 
 def thinking(request: ChatPrompt) -> tuple[dict, dict[str, dict]]:
@@ -213,7 +215,7 @@ def wishes(request: ChatPrompt) -> Iterator[tuple[str, bool | str]]:
         "thinking": request.thinking and request.thinking.type == "enabled",
         "reasoning.enabled": reasoning and reasoning.enabled, "reasoning.effort": reasoning and reasoning.effort,
         "reasoning_effort": request.reasoning_effort,
-    }  # fmt: skip
+    }
     return ((name, value) for name, value in said.items() if value is not None)
 
 

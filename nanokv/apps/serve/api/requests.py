@@ -31,12 +31,13 @@ from weights_loader.strict import quote
 MOST_STOPS, LONGEST_STOP = 16, 1_000  # each token is compared with all of them
 MOST_STOP_IDS = 1_000
 MOST_ANSWERS, MOST_PROMPTS = 16, 256  # `n`; and prompts of a request, all with a place in the queue
-MOST_LIKELY = {"messages": 20, "prompt": 5}  # OpenAI's limits of top_logprobs, and of a completion's
+# OpenAI's limits of top_logprobs, and of a completion's.
+MOST_LIKELY = {"messages": 20, "prompt": 5}
 MOST_TOOLS = 128
 RESERVED = (  # of the template's own variables, and what the checkpoint sets
     "self", "messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token", "pad_token",
     "unk_token", "chat_template",
-)  # fmt: skip
+)
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 SCHEMA = "a JSON schema comes with the type json_schema, or as schema with json_object"
 NAME = re.compile("[A-Za-z0-9_-]{1,64}")  # of a function
@@ -106,7 +107,8 @@ class StreamOptions(Fields):
     """What a stream tells beside the answer."""
 
     include_usage: YesNo = None
-    continuous_usage_stats: YesNo = None  # usage comes once, at the end: no token of an answer depends on it
+    # Usage comes once, at the end: no token of an answer depends on it.
+    continuous_usage_stats: YesNo = None
 
 
 class Function(Fields):
@@ -209,7 +211,7 @@ class ChatPrompt(Fields):
     chat_template_kwargs: Annotated[dict | None, Checked(variables, {
         "type": "object",
         "propertyNames": {"pattern": "^[A-Za-z_][A-Za-z0-9_]*$", "not": {"enum": list(RESERVED)}},
-    })] = None  # fmt: skip
+    })] = None
     enable_thinking: YesNo = None
     think: Annotated[bool | Effort | None, Expected(f"true, false, {EFFORTS}")] = None
     thinking: Thinking | None = None
@@ -277,7 +279,7 @@ class TextRequest(_Text):
 
     prompt: Annotated[list, Checked(each_prompt, {"anyOf": [
         *PROMPT, {"type": "array", "items": {"anyOf": PROMPT}, "minItems": 1, "maxItems": MOST_PROMPTS},
-    ]}, needed=True)]  # fmt: skip
+    ]}, needed=True)]
     echo: YesNo = None
     logprobs: Annotated[Any, Between(0, MOST_LIKELY["prompt"], False)] = None
     add_special_tokens: YesNo = None

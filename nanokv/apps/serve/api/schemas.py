@@ -8,26 +8,27 @@ and is refused where llguidance does not do it.
 import json
 from typing import Any
 
-FORMATS = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}  # llguidance's
+# Llguidance's.
+FORMATS = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
 DIALECTS = tuple(f"json-schema.org/{name}/schema" for name in (
     "draft-03", "draft-04", "draft-06", "draft-07", "draft/2019-09", "draft/2020-12",
-))  # fmt: skip
+))
 ANYTHING: tuple = (True, {})
 NOTHING: dict[str, tuple] = {  # keyword → values with which every JSON is right
     "uniqueItems": (False,), "not": (False,), "propertyNames": (*ANYTHING, {"type": "string"}),
     "unevaluatedProperties": ANYTHING, "unevaluatedItems": ANYTHING, "dependentRequired": ({},),
     "dependentSchemas": ({},), "dependencies": ({},),
-}  # fmt: skip
+}
 NEEDS = {  # keyword → the ones without which it says nothing
     "minContains": ("contains",), "maxContains": ("contains",), "if": ("then", "else"), "then": ("if",),
     "else": ("if",),
-}  # fmt: skip
+}
 OF = {"uniqueItems": "array", "contains": "array", "unevaluatedItems": "array", "propertyNames": "object",
-      "unevaluatedProperties": "object", "dependentRequired": "object", "dependentSchemas": "object"}  # fmt: skip
+      "unevaluatedProperties": "object", "dependentRequired": "object", "dependentSchemas": "object"}
 MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 SINGLE = ("items", "additionalItems", "additionalProperties", "unevaluatedProperties", "unevaluatedItems", "contains",
-          "propertyNames", "not", "if", "then", "else")  # fmt: skip
+          "propertyNames", "not", "if", "then", "else")
 
 
 def plain(schema: dict) -> dict:

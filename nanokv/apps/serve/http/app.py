@@ -26,7 +26,8 @@ from nanokv.apps.serve.run.engine_client import EngineClient
 from nanokv.apps.serve.run.messages import Count
 from nanokv.apps.serve.run.ticket import Ticket
 
-DRAINED = 64_000_000  # bytes of a body that is too long: read and dropped, so that the refusal is seen
+# Bytes of a body that is too long: read and dropped, so that the refusal is seen.
+DRAINED = 64_000_000
 
 
 class Application:
@@ -50,7 +51,7 @@ class Application:
             Route("/v1/completions", self.text, methods=["POST"]),
             Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/detokenize", self.detokenize, methods=["POST"]),
-        ]  # fmt: skip
+        ]
 
     # --- what is here -----------------------------------------------------------------------------------------------
 
@@ -86,7 +87,7 @@ class Application:
 
     def _model(self, name: str) -> dict:
         return {"id": name, "object": "model", "created": self.served.created, "owned_by": "nanokv",
-                "max_model_len": self.served.context}  # fmt: skip
+                "max_model_len": self.served.context}
 
     async def tokenize(self, request: Request) -> Response:
         """{"prompt": text} or {"messages": […]} → {"tokens": […], "count": N}."""
@@ -187,7 +188,8 @@ class Application:
 
     async def _prepared(self, body: bytes, check: Callable, request: Request) -> tuple[list[Ticket], Prepared]:
         tab = tab_of(request)
-        tickets = self.admission.open(tab)  # one place before anything else is done; then those of all answers
+        # One place before anything else is done; then those of all answers.
+        tickets = self.admission.open(tab)
         try:
             prepared = await self._in_thread(self._prepare, body, check, request.scope["salt"])
             return self.admission.open(tab, len(prepared.jobs), tickets), prepared

@@ -58,7 +58,7 @@ class Live:
         self.check()
         if self.watchers >= WATCHERS:
             raise ApiError(429, f"{self.watchers} pages watch the cache, which is the limit; close one",
-                           code="too_many_watchers", headers={"retry-after": "10"})  # fmt: skip
+                           code="too_many_watchers", headers={"retry-after": "10"})
         self.watchers += 1
         if self._task is None:
             self._task = asyncio.create_task(self._take())

@@ -5,7 +5,7 @@ document with what is served: addresses, fields, answers, and generated requests
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema, models_json_schema
@@ -64,10 +64,11 @@ class Plain(GenerateJsonSchema):
 def document() -> dict:
     """All of it, as a JSON object."""
     models = {model for one in OPERATIONS.values() for model in (*one.asked, *one.told)} | {replies.Error}
-    inputs = [(model, "validation") for model in sorted(models, key=lambda model: model.__name__)]
+    ordered = sorted(models, key=lambda model: model.__name__)
+    inputs: list[tuple[type[BaseModel], Literal["validation"]]] = [(one, "validation") for one in ordered]
     _, found = models_json_schema(
-        inputs, ref_template="#/components/schemas/{model}", schema_generator=Plain  # type: ignore[arg-type]
-    )  # fmt: skip
+        inputs, ref_template="#/components/schemas/{model}", schema_generator=Plain
+    )
     error = {"$ref": "#/components/responses/Error"}
     refusals = {"4XX": error, "5XX": error}
     paths = {path: operation(path, one, refusals) for path, one in OPERATIONS.items()}
@@ -81,7 +82,7 @@ def document() -> dict:
             "responses": {"Error": content("what was wrong", {"application/json": any_of((replies.Error,))})},
             "schemas": found["$defs"],
         },
-    }  # fmt: skip
+    }
 
 
 def operation(path: str, one: Operation, refusals: dict) -> dict:

@@ -45,4 +45,4 @@ def headers() -> dict[str, str]:
     return {
         "content-security-policy": policy, "referrer-policy": "no-referrer", "x-content-type-options": "nosniff",
         "x-frame-options": "DENY", "cross-origin-resource-policy": "same-origin", "cache-control": "no-cache",
-    }  # fmt: skip
+    }

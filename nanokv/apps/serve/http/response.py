@@ -23,7 +23,7 @@ from nanokv.decoding import completion
 
 logger = logging.getLogger(__name__)
 EVENT_STREAM = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store"),
-                (b"x-accel-buffering", b"no")]  # fmt: skip
+                (b"x-accel-buffering", b"no")]
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Answer(Response):
 
     def __init__(
         self, client: EngineClient, tickets: Sequence[Ticket], prepared: Prepared, form: ChatForm, limits: Limits
-    ):  # fmt: skip
+    ):
         self.client, self.tickets = client, tickets
         self.prepared, self.form, self.limits = prepared, form, limits
         self.index = {ticket.number: ticket.index for ticket in tickets}
@@ -165,7 +165,7 @@ class Answer(Response):
 
 async def news(
     tickets: Sequence[Ticket], patience: float | None = None
-) -> AsyncIterator[Pieces | Ended | None]:  # fmt: skip
+) -> AsyncIterator[Pieces | Ended | None]:
     """What the engine says of these answers until all have ended; None after `patience` seconds of
     silence. Raises what one of them has failed with."""
     running = len(tickets)

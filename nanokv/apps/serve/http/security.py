@@ -67,7 +67,7 @@ class Hosts:
         name = host_name(host)
         if more or not (name in self.names or (self.any_address and is_address(name))):
             raise ApiError(403, f"unknown host {quote(host)}", code="unknown_host",
-                           hint="nanokv serve --allow-host NAME serves it")  # fmt: skip
+                           hint="nanokv serve --allow-host NAME serves it")
         for origin in headers.getlist("origin"):
             if origin not in (f"http://{host}", f"https://{host}"):
                 raise ApiError(403, f"a page of {quote(origin)} may not use this server", code="unknown_origin")
@@ -142,7 +142,7 @@ def check_framing(headers: Headers) -> None:
     """One length of the body: where two are given, a proxy may believe the other one (RFC 9112, 6.3)."""
     if "content-length" in headers and "transfer-encoding" in headers:
         raise ApiError(400, "Content-Length and Transfer-Encoding were both given: one of them says where a body ends",
-                       code="invalid_http", headers={"connection": "close"})  # fmt: skip
+                       code="invalid_http", headers={"connection": "close"})
 
 
 def respond(error: ApiError) -> JSONResponse:

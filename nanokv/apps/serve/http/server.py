@@ -37,7 +37,8 @@ class Protocol(H11Protocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        transport.set_write_buffer_limits(high=0)  # writing pauses as soon as the socket does not take all
+        # Writing pauses as soon as the socket does not take all.
+        transport.set_write_buffer_limits(high=0)
         if len(self.connections) > CONNECTIONS:
             self.app = crowded
         self._wait_for_headers()
@@ -48,7 +49,8 @@ class Protocol(H11Protocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self.conn.their_state is h11.SEND_BODY:  # what arrives of it ends uvicorn's own timer, but not this one
+        # What arrives of it ends uvicorn's own timer, but not this one.
+        if self.conn.their_state is h11.SEND_BODY:
             self._unread = self.loop.call_later(UNREAD_S, self.transport.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -99,7 +101,7 @@ class Protocol(H11Protocol):
 async def crowded(scope: Scope, receive: Receive, send: Send) -> None:
     """The application of a connection that is one too many."""
     full = ApiError(503, f"{CONNECTIONS:,} connections are open, which is the limit", code="overloaded",
-                    headers={"connection": "close", "retry-after": "1"})  # fmt: skip
+                    headers={"connection": "close", "retry-after": "1"})
     await respond(full)(scope, receive, send)
 
 
@@ -109,12 +111,12 @@ class Server(uvicorn.Server):
     """
 
     def __init__(self, app: Guard, client: EngineClient, stop: Callable[[], bool], hurry: Callable[[], bool],
-                 grace: float = 10.0, ready: Callable[[], None] = lambda: None):  # fmt: skip
+                 grace: float = 10.0, ready: Callable[[], None] = lambda: None):
         super().__init__(uvicorn.Config(
             app, http=Protocol, ws="none", loop="asyncio", lifespan="off", log_config=None, access_log=False,
             proxy_headers=False, server_header=False, h11_max_incomplete_event_size=HEADER_BYTES,
             timeout_graceful_shutdown=int(grace) + 10,  # should _farewell fail
-        ))  # fmt: skip
+        ))
         self.client, self.stop, self.hurry, self.grace, self.ready = client, stop, hurry, grace, ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

@@ -7,7 +7,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from nanokv.engine import Engine
 
-FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)  # seconds: upper ends of the buckets
+# Seconds: upper ends of the buckets.
+FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 GAUGES = {
     "requests_running": "Requests that hold pages", "requests_waiting": "Requests that wait for pages",
@@ -15,14 +16,14 @@ GAUGES = {
     "prefill_worker_up": "1 while a process of its own prefills",
     "prefills_waiting": "Requests whose prompts wait for it, or are computed there",
     "prefill_worker_pages": "Pages of its pool", "prefill_worker_pages_free": "Those free when it was last idle",
-}  # fmt: skip
+}
 COUNTERS = {
     "prefill_tokens": "Prompt tokens computed", "prefix_hit_tokens": "Prompt tokens found in the prefix cache",
     "generated_tokens": "Tokens generated", "preemptions": "Requests that gave their pages back and waited again",
     "handover_prompts": "Prompts that the prefill process has handed over",
     "handover_bytes": "Bytes of their keys, values and logits", "handover_seconds": "Seconds that they took to arrive",
     "handover_lost": "Prompts that were prefilled here because that process had ended",
-}  # fmt: skip
+}
 
 
 def engine_counts(engine: Engine) -> dict[str, float]:
@@ -33,7 +34,7 @@ def engine_counts(engine: Engine) -> dict[str, float]:
         "pages": len(engine.pool.references), "pages_free": engine.pool.available(),
         "prefill_tokens": counts.prefill_tokens, "prefix_hit_tokens": counts.reused_tokens,
         "preemptions": counts.preemptions,
-    }  # fmt: skip
+    }
 
 
 class Metrics:

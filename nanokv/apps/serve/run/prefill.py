@@ -64,7 +64,8 @@ class Elsewhere(Here):
         super().__init__()
         self.engine, self.weights = engine, weights
         self.process = PrefillProcess(load, sizes, self._news)
-        self.waiting: OrderedDict[Any, list[Submit]] = OrderedDict()  # (salt, ids) → answers to that prompt
+        # (salt, ids) → answers to that prompt.
+        self.waiting: OrderedDict[Any, list[Submit]] = OrderedDict()
         self.asked: dict[int, tuple[Any, list[Submit]]] = {}  # number → (its key, answers)
         names = "prompts", "bytes", "seconds", "lost"
         self.state = {f"handover_{name}": 0.0 for name in names}
@@ -81,7 +82,7 @@ class Elsewhere(Here):
         if differ:
             self.process.close()
             raise NanoKVError(f"the prefill process has loaded another model: its {' and '.join(differ)} differ",
-                              "do not change the files of the model while a server starts")  # fmt: skip
+                              "do not change the files of the model while a server starts")
 
     def start(self, put: Callable[[Arrived], None]) -> None:
         self._put = put
@@ -132,7 +133,7 @@ class Elsewhere(Here):
             return self._lose(meta["lost"])
         if "idle" in meta:
             self.state |= {"prefill_worker_pages": meta["idle"]["pages"],
-                           "prefill_worker_pages_free": meta["idle"]["free"]}  # fmt: skip
+                           "prefill_worker_pages_free": meta["idle"]["free"]}
             return
         try:
             number = meta["done"] if "done" in meta else meta["failed"]

@@ -18,9 +18,11 @@ from nanokv.engine import Engine, Request
 
 CELLS = 512  # of the picture of the pool; a larger pool has several pages in a cell
 MOST_WAITING = 64  # requests of the queue that are listed; the others are counted
-FREE, KEPT, SHARED = -1, -2, -3  # owners of a cell that are no request; SHARED: several of the client's own key
+# Owners of a cell that are no request; SHARED: several of the client's own key.
+FREE, KEPT, SHARED = -1, -2, -3
 SECRET = secrets.token_bytes(16)  # the number of a request would tell how many came before it
-OTHERS_FIELDS = ("id", "state", "tokens", "held", "pages", "preemptions")  # of a request with another key
+# Of a request with another key.
+OTHERS_FIELDS = ("id", "state", "tokens", "held", "pages", "preemptions")
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ def snapshot(engine: Engine, tabs: Mapping[int, str], left: Iterable[Departed] =
         "requests": [described(request, tabs.get(request.number, "")) for request in listed],
         "ended": [(one.tab, one.salt, one.counts | {"kept": still_kept(pool, one)}) for one in left],
         "cells": cells(pool, [request.cache.tables[0] for request in scheduler.running], kept),
-    }  # fmt: skip
+    }
 
 
 def view(taken: dict, salt: str, tab: str) -> dict:
@@ -84,7 +86,7 @@ def lengths(request: Request, held: int) -> dict:
     return {
         "prompt": prompt, "reused": request.reused_tokens,
         "prefilled": max(0, min(held, prompt) - request.reused_tokens), "generated": len(request.tokens),
-    }  # fmt: skip
+    }
 
 
 def described(request: Request, tab: str) -> dict:
@@ -95,7 +97,7 @@ def described(request: Request, tab: str) -> dict:
         "salt": request.salt, "tab": tab, "id": opaque(request), "state": state,
         "tokens": len(request.prompt) + len(request.tokens), "held": request.fed,
         "pages": len(request.cache.tables[0]) if request.cache is not None else 0, "preemptions": request.preemptions,
-    } | lengths(request, request.fed)  # fmt: skip
+    } | lengths(request, request.fed)
 
 
 def visible(request: dict, salt: str, tab: str) -> dict:

@@ -75,6 +75,6 @@ CHECKS = (
         ),
         otherwise="How many old tokens, how many vectors for each, how many multiplications for each vector?",
     ),
-)  # fmt: skip
+)
 
 QUESTIONS = questions("00")

@@ -169,6 +169,6 @@ CHECKS = (
                     "You left the stop ids out and went on. What comes after the first one was never said."),
         ),
     ),
-)  # fmt: skip
+)
 
 QUESTIONS = questions("01")

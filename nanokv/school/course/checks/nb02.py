@@ -2,7 +2,17 @@
 
 import math
 
-from nanokv.school.course.checking import RIGHT, Mistake, function, judged, questions, result_of, sizes, value, wrong
+from nanokv.school.course.checking import (
+    RIGHT,
+    Mistake,
+    function,
+    judged,
+    questions,
+    result_of,
+    sizes,
+    value,
+    wrong,
+)
 from nanokv.school.course.trials import tensor
 
 
@@ -73,7 +83,8 @@ def _judge_leak_test(answer, case):
     V = case.config.vocab_size
     ids = torch.randint(V, (1, 8), generator=noise)
     says, unseen = "does not see the future, but your test says it does", "sees the future, unnoticed"
-    subjects = (  # (attention, size of the rounding noise, does it leak?, what to say where the test is wrong)
+    # (attention, size of the rounding noise, does it leak?, what to say where the test is wrong).
+    subjects = (
         (causal_attention, 0.0, False, wrong(f"nanokv's causal model {says}", "false alarm")),
         (prefill_attention, 0.0, True, wrong(f"a model without a mask {unseen}", "no mask missed")),
         (_multiplied, 0.0, True, wrong(f"a model with a multiplied mask {unseen}", "multiplied missed")),
@@ -205,6 +216,6 @@ CHECKS = (
         given=lambda case: sizes(case.config, ("C", "H", "Hk", "D")),
     ),
     judged("02.4", _judge_leak_test),
-)  # fmt: skip
+)
 
 QUESTIONS = questions("02")

@@ -15,7 +15,7 @@ def _shapes(case):
     config = replace(
         QWEN, num_hidden_layers=1, hidden_size=case.C, num_attention_heads=case.H, num_key_value_heads=case.Hk,
         head_dim=case.D,
-    )  # fmt: skip
+    )
     attention = skeleton(config).layers[0].self_attn
     return tuple(tuple(p.weight.shape) for p in (attention.q_proj, attention.k_proj, attention.o_proj))
 
@@ -28,7 +28,8 @@ def _derived(case):
 
 # --- 03.2: the rotation -------------------------------------------------------------------------------------------
 
-TURNS = ((1.0, 0.0), (0.6, 0.8), (0.8, 0.6), (0.0, 1.0), (-0.6, 0.8), (0.6, -0.8))  # cosine and sine of an angle
+# Cosine and sine of an angle.
+TURNS = ((1.0, 0.0), (0.6, 0.8), (0.8, 0.6), (0.0, 1.0), (-0.6, 0.8), (0.6, -0.8))
 
 
 def _rotation_inputs(rng):
@@ -140,7 +141,8 @@ def _judge_weights(answer, case):
     angle = tensor(rng, 4, 4).repeat(1, 2)
     x, cos, sin = tensor(rng, 1, 1, 4, 8), angle.cos(), angle.sin()
     before, after = _rotate(_rms_norm(x, weight, 1e-6), cos, sin), _rms_norm(_rotate(x, cos, sin), weight, 1e-6)
-    pair = torch.maximum(weight.abs(), weight.roll(4).abs())  # (D,): what is mixed into each dimension has this size
+    # What is mixed into each dimension has this size.
+    pair = torch.maximum(weight.abs(), weight.roll(4).abs())  # (D,)
     if bool(((before - after).abs() <= 1e-5 * pair).all()):
         return RIGHT
     if torch.equal(weight[0::2], weight[1::2]):
@@ -211,6 +213,6 @@ CHECKS = (
         ),
     ),
     judged("03.5", _judge_weights),
-)  # fmt: skip
+)
 
 QUESTIONS = questions("03")

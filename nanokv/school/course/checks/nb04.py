@@ -4,7 +4,16 @@ import tempfile
 from pathlib import Path
 
 from nanokv.school.course.answers import as_number, plain, same
-from nanokv.school.course.checking import RIGHT, Mistake, function, judged, questions, result_of, value, wrong
+from nanokv.school.course.checking import (
+    RIGHT,
+    Mistake,
+    function,
+    judged,
+    questions,
+    result_of,
+    value,
+    wrong,
+)
 
 
 def _tensors(L, tied):
@@ -23,7 +32,7 @@ def _judge_reader(read, case):
     tensors = {
         "first": torch.arange(6.0).view(2, 3), "half": torch.linspace(-2, 2, 20).bfloat16().view(4, 5),
         "last": torch.tensor([7.5, -1.25]),
-    }  # fmt: skip
+    }
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.safetensors"
         save_file(tensors, path, metadata={"format": "pt"})
@@ -129,7 +138,7 @@ def mystery(case, ids) -> dict:
     here, D = _place(case), case.config.head_dim
     mine, next_one = f"layers.{here}.", f"layers.{(here + 1) % case.config.num_hidden_layers}."
     pairs = {"a": ("mlp.gate_proj", "mlp.up_proj"), "b": ("self_attn.q_norm", "self_attn.k_norm"),
-             "f": ("input_layernorm", "post_attention_layernorm")}  # fmt: skip
+             "f": ("input_layernorm", "post_attention_layernorm")}
     if (cause := _cause(case)) in pairs:
         one, other = (f"{mine}{name}.weight" for name in pairs[cause])
         weights[one], weights[other] = weights[other], weights[one]
@@ -160,7 +169,7 @@ def _judge_place(answer, case):
     if same(answer[0], place + 1):
         return wrong("layers are counted from 0", "counted from 1")
     return wrong("go through nanokv.debug.compare in order: the first step that is not ok has a layer and an "
-                 "operation. Which of the causes first touches that operation?")  # fmt: skip
+                 "operation. Which of the causes first touches that operation?")
 
 
 CHECKS = (

@@ -15,7 +15,7 @@ from nanokv.school.course.checking import (
     result_of,
     value,
     wrong,
-)  # fmt: skip
+)
 
 
 def _shapes(case, H=None, S=None):
@@ -124,7 +124,8 @@ def _watched(model, call, most):
     try:
         given = result_of(call)
         given = given.flatten().tolist() if isinstance(given, torch.Tensor) else given
-        given = result_of(list, itertools.islice(given, most))  # a generator runs here, and need not end
+        # A generator runs here, and need not end.
+        given = result_of(list, itertools.islice(given, most))
     finally:
         hook.remove()
     return given, rows, generation.__file__ in callers

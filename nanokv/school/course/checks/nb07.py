@@ -3,7 +3,15 @@
 import itertools
 
 from nanokv.school.course import checking
-from nanokv.school.course.checking import UNANSWERED, Mistake, Outcome, function, judged, questions, wrong
+from nanokv.school.course.checking import (
+    UNANSWERED,
+    Mistake,
+    Outcome,
+    function,
+    judged,
+    questions,
+    wrong,
+)
 from nanokv.school.course.feedback import line
 from nanokv.school.course.trials import tensor
 
@@ -44,7 +52,7 @@ FAMILIES = {
         ("start_pos_off_by_one", "start_pos_advanced_twice", "start_pos_restarts"),
     "The first key is wrong already. Only that of token 0, or all of them, and by how much?":
         ("first_token_unwritten", "rounded_to_bf16", "last_layer_closure"),
-}  # fmt: skip
+}
 SUSPECTS = tuple(sorted(name for family in FAMILIES.values() for name in family))
 
 
@@ -107,7 +115,7 @@ def _judge_test(test, case):
         return wrong("\n    ".join([str(grade), *filter(None, raised[:1])]), "false alarm")
     if len(grade.kills) < WANTED and any(isinstance(one, bool) for one in returned):
         return wrong("it returns True or False, which nobody looks at: raise where something is wrong, as "
-                     "`assert` does", "returned")  # fmt: skip
+                     "`assert` does", "returned")
     if grade.note:
         return wrong(grade.note, "vacuous")
     if len(grade.kills) < WANTED:
@@ -142,7 +150,8 @@ def _moves(layer) -> int:
     import torch
 
     one = torch.zeros(1, 2, 1, 6)  # (B,Hk,T,D)
-    kept = [layer.append(one, one)[0] for _ in range(APPENDS + 1)]  # all held, so that no memory is used again
+    # All held, so that no memory is used again.
+    kept = [layer.append(one, one)[0] for _ in range(APPENDS + 1)]
     return sum(a.data_ptr() != b.data_ptr() for a, b in itertools.pairwise(kept))
 
 

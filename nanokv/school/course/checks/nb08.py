@@ -18,7 +18,7 @@ def _sizes(rng):
     """C, L, H, Hk, D and bytes per value of a plausible model; D is rarely C / H."""
     Hk = rng.choice((1, 2, 4, 8))
     return 64 * rng.randint(4, 80), rng.randint(2, 80), Hk * rng.randint(2, 8), Hk, rng.choice((48, 64, 128)), \
-        rng.choice((1, 2, 4))  # fmt: skip
+        rng.choice((1, 2, 4))
 
 
 def _llama(case, config=LLAMA_2_70B, share=1.0):

@@ -6,7 +6,17 @@ import statistics
 from nanokv import costs
 from nanokv.costs.memory import FAMILY
 from nanokv.school.course.answers import same
-from nanokv.school.course.checking import RIGHT, Mistake, function, judged, questions, result_of, sizes, value, wrong
+from nanokv.school.course.checking import (
+    RIGHT,
+    Mistake,
+    function,
+    judged,
+    questions,
+    result_of,
+    sizes,
+    value,
+    wrong,
+)
 from nanokv.school.course.claims.article1 import profiled_rate
 
 
@@ -30,7 +40,7 @@ def _server(rng):
     return (
         rng.randint(1, 60) * 10**9, rng.choice((57_344, 114_688, 262_144)), 100 * rng.randint(1, 300),
         rng.randint(2, 64), rng.choice((2e11, 1e12, 3.35e12)),
-    )  # fmt: skip
+    )
 
 
 # --- 09.2: a profiler on a machine whose clock is ours ------------------------------------------------------------

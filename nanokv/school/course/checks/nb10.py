@@ -2,7 +2,16 @@
 
 import random
 
-from nanokv.school.course.checking import RIGHT, Mistake, function, judged, questions, result_of, value, wrong
+from nanokv.school.course.checking import (
+    RIGHT,
+    Mistake,
+    function,
+    judged,
+    questions,
+    result_of,
+    value,
+    wrong,
+)
 from nanokv.school.course.work import copied_by_cat
 
 

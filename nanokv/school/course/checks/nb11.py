@@ -79,7 +79,8 @@ CHECKS = (
     ),
     value(
         "11.3", right=lambda case: (case.n + 1 + case.g, case.n + 1 + case.k),
-        parameters={"n": (40, 57, 33), "g": (4, 5, 6), "k": (2, 1)},  # g = k + 1: two mistakes would look alike
+        # G = k + 1: two mistakes would look alike.
+        parameters={"n": (40, 57, 33), "g": (4, 5, 6), "k": (2, 1)},
         wrong=(
             Mistake("newest forgotten", lambda c: (c.n + c.g, c.n + c.k),
                     "The newest token is fed in front of the guesses: it was drawn, but nobody has fed it yet."),

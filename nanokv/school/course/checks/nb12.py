@@ -3,7 +3,17 @@
 import random
 
 from nanokv.school.course.answers import plain
-from nanokv.school.course.checking import RIGHT, Mistake, Told, failing, judged, questions, result_of, value, wrong
+from nanokv.school.course.checking import (
+    RIGHT,
+    Mistake,
+    Told,
+    failing,
+    judged,
+    questions,
+    result_of,
+    value,
+    wrong,
+)
 from nanokv.school.course.forms import misfit
 
 # --- 12.1: the rectangle ------------------------------------------------------------------------------------------
@@ -61,7 +71,8 @@ def _window(c):
     """(keys that the query at t sees, the oldest that is no sink), from the mask of nanokv's sliding cache."""
     from nanokv.cache import make_cache
 
-    rows = make_cache("sliding", c.config, window=c.w).mask(c.t + 1)  # (T,T): who sees whom, without sinks
+    # Who sees whom, without sinks.
+    rows = make_cache("sliding", c.config, window=c.w).mask(c.t + 1)  # (T,T)
     seen = rows[c.t].nonzero().flatten().tolist()
     return len(set(seen) | set(range(c.s))), seen[0]
 
@@ -105,7 +116,7 @@ def _rounding_outcome(x, given, bits, dim):
     return (
         _codes_outcome(x, given, low, step) or _side_outcome(off) or _ends_outcome(x, given, bits, dim)
         or _steps_outcome(float(off.abs().max()), bits, dim)
-    )  # fmt: skip
+    )
 
 
 def _codes_outcome(x, given, low, step):
@@ -311,7 +322,8 @@ CAPSTONES = {"static": _judge_static, "prefix": _judge_prefix, "mqa": _judge_mqa
 
 
 class Desk:
-    """What a turn gets as its engine: it runs nanokv's own forward, and tells the first slip at the feed that shows it.
+    """What a turn gets as its engine: it runs nanokv's own forward, and tells the first slip at
+    the feed that shows it.
     """
 
     def __init__(self, model, stop):
@@ -393,7 +405,7 @@ def _turn_outcome(given, expected, prompt, kept, desk):
         return wrong(f"the answer is {given}, but nanokv.generate gives {expected}", "tokens")
     if kept and desk.fed[0] == len(prompt):
         return wrong(f"right tokens, but all {len(prompt)} of the prompt were fed: {kept} of them were in the cache",
-                     "nothing kept")  # fmt: skip
+                     "nothing kept")
     rows = len(prompt) - kept + len(expected) - 1
     if sum(desk.fed) != rows or len(desk.fed) != len(expected):
         fed = f"{sum(desk.fed)} rows were fed in {len(desk.fed)} forwards"

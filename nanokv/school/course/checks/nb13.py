@@ -1,4 +1,5 @@
-"""Notebook 13, several machines: what is sent, which heads lie where, the merge, and KV handed over or computed again.
+"""Notebook 13, several machines: what is sent, which heads lie where, the merge, and KV handed
+over or computed again.
 """
 
 import math

@@ -65,4 +65,4 @@ CLAIMS = (
           "It allocates N+4 and copies N+3.", "10", lambda: _slots_after(4, 10), 11, "slots at step 10", implied=True),
     Claim("0.19", "right", "A static cache is one slab per layer, written in place, with a capacity chosen beforehand.",
           "And it has a price: attention runs over the whole slab with a mask.", "10"),
-)  # fmt: skip
+)

@@ -88,4 +88,4 @@ CLAIMS = (
     Claim("1.23", "right", "Out of memory, slow first tokens and falling rates often point at the cache.",
           "Each is produced on purpose in the notebooks.", "09"),
     Claim("1.24", "right", "The reference list is worth reading.", "It is the further reading here too.", "12"),
-)  # fmt: skip
+)

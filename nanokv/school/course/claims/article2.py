@@ -38,4 +38,4 @@ CLAIMS = (
           "A step, yes. The sum over a whole generation is still quadratic (3.14).", "09"),
     Claim("2.15", "misleading", "A cache restricts beam search.",
           "Beams work: rows of the cache are forked and reordered.", "11"),
-)  # fmt: skip
+)

@@ -54,4 +54,4 @@ CLAIMS = (
           "Also with batch, KV heads, head size and bytes per value.", "08",
           lambda: costs.kv_bytes(QWEN, 2000, 1, 2) / costs.kv_bytes(QWEN, 1000, 1, 2), 2,
           "times for twice the text", implied=True),
-)  # fmt: skip
+)

@@ -32,4 +32,4 @@ CLAIMS = (
     Claim("4.13", "right", "Exercise: shapes at step 5 for batch 2, 4 heads of 16.",
           "q [2,4,1,16], keys [2,4,5,16], scores [2,4,1,5].", "06", lambda: 2 * 4 * 1 * 5, 40, "scores", implied=True),
     Claim("4.14", "right", "A cache saves work and takes memory from the first token on.", "The next notebook.", "06"),
-)  # fmt: skip
+)

@@ -14,7 +14,7 @@ def shape(layers: int, kv_heads: int, head_dim: int, heads: int | None = None) -
     return replace(
         QWEN, num_hidden_layers=layers, num_key_value_heads=kv_heads, head_dim=head_dim,
         num_attention_heads=heads or kv_heads,
-    )  # fmt: skip
+    )
 
 
 LLAMA_2_70B = shape(80, 8, 128, heads=64)

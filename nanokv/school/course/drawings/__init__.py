@@ -15,4 +15,4 @@ from nanokv.school.course.drawings.transformer_block import block
 ALL = (block, token_arrives, ruler, pages, prefix_tree, speculation, cuts)
 __all__ = [
     "ALL", "Drawing", "address", "block", "cuts", "pages", "prefix_tree", "ruler", "speculation", "token_arrives",
-]  # fmt: skip
+]

@@ -43,7 +43,7 @@ def _append(canvas, columns):
     for row, letter in enumerate("kv"):
         for i, x in enumerate(columns):
             canvas.box(x, 156 + 38 * row, WIDE, 32, f"{letter}{LOW[i]}", "new" if i == 3 else "cached",
-                       step=2 if i == 3 else 0)  # fmt: skip
+                       step=2 if i == 3 else 0)
 
 
 def _scores(canvas, columns):

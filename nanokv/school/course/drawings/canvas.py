@@ -42,7 +42,8 @@ class Drawing:
         return self.svg
 
     def _repr_mimebundle_(self, include=None, exclude=None):
-        """The SVG, and for pages an image with its alt text, which stands still in print and where motion is unwanted.
+        """The SVG, and for pages an image with its alt text, which stands still in print and
+        where motion is unwanted.
         """
         data = {"image/svg+xml": self.svg, "text/html": self._html(), "text/plain": f"<figure: {self.alt}>"}
         return data, {"image/svg+xml": {"alt": self.alt}}
@@ -74,7 +75,7 @@ class Canvas:
         fill, ink = FILLS[kind]
         dash = ' stroke-dasharray="4 3"' if dashed else ""
         self._add(f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="4" fill="{fill}" '
-                  f'stroke="{LINE}"{dash}/>', step)  # fmt: skip
+                  f'stroke="{LINE}"{dash}/>', step)
         lines = text.split("\n") if text else []
         top = y + height / 2 - (len(lines) - 1) * size * 0.62 + size * 0.35
         for i, line in enumerate(lines):

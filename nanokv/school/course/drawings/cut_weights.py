@@ -13,7 +13,7 @@ ALT = (
 PARTS = (  # name, what a rank has, what is sent
     ("embedding", "words", "sum"), ("q, k, v", "heads", ""), ("KV cache", "KV heads", ""), ("o", "columns", "sum"),
     ("gate, up", "width", ""), ("down", "columns", "sum"), ("head", "words", "gather"),
-)  # fmt: skip
+)
 LEFT, WIDE = 98, 104
 
 

@@ -55,4 +55,4 @@ def _page(canvas, page, names):
             position = SLOTS * TABLES[names[0]].index(page) + slot
             used = position < TOKENS[names[0]]
         canvas.box(x + 8, y + 8 + 25 * slot, WIDE - 16, 22, str(position) if used else "", kind if used else "plain",
-                   size=12, dashed=not used)  # fmt: skip
+                   size=12, dashed=not used)

@@ -20,7 +20,7 @@ SCRIPTS = ("site.js", "search.js")
 TEXTS = {  # of the repository, beside docs/*.md: file → page
     "CONTRIBUTING.md": "docs/contributing.html", "notebooks/AUTHORING.md": "docs/authoring.html",
     "CHANGELOG.md": "docs/changelog.html",
-}  # fmt: skip
+}
 NAMED = {  # those that call themselves nanokv and tiny
     "README.md": ("docs/readme.html", "README: install and use nanokv"),
     "weights_loader/checkpoints/tiny/README.md": ("docs/model-card.html", "The bundled model: its card"),

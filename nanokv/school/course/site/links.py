@@ -11,7 +11,8 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 ADDRESSES = {"href", "src", "action", "poster", "data", "srcset", "formaction", "background", "xlink:href"}
-REFRESH = re.compile(r"""[\s\d.]*[;,\s]\s*(?:url\s*=\s*)?['"]?([^'"]*)""", re.IGNORECASE)  # 0; url=where
+# 0; url=where.
+REFRESH = re.compile(r"""[\s\d.]*[;,\s]\s*(?:url\s*=\s*)?['"]?([^'"]*)""", re.IGNORECASE)
 IN_STYLE = re.compile(r"""(?:url\(\s*['"]?|@import\s+['"])([^'")\s]+)""")
 
 
@@ -74,7 +75,8 @@ def addresses(path: Path) -> tuple[list[tuple[str, bool]], set[str]]:
     """Of one file, with its anchors."""
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".css":
-        return [(address, True) for address in IN_STYLE.findall(text) if address[0] != "#"], set()  # its user's parts
+        # Its user's parts.
+        return [(address, True) for address in IN_STYLE.findall(text) if address[0] != "#"], set()
     parser = Addresses()
     parser.feed(text)
     parser.close()

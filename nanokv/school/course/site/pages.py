@@ -19,7 +19,7 @@ from nanokv.school.course.site.search import contents
 PARTS = {  # of the header, each with its first page
     "Course": "book/index.html", "Glossary": "book/glossary.html", "Recordings": "traces/index.html",
     "Teachers": "teach/index.html", "Docs": "docs/index.html", "API": "api/index.html",
-}  # fmt: skip
+}
 LINK = re.compile(r'<a href="(?P<target>[^"]*)"[^>]*>(?P<text>.*?)</a>|(?<= src=")(?P<picture>[^"]*)', re.DOTALL)
 ELSEWHERE = re.compile(r"[a-z]+:|//|#|$", re.IGNORECASE)
 MANY = 4  # headings, from which on a page gets a list of them
@@ -120,7 +120,7 @@ def framed(page: Page, body: str) -> str:
         title=html.escape(page.title if page.title == "nanokv" else f"{page.title} · nanokv"), root=root, parts=parts,
         kind=(page.part or "front").lower(), body=body, version=__version__,
         contents=toc and f'<nav class="contents" aria-label="On this page">{toc}</nav>',
-    )  # fmt: skip
+    )
 
 
 def files(out: Path) -> list[Path]:

@@ -52,7 +52,7 @@ RECORDINGS = (
         "The keys of an earlier request are still there, and the new tokens attend to them.",
         "My name is Zorbla. What is my name?", "not_cleared", tokens=24,
     ),
-)  # fmt: skip
+)
 
 
 def pages(out: Path, recordings=RECORDINGS) -> list[Page]:

@@ -10,7 +10,8 @@ from html.parser import HTMLParser
 
 HEADINGS = ("h1", "h2", "h3", "h4", "h5", "h6")
 SKIPPED = ("script", "style", "nav", "svg", "summary")  # nobody looks for what stands in them ...
-HIDDEN = {"output_wrapper", "headerlink", "source", "line", "prompt", "inherited"}  # ... or under these classes
+# ... or under these classes.
+HIDDEN = {"output_wrapper", "headerlink", "source", "line", "prompt", "inherited"}
 
 
 class Sections(HTMLParser):
@@ -20,7 +21,8 @@ class Sections(HTMLParser):
         super().__init__()
         self.found: list[list] = [[0, "", "", ""]]
         self.heading = False  # inside of one
-        self.skip, self.depth = "", 0  # the tag whose end is waited for, and how often it was opened
+        # The tag whose end is waited for, and how often it was opened.
+        self.skip, self.depth = "", 0
 
     def handle_starttag(self, tag, attributes):
         values = {name: value or "" for name, value in attributes}
@@ -41,7 +43,8 @@ class Sections(HTMLParser):
             self.skip = self.skip if self.depth else ""
         elif tag in HEADINGS:
             self.heading = False
-        if tag not in ("code", "span", "em", "strong", "a", "b", "i", "wbr", "mark"):  # words end where lines end
+        # Words end where lines end.
+        if tag not in ("code", "span", "em", "strong", "a", "b", "i", "wbr", "mark"):
             self.handle_data(" ")
 
     def handle_data(self, data):
